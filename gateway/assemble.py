@@ -258,7 +258,7 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
             tokenizer.specials,
             marks=tokenizer.marks,
             spells_out=formats.spells_out,
-            in_channels=formats.in_channels,
+            spelling=formats.spelling,
             defaults=flags.default_chat_template_kwargs,
         ),
         formats=formats,

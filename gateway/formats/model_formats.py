@@ -15,7 +15,15 @@ from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import OutputFormat, ReadAnswerText
 from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.reasoning import HARMONY, REASONING_ALIASES, REASONING_FORMATS, ReasoningFormat
-from pillion.gateway.formats.tool_formats import GENERIC, OPENAI, SPELLED_OUT, TOOL_ALIASES, TOOL_FORMATS, ToolFormat
+from pillion.gateway.formats.tool_formats import (
+    GENERIC,
+    OPENAI,
+    SPELLED_OUT,
+    TOOL_ALIASES,
+    TOOL_FORMATS,
+    ToolFormat,
+    spelling,
+)
 from pillion.gateway.formats.xml_calls import MINIMAX
 from pillion.gateway.request.client_json import parsed
 from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer, StopRules
@@ -63,8 +71,13 @@ class ModelFormats:
         return self.tool_parser in SPELLED_OUT
 
     @property
+    def spelling(self) -> tuple[str, str, str]:
+        """Gives the form of calls as text, for templates that leave calls out."""
+        return spelling(self.tool_parser)
+
+    @property
     def in_channels(self) -> bool:
-        """Says whether the model writes messages in channels, and its template takes one call a message."""
+        """Says whether the model writes messages in channels."""
         return self.tool_parser == OPENAI or self.reasoning_parser == HARMONY
 
     def check(self, options: ToolOptions) -> None:

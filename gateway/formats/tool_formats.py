@@ -184,3 +184,17 @@ TOOL_ALIASES = {
 }
 # In these formats tools, calls and results are told to a model as text, where its template has no place for them.
 SPELLED_OUT = ("hermes", GENERIC)
+
+
+def spelling(name: str) -> tuple[str, str, str]:
+    """Returns how calls are written into a content where a chat template leaves them out: the marks around them, and
+    "object" for one object of JSON each, "list" for one list, or "literal" for a list in Python's notation. Formats of
+    other notations have those of the generic one."""
+    form, kind = TOOL_FORMATS.get(name, TOOL_FORMATS[GENERIC]), "object"
+    if name in LIST_FORMATS:
+        kind = "list"
+    elif name in LITERAL_FORMS and LITERAL_FORMS[name].listed:
+        kind = "literal"
+    elif getattr(form.reader, "func", None) is not JsonCalls:
+        form = TOOL_FORMATS[GENERIC]
+    return form.begin, form.end, kind

@@ -43,7 +43,8 @@ class ChatTemplate:
         marks: the special tokens that a client's strings may not become; those that they spell come out broken, as
             client_marks.py reads them.
         spells_out: whether a template that has no place for tools gets them as text.
-        in_channels: whether it writes messages in channels, one call in each.
+        spelling: how calls are written into contents where the template leaves them out, as
+            :func:`pillion.gateway.formats.tool_formats.spelling` returns it.
         defaults: variables where a request gives no value, a JSON object or "".
     """
 
@@ -54,11 +55,10 @@ class ChatTemplate:
         *,
         marks: Sequence[str] = (),
         spells_out: bool = False,
-        in_channels: bool = False,
+        spelling: tuple[str, str, str] = ("", "", "object"),
         defaults: str = "",
     ) -> None:
         self.defaults = defaults
-        self._in_channels = in_channels
         self._source = source
         self._knows_tools = knows_tools(source)
         self._reasoning_key = reasoning_key(source)
@@ -70,6 +70,7 @@ class ChatTemplate:
             "max_chars": MAX_RENDERED_CHARS,
             "marks": marks,
             "breaker": BREAKER,
+            "spelling": spelling,
         }
         limits = BoxLimits(
             cpu_s=RENDER_CPU_S,
@@ -91,19 +92,14 @@ class ChatTemplate:
         """
         if not self._source:
             raise _violation("this model has no chat template; send text or token_ids")
-        told = ""
         if self._spells_out and (tools or any(one.tool_calls or one.tool_call_id for one in messages)):
-            told = introduction(tools) if tools else ""
-            messages, tools = spelled_out(messages, told), ()
+            messages, tools = spelled_out(messages, introduction(tools) if tools else ""), ()
         if tools and not self._knows_tools:
             text = "the model's chat template does not know tools"
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
         conversation: dict[str, Any] = {
-            "messages": channel_messages(messages)
-            if self._in_channels
-            else template_messages(messages, self._reasoning_key),
-            "introduction": told,
-            "tools": template_tools(tools, described=self._in_channels),
+            "messages": template_messages(messages, self._reasoning_key),
+            "tools": template_tools(tools),
             "add_generation_prompt": options.begins_message,
             "continue_final_message": options.continue_final_message,
             "kwargs": options.chat_template_kwargs,
@@ -151,7 +147,7 @@ INPUT, GRAMMAR = "input", "x-grammar"
 # Arguments of so many characters in a conversation are written anew, which takes the event loop 15 ms at most.
 MAX_REWRITTEN_CHARS = 2**20
 _TOOLS = re.compile(r"\btools\b")
-_REASONING = re.compile(r"""\.reasoning\b|(["'])reasoning\1""")
+_REASONING = {key: re.compile(rf"""\.{key}\b|(["']){key}\1""") for key in ("reasoning", "thinking")}
 
 
 def knows_tools(template: str) -> bool:
@@ -161,7 +157,11 @@ def knows_tools(template: str) -> bool:
 
 def reasoning_key(template: str) -> str:
     """Returns the key under which a chat template reads what the assistant thought in earlier turns."""
-    return "reasoning" if "reasoning_content" not in template and _REASONING.search(template) else "reasoning_content"
+    if "reasoning_content" not in template:
+        for key, found in _REASONING.items():
+            if found.search(template):
+                return key
+    return "reasoning_content"
 
 
 def template_messages(messages: Sequence[ChatMessage], reasoning: str = "reasoning_content") -> list[dict[str, Any]]:
@@ -174,46 +174,9 @@ def template_messages(messages: Sequence[ChatMessage], reasoning: str = "reasoni
     return [_message(message, names, reasoning) for message in messages]
 
 
-def channel_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Returns messages for a template that writes messages in channels, as gpt-oss's does. It shows one call of a
-    message, and takes the result that follows for that of this call; and it shows what the assistant thought before a
-    call, under the name ``thinking``, but then no content."""
-    told: list[ChatMessage] = []
-    calls: list[ChatMessage] = []
-    results: list[ChatMessage] = []
-
-    def tell_calls() -> None:
-        for called in calls:
-            told.append(called)
-            told.extend(one for one in results if one.tool_call_id == called.tool_calls[0].id)
-        named = {called.tool_calls[0].id for called in calls}
-        told.extend(one for one in results if one.tool_call_id not in named)
-        calls.clear()
-        results.clear()
-
-    for message in messages:
-        if message.role == "tool":
-            results.append(message)
-            continue
-        tell_calls()
-        if not message.tool_calls:
-            told.append(message)
-        thought = "\n\n".join(filter(None, (message.reasoning, message.content)))
-        for number, call in enumerate(message.tool_calls):
-            calls.append(replace(message, content="", reasoning="" if number else thought, tool_calls=(call,)))
-    tell_calls()
-    written = template_messages(told)
-    for one in written:
-        if "tool_calls" in one and "reasoning_content" in one:
-            one["thinking"] = one.pop("reasoning_content")
-    return written
-
-
-def template_tools(tools: Sequence[Tool], *, described: bool = False) -> list[dict[str, Any]] | None:
-    """Returns tools in OpenAI's form, or None where there are none. ``described`` gives every tool a description, for a
-    template that expects one."""
-    empty = {"description": ""} if described else {}
-    return [{"type": "function", "function": empty | _function(tool)} for tool in tools] or None
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """Returns tools in OpenAI's form, or None where there are none."""
+    return [{"type": "function", "function": _function(tool)} for tool in tools] or None
 
 
 def introduction(tools: Sequence[Tool]) -> str:

@@ -1,14 +1,21 @@
 """Renders chat templates in the process of :mod:`pillion.gateway.boxed_process`, never in the gateway's: a template is
 code out of a model's folder. This program needs the standard library and jinja2 only.
+
+A template that refuses a history, or leaves out one of its texts, gets it rewritten (REWRITES). The same history is
+always rewritten alike, and a longer one alike as far as they agree, so that the prefix cache has the earlier turn.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -30,6 +37,18 @@ _LOOKED_UP |= {"id", "function", "arguments", "description", "parameters", "prop
 # These methods and filters take what they are given out of a text.
 _CUTTING = frozenset(("replace", "split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix"))
 _CUTTING |= {"strip", "lstrip", "rstrip", "trim"}
+# Keys under which templates read what the assistant thought.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Content of inserted messages; some templates refuse an empty one.
+BLANK = " "
+# Time after which no further rewrites of a conversation are tried.
+_TRIES_CPU_S = 0.5
+# Texts that no template writes and no filter changes.
+_PROBE, _ARGUMENT = "zqprobeqz", "zqargumentqz"
+_MARK = re.compile("zq[0-9]+qz")
+# Characters of a lost text that its refusal quotes.
+_SHOWN_CHARS = 60
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -186,66 +205,277 @@ def _firsts(trie: dict[str, Any], behind: Callable[[dict[str, Any]], str]) -> re
     return re.compile("|".join(f"{_letter_regex(letter)}(?={behind(below)})" for letter, below in trie.items()))
 
 
-class ContentForm:
-    """Knows what a template does with the contents of messages, as far as its syntax tree shows it.
+def separators(tree: jinja2.nodes.Template) -> tuple[str, ...]:
+    """Returns the texts that a template cuts out of strings, by ``replace`` and the like."""
+    methods: list[Any] = [one for one in tree.find_all(jinja2.nodes.Call) if getattr(one.node, "attr", "") in _CUTTING]
+    filters = [one for one in tree.find_all(jinja2.nodes.Filter) if one.name in _CUTTING]
+    texts = (one.value for call in (*methods, *filters) for one in call.args if isinstance(one, jinja2.nodes.Const))
+    return tuple(dict.fromkeys(text for text in texts if isinstance(text, str) and text))
 
-    ``lists`` says that it loops over the parts of a content, and asks nowhere whether a content is a string. Such a
-    template would lose a string: each letter of it would be a part without a text. ``separators`` are the texts that
-    it takes out of strings, by ``replace`` and the like.
-    """
 
-    def __init__(self, tree: jinja2.nodes.Template) -> None:
-        contents = {"content", *_named_contents(tree)}
-        loops = any(_is_content(loop.iter, contents) for loop in tree.find_all(jinja2.nodes.For))
-        tests = any(
-            test.name == "string" and _is_content(test.node, contents) for test in tree.find_all(jinja2.nodes.Test)
+class History(NamedTuple):
+    """Messages and tools as a template reads them. Rewrites return new ones and change none in place."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+
+def short_ids(asked: History) -> History:
+    """Replace ids of calls that are not nine letters and digits, equally in calls and results (Mistral)."""
+
+    def short(id_: str) -> str:
+        digest = hashlib.sha256(id_.encode()).hexdigest()
+        return id_ if _SHORT_ID.fullmatch(id_) else digest[:9]
+
+    def rewritten(message: dict[str, Any]) -> dict[str, Any]:
+        if message.get("tool_calls"):
+            message = {**message, "tool_calls": [{**one, "id": short(one["id"])} for one in message["tool_calls"]]}
+        if message["role"] == "tool":
+            message = {**message, "tool_call_id": short(message.get("tool_call_id", ""))}
+        return message
+
+    return asked._replace(messages=[rewritten(one) for one in asked.messages])
+
+
+def null_contents(asked: History) -> History:
+    """Make the empty content of messages with calls null (DeepSeek V3)."""
+    return asked._replace(
+        messages=[
+            {**one, "content": None} if one.get("tool_calls") and one["content"] == "" else one
+            for one in asked.messages
+        ]
+    )
+
+
+def described_tools(asked: History) -> History:
+    """Add empty descriptions to tools that lack one (gpt-oss, Hermes 3)."""
+    return _completed(asked, "description", "")
+
+
+def tools_with_parameters(asked: History) -> History:
+    """Add schemas without properties to tools that lack one (Hermes 3)."""
+    asked = _completed(asked, "parameters", {})
+    schema = {"type": "object", "properties": {}}
+    tools = [
+        {**tool, "function": {**tool["function"], "parameters": _with(tool["function"]["parameters"], schema)}}
+        for tool in asked.tools or ()
+    ]
+    return asked._replace(tools=tools or asked.tools)
+
+
+def _completed(asked: History, name: str, value: Any) -> History:
+    tools = [{**tool, "function": _with(tool["function"], {name: value})} for tool in asked.tools or ()]
+    return asked._replace(tools=tools or asked.tools)
+
+
+def _with(values: dict[str, Any], missing: dict[str, Any]) -> dict[str, Any]:
+    """Returns values with missing ones behind them: a template may write them in their order."""
+    return values | {name: value for name, value in missing.items() if name not in values}
+
+
+def empty_tools(asked: History) -> History:
+    """Make missing tools an empty list (Hermes 3)."""
+    return asked._replace(tools=asked.tools or [])
+
+
+def developers_as_system(asked: History) -> History:
+    """Give messages of OpenAI's role "developer" the role that it had before."""
+    return asked._replace(
+        messages=[{**one, "role": "system"} if one["role"] == "developer" else one for one in asked.messages]
+    )
+
+
+def contents_as_thoughts(asked: History) -> History:
+    """Append the content of messages with thoughts and calls to the thoughts (gpt-oss)."""
+
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        key = next((key for key in REASONING_KEYS if message.get(key)), "")
+        if not (key and message.get("tool_calls") and message["content"]):
+            return message
+        return {**message, key: f"{message[key]}\n\n{message['content']}", "content": ""}
+
+    return asked._replace(messages=[changed(one) for one in asked.messages])
+
+
+def contents_before_calls(asked: History) -> History:
+    """Split messages with content and calls into two, the content first (Llama 3)."""
+    found: list[dict[str, Any]] = []
+    for message in asked.messages:
+        if message.get("tool_calls") and message["content"]:
+            found.append({"role": message["role"], "content": message["content"]})
+            message = {**message, "content": ""}
+        found.append(message)
+    return asked._replace(messages=found)
+
+
+def single_calls(asked: History) -> History:
+    """Split messages with several calls into messages of one call, each before its own result (Llama 3, gpt-oss)."""
+    found: list[dict[str, Any]] = []
+    called: list[dict[str, Any]] = []
+    results: dict[str, list[dict[str, Any]]] = {}
+
+    def flush() -> None:
+        for message in called:
+            found.append(message)
+            found.extend(results.pop(message["tool_calls"][0]["id"], ()))
+        for others in results.values():
+            found.extend(others)
+        called.clear()
+        results.clear()
+
+    for message in asked.messages:
+        if message["role"] == "tool":
+            results.setdefault(message.get("tool_call_id", ""), []).append(message)
+            continue
+        flush()
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            found.append(message)
+        for number, call in enumerate(calls):
+            first = {"role": message["role"], "content": ""} if number else message
+            called.append({**first, "tool_calls": [call]})
+    flush()
+    return asked._replace(messages=found)
+
+
+def plain_turns(asked: History) -> History:
+    """Join the system messages at the beginning, and neighbouring messages of the user. Later system messages, by
+    which agents remind the model, become the user's."""
+    messages: list[dict[str, Any]] = []
+    for message in asked.messages:
+        is_late = message["role"] == "system" and messages and messages[-1]["role"] != "system"
+        messages.append({**message, "role": "user"} if is_late else message)
+    return asked._replace(messages=_joined(messages, "system", "user"))
+
+
+def lone_results_as_user(asked: History) -> History:
+    """Make results that follow no call the user's, since clients cut the beginnings of conversations (MiniMax M2)."""
+    messages: list[dict[str, Any]] = []
+    called = False
+    for message in asked.messages:
+        called = bool(message.get("tool_calls")) or (called and message["role"] == "tool")
+        if message["role"] == "tool" and not called:
+            message = {"role": "user", "content": message["content"]}
+        messages.append(message)
+    return asked._replace(messages=messages)
+
+
+def blank_contents(asked: History) -> History:
+    """Make the empty content of messages without calls a space (Ministral 3)."""
+    return asked._replace(
+        messages=[
+            {**one, "content": BLANK} if one["content"] == "" and not one.get("tool_calls") else one
+            for one in asked.messages
+        ]
+    )
+
+
+def system_as_user(asked: History) -> History:
+    """Make the system messages at the beginning the user's, and join them with the next one (Gemma 2)."""
+    messages = list(asked.messages)
+    for number, message in enumerate(messages):
+        if message["role"] != "system":
+            break
+        messages[number] = {**message, "role": "user"}
+    return asked._replace(messages=_joined(messages, "user"))
+
+
+def joined_answers(asked: History) -> History:
+    """Join neighbouring messages of the assistant without calls."""
+    return asked._replace(messages=_joined(asked.messages, "assistant"))
+
+
+def user_before_assistant(asked: History) -> History:
+    """Insert blank messages of the user where an answer follows no message of the user or of a tool."""
+    return _bridged(asked, "user", lambda role, before: role == "assistant" and before in ("", "system", role))
+
+
+def assistant_before_user(asked: History) -> History:
+    """Insert blank answers where the user follows a result or a call (Mistral)."""
+    return _bridged(asked, "assistant", lambda role, before: role == "user" and before in ("tool", "call"))
+
+
+def spelled_calls(asked: History, spelling: Sequence[str]) -> History:
+    """Write calls into the contents, in the form that :func:`pillion.gateway.formats.tool_formats.spelling` names
+    (LFM2, Granite 3.3)."""
+    begin, end, kind = spelling
+
+    def spelled(function: dict[str, Any]) -> str:
+        if kind == "literal":
+            return f"{function['name']}({', '.join(f'{k}={_literal(v)}' for k, v in function['arguments'].items())})"
+        return tojson({"name": function["name"], "arguments": function["arguments"]})
+
+    def rewritten(message: dict[str, Any]) -> dict[str, Any]:
+        if not message.get("tool_calls"):
+            return message
+        calls = [spelled(call["function"]) for call in message["tool_calls"]]
+        texts = (
+            [f"{begin}\n{call}\n{end}" for call in calls] if kind == "object" else [f"{begin}[{', '.join(calls)}]{end}"]
         )
-        self.lists = loops and not tests
-        methods: list[Any] = [
-            one for one in tree.find_all(jinja2.nodes.Call) if getattr(one.node, "attr", "") in _CUTTING
-        ]
-        filters = [one for one in tree.find_all(jinja2.nodes.Filter) if one.name in _CUTTING]
-        texts = (one.value for call in (*methods, *filters) for one in call.args if isinstance(one, jinja2.nodes.Const))
-        self.separators = tuple(dict.fromkeys(text for text in texts if isinstance(text, str) and text))
+        plain = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**plain, "content": "\n".join(filter(None, (message["content"], *texts)))}
 
-    def shaped(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns messages with contents in the form that the template reads."""
-        if not self.lists:
-            return messages
-        return [
-            {**one, "content": [{"type": "text", "text": one["content"]}] if one["content"] else []} for one in messages
-        ]
+    return asked._replace(messages=[rewritten(one) for one in asked.messages])
 
 
-def _named_contents(tree: jinja2.nodes.Template) -> Iterator[str]:
-    """Yields the names of variables that a template sets to the content of a message, and of macros' parameters that
-    it passes one to."""
-    for assigned in tree.find_all(jinja2.nodes.Assign):
-        if isinstance(assigned.target, jinja2.nodes.Name) and _is_content(assigned.node, {"content"}):
-            yield assigned.target.name
-    macros = {macro.name: macro for macro in tree.find_all(jinja2.nodes.Macro)}
-    for call in tree.find_all(jinja2.nodes.Call):
-        macro = macros.get(getattr(call.node, "name", ""))
-        if macro is not None:
-            for parameter, given in zip(macro.args, call.args, strict=False):
-                if _is_content(given, {"content"}):
-                    yield parameter.name
+def _literal(value: Any) -> str:
+    """Returns a value of JSON in Python's notation."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{tojson(key)}: {_literal(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return repr(value) if value is None or isinstance(value, bool) else tojson(value)
 
 
-def _is_content(node: jinja2.nodes.Node | None, names: set[str]) -> bool:
-    """Returns whether an expression is the content of a message, or a variable of these names, perhaps filtered or
-    sliced."""
-    if isinstance(node, jinja2.nodes.Filter):
-        return _is_content(node.node, names)
-    if isinstance(node, jinja2.nodes.Name):
-        return node.name in names
-    if isinstance(node, jinja2.nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, jinja2.nodes.Getitem):
-        if isinstance(node.arg, jinja2.nodes.Slice):
-            return _is_content(node.node, names)
-        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
-    return False
+def _bridged(asked: History, inserted: str, needed: Callable[[str, str], bool]) -> History:
+    """Inserts blank messages where ``needed`` says so of a message's role and what precedes it: a role, "call" for the
+    assistant's calls, "" for nothing."""
+    found: list[dict[str, Any]] = []
+    before = ""
+    for message in asked.messages:
+        if needed(message["role"], before):
+            found.append({"role": inserted, "content": BLANK})
+        found.append(message)
+        before = "call" if message.get("tool_calls") else message["role"]
+    return asked._replace(messages=found)
+
+
+def _joined(messages: list[dict[str, Any]], *roles: str) -> list[dict[str, Any]]:
+    """Joins neighbouring messages of one of these roles, other than those with calls."""
+    groups: list[list[dict[str, Any]]] = []
+    for message in messages:
+        last = groups[-1][-1] if groups else {}
+        joins = message["role"] in roles and message["role"] == last.get("role")
+        if joins and not message.get("tool_calls") and not last.get("tool_calls"):
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [_merged(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def _merged(group: list[dict[str, Any]]) -> dict[str, Any]:
+    texts = {key: "\n\n".join(one[key] for one in group if one.get(key)) for key in ("content", *REASONING_KEYS)}
+    return {**group[0], "content": "", **{key: text for key, text in texts.items() if text}}
+
+
+Rewrites = tuple[Callable[[History], History], ...]
+# In the order of least change.
+REWRITES: Rewrites = (
+    short_ids,
+    empty_tools,
+    described_tools,
+    tools_with_parameters,
+    developers_as_system,
+    lone_results_as_user,
+    contents_before_calls,
+    single_calls,
+    plain_turns,
+    blank_contents,
+    system_as_user,
+    joined_answers,
+    user_before_assistant,
+    assistant_before_user,
+)
 
 
 class TemplateRenderer:
@@ -254,117 +484,211 @@ class TemplateRenderer:
     def __init__(self, setup: dict[str, Any]) -> None:
         env = environment()
         self._template = env.from_string(setup["template"])
-        self._form = ContentForm(env.parse(setup["template"]))
         self._defaults = json.loads(setup["defaults"] or "{}")
         self._variables, self._max_chars = setup["variables"], setup["max_chars"]
         self._marks = None
         if setup["marks"]:
-            self._marks = ClientMarks(setup["marks"], self._form.separators, setup["breaker"])
+            self._marks = ClientMarks(setup["marks"], separators(env.parse(setup["template"])), setup["breaker"])
+        self._listed: frozenset[str] = frozenset()
+        self._spells_arguments = False
+        spelled = partial(spelled_calls, spelling=setup["spelling"])
+        self._chains: tuple[Rewrites, ...] = (
+            (contents_as_thoughts, *REWRITES),
+            REWRITES,
+            (null_contents, *REWRITES),
+            (*REWRITES, spelled),
+        )
+        self._find_forms()
 
-    def answer(self, conversation: dict[str, Any]) -> dict[str, str]:
+    def _find_forms(self) -> None:
+        """Decide by rendering probes both ways which roles' contents are lists of parts, and whether arguments of calls
+        are JSON text. A template may lose what has the other form."""
+        call = {"id": "abcdefgh1", "type": "function", "function": {"name": "x", "arguments": {_ARGUMENT: _ARGUMENT}}}
+        user, system, answer, result = (
+            {"role": role, "content": "x"} for role in ("user", "system", "assistant", "tool")
+        )
+        result |= {"tool_call_id": "abcdefgh1", "name": "x"}
+        turns: list[list[dict[str, Any]]] = [
+            [user, {**answer, "content": content, "tool_calls": [call]}, result] for content in ("", None)
+        ]
+        probes = {"user": [[user]], "system": [[system, user]], "assistant": [[user, answer, user]], "tool": turns}
+        for role, attempts in probes.items():
+            marked = [
+                [{**one, "content": _PROBE} if one["role"] == role else one for one in messages]
+                for messages in attempts
+            ]
+            if not any(_PROBE in text for text in self._probed(marked)):
+                self._listed |= {role}
+                if not any(_PROBE in text for text in self._probed(marked)):
+                    self._listed -= {role}
+        # A dict that is printed as it is, is no JSON.
+        if not any(_ARGUMENT in text and f"{{'{_ARGUMENT}" not in text for text in self._probed(turns)):
+            self._spells_arguments = True
+            self._spells_arguments = any(f'{{"{_ARGUMENT}": ' in text for text in self._probed(turns))
+
+    def _probed(self, attempts: Iterable[list[dict[str, Any]]]) -> Iterator[str]:
+        job = {"kwargs": {}, "add_generation_prompt": True}
+        tools = [{"type": "function", "function": {"name": "x", "description": "", "parameters": {}}}]
+        for messages, offered in itertools.product(attempts, (None, tools)):
+            yield self._written(job, History(messages, offered)).get("text", "")
+
+    def answer(self, job: dict[str, Any]) -> dict[str, str]:
         """Returns {"text": ...}, or {"refused": ...} in the template's own words, or {"broken": ...}.
 
         Where a client's strings hold marks, the text has them broken. Where they hold what could become one beside
         something else, the text is the plain one if no mark has come of it.
         """
-        conversation["kwargs"] = json.loads(conversation["kwargs"] or "{}")
+        job["kwargs"] = json.loads(job["kwargs"] or "{}")
         if self._marks is None:
-            return self._rendered(conversation)
+            return self._rendered(job)[0]
         told: list[bool] = []
         # The names of a template's variables are not written anywhere.
-        kwargs = {name: self._marks.broken(one, told, "role") for name, one in conversation["kwargs"].items()}
-        texts = {name: self._marks.broken(conversation[name], told) for name in ("messages", "tools", "introduction")}
-        broken = {**conversation, **texts, "kwargs": kwargs}
+        kwargs = {name: self._marks.broken(one, told, "role") for name, one in job["kwargs"].items()}
+        texts = {name: self._marks.broken(job[name], told) for name in ("messages", "tools")}
+        broken = {**job, **texts, "kwargs": kwargs}
         if not told:
-            return self._rendered(conversation)
-        safe = self._rendered(broken)
+            return self._rendered(job)[0]
+        safe, rewrites = self._rendered(broken)
         if any(told) or "text" not in safe:
             return safe
-        plain = self._rendered(conversation)
+        plain, _ = self._rendered(job, rewrites)
         return (
             plain if "text" in plain and self._marks.within(plain["text"]) == self._marks.within(safe["text"]) else safe
         )
 
-    def _rendered(self, conversation: dict[str, Any]) -> dict[str, str]:
-        """Renders a conversation; where its last message is continued, up to that message's end.
+    def _rendered(self, job: dict[str, Any], rewrites: Rewrites | None = None) -> tuple[dict[str, str], Rewrites]:
+        """Renders a conversation; where its last message is continued, up to that message's end. Returns the answer
+        and the rewrites of which it came, which are those of ``rewrites`` unless it is None.
 
         The end is found as transformers finds it: by a mark after the message, whose trailing space a template may
         trim.
         """
-        messages, final = conversation["messages"], conversation["messages"][-1]["content"].strip()
-        if not conversation["continue_final_message"]:
-            return self._accepted(conversation, messages)
-        continued = {**messages[-1], "content": messages[-1]["content"] + END_MARK}
-        answer = self._accepted(conversation, [*messages[:-1], continued])
-        if "text" not in answer:
-            return answer
+        messages, final = job["messages"], job["messages"][-1]["content"].strip()
+        if job["continue_final_message"]:
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + END_MARK}]
+        asked = History(messages, job["tools"])
+        if rewrites is None:
+            answer, rewrites = self._arranged(job, asked)
+        else:
+            answer = self._written(job, rewritten(asked, rewrites))
+        if "text" not in answer or not job["continue_final_message"]:
+            return answer, rewrites
         text, mark, rest = answer["text"].rpartition(END_MARK.strip())
         if not mark or final not in text:
-            return {"refused": "it leaves out the last message, which continue_final_message would continue"}
-        return {"text": text if rest.startswith(END_MARK[-1]) else text.rstrip()}
+            return {"refused": "it leaves out the last message, which continue_final_message would continue"}, rewrites
+        return {"text": text if rest.startswith(END_MARK[-1]) else text.rstrip()}, rewrites
 
-    def _accepted(self, conversation: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, str]:
-        """Renders messages as they came or, where the template refuses or leaves out some, in the first other
-        arrangement in which it writes all of them."""
-        introduction, attempts = conversation["introduction"], [messages, plain_turns(messages)]
-        if introduction:
-            told_later = introduced_later(messages, introduction)
-            attempts += [told_later, plain_turns(told_later)]
-        answers: list[dict[str, str]] = []
-        for place, attempt in enumerate(attempts):
-            if attempt in attempts[:place]:
+    def _arranged(self, job: dict[str, Any], asked: History) -> tuple[dict[str, str], Rewrites]:
+        """Render a conversation as it came or, if the template refuses it or leaves a text out, after rewrites: as many
+        in their order as it takes, without those that prove unnecessary. If none help, return the answer to the
+        conversation as it came. Also return the rewrites."""
+        deadline = time.process_time() + _TRIES_CPU_S
+        marked, texts = _marked(asked)
+        tried: list[History] = []
+
+        def attempt(rewrites: Rewrites) -> tuple[dict[str, str], bool]:
+            arranged = rewritten(asked, rewrites)
+            if arranged in tried or (tried and time.process_time() > deadline):
+                return {}, False
+            tried.append(arranged)
+            answer = self._written(job, arranged)
+            if "text" not in answer:
+                return answer, False
+            missing = self._missing(job, rewritten(marked, rewrites), texts, answer["text"])
+            return ({"refused": f"it leaves out {missing}"}, False) if missing else (answer, True)
+
+        first, _ = answer, helps = attempt(())
+        if helps:
+            return answer, ()
+        for rewrites in (chain[:size] for chain in self._chains for size in range(1, len(chain) + 1)):
+            answer, helps = attempt(rewrites)
+            if helps:
+                break
+        else:
+            return first, ()
+        for one in reversed(rewrites):
+            fewer = tuple(other for other in rewrites if other is not one)
+            if rewritten(asked, fewer) == rewritten(asked, rewrites):
+                rewrites = fewer
                 continue
-            answer = self._written(conversation, attempt)
-            answers.append(answer)
-            text = answer.get("text")
-            if "broken" in answer or (text is not None and introduction in text and not left_out(messages, text)):
-                return answer if text is not None else answers[0]
-        return answers[0]
+            smaller, helps = attempt(fewer)
+            if helps:
+                answer, rewrites = smaller, fewer
+        return answer, rewrites
 
-    def _written(self, conversation: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, str]:
-        own = {name: conversation[name] for name in ("tools", "add_generation_prompt")}
+    def _missing(self, job: dict[str, Any], marked: History, texts: dict[str, tuple[str, str]], text: str) -> str:
+        """Return in words the first text that a rendering leaves out, "" if none.
+
+        The conversation is rendered once more with marks. If the template refuses these, texts are searched for
+        themselves."""
+        answer = self._written(job, marked)
+        found = set(_MARK.findall(answer.get("text", "")))
+        for mark, (what, words) in texts.items():
+            if mark not in found and ("text" in answer or words not in text):
+                return f"{what} {words[:_SHOWN_CHARS]!r}"
+        return ""
+
+    def _written(self, job: dict[str, Any], asked: History) -> dict[str, str]:
         variables = {
             **self._defaults,
-            **conversation["kwargs"],
+            **job["kwargs"],
             **self._variables,
-            **own,
-            "messages": self._form.shaped(messages),
+            "add_generation_prompt": job["add_generation_prompt"],
+            "tools": asked.tools,
+            "messages": [self._shaped(one) for one in asked.messages],
         }
         return render(self._template, variables, self._max_chars)
 
-
-def left_out(messages: list[dict[str, Any]], text: str) -> bool:
-    """Returns whether a template, as some do, has left out one of several system messages."""
-    systems = [one["content"].strip() for one in messages if one["role"] == "system"]
-    return len(systems) > 1 and not all(one in text for one in systems)
-
-
-def introduced_later(messages: list[dict[str, Any]], introduction: str) -> list[dict[str, Any]]:
-    """Returns a conversation whose first message told of the tools as text, at its end, with this text before the
-    second message."""
-    if len(messages) < 2 or not messages[0]["content"].endswith(introduction):
-        return messages
-    first, second, *others = messages
-    told = {**first, "content": first["content"].removesuffix(introduction).rstrip()}
-    return [told, {**second, "content": f"{introduction}\n\n{second['content']}"}, *others]
+    def _shaped(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with content and arguments in the forms that the template reads."""
+        if message["role"] in self._listed and message["content"] is not None:
+            parts = [{"type": "text", "text": message["content"]}] if message["content"] else []
+            message = {**message, "content": parts}
+        if self._spells_arguments and message.get("tool_calls"):
+            message = {**message, "tool_calls": [_spelled(call) for call in message["tool_calls"]]}
+        return message
 
 
-def plain_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a conversation as the strictest templates take it: one system message, at the beginning, and no two
-    messages of the user one after the other.
+def rewritten(asked: History, rewrites: Rewrites) -> History:
+    """Returns the conversation after the rewrites, one after the other."""
+    for rewrite in rewrites:
+        asked = rewrite(asked)
+    return asked
 
-    Agents write several of both, and remind the model by system messages amid a conversation, which become the user's.
-    """
-    groups: list[tuple[dict[str, Any], list[str]]] = []
-    for message in messages:
-        role = message["role"]
-        if role == "system" and groups and groups[-1][0]["role"] != "system":
-            message, role = {**message, "role": "user"}, "user"
-        if role in ("system", "user") and groups and groups[-1][0]["role"] == role:
-            groups[-1][1].append(message["content"])
-        else:
-            groups.append((message, [message["content"]]))
-    return [{**first, "content": "\n\n".join(contents)} for first, contents in groups]
+
+def _marked(asked: History) -> tuple[History, dict[str, tuple[str, str]]]:
+    """Returns a conversation with a mark of letters and digits behind each content and the name of each call and tool;
+    and by their marks, what the texts are, and the texts."""
+    marked: list[dict[str, Any]] = []
+    texts: dict[str, tuple[str, str]] = {}
+
+    def mark(what: str, text: str) -> str:
+        found = f"zq{len(texts)}qz"
+        texts[found] = (what, text.strip())
+        end = len(text.rstrip())
+        return text[:end] + found + text[end:]
+
+    for message in asked.messages:
+        calls = message.get("tool_calls") or ()
+        # The end of a message that is continued is found by another mark.
+        if message["content"].strip() and not message["content"].endswith(END_MARK):
+            message = {**message, "content": mark(f"a text of role {message['role']},", message["content"])}
+        if calls:
+            named = [{**call["function"], "name": mark("a call of", call["function"]["name"])} for call in calls]
+            pairs = zip(calls, named, strict=True)
+            message = {**message, "tool_calls": [{**call, "function": function} for call, function in pairs]}
+        marked.append(message)
+    tools = [
+        {**tool, "function": {**tool["function"], "name": mark("the tool", tool["function"]["name"])}}
+        for tool in asked.tools or ()
+    ]
+    return History(marked, tools or asked.tools), texts
+
+
+def _spelled(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call whose arguments are JSON text."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": tojson(function["arguments"])}}
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> dict[str, str]:
@@ -374,10 +698,12 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
         for piece in template.generate(variables):
             total += len(piece)
             if total > max_chars:
-                return {"broken": f"it wrote more than {max_chars} characters"}
+                raise MemoryError(f"it wrote more than {max_chars} characters")
             pieces.append(piece)
     except TemplateRefused as error:
         return {"refused": str(error)[:1000]}
+    except MemoryError:
+        raise
     except Exception as error:  # noqa: BLE001  (whatever a template does wrong)
         return {"broken": f"{type(error).__name__}: {error}"[:1000]}
     text = "".join(pieces)

@@ -109,7 +109,7 @@ class OfflineCluster:
 
         formats = self.entry.formats
         tokenizer = self.entry.tokenizer
-        shape = {"marks": tokenizer.marks, "spells_out": formats.spells_out, "in_channels": formats.in_channels}
+        shape = {"marks": tokenizer.marks, "spells_out": formats.spells_out, "spelling": formats.spelling}
         shape["defaults"] = self.entry.template.defaults
         template = ChatTemplate(source, tokenizer.specials, **shape) if source else None
 

@@ -17,20 +17,23 @@ from lab.testbed.toy_tokenizer import TEMPLATE
 from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.tokens import chat_template as module
 from pillion.gateway.tokens.chat_template import ChatTemplate
-from pillion.types import ChatMessage, ChatOptions
+from pillion.types import ChatMessage, ChatOptions, Tool
 from tests.support.processes import NewChildren
 
 MESSAGES = (ChatMessage("system", "Be brief."), ChatMessage("user", 'Grüße, "世界" <b>&amp;</b>'))
+# A conversation without a text that a template could leave out.
+SILENCE = (ChatMessage("user", ""),)
 SPECIALS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 
+ALL = "{% for m in messages %}{{ m.content }}{% endfor %}"
 FRIENDLY = [
     TEMPLATE,
-    "{% for m in messages %}\n    {% if loop.first %}\n  {{ m | tojson }}\n  {% endif %}\n{% endfor %}",
-    "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content | trim }}{% endfor %}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "{% if tools is none and not documents %}plain{% endif %}{{ {'é': [1, 2]} | tojson(indent=2) }}",
+    "{% for m in messages %}\n    {% if loop.index < 9 %}\n  {{ m | tojson }}\n  {% endif %}\n{% endfor %}",
+    "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content | trim }}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}" + ALL,
+    "{% if tools is none and not documents %}plain{% endif %}{{ {'é': [1, 2]} | tojson(indent=2) }}" + ALL,
     "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
-    "{{ messages[0].nothing is defined }}{{ bos_token + eos_token }}",
+    "{{ messages[0].nothing is defined }}{{ bos_token + eos_token }}" + ALL,
 ]
 
 HOSTILE = {
@@ -106,13 +109,13 @@ async def test_the_generation_prompt_is_the_callers_choice(template, begins: boo
 
 
 async def test_the_callers_variables_reach_the_template_and_replace_none_of_ours(template) -> None:
-    source = "{{ effort }} {{ thinking }} {{ list[1].a if list }} {{ messages | length }} {{ bos_token }}"
+    source = "{{ effort }} {{ thinking }} {{ list[1].a if list }} {{ messages | length }} {{ bos_token }}" + ALL
     mine = {"effort": 5, "thinking": False, "list": [None, {"a": "é"}]}
     box, chat = template(source), [{"role": m.role, "content": m.content} for m in MESSAGES]
     expected = render_jinja_template([chat], chat_template=source, **mine, **SPECIALS)[0][0]
     kwargs = json.dumps(mine | {"messages": [], "bos_token": "mine", "add_generation_prompt": 3})
     assert await box.render(MESSAGES, ChatOptions(chat_template_kwargs=kwargs)) == expected
-    assert (await box.render(MESSAGES)).split() == ["2", "<bos>"], "they are one request's alone"
+    assert (await box.render(MESSAGES)).split()[:2] == ["2", "<bos>Be"], "they are one request's alone"
 
 
 async def test_the_process_inherits_neither_secrets_nor_descriptors(
@@ -122,7 +125,7 @@ async def test_the_process_inherits_neither_secrets_nor_descriptors(
     monkeypatch.setenv("TZ", "HERE-5:45")
     with (tmp_path / "keys.toml").open("w") as keys:
         os.set_inheritable(keys.fileno(), True)
-        zone = await template("{{ strftime_now('%z') }}").render(MESSAGES)
+        zone = await template("{{ strftime_now('%z') }}").render(SILENCE)
         assert zone == "+0545", "the gateway's own time zone"
         [process] = children()
         if sys.platform == "linux":
@@ -134,12 +137,12 @@ async def test_what_is_no_text_is_no_prompt(template) -> None:
     """A lone surrogate gets through JSON, and no tokenizer takes it."""
     options = ChatOptions(chat_template_kwargs='{"a": "\\ud800"}')
     with pytest.raises(InvalidRequest, match="not valid Unicode"):
-        await template("{{ a }}").render(MESSAGES, options)
+        await template("{{ a }}").render(SILENCE, options)
 
 
 async def test_strftime_now(template) -> None:
     year = str(datetime.date.today().year)
-    assert await template("{{ strftime_now('%Y') }}").render(MESSAGES) == year
+    assert await template("{{ strftime_now('%Y') }}").render(SILENCE) == year
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ async def test_output_and_memory_have_bounds_of_their_own(template, monkeypatch:
     monkeypatch.setattr(module, "MAX_RENDERED_CHARS", 50)
     with pytest.raises(InvalidRequest, match="wrote more than 50 characters"):
         await template("{% for a in range(6) %}{{ 'x' * 10 }}{% endfor %}").render(MESSAGES)
-    assert await template("{{ 'x' * 50 }}").render(MESSAGES) == "x" * 50
+    assert await template("{{ 'x' * 50 }}").render(SILENCE) == "x" * 50
 
 
 @pytest.mark.parametrize(
@@ -199,8 +202,16 @@ async def test_what_agents_write_is_joined_where_a_template_wants_one(template, 
 async def test_a_template_may_refuse_in_its_own_words(template) -> None:
     box = template("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}ok")
     with pytest.raises(InvalidRequest, match="refuses this conversation: one at a time"):
-        await box.render(MESSAGES)
-    assert await box.render(MESSAGES[:1]) == "ok"
+        await box.render((ChatMessage("user", ""), ChatMessage("assistant", "")))
+    assert await box.render(SILENCE) == "ok"
+
+
+async def test_a_text_that_a_template_leaves_out_is_an_error(template) -> None:
+    only_users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{{ 'answer' if tools }}"
+    with pytest.raises(InvalidRequest, match="leaves out a text of role assistant, 'An answer'"):
+        await template(only_users).render((MESSAGES[1], ChatMessage("assistant", "An answer")))
+    with pytest.raises(InvalidRequest, match="it leaves out the tool 'weather'"):
+        await template(only_users).render(MESSAGES[1:], tools=(Tool(name="weather"),))
 
 
 async def test_no_template_is_said_clearly(template) -> None:
@@ -247,18 +258,18 @@ async def test_a_job_for_which_nobody_waits_has_little_time(
     monkeypatch.setattr(module, "RENDER_CPU_S", 1000.0)
     monkeypatch.setattr(module, "RENDER_WALL_S", 1000.0)
     monkeypatch.setattr("pillion.gateway.boxed_process.ABANDONED_S", 0.0)
-    source = "{% if messages|length > 1 %}" + HOSTILE["nested loops"] + "{% endif %}[assistant]"
+    source = "{% if '世界' in messages[-1].content %}" + HOSTILE["nested loops"] + "{% endif %}[assistant]" + ALL
     box = template(source)
     starting = asyncio.create_task(box.render(MESSAGES[:1]))
     await until("a process", children)
     before = children()
     starting.cancel()
-    assert await box.render(MESSAGES[:1]) == "[assistant]"
+    assert await box.render(MESSAGES[:1]) == "[assistant]Be brief."
     assert children() == before
     endless = asyncio.create_task(box.render(MESSAGES))
     await loop_turns(5)
     endless.cancel()
-    assert await box.render(MESSAGES[:1]) == "[assistant]"
+    assert await box.render(MESSAGES[:1]) == "[assistant]Be brief."
     assert children() != before
 
 
@@ -281,6 +292,16 @@ LISTS = {
     + LOOP.replace("CONTENT", "one")
     + "{% endmacro %}{% for m in messages %}[{{ write(m.content) }}]{% endfor %}",
 }
+LISTS |= {
+    "the first": "{% for m in messages %}[{{ m.content[0].text }}]{% endfor %}",
+    "mapped": "{% for m in messages %}[{{ m.content | map(attribute='text') | join }}]{% endfor %}",
+    "a namespace": "{% for m in messages %}{% set ns = namespace(c=m.content) %}["
+    + LOOP.replace("CONTENT", "ns.c")
+    + "]{% endfor %}",
+    "a method": "{% for m in messages %}[" + LOOP.replace("CONTENT", "m.get('content')") + "]{% endfor %}",
+    "the user's alone": "{% for m in messages %}["
+    "{{ m.content[0].text if m.role == 'user' else m.content }}]{% endfor %}",
+}
 STRINGS = {
     "printed": "{% for m in messages %}[{{ m.content }}]{% endfor %}",
     "either": "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% else %}"
@@ -295,7 +316,8 @@ STRINGS = {
 async def test_contents_come_in_the_form_that_the_template_reads(template, source: str) -> None:
     messages = [*MESSAGES, ChatMessage("assistant", ""), ChatMessage("user", " x ")]
     box = template(source)
-    assert await box.render(messages) == f"[{']['.join(one.content for one in messages)}]"
+    # Where a template reads the first part unasked, an empty content has one of a space.
+    assert (await box.render(messages)).replace("[ ]", "[]") == f"[{']['.join(one.content for one in messages)}]"
     begun = [*MESSAGES, ChatMessage("assistant", "So ")]
     continued = await box.render(begun, ChatOptions(continue_final_message=True))
     assert continued == f"[{']['.join(one.content for one in begun)}"

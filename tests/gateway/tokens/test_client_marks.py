@@ -104,12 +104,14 @@ CUTTING = """
     {%- if m.content.startswith('<tool_response>') %}{{- 'result' }}{%- endif %}
     {{- content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}
     {%- for tc in m.tool_calls or [] %}
+        {{- '(' ~ tc.function.name ~ ')' }}
         {%- for key, value in tc.function.arguments.items() %}
             {{- '\\n<' ~ key ~ '>' ~ value ~ '</' ~ key ~ '>' }}
         {%- endfor %}
     {%- endfor %}
 {%- endfor %}
 {%- for tool in tools or [] %}
+    {{- '(' ~ tool.function.name ~ ')' }}
     {%- for key, value in tool.function.parameters.items() %}
         {{- '<' ~ key ~ '>' ~ value | string ~ '</' ~ key ~ '>' }}
     {%- endfor %}
@@ -219,7 +221,11 @@ def conversation(
 def shape_of(name: str) -> ChatTemplate:
     specials = {"bos_token": "<bos>", "eos_token": "<eos>"}
     return ChatTemplate(
-        TEMPLATES[name], specials, marks=[*MARKS, "<unk>"], spells_out=True, in_channels=name == "HARMONY"
+        TEMPLATES[name],
+        specials,
+        marks=[*MARKS, "<unk>"],
+        spells_out=True,
+        spelling=("<tool_call>", "</tool_call>", "object"),
     )
 
 
