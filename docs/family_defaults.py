@@ -22,31 +22,30 @@ from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, PICTURES, TE
 DEFAULTED = words(
     """
     activation_function attention_bias attention_chunk_size attention_in_multiplier attention_k_eq_v
-    attention_multiplier attention_out_bias attention_out_multiplier attn_layer_indices attn_scale
-    attn_temperature_tuning
-    block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of conv_L_cache conv_bias conv_kernel
-    decoder_sparse_step dim_model_base embedding_multiplier enable_bias enable_moe_block expert_selection_fn ffn_dim
+    attention_multiplier attention_out_bias attention_out_multiplier attn_layer_indices attn_layer_offset
+    attn_layer_period attn_scale attn_temperature_tuning block_auto_adjust_ff_dim block_ffn_dim_multiplier
+    block_multiple_of conv_L_cache conv_bias conv_kernel decoder_sparse_step dim_model_base embedding_multiplier
+    enable_bias enable_moe_block expert_layer_offset expert_layer_period expert_selection_fn ffn_dim
     final_logit_softcapping first_k_dense_replace floor_scale full_attn_idxs global_attn_every_n_layers head_dim
     hidden_act hidden_activation hidden_size hidden_size_per_layer_input index_head_dim index_n_heads index_topk
-    interleave_moe_layer_step intermediate_size
-    intermediate_size_mlp key_multiplier kv_lora_rank layer_norm_eps layer_norm_epsilon layer_rope_theta layer_types
-    layers_block_type linear_allow_neg_eigval linear_conv_kernel_dim linear_head_dim linear_key_head_dim
-    linear_num_heads linear_num_key_heads linear_num_value_heads linear_value_head_dim lm_head_multiplier
-    logit_scale logits_scaling mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand
-    mamba_head_dim mamba_n_groups mamba_n_heads mamba_norm_before_gate mamba_num_heads mamba_proj_bias
-    mamba_rms_norm max_position_embeddings max_window_layers mlp_bias mlp_hidden_act mlp_layer_types mlp_multipliers
-    mlp_only_layers moe_intermediate_size moe_k moe_layer_end_index moe_layer_interval moe_layer_start_index
-    moe_layers moe_num_experts moe_num_shared_experts moe_shared_expert_intermediate_size moe_topk mup_enabled
-    n_group n_groups n_inner n_positions n_routed_experts n_shared_experts no_rope_layer_interval no_rope_layers
-    norm_eps norm_epsilon norm_topk_prob num_attention_heads num_dense_layers num_experts num_experts_per_tok
-    num_hidden_layers num_key_value_heads num_kv_shared_layers num_local_experts num_shared_experts
-    original_max_position_embeddings position_embedding_type prefix_dense_intermediate_size
-    prefix_dense_sliding_window_pattern q_lora_rank qk_nope_head_dim qk_rope_head_dim qkv_bias query_pre_attn_scalar
-    residual_multiplier rms_norm_eps rope_interleave rope_theta route_scale routed_scaling_factor
-    router_scaling_factor scale_depth scale_emb shared_expert_combination_strategy shared_expert_intermediate_size
-    shared_intermediate_size sliding_window sliding_window_pattern ssm_in_multiplier ssm_multipliers
-    ssm_out_multiplier ssm_state_size swiglu_alpha swiglu_limit tie_word_embeddings top_k_experts topk_group
-    topk_method use_attention_gate use_bias use_conv_bias use_double_wide_mlp use_post_norm use_qk_norm
+    interleave_moe_layer_step intermediate_size intermediate_size_mlp key_multiplier kv_lora_rank layer_norm_eps
+    layer_norm_epsilon layer_rope_theta layer_types layers_block_type linear_allow_neg_eigval linear_conv_kernel_dim
+    linear_head_dim linear_key_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads
+    linear_value_head_dim lm_head_multiplier logit_scale logits_scaling mamba_conv_bias mamba_d_conv mamba_d_head
+    mamba_d_ssm mamba_d_state mamba_dt_rank mamba_expand mamba_head_dim mamba_n_groups mamba_n_heads
+    mamba_norm_before_gate mamba_num_heads mamba_proj_bias mamba_rms_norm max_position_embeddings max_window_layers
+    mlp_bias mlp_hidden_act mlp_layer_types mlp_multipliers mlp_only_layers moe_intermediate_size moe_k
+    moe_layer_end_index moe_layer_interval moe_layer_start_index moe_layers moe_num_experts moe_num_shared_experts
+    moe_shared_expert_intermediate_size moe_topk mup_enabled n_group n_groups n_inner n_positions n_routed_experts
+    n_shared_experts no_rope_layer_interval no_rope_layers norm_eps norm_epsilon norm_topk_prob num_attention_heads
+    num_dense_layers num_experts num_experts_per_tok num_hidden_layers num_key_value_heads num_kv_shared_layers
+    num_local_experts num_shared_experts original_max_position_embeddings position_embedding_type
+    prefix_dense_intermediate_size prefix_dense_sliding_window_pattern q_lora_rank qk_nope_head_dim qk_rope_head_dim
+    qkv_bias query_pre_attn_scalar residual_multiplier rms_norm_eps rope_interleave rope_theta route_scale
+    routed_scaling_factor router_scaling_factor scale_depth scale_emb shared_expert_combination_strategy
+    shared_expert_intermediate_size shared_intermediate_size sliding_window sliding_window_pattern ssm_in_multiplier
+    ssm_multipliers ssm_out_multiplier ssm_state_size swiglu_alpha swiglu_limit tie_word_embeddings top_k_experts
+    topk_group topk_method use_attention_gate use_bias use_conv_bias use_double_wide_mlp use_post_norm use_qk_norm
     use_sandwich_norm use_sliding_window v_head_dim vocab_size vocab_size_per_layer_input word_embed_proj_dim
     """
 )

@@ -27,7 +27,7 @@ LEFT_OUT_PAGE = PAGE.parents[1] / "lab" / "docs" / "models-left-out.md"
 # Models of transformers' mapping that have no row, by what they would need.
 LEFT_OUT = {
     "states of other kinds (Mamba-1, linear attention with other decays, xLSTM, RWKV)": """
-        bailing_hybrid falcon_mamba inkling2_text inkling_text jamba mamba mamba2 minimax recurrent_gemma rwkv xlstm
+        bailing_hybrid falcon_mamba inkling2_text inkling_text mamba mamba2 minimax recurrent_gemma rwkv xlstm
         zamba zamba2 zaya""",
     "two attentions (over latents, MLA) in each layer, and experts beside both": "longcat_flash",
     "compressed keys that an indexer selects, residual streams mixed by doubly stochastic matrices (mHC), experts "
@@ -92,6 +92,7 @@ STATES = {
     "kimi_layers": "gated delta nets whose matrices forget by rows (KDA), no rotation",
     "olmo_hybrid_layers": "gated delta nets",
     "bamba_layers": "state spaces (Mamba-2)",
+    "jamba_layers": "state spaces (Mamba-1), no rotation",
     "mamba_layers": "state spaces (Mamba-2)",
     "falcon_h1_layers": "state spaces (Mamba-2) beside attention",
     "nemotron_h_layers": "layers that are a state space (Mamba-2), attention, an MLP or experts",

@@ -51,7 +51,8 @@ class LayerState:
         turned: whether kernels have a matrix by columns, because its columns are what its sums run over.
         keys: how many vectors each token has that write into the matrices, which neighbouring ones share, and their
             values; (0, 0) for none.
-        rates: how many numbers each token has for a matrix that say how much it learns and forgets.
+        rates: how many numbers each token has for a matrix that say how much it learns and forgets; 0 where GPU kernels
+            go on token by token, and keep nothing of a chunk.
     """
 
     inputs: tuple[int, int]

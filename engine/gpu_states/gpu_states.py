@@ -8,6 +8,9 @@
 
     rows --linear.in--> made --convolve--> mixed --state space--> remembered --gate, norm--> gated
 
+    rows --linear.in--> made --convolve--> mixed --scan--> remembered, gates of made --gate--> gated
+    mixed --linear.sides--> sides --norms--> narrow, writes, reads   narrow --linear.steps--> steps (Jamba, for scans)
+
 The product after them, and its sum with the residual stream, are the model's. Buffers are those of the largest layer,
 for steps of the most tokens, and all layers share them. A rank of several has some of the heads, and the channels of
 convolutions that these need; where it has a part of a group that is normed together, the squares of all parts are added
@@ -25,13 +28,22 @@ import torch
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.gpu_states.state_record import StateRecord
-from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateOperation, StateSpace
+from pillion.engine.models.layer_operations import (
+    DeltaRule,
+    LayerTensor,
+    SelectiveScan,
+    ShortConvolution,
+    StateOperation,
+    StateSpace,
+)
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.state_layout import LayerPieces
 from pillion.kernels.gpu.launch import next_power_of_2
+from pillion.kernels.gpu.rows.norms import rms_norm
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, prepare_rows
 from pillion.kernels.gpu_states.gpu_gates import group_squares, norm_gated
+from pillion.kernels.gpu_states.gpu_selective_scan import ScanShape, selective_scan
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 
 # Pieces' places are in values of this many bytes.
@@ -67,7 +79,7 @@ class _OwnLayer:
     inputs: torch.Tensor
     memory: torch.Tensor
     sides: torch.Tensor
-    shape: DeltaShape | SpaceShape | None
+    shape: DeltaShape | SpaceShape | ScanShape | None
     channels: int
     columns: torch.Tensor | None
     widths: dict[str, int]
@@ -82,7 +94,7 @@ def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard
     columns = torch.full((len(found.numbers),), -1, dtype=torch.int32)
     columns[chosen] = torch.arange(len(chosen), dtype=torch.int32)
     keys, heads = len(shard.state_keys), len(shard.state_heads)
-    shape: DeltaShape | SpaceShape | None = None
+    shape: DeltaShape | SpaceShape | ScanShape | None = None
     group: _SharedGroup | None = None
     match operation:
         case ShortConvolution():
@@ -101,6 +113,11 @@ def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard
                 whole = operation.heads * operation.head_dim // operation.groups
                 group = _SharedGroup(shard.state_keys.start, operation.groups, whole)
                 widths["squares"] = next_power_of_2(operation.groups)
+        case SelectiveScan():
+            values = heads * operation.head_dim
+            shape = ScanShape(values, operation.state_dim)
+            widths = {"made": _own_rows(operation.inputs, shard), "sides": operation.sides.shape[0]}
+            widths |= {"narrow": operation.few, **dict.fromkeys(("mixed", "steps", "remembered", "found"), values)}
     in_order = len(chosen) == len(columns)
     return _OwnLayer(
         inputs=_values(pieces.inputs, device),
@@ -201,6 +218,8 @@ class StatesInPool:
                 return self._delta_rule(index, operation, rows, product)
             case StateSpace():
                 return self._state_space(index, operation, rows, product)
+            case SelectiveScan():
+                return self._selective_scan(index, operation, rows, product)
 
     def _delta_rule(self, index: int, operation: DeltaRule, rows: torch.Tensor, product: Product) -> torch.Tensor:
         own = self._layers.own[index]
@@ -252,6 +271,35 @@ class StatesInPool:
             squares = self._squares(index, own.group, remembered, gates, gate_first=first)
         groups = 1 if norm is None else shape.groups
         norm_gated(remembered, gates, norm, out, operation.eps, groups=groups, gate_first=first, squares=squares)
+        return out
+
+    def _selective_scan(
+        self, index: int, operation: SelectiveScan, rows: torch.Tensor, product: Product
+    ) -> torch.Tensor:
+        own, model = self._layers.own[index], self._model
+        shape = own.shape
+        assert isinstance(shape, ScanShape)
+        made = product(operation.inputs.name, rows, self._buffer(index, "made", rows))
+        inputs, gates = made.tensor_split([own.channels], 1)
+        mixed = self._buffer(index, "mixed", rows)
+        self._convolve(index, operation.taps, inputs, mixed)
+        sides = product(operation.sides.name, mixed, self._buffer(index, "sides", rows))
+        if model.ranks is not None:
+            model.ranks.sum(sides, in_order=model.invariant)
+        few, writes, reads = sides.tensor_split([operation.few, operation.few + shape.state_dim], 1)
+        narrow = self._buffer(index, "narrow", rows)
+        for norm, x, out in (
+            (operation.step_norm, few, narrow),
+            (operation.write_norm, writes, writes),
+            (operation.read_norm, reads, reads),
+        ):
+            weight = model.layers[index].norms[norm.name].weight
+            rms_norm(x, weight, out, model.config.rms_norm_eps, model.weights.norm_is_wide)
+        steps = product(operation.steps.name, narrow, self._buffer(index, "steps", rows))
+        decay, skip = (self._vector(index, one) for one in (operation.decay, operation.skip))
+        remembered, out = (self._buffer(index, name, rows) for name in ("remembered", "found"))
+        selective_scan(mixed, steps, writes, reads, decay, skip, remembered, self.record.step, own.memory, shape)
+        norm_gated(remembered, gates, None, out, 0.0)
         return out
 
     def _squares(

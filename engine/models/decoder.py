@@ -42,6 +42,7 @@ from pillion.engine.models.layer_operations import (
     NormValues,
     Rotate,
     ScaleResidual,
+    SelectiveScan,
     ShortConvolution,
     StateSpace,
     TokenIndex,
@@ -63,10 +64,12 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import CosSin, Rope, growth_factors, rotate
 from pillion.kernels.torch.recurrences import (
     DeltaRows,
+    ScanRows,
     SpaceRows,
     convolve,
     delta_rule,
     normed_and_gated,
+    selective_scan,
     state_space,
     steps_of_time,
 )
@@ -319,6 +322,23 @@ class LayerRun:
         self.rows = normed.to(self.rows.dtype)
         self._go_on_with_sampled()
 
+    def selective_scan(self, operation: SelectiveScan) -> None:
+        values, columns, dtype = operation.heads * operation.head_dim, operation.state_dim, self.rows.dtype
+        made, gates = self.linear(operation.inputs, self.rows).float().tensor_split([values], -1)
+        mixed = silu(self._convolved(made.contiguous(), operation.taps))
+        ends = [operation.few, operation.few + columns]
+        sides = self.linear(operation.sides, mixed.to(dtype)).tensor_split(ends, -1)
+        norms = operation.step_norm, operation.write_norm, operation.read_norm
+        few, writes, reads = (self.weights.norm(norm)(part) for norm, part in zip(norms, sides, strict=True))
+        steps = softplus(self.linear(operation.steps, few).float())
+        rows = ScanRows(mixed, writes.float(), reads.float(), steps)
+        decay, skip = self.weights.tensor(operation.decay), self.weights.tensor(operation.skip)
+        found = torch.empty_like(mixed)
+        for mine, _, memory in self._states():
+            found[mine] = selective_scan(rows.of(mine), -decay.exp(), skip, memory)
+        self.rows = (found * silu(gates)).to(dtype)
+        self._go_on_with_sampled()
+
     def _states(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yields each sequence's rows with its state in this layer."""
         assert self.states is not None
@@ -465,7 +485,7 @@ class LayerRun:
         return every[:, : -self.config.heads_of(self.index).kv_heads] if own else every
 
 
-_MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace)
+_MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace, SelectiveScan)
 _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     Norm: LayerRun.norm,
     Multiply: LayerRun.product,
@@ -481,6 +501,7 @@ _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     ShortConvolution: LayerRun.short_convolution,
     DeltaRule: LayerRun.delta,
     StateSpace: LayerRun.state_space,
+    SelectiveScan: LayerRun.selective_scan,
     Mlp: LayerRun.mlp,
     Keep: LayerRun.keep,
     Again: LayerRun.again,

@@ -24,6 +24,7 @@ from pillion.engine.models.linear_config import (
     bamba_layers,
     delta_layers,
     falcon_h1_layers,
+    jamba_layers,
     kimi_layers,
     lfm2_layers,
     lfm3_layers,
@@ -38,6 +39,7 @@ from pillion.engine.models.linear_layer import (
     falcon_h1_layer,
     hybrid_layer,
     nemotron_h_layer,
+    selective_scan,
     short_convolution,
     state_space,
 )
@@ -462,6 +464,19 @@ def _nemotron_h(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "num_hidden_layers": len(kinds),
         "moe_layers": [layer for layer, kind in enumerate(kinds) if kind == "moe"],
+    }
+
+
+def _jamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for Jamba: no positions, and experts in one layer of each period, or in none where a layer
+    has one expert, a plain MLP."""
+    count, layers = size(raw, "num_experts"), range(size(raw, "num_hidden_layers"))
+    period, offset = size(raw, "expert_layer_period"), number(raw, "expert_layer_offset", 0)
+    return {
+        "position_embedding_type": "nope",
+        "norm_topk_prob": False,
+        "moe_layers": [layer for layer in layers if layer % period == offset and count > 1],
+        "num_experts_per_tok": size(raw, "num_experts_per_tok") if count > 1 else 1,
     }
 
 
@@ -1048,6 +1063,22 @@ ROWS: dict[str, ModelFamily] = {
         names=(("model.norm.", "model.final_layernorm."), (".mlp.", ".feed_forward.")),
         # Half of each head is rotated, whatever the second of these says.
         ignored=("mamba_chunk_size", "attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient"),
+    ),
+    "jamba": ModelFamily(
+        layer=partial(hybrid_layer, mixer=selective_scan, norms=("input_layernorm", "", "pre_ff_layernorm", "")),
+        linear=jamba_layers,
+        derived=_jamba,
+        names=(("model.norm.", "model.final_layernorm."), (".mlp.", ".feed_forward.")),
+        # These are about kernels and caches, and a length that another key says again.
+        ignored=(
+            "use_mamba_kernels",
+            "use_mambapy",
+            "use_associative_scan",
+            "calc_logits_for_entire_prompt",
+            "num_logits_to_keep",
+            "n_ctx",
+        ),
+        fixed={"mamba_inner_layernorms": True},
     ),
     "nemotron_h": ModelFamily(
         {

@@ -372,8 +372,48 @@ class StateSpace(LayerOperation):
     gate_first: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class SelectiveScan(LayerOperation):
+    """Computes a state space whose channels each have a row of their own, all of whose values decay on their own
+    (Mamba-1, arXiv 2312.00752), token by token.
+
+    Reads normed rows, and makes rows of all channels' results, gated. Its state is in matrices of ``head_dim``
+    channels.
+
+    Attributes:
+        inputs: makes the channels' values and gates.
+        taps: the convolution of values.
+        sides: makes of convolved values the few values of which ``steps`` makes steps of time, what writes and what
+            reads; all channels share the two.
+        step_norm, write_norm, read_norm: the norms of these three.
+        steps: makes each channel's step of time.
+        decay, skip: for each channel the logarithms [state_dim] of how fast its row forgets, and how much of its values
+            is added to its results.
+        heads, head_dim: how many matrices there are, and how many channels each has.
+        state_dim: how many values a channel's row has.
+    """
+
+    inputs: LayerTensor
+    taps: LayerTensor
+    sides: LayerTensor
+    step_norm: LayerTensor
+    write_norm: LayerTensor
+    read_norm: LayerTensor
+    steps: LayerTensor
+    decay: LayerTensor
+    skip: LayerTensor
+    heads: int
+    head_dim: int
+    state_dim: int
+
+    @property
+    def few(self) -> int:
+        """Gives how many values steps of time are made of."""
+        return self.steps.shape[1]
+
+
 # These operations carry a state from token to token.
-StateOperation = ShortConvolution | DeltaRule | StateSpace
+StateOperation = ShortConvolution | DeltaRule | StateSpace | SelectiveScan
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pillion.engine.models.layer_operations import DeltaRule, Layer, LayerTensor, ShortConvolution, StateSpace
+from pillion.engine.models.layer_operations import (
+    DeltaRule,
+    Layer,
+    LayerTensor,
+    SelectiveScan,
+    ShortConvolution,
+    StateSpace,
+)
 from pillion.kernels.step import LayerState
 
 STATE_ITEM_BYTES = 4
@@ -26,6 +33,8 @@ def layer_state(layer: Layer) -> LayerState | None:
             case StateSpace(taps=taps, heads=heads, head_dim=rows, groups=groups, state_dim=columns):
                 keys = groups, columns
                 return LayerState(_inputs(taps), (heads, rows, columns), turned=True, keys=keys, rates=1)
+            case SelectiveScan(taps=taps, heads=heads, head_dim=rows, state_dim=columns):
+                return LayerState(_inputs(taps), (heads, rows, columns), turned=True)
     return None
 
 

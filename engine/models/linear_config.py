@@ -8,9 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pillion.engine.models.config_json import above_zero, per_layer, size, token_ids
+from pillion.engine.models.config_json import above_zero, number, per_layer, size, token_ids
 from pillion.engine.models.model_config import LinearConfig, MixerScales
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 
 _ATTENTION = ("full_attention", "attention")
 # The limits of a step of time that change nothing, as configs and as transformers 5 write them.
@@ -99,6 +101,31 @@ def bamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
     """Reads Bamba's state spaces, which all layers have but those that its config lists."""
     attends = _listed(raw, "attn_layer_indices") or []
     return _state_spaces(raw, tuple(layer not in attends for layer in range(size(raw, "num_hidden_layers"))))
+
+
+def jamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads Jamba's state spaces (Mamba-1), which all layers have but one of each period. Raises ConfigError for sizes
+    of which kernels have no whole vectors or pieces."""
+    period, offset = size(raw, "attn_layer_period"), number(raw, "attn_layer_offset", 0)
+    inner, rank = size(raw, "mamba_expand") * size(raw, "hidden_size"), raw["mamba_dt_rank"]
+    rank = -(-size(raw, "hidden_size") // 16) if rank == "auto" else size(raw, "mamba_dt_rank")
+    columns = size(raw, "mamba_d_state")
+    if inner % PIECE_CHANNELS or rank % LANES or columns % LANES:
+        raise ConfigError(
+            f"config.json: mamba_expand * hidden_size = {inner} must be a multiple of {PIECE_CHANNELS}, mamba_dt_rank"
+            f" = {rank} and mamba_d_state = {columns} of {LANES}"
+        )
+    return LinearConfig(
+        layers=tuple(layer % period != offset for layer in range(size(raw, "num_hidden_layers"))),
+        taps=size(raw, "mamba_d_conv"),
+        taps_bias=bool(raw["mamba_conv_bias"]),
+        bias=bool(raw["mamba_proj_bias"]),
+        heads=inner // PIECE_CHANNELS,
+        head_dim=PIECE_CHANNELS,
+        key_heads=inner // PIECE_CHANNELS,
+        key_dim=columns,
+        step_rank=rank,
+    )
 
 
 def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:

@@ -1,5 +1,5 @@
 """Describes what layers with a state have in place of attention: convolutions (LFM2), gated delta nets (Qwen3-Next),
-also such as forget by rows (Kimi-Linear), state spaces (Mamba-2). Imports no torch.
+also such as forget by rows (Kimi-Linear), state spaces (Mamba-2, and Mamba-1 in Jamba). Imports no torch.
 
     hybrid_layer      Llama's layer, or the same with another mixer, as the config says of each layer
     falcon_h1_layer   both beside each other
@@ -26,6 +26,7 @@ from pillion.engine.models.layer_operations import (
     Multiply,
     Norm,
     Role,
+    SelectiveScan,
     Share,
     ShortConvolution,
     StateSpace,
@@ -148,6 +149,38 @@ def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:
             groups=linear.key_heads,
             state_dim=linear.key_dim,
             gate_first=linear.gate_first,
+        ),
+        Multiply(matrix("linear.out", hidden, (values,), ("mamba.out_proj",), bias=linear.bias)),
+    )
+
+
+def selective_scan(config: ModelConfig, linear: LinearConfig) -> Layer:
+    """Lists a state space of Mamba-1, by Jamba's names, with Jamba's norms of what is made of the convolved values."""
+    hidden, values = (Entries(config.hidden_size),), _of_heads(linear, linear.head_dim)
+    few, side, held = Entries(linear.step_rank), Entries(linear.key_dim), replace(values, convolved=True)
+    norms = (
+        LayerTensor(name=f"linear.{part}_norm", role=Role.NORM, rows=(rows,), checkpoint_names=((f"mamba.{name}",),))
+        for part, rows, name in (
+            ("step", few, "dt_layernorm"),
+            ("write", side, "b_layernorm"),
+            ("read", side, "c_layernorm"),
+        )
+    )
+    step_norm, write_norm, read_norm = norms
+    return (
+        SelectiveScan(
+            inputs=matrix("linear.in", (held, values), hidden, ("mamba.in_proj",), bias=linear.bias),
+            taps=_taps((held,), linear, ("mamba.conv1d",)),
+            sides=matrix("linear.sides", (few, side, side), (values,), ("mamba.x_proj",)),
+            step_norm=step_norm,
+            write_norm=write_norm,
+            read_norm=read_norm,
+            steps=matrix("linear.steps", (values,), (few,), ("mamba.dt_proj",), bias=True),
+            decay=replace(_vector("linear.decay", (values,), ("mamba.A_log",)), inputs=(side,)),
+            skip=_vector("linear.skip", (values,), ("mamba.D",)),
+            heads=linear.heads,
+            head_dim=linear.head_dim,
+            state_dim=linear.key_dim,
         ),
         Multiply(matrix("linear.out", hidden, (values,), ("mamba.out_proj",), bias=linear.bias)),
     )

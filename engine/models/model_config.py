@@ -150,6 +150,7 @@ class LinearConfig:
         key_heads, key_dim: how many heads there are of what writes to the heads' matrices and reads them, and how many
             values each has.
         doubled: whether what a delta rule learns counts twice.
+        step_rank: how many values steps of time are made of, where channels have steps of their own (Mamba-1); else 0.
         normed: whether a state space's results are normed.
         gate_first: whether they are gated before that.
         attends: for each layer, whether it has keys and values; () where those have them that have no state.
@@ -165,6 +166,7 @@ class LinearConfig:
     key_heads: int = 0
     key_dim: int = 0
     doubled: bool = False
+    step_rank: int = 0
     normed: bool = True
     gate_first: bool = True
     attends: tuple[bool, ...] = ()

@@ -21,7 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pillion.engine.models.layer_operations import DeltaRule, ShortConvolution, StateOperation, StateSpace
+from pillion.engine.models.layer_operations import (
+    DeltaRule,
+    SelectiveScan,
+    ShortConvolution,
+    StateOperation,
+    StateSpace,
+)
 from pillion.engine.models.layer_states import STATE_ITEM_BYTES
 from pillion.engine.models.model_shard import ModelShard
 from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES, PIECE_CHANNELS, PIECE_COLUMNS
@@ -65,17 +71,18 @@ def state_layout(
             continue
         tokens, channels = state.inputs
         rows, columns, heads = _matrix(state)
-        piece = (rows + chunk * bool(heads)) * PIECE_COLUMNS * STATE_ITEM_BYTES
+        kept = chunk if heads and state.rates else 0
+        piece = (rows + kept) * PIECE_COLUMNS * STATE_ITEM_BYTES
         inputs_bytes = tokens * PIECE_CHANNELS * STATE_ITEM_BYTES
-        (keys, key_values), rates_bytes = state.keys, chunk * state.rates * STATE_ITEM_BYTES
-        key_bytes = chunk * key_values * STATE_ITEM_BYTES
+        (keys, key_values), rates_bytes = state.keys, kept * state.rates * STATE_ITEM_BYTES
+        key_bytes = kept * key_values * STATE_ITEM_BYTES
         if columns % PIECE_COLUMNS or max(piece, inputs_bytes, key_bytes, rates_bytes) > block_bytes:
             return None
         inputs = [place for _ in range(-(-channels // PIECE_CHANNELS)) for place in cursor.take(1, inputs_bytes)]
         at_once, times = (columns // PIECE_COLUMNS, heads) if whole_heads else (1, heads * columns // PIECE_COLUMNS)
         memory = [place for _ in range(times) for place in cursor.take(at_once, piece)]
         sides: list[tuple[int, int]] = []
-        if chunk and heads:
+        if kept:
             sides = [cursor.room(key_bytes) for _ in range(keys)] + [cursor.room(rates_bytes) for _ in range(heads)]
         layers.append(LayerPieces(tuple(inputs), tuple(memory), tuple(sides)))
     return StateLayout(tuple(layers), cursor.nbytes)
@@ -88,14 +95,21 @@ def own_pieces(pieces: LayerPieces, operation: StateOperation, shard: ModelShard
     match operation:
         case ShortConvolution():
             return LayerPieces(inputs, ())
+        case SelectiveScan(heads=heads):
+            return LayerPieces(inputs, _of_heads(pieces, shard.state_heads_of(heads), heads))
         case DeltaRule(heads=heads, key_heads=keys) | StateSpace(heads=heads, groups=keys):
-            each = len(pieces.memory) // heads
             mine, shared = shard.state_heads_of(heads), shard.state_keys_of(keys)
-            memory = pieces.memory[mine.start * each : mine.stop * each]
+            memory = _of_heads(pieces, mine, heads)
             if not pieces.sides:
                 return LayerPieces(inputs, memory)
             rates = pieces.sides[keys + mine.start : keys + mine.stop]
             return LayerPieces(inputs, memory, pieces.sides[shared.start : shared.stop] + rates)
+
+
+def _of_heads(pieces: LayerPieces, mine: range, heads: int) -> tuple[tuple[int, int], ...]:
+    """Returns the places of the pieces of some of a layer's matrices."""
+    each = len(pieces.memory) // heads
+    return pieces.memory[mine.start * each : mine.stop * each]
 
 
 def _matrix(state: LayerState) -> tuple[int, int, int]:

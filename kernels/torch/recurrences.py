@@ -106,6 +106,33 @@ def state_space(rows: SpaceRows, rates: torch.Tensor, skip: torch.Tensor, memory
     return found + skip[:, None] * rows.values
 
 
+@dataclass(frozen=True, slots=True)
+class ScanRows:
+    """Holds what a selective scan reads for n rows, in float32: ``values`` [n, channels], what writes and what reads,
+    both [n, columns], and the steps of time [n, channels]."""
+
+    values: torch.Tensor
+    writes: torch.Tensor
+    reads: torch.Tensor
+    steps: torch.Tensor
+
+    def of(self, rows: slice) -> ScanRows:
+        """Returns some of the rows."""
+        return ScanRows(self.values[rows], self.writes[rows], self.reads[rows], self.steps[rows])
+
+
+def selective_scan(rows: ScanRows, rates: torch.Tensor, skip: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Runs a selective scan over a sequence's rows -> [n, channels]; ``memory`` [heads, channels of a head, columns] is
+    that of the tokens before, and becomes that of the last token. ``rates`` [channels, columns] are below 0, and
+    ``skip`` [channels] is how much of a channel's values is added to its results."""
+    found, state = torch.empty_like(rows.values), memory.view(rates.shape)
+    for token, (value, step) in enumerate(zip(rows.values, rows.steps, strict=True)):
+        state *= (step[:, None] * rates).exp()
+        state += (value * step)[:, None] * rows.writes[token]
+        found[token] = (state * rows.reads[token]).sum(-1)
+    return found + skip * rows.values
+
+
 def steps_of_time(steps: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """Returns the steps of time that rows [n, heads] and a head's shift mean, in float32."""
     return softplus(steps.float() + shift)

@@ -28,8 +28,9 @@ from pillion.kernels.gpu.products.gpu_packing import PackedKind
 from pillion.kernels.gpu.rows import embedding, gated, norms
 from pillion.kernels.gpu.sampling import gpu_sampling, sampling_edits, sampling_masks
 from pillion.kernels.gpu.tuned import tuned
-from pillion.kernels.gpu_states import gpu_convolutions, gpu_delta_rule, gpu_gates, gpu_state_spaces
+from pillion.kernels.gpu_states import gpu_convolutions, gpu_delta_rule, gpu_gates, gpu_selective_scan, gpu_state_spaces
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape
+from pillion.kernels.gpu_states.gpu_selective_scan import ScanShape
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape
 
 ARCHITECTURES = (80, 90)
@@ -54,6 +55,7 @@ _KIMI = DeltaShape(32, 32, 128, 128, by_rows=True)
 _GRANITE = SpaceShape(128, 64, 1, 128)
 _NEMOTRON = SpaceShape(128, 64, 8, 128)
 _FALCON = SpaceShape(32, 128, 2, 256)
+_JAMBA = ScanShape(8192, 16)
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _WORD_NAMES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}
 
@@ -921,6 +923,10 @@ def state_specs() -> list[BuildSpec]:
         rows = [f"*{dtype}:16", f"*{dtype}:16", *["*fp32:16"] * 5]
         arguments = [*rows, *["*i32:16"] * 6, "i32:16"]
         specs.append(_tile(f"state_space-{name}", gpu_state_spaces._state_space, arguments, constants))
+    scan = gpu_selective_scan.scan_constants(_JAMBA)
+    for dtype in ("bf16", "fp32"):
+        arguments = [*[f"*{dtype}:16"] * 4, *["*fp32:16"] * 4, *["*i32:16"] * 4, "i32:16"]
+        specs.append(_tile(f"selective_scan-jamba-{dtype}", gpu_selective_scan._selective_scan, arguments, scan))
     return [*specs, *_gates()]
 
 

@@ -83,8 +83,9 @@ def save_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            # Logarithms of how fast states forget stay: nothing would be left of a token.
+            if parameter.dim() > 1 and not name.endswith("A_log"):
                 # The default initialisation gives logits too flat for an argmax to mean anything.
                 parameter.mul_(6.0)
     model.save_pretrained(folder, save_original_format=not stacked_experts)

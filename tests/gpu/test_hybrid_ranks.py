@@ -28,7 +28,7 @@ pytestmark = [
 # Pieces of states fit into a half of such blocks.
 BLOCK_SIZE, SLOTS = 32, 100
 # Heads whose channels fill no pieces, beside one KV head, which both ranks have; a group that both norm together; heads
-# that are shared out unevenly, beside latents; channels that are, without heads.
+# that are shared out unevenly, beside latents; channels that are, without heads; channels with states of their own.
 SIZES = {"layer_types": [LINEAR, ATTENTION], "num_hidden_layers": 2}
 KIMI = {"full_attn_layers": [2, 3], "kda_layers": [1], "head_dim": 32, "num_heads": 3, "short_conv_kernel_size": 4}
 MODELS = {
@@ -36,6 +36,7 @@ MODELS = {
     "one-group": HYBRIDS["granite-hybrid-dense"] | {"mamba_n_groups": 1},
     "kimi-linear": HYBRIDS["kimi-linear"] | {"linear_attn_config": KIMI},
     "lfm2": HYBRIDS["lfm2"] | {"hidden_size": 192},
+    "jamba": HYBRIDS["jamba-dense"],
 }
 TEXT, CUTS = tokens_of(38, 2), (19, 33, 34, 36, 37, 38)
 
@@ -48,7 +49,9 @@ def made(folder, name):
         return prepare(flags), model(torch.tensor([TEXT])).logits[0].float()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "jamba" else ()) for name in MODELS]
+)
 def test_workers_of_all_sizes_go_on_from_each_others_states(team, name, tmp_path):
     prepared, wanted = made(tmp_path / "model", name)
     both, alone = team.backend(prepared, block_size=BLOCK_SIZE), gpu_backend(prepared, BLOCK_SIZE)

@@ -19,11 +19,12 @@ from pillion.kernels.cpu.states.pieces import CHUNK
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, prepare_rows
 from pillion.kernels.gpu_states.gpu_gates import group_squares, norm_gated
+from pillion.kernels.gpu_states.gpu_selective_scan import ScanShape, selective_scan
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 from pillion.kernels.gpu_states.state_places import StepOfStates, most_chunks
 from pillion.kernels.step import LayerState, StateSlots
 from pillion.kernels.torch import recurrences
-from pillion.kernels.torch.recurrences import DeltaRows, SpaceRows, Taps
+from pillion.kernels.torch.recurrences import DeltaRows, ScanRows, SpaceRows, Taps
 from tests.support.gpu_states import TextsWithStates
 
 # Exponentials that are left out may overflow, as on a GPU.
@@ -189,6 +190,31 @@ def test_state_spaces(shape, dtype):
         torch.testing.assert_close(texts.memory(text), memory, **near)
         wanted = torch.cat((wanted, recurrences.state_space(space.of(slice(WHOLE, None)), rates, skip, memory)))
         torch.testing.assert_close(found[text], wanted.flatten(1), **near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selective_scans(dtype):
+    """A state has no rows of a chunk: its matrices stand at the text's end."""
+    shape = ScanShape(48, 24)
+    widths = [shape.channels, shape.channels, shape.state_dim, shape.state_dim]
+    rows = random(TEXTS, TOKENS, sum(widths)).to(dtype).float()
+    decay, skip = random(shape.channels, shape.state_dim, seed=1), random(shape.channels, seed=2)
+
+    def kernel(step, x, places):
+        mixed, steps, writes, reads = x.to(dtype).split(widths, 1)
+        out = torch.empty(len(x), shape.channels, device=DEVICE)
+        mixed, steps = mixed.contiguous(), steps.contiguous()
+        selective_scan(mixed, steps, writes, reads, decay, skip, out, step, places.memory, shape)
+        return out
+
+    found, texts = computed(LayerState((0, 0), (3, 16, shape.state_dim), turned=True), rows, kernel)
+    for text in range(TEXTS):
+        value, steps, writes, reads = rows[text].split(widths, 1)
+        memory = torch.zeros(3, 16, shape.state_dim, device=DEVICE)
+        scanned = ScanRows(value, writes, reads, softplus(steps))
+        wanted = recurrences.selective_scan(scanned, -decay.exp(), skip, memory)
+        torch.testing.assert_close(texts.memory(text), memory, **CLOSE)
+        torch.testing.assert_close(found[text], wanted, **CLOSE)
 
 
 @pytest.mark.parametrize(

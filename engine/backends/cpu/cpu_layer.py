@@ -53,6 +53,7 @@ from pillion.engine.models.layer_operations import (
     NormValues,
     Rotate,
     ScaleResidual,
+    SelectiveScan,
     ShortConvolution,
     StateSpace,
 )
@@ -181,7 +182,13 @@ class LayerEmitter:
         self._left_for_later()
         yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
 
-    def _state_heads(self, operation: DeltaRule | StateSpace) -> int:
+    def selective_scan(self, operation: SelectiveScan, _: LayerOperation | None) -> Iterator[Operation]:
+        """Yields the kernels of a selective scan, which also write its state into the pool."""
+        yield from StateEmitter(self._builder, self._index).selective_scan(operation, self._rows)
+        self._left_for_later()
+        yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
+
+    def _state_heads(self, operation: DeltaRule | StateSpace | SelectiveScan) -> int:
         """Returns how many of the layer's heads with a matrix the process has."""
         return len(self._builder.shard.state_heads_of(operation.heads))
 
@@ -577,7 +584,7 @@ class LayerEmitter:
         return builder.wide("attended", config.num_heads * width, builder.row_dtype)
 
 
-_MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace)
+_MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace, SelectiveScan)
 # The kernels of attention do what these operations say.
 _BEFORE_ATTENTION = (NormHeads, NormProjections, NormValues, Rotate, GrowQueries)
 _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation] | None]] = {
@@ -588,6 +595,7 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
     ShortConvolution: LayerEmitter.short_convolution,
     DeltaRule: LayerEmitter.delta_rule,
     StateSpace: LayerEmitter.state_space,
+    SelectiveScan: LayerEmitter.selective_scan,
     KeepGate: LayerEmitter.keep_gate,
     Gate: LayerEmitter.apply_gate,
     Mlp: LayerEmitter.mlp,

@@ -27,7 +27,7 @@ from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES, CodeInputs, GatherInputs, SumInputs
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS
 from pillion.kernels.cpu.rows.rows import NormAdd, NormRows
-from pillion.kernels.cpu.runtime.program import Buffer, Operation
+from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
 
 
 class ExpertGroups(NamedTuple):
@@ -136,7 +136,7 @@ class OperationBuilder:
         self,
         name: str,
         out: Buffer | None = None,
-        x: Buffer | None = None,
+        x: Buffer | Columns | None = None,
         width: int = 0,
         eps: float = 0.0,
         *,

@@ -8,6 +8,9 @@
 
     x --in--> convolution_inputs --convolve--> mixed --state space--> remembered --gate, norm--> gated
 
+    x --in--> convolution_inputs --convolve--> mixed --scan--> remembered, gates of convolution_inputs --gate--> gated
+    mixed --sides--> sides --norms--> narrow, writes, reads         narrow --steps--> steps       (Jamba, for the scan)
+
 The product after them adds to the residual stream, like attention's. Where several processes share the model, each has
 some of the heads: it reads and writes their pieces, and those of the channels that these need. Where it has a part of a
 group that is normed together, the squares of all parts are added up before:
@@ -24,7 +27,14 @@ from typing import Any
 import torch
 
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
-from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateOperation, StateSpace
+from pillion.engine.models.layer_operations import (
+    DeltaRule,
+    LayerTensor,
+    SelectiveScan,
+    ShortConvolution,
+    StateOperation,
+    StateSpace,
+)
 from pillion.engine.models.state_layout import LayerPieces, own_pieces
 from pillion.kernels.cpu.language.emit import LOG2E
 from pillion.kernels.cpu.language.isa import LANES
@@ -32,8 +42,8 @@ from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
 from pillion.kernels.cpu.states.convolutions import Convolve
 from pillion.kernels.cpu.states.delta_rule import PrepareDelta, RunDeltaRule
 from pillion.kernels.cpu.states.gates import GroupSquares, NormGated
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
-from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunStateSpace
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS, PIECE_COLUMNS
+from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunSelectiveScan, RunStateSpace
 
 # Such a function makes a buffer of a builder: that for all tokens, or for sampled rows.
 BufferOf = Callable[[OperationBuilder], Buffer]
@@ -177,6 +187,53 @@ class StateEmitter:
         yield from self._norm_gated(
             remembered, Columns(made, 0), operation.norm, operation.eps, self._normed_groups(operation, values)
         )
+
+    def selective_scan(self, operation: SelectiveScan, x: Buffer) -> Iterator[Operation]:
+        """Yields the kernels from normed rows ``x`` to :func:`gated`. Each process has whole pieces of the
+        convolution's channels."""
+        builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
+        heads, columns = len(self._shard.state_heads_of(operation.heads)), operation.state_dim
+        values = heads * operation.head_dim
+        made = inputs_of(builder, prefix + operation.inputs.name, values, 0)
+        yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
+        mixed = builder.buffer("mixed", in_pieces(values), "float32")
+        yield self._convolve(operation, made, mixed)
+        few = builder.buffer("narrow", operation.few, builder.row_dtype)
+        writes, reads = (builder.buffer(name, columns, "float32") for name in ("writes", "reads"))
+        yield from self._sides(operation, mixed, (few, writes, reads))
+        steps = builder.buffer("steps", values, "float32")
+        yield from builder.gemm(prefix + operation.steps.name, few, steps, "store")
+        decay = tensors[prefix + operation.decay.name][: values * columns].exp() * -LOG2E
+        remembered = builder.buffer("remembered", values, "float32")
+        run = {
+            "values": mixed,
+            "steps": steps,
+            "writes": writes,
+            "reads": reads,
+            "decay": decay.view(-1, PIECE_COLUMNS, columns).transpose(1, 2).contiguous(),
+            "skip": tensors[prefix + operation.skip.name],
+            "out": remembered,
+            **self._places(self._own_pieces(operation).memory),
+        }
+        yield Operation(RunSelectiveScan(heads, operation.head_dim, columns), run, builder.when)
+        yield from self._norm_gated(remembered, Columns(made, values * 4), None, 0.0, NormGroups(1, values))
+
+    def _sides(self, operation: SelectiveScan, mixed: Buffer, out: tuple[Buffer, ...]) -> Iterator[Operation]:
+        """Yields the kernels from convolved values to what all channels share: what makes steps of time, what writes
+        and what reads, each normed. Processes have parts of the values, and add up the products."""
+        builder, name = self._builder, self._prefix + operation.sides.name
+        sides = builder.buffer("sides", operation.sides.shape[0], "float32")
+        if builder.collective is None:
+            yield from builder.gemm(name, mixed, sides, "store")
+        else:
+            partial, total = builder.collective.sum(sides, builder.rows_of, builder.when)
+            yield from builder.gemm(name, mixed, partial, "store")
+            yield total
+        first, norms = 0, (operation.step_norm, operation.write_norm, operation.read_norm)
+        for norm, rows in zip(norms, out, strict=True):
+            (width,) = norm.shape
+            yield builder.norm(self._prefix + norm.name, rows, Columns(sides, first * 4), width)
+            first += width
 
     def _normed_groups(self, operation: StateSpace, values: int) -> NormGroups:
         """Returns the groups of this process's ``values`` values of a row, which are normed."""

@@ -61,6 +61,7 @@ from pillion.engine.models.layer_operations import (
     NormValues,
     Rotate,
     ScaleResidual,
+    SelectiveScan,
     ShortConvolution,
     StateOperation,
     StateSpace,
@@ -261,7 +262,7 @@ class GpuDecoder:
                 self._norm_projections(step.rows, layer.norms[queries.name][0], layer.norms[keys.name][0])
             case AttendLatents():
                 self._run_latents(index, layer, operation, step, shape)
-            case ShortConvolution() | DeltaRule() | StateSpace():
+            case ShortConvolution() | DeltaRule() | StateSpace() | SelectiveScan():
                 assert self._states is not None
                 step.rows = self._states.run(
                     index, operation, step.rows, lambda name, x, out: self._product(index, layer, name, x, out, shape)

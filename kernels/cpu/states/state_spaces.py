@@ -1,6 +1,8 @@
-"""Defines the kernels of state spaces with a decay for each token (Mamba-2, arXiv 2405.21060), token by token.
+"""Defines the kernels of state spaces with a decay for each token (Mamba-2, arXiv 2405.21060), and for each value of a
+state, too (Mamba-1, arXiv 2312.00752), token by token.
 
     steps --softplus, decay--> times, keeps        values, writes, reads, times, keeps --each sequence and head--> out
+    values, writes, reads, steps --each sequence and head--> out                                           (Mamba-1)
 
 A head's matrix [state_dim, head_dim] is in pieces of PIECE_COLUMNS columns, its values, so that what is read of it is a
 sum of vectors. A thread takes one piece through all rows of a sequence.
@@ -102,3 +104,51 @@ class RunStateSpace(KernelSpec):
                 total.value = k.fma(held, k.broadcast(reads + at), total.value)
         found = k.fma(value, k.broadcast(args.pointer("skip") + head * 4), added_up(sums))
         k.store(args.pointer("out") + row * args.number("out_stride") + place, found)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSelectiveScan(KernelSpec):
+    """Runs the scan over the rows of each sequence, from its state to its next state.
+
+    values, steps  [T, heads * head_dim] float32: steps are what makes each channel's step of time
+    writes, reads  [T, state_dim] float32
+    decay    [heads * head_dim / PIECE_COLUMNS, state_dim, PIECE_COLUMNS] float32: how fast each value of a channel's
+             row is forgotten, times -log2(e)
+    skip     [heads * head_dim] float32: how much of its values is added to a channel's results
+    out      [T, heads * head_dim] float32
+
+    head_dim is a multiple of PIECE_COLUMNS.
+    """
+
+    layout = RecordLayout(
+        "run_selective_scan",
+        pointers=("values", "steps", "writes", "reads", "decay", "skip", "out", *STATE_POINTERS),
+        numbers=("values_stride", "steps_stride", "writes_stride", "reads_stride", "out_stride", *STATE_NUMBERS),
+    )
+
+    heads: int
+    head_dim: int
+    state_dim: int
+
+    def emit(self, call: KernelCall) -> None:
+        with each_piece(call, self.heads, self.head_dim // PIECE_COLUMNS) as piece:
+            for row, memory in piece.memories(self.state_dim):
+                self._row(call, memory, row, piece)
+
+    def _row(self, call: KernelCall, memory: Memory, row: Int, piece: HeadPiece) -> None:
+        k, args, place = call.k, call.args, piece.number * VECTOR_BYTES
+        of_row = {
+            name: args.pointer(name) + row * args.number(f"{name}_stride")
+            for name in ("values", "steps", "writes", "reads", "out")
+        }
+        value, time = k.load(of_row["values"] + place), k.softplus(k.load(of_row["steps"] + place))
+        written, decay = value * time, args.pointer("decay") + place * self.state_dim
+        sums = zeros(k, self.state_dim)
+        with k.range(self.state_dim, step=len(sums)) as first:
+            for part, total in enumerate(sums):
+                at = (first + part) * 4
+                kept = memory.load(first + part) * k.exp2(time * k.load(decay + (first + part) * VECTOR_BYTES))
+                held = k.fma(k.broadcast(of_row["writes"] + at), written, kept)
+                memory.store(first + part, held)
+                total.value = k.fma(held, k.broadcast(of_row["reads"] + at), total.value)
+        k.store(of_row["out"] + place, k.fma(value, k.load(args.pointer("skip") + place), added_up(sums)))

@@ -213,6 +213,7 @@ HYBRID_CASES = {
     "falcon-h1": [*MIXERS, *MLPS, *ATTENTION],
     "lfm2-biases": [*MIXERS, *MLPS, "out_proj", *ATTENTION],
     "lfm3": [*MIXERS, *MLPS, "out_proj", "g_proj", *ATTENTION],
+    "jamba": [*MIXERS, *MLPS, "x_proj", *ATTENTION],
     # PEFT calls Bamba one of Mamba's.
     "bamba": [*MIXERS, *MLPS, *ATTENTION],
     "nemotron-h": [*MIXERS, *MLPS, *ATTENTION],

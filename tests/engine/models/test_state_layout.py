@@ -18,7 +18,7 @@ STATES = st.builds(
     st.tuples(st.integers(1, 4), st.integers(1, 300)),
     st.one_of(st.just(()), MATRICES),
     keys=st.tuples(st.integers(1, 3), st.integers(1, 40)),
-    rates=st.integers(1, 40),
+    rates=st.integers(0, 40),
 )
 
 
@@ -36,11 +36,15 @@ def swapped(state: LayerState) -> LayerState:
 )
 def test_pieces_of_states(states: list[LayerState | None], block_bytes: int, chunk: int) -> None:
     sizes = [0 if state is None else state.inputs[0] * 256 for state in states]
-    columns = [0 if state is None or not state.memory else (state.memory[1] + chunk) * 64 for state in states]
+    # A state without rates keeps no rows of a chunk.
+    columns = [
+        0 if state is None or not state.memory else (state.memory[1] + chunk * bool(state.rates)) * 64
+        for state in states
+    ]
     sides = [
         [chunk * state.keys[1] * 4] * state.keys[0] + [chunk * state.rates * 4] * state.memory[0]
         for state in states
-        if state is not None and state.memory and chunk
+        if state is not None and state.memory and state.rates and chunk
     ]
     places = state_layout(states, block_bytes, chunk)
     assert (places is None) == (max(0, *sizes, *columns, *(size for each in sides for size in each)) > block_bytes)
@@ -60,7 +64,7 @@ def test_pieces_of_states(states: list[LayerState | None], block_bytes: int, chu
             mine = layer.memory[head * each : (head + 1) * each]
             assert len({page for page, _ in mine}) == 1 or each * piece_bytes > block_bytes
             pieces += [(page, first, first + piece_bytes) for page, first in mine]
-        each_side = sides.pop(0) if heads and chunk else []
+        each_side = sides.pop(0) if heads and chunk and state.rates else []
         pieces += [(page, first, first + size) for (page, first), size in zip(layer.sides, each_side, strict=True)]
     assert all(first >= 0 and end <= block_bytes and first % 64 == 0 for _, first, end in pieces)
     for (page, _, end), (next_page, first, _) in pairwise(pieces):

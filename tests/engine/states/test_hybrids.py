@@ -158,8 +158,11 @@ def test_greedy_continuation(some_case):
         pytest.param("lfm2-biases", "float32", marks=pytest.mark.long),
         pytest.param("qwen3-next", "bfloat16", marks=pytest.mark.long),
         pytest.param("falcon-h1-normed", "float32", marks=pytest.mark.long),
-        pytest.param("kimi-linear", "float32", marks=pytest.mark.long),
-        pytest.param("kimi-linear", "bfloat16", marks=pytest.mark.long),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.long)
+            for name in ("kimi-linear", "jamba")
+            for dtype in ("float32", "bfloat16")
+        ),
     ],
 )
 def test_a_text_has_the_same_bits_however_it_is_cut(made, name, dtype):
@@ -185,6 +188,7 @@ def test_a_text_has_the_same_bits_however_it_is_cut(made, name, dtype):
         "falcon-h1-normed",
         pytest.param("qwen3-next", marks=pytest.mark.long),
         pytest.param("kimi-linear", marks=pytest.mark.long),
+        pytest.param("jamba", marks=pytest.mark.long),
     ],
 )
 def test_models_in_bfloat16_are_near(made, name):
@@ -332,6 +336,8 @@ KDA = {"full_attn_layers": [2], "kda_layers": [1]}
         ({"model_type": "kimi_linear", "linear_attn_config": KDA | {"kda_layers": [0]}}, "each of the layers 1 to 2"),
         ({"model_type": "kimi_linear", "mla_use_nope": False}, "mla_use_nope = False"),
         ({"model_type": "kimi_linear", "moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        ({"model_type": "jamba", "mamba_dt_rank": 20, "num_experts": 2}, "mamba_dt_rank = 20"),
+        ({"model_type": "bamba", "attn_layer_indices": "all"}, "attn_layer_indices must be a list"),
         ({"model_type": "granitemoehybrid", "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
         ({"model_type": "granitemoehybrid", "position_embedding_type": "alibi"}, "'alibi'"),
     ],

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.kernels.step import LayerState
-from pillion.kernels.torch.recurrences import DeltaRows, SpaceRows, Taps, convolve, delta_rule, state_space
+from pillion.kernels.torch.recurrences import (
+    DeltaRows,
+    ScanRows,
+    SpaceRows,
+    Taps,
+    convolve,
+    delta_rule,
+    selective_scan,
+    state_space,
+)
 from pillion.kernels.torch.step_states import StepStates
 from tests.support.examples import examples
 
@@ -96,3 +105,20 @@ def test_states_come_back_from_the_slots_that_they_went_to(block_bytes: int) -> 
     found = [(float(inputs[0, 3]), float(memory[1, 2, 4])) for _, inputs, memory in again.of_layer(2)]
     assert found == [(2.0, 8.0), (0.0, 0.0), (1.0, 7.0)]
     assert [inputs.shape for _, inputs, _ in again.of_layer(0)] == [(2, 3)] * 3
+
+
+@settings(max_examples=examples(40))
+@given(CUTS)
+def test_selective_scans_have_the_same_bits_over_any_cut(cuts: list[int]) -> None:
+    rows = ScanRows(
+        random(TOKENS, 32),
+        random(TOKENS, 24, seed=1),
+        random(TOKENS, 24, seed=2),
+        random(TOKENS, 32, seed=3).abs(),
+    )
+    rates, skip = -random(32, 24, seed=4).abs(), random(32, seed=5)
+    whole, memory = torch.zeros(2, 16, 24), torch.zeros(2, 16, 24)
+    wanted = selective_scan(rows, rates, skip, whole)
+    found = [selective_scan(rows.of(part), rates, skip, memory) for part in pieces(cuts)]
+    assert torch.equal(torch.cat(found), wanted)
+    assert torch.equal(memory, whole)

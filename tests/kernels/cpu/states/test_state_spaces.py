@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from pillion.kernels.cpu.language.emit import LOG2E
-from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunStateSpace
-from pillion.kernels.torch.recurrences import SpaceRows, state_space, steps_of_time
+from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunSelectiveScan, RunStateSpace
+from pillion.kernels.torch.recurrences import ScanRows, SpaceRows, selective_scan, state_space, steps_of_time
 from tests.support.kernel_runner import columns_of, normal, runner_of, stride
 from tests.support.piece_pool import PiecePool
 
 HEADS, GROUPS, HEAD_DIM, COUNTS, FOUND = 18, 2, 32, (2, 1, 8), (False, True, True)
 RUN = [RunStateSpace(HEADS, HEAD_DIM, GROUPS, state_dim) for state_dim in (24, 23)]
 
-runner = runner_of([PrepareSpace(HEADS), *RUN])
+SCAN = RunSelectiveScan(3, 64, 32)
+
+runner = runner_of([PrepareSpace(HEADS), *RUN, SCAN])
 
 
 @pytest.mark.parametrize("run", RUN, ids=lambda spec: spec.name)
@@ -48,7 +50,29 @@ def test_rows_and_states(runner, run):
     pool.check_others_unchanged()
 
 
-def matrices(pieces):
+def test_scans_and_states(runner):
+    tokens, columns, channels = sum(COUNTS), SCAN.state_dim, SCAN.heads * SCAN.head_dim
+    pool = PiecePool(COUNTS, FOUND, [(columns, 16)] * (channels // 16))
+    mixed, steps = normal(tokens, channels), normal(tokens, channels + 32, seed=1) * 6
+    writes, reads = normal(tokens, columns, seed=2), normal(tokens, columns + 16, seed=3)
+    decay, skip = normal(channels, columns, seed=4).exp(), normal(channels, seed=5)
+    out = torch.full((tokens + 1, channels), 7.0)
+    fields = {"values": mixed, "steps": steps, "writes": writes, "reads": reads, "skip": skip, "out": out}
+    fields |= {f"{name}_stride": stride(rows) for name, rows in fields.items() if name != "skip"}
+    by_piece = (-decay * LOG2E).view(-1, 16, columns).transpose(1, 2).contiguous()
+    runner.run(SCAN, {**fields, "decay": by_piece, **pool.fields}, pool.step)
+    times = steps_of_time(steps[:, :channels], torch.zeros(channels))
+    rows = ScanRows(mixed, writes, reads[:, :columns], times)
+    for sequence, mine in enumerate(pool.rows):
+        memory = matrices(pool.old(sequence), SCAN.heads)
+        found = selective_scan(rows.of(mine), -decay, skip, memory)
+        torch.testing.assert_close(out[mine], found, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(matrices(pool.new(sequence), SCAN.heads), memory, atol=1e-4, rtol=1e-4)
+    assert (out[tokens] == 7).all()
+    pool.check_others_unchanged()
+
+
+def matrices(pieces, heads=HEADS):
     """Returns the heads' matrices [heads, head_dim, columns] of their pieces, which have them by columns."""
-    each = len(pieces) // HEADS
-    return torch.stack([torch.cat(pieces[head * each : (head + 1) * each], 1).t() for head in range(HEADS)])
+    each = len(pieces) // heads
+    return torch.stack([torch.cat(pieces[head * each : (head + 1) * each], 1).t() for head in range(heads)])
