@@ -6,6 +6,7 @@
     gguf_names.py         which GGUF files are a model: its parts, and the only one of several files
     generation_config.py  the sampling values that a model recommends, and the flags about them
     model_cache.py        the cache on disk of prepared models
+    work_report.py        how far a stage of the preparation is, in lines
     convert.py            foreign tokenizers -> a Hugging Face folder; a tokenizer is tried
     tokenizer_trial.py    what the trial's process does; it imports nothing of Pillion
     tiktoken_files.py     the tokenizer of Kimi K2 -> tokenizer.json

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,11 @@ _ONCE_WRITTEN = {"MatrixScheme": {"row_zeros": False}}
 _ONCE_WITHOUT_QK_NORM = "cohere"
 
 
-def fingerprint(weights: Sequence[Path], config: ModelConfig, dtype: str) -> str:
+def fingerprint(
+    weights: Sequence[Path], config: ModelConfig, dtype: str, count: Callable[[int], None] = lambda size: None
+) -> str:
     """Returns the SHA-256, in hexadecimal, of a model that is computed in ``dtype`` from these files, safetensors and
-    texts; there are none for a model with random weights."""
+    texts; there are none for a model with random weights. ``count`` gets the size of each piece that was read."""
     # Weights of norms that are applied in float32 were rounded to bfloat16 by 0.2.0.
     rounded = config.norm != "plain" and dtype == "bfloat16" and any(map(_has_wider_vectors, weights))
     digest = hashlib.sha256(f"pillion model {CONVERSION_VERSION} {dtype}{' wide-norms' * rounded}\n".encode())
@@ -49,7 +51,7 @@ def fingerprint(weights: Sequence[Path], config: ModelConfig, dtype: str) -> str
         written["qk_norm"] = "by head" if config.qk_norm else True
     digest.update(json.dumps(written, sort_keys=True).encode() + b"\n")
     for path in weights:
-        digest.update(f"{path.name} {digest_file(path)}\n".encode())
+        digest.update(f"{path.name} {digest_file(path, count)}\n".encode())
     return digest.hexdigest()
 
 

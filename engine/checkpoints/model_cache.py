@@ -35,6 +35,7 @@ TEXTS_VERSION = 4
 # Raise this when the layout of packed weights changes: older files are then removed.
 PACKING_VERSION = 13
 
+_DIGEST_PIECE_BYTES = 2**22
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
 # A file or folder that is being made has this after its name.
@@ -184,10 +185,15 @@ def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
     return tuple(of(path) for path in paths)
 
 
-def digest_file(path: Path) -> str:
-    """Returns the SHA-256 of a file's content, in hexadecimal. Raises ConfigError for a file that cannot be read."""
+def digest_file(path: Path, count: Callable[[int], None] = lambda size: None) -> str:
+    """Returns the SHA-256 of a file's content, in hexadecimal; ``count`` gets the size of each piece. Raises
+    ConfigError for a file that cannot be read."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_DIGEST_PIECE_BYTES))
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with path.open("rb", buffering=0) as file:
+            while size := file.readinto(piece):
+                digest.update(piece[:size])
+                count(size)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from pillion.engine.checkpoints.model_files import (
     locate,
     weight_files,
 )
+from pillion.engine.checkpoints.work_report import WorkReport
 from pillion.engine.models.config_json import MAX_LAYERS, read_json, vocabulary_ids
 from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config, without_keys
 from pillion.engine.models.model_config import ModelConfig
@@ -229,7 +230,8 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
         sources = [*gguf_parts(source.path)]
         if kind.quantization != "none":
             _refuse_twice(source, kind, quantized_types(sources))
-        digests = [digest_file(path) for path in sources]
+        read = WorkReport(progress, f"reading {source.path.name}", _bytes_of(sources))
+        digests = [digest_file(path, read.add) for path in sources]
         digest = (digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest())[:32]
         folder = cache.folder(
             f"{digest}-{kind.dtype}-{CONVERSION_VERSION}.{TEXTS_VERSION}",
@@ -244,12 +246,16 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     config = load_config(folder)
     weights = weight_files(folder)
     end = try_tokenizer(folder).end_id
-    progress("fingerprinting weights")
+    fingerprinted = WorkReport(progress, "fingerprinting weights", _bytes_of(weights))
     files = stamp([*sources, *_small_files(folder), *weights])
-    record = _record_of(folder, config, fingerprint(weights, config, kind.dtype), files)
+    record = _record_of(folder, config, fingerprint(weights, config, kind.dtype, fingerprinted.add), files)
     # An end beyond the vocabulary is no token that the model could choose.
     own = set() if end is None or end >= config.vocab_size else {end}
     return replace(record, eos_token_ids=tuple(sorted({*record.eos_token_ids, *own})))
+
+
+def _bytes_of(files: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
 
 
 def _small_files(folder: Path) -> list[Path]:
@@ -262,11 +268,11 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
     config = load_config(folder)
     if config.quantization is not None:
         _refuse_twice(source, kind, config.quantization.words)
-    progress("fingerprinting weights")
     # Models with the same weights may have other texts, such as chat templates, and the folder has copies of these.
     texts = (folder / name for name in TEXT_FILES)
     files = (*weight_files(folder), *(path for path in texts if path.is_file()))
-    digest = fingerprint(files, config, f"{kind} {TEXTS_VERSION}")[:32]
+    fingerprinted = WorkReport(progress, "fingerprinting weights", _bytes_of(files))
+    digest = fingerprint(files, config, f"{kind} {TEXTS_VERSION}", fingerprinted.add)[:32]
 
     def fill(into: Path) -> None:
         from pillion.engine.quantized.quantizer import quantize_folder

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pillion.engine.checkpoints.model_files import Progress, first_line
+from pillion.engine.checkpoints.work_report import WorkReport
 from pillion.engine.models.config_parser import parse_config
 from pillion.errors import ConfigError
 from pillion.types import SAMPLING_OPTIONS
@@ -39,20 +40,18 @@ def convert_gguf(parts: Sequence[Path], folder: Path, dtype: str, progress: Prog
     Raises ConfigError for files that are damaged, and for an architecture or a tokenizer that is not known.
     """
     from pillion.engine.quantized.gguf_architectures import read_config
-    from pillion.engine.quantized.gguf_blocks import BLOCK_LAYOUTS
     from pillion.engine.quantized.gguf_reader import read_gguf
     from pillion.engine.quantized.gguf_tokenizer import read_tokenizer
 
-    progress(f"reading {parts[0].name}")
     with _blaming(parts[0]):
         model = read_gguf(parts)
         config = read_config(model)
         tokenizer = read_tokenizer(model.metadata)
         config |= _token_ids(model.metadata)
         parse_config(config)
-    if kept := sorted({*model.quantized_types} & BLOCK_LAYOUTS.keys()):
+    kept = _convert_weights(parts[0], model, config, folder, dtype, progress)
+    if kept:
         config["quantization_config"] = {"quant_method": "pillion", "weights": ", ".join(kept)}
-    _convert_weights(parts[0], model, config, folder, dtype, progress)
     sampling = recommended_sampling(model.metadata)
     _write(folder / "tokenizer.json", tokenizer.codec)
     _write(folder / "tokenizer_config.json", tokenizer.config)
@@ -100,7 +99,9 @@ def quantized_types(parts: Sequence[Path]) -> str:
 
 def _convert_weights(
     source: Path, model: GgufModel, config: Mapping[str, Any], folder: Path, dtype: str, progress: Progress
-) -> None:
+) -> list[str]:
+    """Returns the types of matrices that stay quantized."""
+    converted = WorkReport(progress, "converting weights", sum(tensor.data.nbytes for tensor in model.tensors))
     import torch
 
     from pillion.engine.quantized.formats.pillion_format import stored_tensors
@@ -110,9 +111,8 @@ def _convert_weights(
     widened = Counter(tensor.kind for tensor in model.tensors)
     for kind in sorted({*model.quantized_types} - BLOCK_LAYOUTS.keys()):
         progress(f"widening {widened[kind]} tensors of the type {kind} to {dtype}")
-    progress("converting weights")
     with write_shards(folder) as writer:
-        for name, matrix in _matrices(source, model, config):
+        for name, matrix in _matrices(source, model, config, converted):
             if isinstance(matrix, torch.Tensor):
                 writer.add({name: matrix.to(getattr(torch, dtype)).contiguous()})
             elif isinstance(matrix, list):
@@ -120,9 +120,12 @@ def _convert_weights(
                 writer.add({key: torch.stack([one[key] for one in each]) for key in each[0]})
             else:
                 writer.add(stored_tensors(name, matrix))
+    return sorted({*model.quantized_types} & BLOCK_LAYOUTS.keys())
 
 
-def _matrices(source: Path, model: GgufModel, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _matrices(
+    source: Path, model: GgufModel, config: Mapping[str, Any], converted: WorkReport
+) -> Iterator[tuple[str, Any]]:
     """Yields each tensor by its name in a folder: numbers, or a matrix quantized, of all experts a list of these."""
     import numpy as np
     import torch
@@ -131,6 +134,7 @@ def _matrices(source: Path, model: GgufModel, config: Mapping[str, Any]) -> Iter
 
     with _blaming(source):
         for tensor in folder_tensors(model, config):
+            converted.add(sum(part.data.nbytes for part in tensor.parts))
             matrices = _quantized(tensor)
             yield tensor.name, torch.from_numpy(np.copy(tensor.numbers())) if matrices is None else matrices
 

@@ -181,6 +181,8 @@ def prepare(**values: Any) -> None:
     from pillion.supervisor.component_process import PREPARED, require_server_packages
 
     require_server_packages()
+    # Threads spinning at OpenMP's barriers took 10 of 18 CPU s on two busy cores. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # What imports make stays alive, and to look through it again and again takes a fifth of their time.
     gc.disable()
     from pillion.engine.load_model import make_ready

@@ -28,6 +28,7 @@ from pillion.engine.checkpoints.weights import (
     load_positions,
     load_token_inputs,
 )
+from pillion.engine.checkpoints.work_report import WorkReport
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts, Layer, LayerTensor, Mlp, Role, tensors_of
 from pillion.engine.models.layer_weights import LayerWeights
@@ -160,10 +161,10 @@ def load_cpu_weights(
     share = "" if shard.whole else f" (rank {shard.rank} of {shard.size})"
 
     def pack(writer: PackedWriter) -> None:
-        progress(f"packing weights for the CPU kernels{share}")
+        packed = WorkReport(progress, f"packing weights for the CPU kernels{share}", config.num_layers)
         wide = WIDE_KINDS[prepared.dtype]
         packer = MatrixPacker(writer, config, shard, wide)
-        packer.pack(prepared.folder, DTYPES[prepared.dtype])
+        packer.pack(prepared.folder, DTYPES[prepared.dtype], packed)
 
     path = cache.packed_weights(prepared.fingerprint, f"cpu{shard.name}")
     return packed_once(path, CpuWeights, pack, cache, progress)
@@ -179,7 +180,7 @@ class MatrixPacker:
     shard: ModelShard
     wide: str
 
-    def pack(self, folder: Path, dtype: torch.dtype) -> None:
+    def pack(self, folder: Path, dtype: torch.dtype, packed: WorkReport) -> None:
         config = self.config
         tokens = self.shard.vocabulary(config.vocab_size)
         rows = slice(tokens.start, tokens.stop)
@@ -196,6 +197,7 @@ class MatrixPacker:
                 self.norm("token_inputs.norm", token_inputs.norm)
             for index, operations in enumerate(layers_of(config)):
                 self.layer(f"layers.{index}.", operations, load_layer(checkpoint, config, dtype, index, Linear.plain))
+                packed.add(1)
             self.norm("final_norm", load_final_norm(checkpoint, config, dtype))
             if not checkpoint.chooses_tokens:
                 return

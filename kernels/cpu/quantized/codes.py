@@ -145,9 +145,11 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Packs kept codes, uint8 [..., 32 columns, 4 inputs], one code in each byte, into units, uint8 [..., bytes]."""
     lead = codes.shape[:-2]
     if bits == 4:
-        split = codes.reshape(*lead, 2, LANES, 2, 2)  # split is [2 tiles][16 lanes][2 pairs][2 inputs of a pair]
-        nibbles = split.movedim((-3, -1, -2, -4), (-4, -3, -2, -1)).reshape(*lead, LINE_BYTES, 2)
-        return nibbles[..., 0] | nibbles[..., 1] << 4
+        # A column's inputs are a word: both tiles share its bytes, and the two in the middle change places.
+        words = codes.contiguous().view(torch.int32)[..., 0]
+        both = words[..., :LANES] | words[..., LANES:] << 4
+        turned = (both & ~0xFFFF00) | (both >> 8 & 0xFF00) | (both << 8 & 0xFF0000)
+        return turned.view(torch.uint8)
     # split is [tiles][quarters][columns][pairs][inputs]
     split = codes.reshape(*lead, 2, QUARTERS, LANES // QUARTERS, 2, 2)
     return split.movedim((-2, -4, -5, -3, -1), (-5, -4, -3, -2, -1)).reshape(*lead, 2 * LINE_BYTES)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from typing import Any
 
 import gguf
@@ -493,6 +495,19 @@ def test_a_model_in_parts_is_that_in_one_file(tmp_path):
     path.unlink()
     with pytest.raises(ConfigError, match="such as m-00002-of-00002"):
         prepare(ModelFlags(model=str(tmp_path / "m-00001-of-00002.gguf"), dtype="float32"))
+
+
+def test_neither_transformers_nor_the_gguf_package_is_imported(tmp_path):
+    """They took most of a first start."""
+    small_file(tmp_path / "a.gguf", "Q4_0")
+    program = (
+        "import sys; from pillion.config import ModelFlags; from pillion.engine.checkpoints.prepare import prepare;"
+        f"prepare(ModelFlags(model={str(tmp_path / 'a.gguf')!r}), print); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *lines, modules = done.stdout.splitlines()
+    assert lines == ["reading a.gguf", "converting weights", "fingerprinting weights"]
+    assert not {"transformers", "gguf", "tokenizers"} & {*modules.split()}
 
 
 def test_a_phi3_file_needs_no_padding(tmp_path, monkeypatch) -> None:
