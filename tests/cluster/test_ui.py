@@ -502,6 +502,112 @@ async def test_what_is_kept_is_bounded(browser: Browser) -> None:
         assert [turn["question"] for turn in await seen.kept_turns()] == ["b", "c"]
 
 
+async def test_chats_are_listed_opened_and_deleted(browser: Browser) -> None:
+    """In every tab, by the keyboard as well, and a bounded number of them."""
+    async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
+        page, answers = seen.page, seen.page.locator(".answer:not(.busy)")
+        listed = page.locator("#chat-list .open")
+        async with scripted_answers(seen, events_of("one"), events_of("two"), events_of("three")) as asked:
+            await seen.set(system=SYSTEM)
+            await seen.ask("first")
+            await answers.wait_for()
+            await page.get_by_role("button", name="New chat").click()
+            assert await answers.count() == 0
+            await seen.set(system="")
+            await seen.ask("second")
+            await answers.wait_for()
+            await page.locator("#chats summary").focus()
+            await page.keyboard.press("Enter")
+            assert await listed.all_text_contents() == ["second", "first"]
+            assert await page.locator("#chat-list [aria-current]").text_content() == "second"
+            assert await seen.complaints() == []
+            await listed.nth(1).focus()
+            await page.keyboard.press("Enter")
+            await page.locator(".question", has_text="first").wait_for()
+            assert await page.locator("#system").input_value() == SYSTEM
+            await seen.ask("third")
+            await answers.nth(1).wait_for()
+            assert [one["content"] for one in asked[2]] == [SYSTEM, "first", "one", "third"]
+        other = await page.context.new_page()
+        await other.goto(page.url)
+        await other.locator("#chats summary").click()
+        await other.locator("#chat-list .open", has_text="first").click()
+        assert await other.locator(".question .text").all_text_contents() == ["first", "third"]
+        other.on("dialog", lambda dialog: dialog.accept())
+        await other.get_by_label("Delete the chat “first”").click()
+        assert await other.locator(".question").count() == 0
+        assert await other.locator("#chat-list .open").all_text_contents() == ["second"]
+        # The first tab's list follows.
+        await listed.nth(1).wait_for(state="detached")
+        await other.evaluate(
+            """const one = Object.entries(localStorage).find(([name]) => name.startsWith("pillion-chat-"));
+            for (let n = 0; n < 200; n++) localStorage.setItem("pillion-chat-" + n, one[1]);"""
+        )
+        async with scripted_answers(seen, events_of("four")):
+            await seen.ask("fourth")
+            await answers.nth(2).wait_for()
+        assert (await listed.count(), await listed.first.text_content()) == (100, "first")
+
+
+async def test_an_answer_that_broke_off_can_be_continued(browser: Browser) -> None:
+    """The gateway may have died meanwhile, and the page may have been loaded again."""
+    cut = events_of("Rivers end ").removesuffix("data: [DONE]\n\n")
+    async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
+        page, more = seen.page, seen.page.get_by_role("button", name="Continue")
+        bodies: list[dict[str, Any]] = []
+        left = [cut, events_of("in "), events_of("a sea.")]
+
+        async def answer(route: Route) -> None:
+            bodies.append(route.request.post_data_json)
+            await route.fulfill(status=200, content_type="text/event-stream", body=left.pop(0))
+
+        await page.route("**/v1/chat/completions", answer)
+        await seen.ask("Where do rivers end?")
+        await page.get_by_role("alert").filter(has_text="The answer ended too early.").wait_for()
+        assert await seen.complaints() == []
+        await page.reload()
+        await more.click()
+        await page.locator(".answer:not(.busy)", has_text="Rivers end in").wait_for()
+        assert not await more.is_visible()
+        said = [("user", "Where do rivers end?"), ("assistant", "Rivers end ")]
+        assert [(one["role"], one["content"]) for one in bodies[1]["messages"]] == said
+        assert (bodies[1]["add_generation_prompt"], bodies[1]["continue_final_message"]) == (False, True)
+        # An answer that has ended is continued by no other question.
+        await seen.ask("Go on.")
+        await page.locator(".answer:not(.busy)", has_text="a sea.").wait_for()
+        assert "continue_final_message" not in bodies[2]
+        await page.unroute_all(behavior="wait")
+        # The API takes what the page sends.
+        fakes.decode.hold_after = 3
+        await seen.ask("again")
+        await page.locator(".answer", has_text="The").last.wait_for()
+        await page.keyboard.press("Escape")
+        await page.locator(".below", has_text="Stopped.").wait_for()
+        partial = (await seen.kept_turns())[-1]["text"]
+        fakes.decode.go_on()
+        await more.click()
+        await page.locator(".figures").wait_for()
+        assert (await seen.kept_turns())[-1]["text"] == partial + "The answer."
+
+
+async def test_the_clusters_panel_folds(browser: Browser) -> None:
+    """It stays folded, and asks for no picture then."""
+    async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
+        page = seen.page
+        await page.locator(".card").first.wait_for()
+        await page.get_by_role("heading", name="Cluster").click()
+        await page.locator(".card").first.wait_for(state="hidden")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        await page.reload()
+        await page.get_by_text("Connected", exact=True).wait_for()
+        assert not await page.locator("#tiles").is_visible()
+        assert await seen.complaints() == []
+        assert not [url for url in asked if url.endswith("/ui/cluster")]
+        await page.locator("#cluster-fold summary").press("Enter")
+        await page.locator(".card").first.wait_for()
+
+
 async def test_connected_is_said_only_while_the_gateway_answers(browser: Browser) -> None:
     async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
         words, page = seen.page.locator("#connection"), seen.page

@@ -65,7 +65,8 @@ class SeenPage:
 
     async def kept_turns(self) -> list[dict[str, Any]]:
         """The turns of the chat that a reload would give back, once an answer has ended."""
-        turns: list[dict[str, Any]] = await self.page.evaluate("JSON.parse(sessionStorage['pillion-chat']).turns")
+        chat = "localStorage['pillion-chat-' + JSON.parse(sessionStorage['pillion-open-chat']).id]"
+        turns: list[dict[str, Any]] = await self.page.evaluate(f"JSON.parse({chat}).turns")
         return turns
 
     async def texts(self, selector: str) -> list[str]:

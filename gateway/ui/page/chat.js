@@ -1,4 +1,4 @@
-// The chat: one conversation. Its turns are in turn.js, and kept.js has it over a reload.
+// The open chat, and the list of all. A chat's turns are in turn.js; kept.js keeps them in the browser.
 
 import { ask, keyTag, stream } from "./api.js";
 import { byId, make, say } from "./draw.js";
@@ -9,8 +9,11 @@ import { Turn } from "./turn.js";
 const LEAVING_MS = 2000;
 const SETTINGS = ["model", "temperature", "max-tokens", "system"];
 
-// Counts chats: what was asked in one that was left must not come into the next, which may be another person's.
-let chat = 0;
+// Characters of a chat's first question that are its title in the list.
+const TITLE_CHARACTERS = 80;
+
+// The open chat's id. What was asked in one that was left must not come into the next, which may be another person's.
+let chat = newId();
 let turns = [];
 let running = null;
 // The turn whose question is being edited. It and what follows go when the message is sent.
@@ -37,10 +40,7 @@ export async function start() {
   });
   byId("stop").addEventListener("click", stop);
   byId("leave-edit").addEventListener("click", () => edit(null));
-  byId("new-chat").addEventListener("click", () => {
-    clear();
-    byId("prompt").focus();
-  });
+  byId("new-chat").addEventListener("click", begin);
   byId("settings").addEventListener("input", () => {
     summarize();
     keep();
@@ -52,6 +52,8 @@ export async function start() {
   });
   // Phones fire this alone.
   window.addEventListener("pagehide", keep);
+  // Another tab has kept a chat.
+  window.addEventListener("storage", list);
 }
 
 // Fills the list of models; throws Refusal. The first one of the gateway is chosen.
@@ -67,17 +69,69 @@ export async function loadModels(signal) {
   return found.length;
 }
 
+function newId() {
+  return crypto.getRandomValues(new Uint32Array(2)).join("-");
+}
+
 // Shows the chat that this tab had with the same key before it was reloaded.
 export function restore() {
   restored = true;
-  const found = kept.kept(keyTag());
-  if (!found || turns.length) return;
+  const found = kept.openChat(keyTag());
+  if (found && !turns.length) show(found);
+  list();
+}
+
+function show(found) {
+  chat = found.id;
   for (const id of SETTINGS) {
     const value = found.settings?.[id] ?? "";
     if (id !== "model" || [...byId(id).options].some((one) => one.value === value)) byId(id).value = value;
   }
-  turns = found.turns.map((one) => new Turn(one.question, one.model, { edit, retry, kept: one }));
+  turns = found.turns.map((one) => new Turn(one.question, one.model, { edit, retry, goOn, kept: one }));
   summarize();
+}
+
+// Lists the chats that are kept, the most recently used one first.
+function list() {
+  if (!restored) return;
+  const found = kept.chats(keyTag());
+  const focused = document.activeElement?.id;
+  say(byId("chats-now"), found.length ? `${found.length} kept in this browser` : "none yet");
+  byId("chat-list").replaceChildren(...found.map((one) => {
+    const { question } = one.turns[0];
+    const title = question.length > TITLE_CHARACTERS ? `${question.slice(0, TITLE_CHARACTERS)}…` : question;
+    const open = make("button", { type: "button", class: "small open", id: `open-${one.id}` }, title);
+    const remove = make("button", { type: "button", class: "small", id: `delete-${one.id}`,
+      "aria-label": `Delete the chat “${title}”` }, "Delete");
+    if (one.id === chat) open.setAttribute("aria-current", "true");
+    open.addEventListener("click", () => {
+      leave();
+      show(kept.chats(keyTag()).find((other) => other.id === one.id) ?? one);
+      keep();
+      byId("prompt").focus();
+    });
+    remove.addEventListener("click", () => {
+      if (!confirm(`Delete the chat “${title}”?`)) return;
+      if (one.id === chat) clear();
+      kept.drop(one.id);
+      list();
+      byId("chats").querySelector("summary").focus();
+    });
+    return make("li", {}, open, remove);
+  }));
+  if (focused !== document.activeElement?.id) byId(focused)?.focus();
+}
+
+// Keeps the open chat as it is now, and leaves it.
+function leave() {
+  keep();
+  clear();
+}
+
+function begin() {
+  leave();
+  keep();
+  byId("prompt").focus();
 }
 
 // Ends the chat and all that its person has written, as somebody else's key may come.
@@ -85,25 +139,26 @@ export function forget() {
   clear();
   byId("system").value = "";
   byId("prompt").value = "";
-  kept.drop();
+  kept.dropAll();
+  byId("chat-list").replaceChildren();
   restored = false;
 }
 
 function keep() {
   if (!restored || leaving) return;
   const settings = Object.fromEntries(SETTINGS.map((id) => [id, byId(id).value]));
-  kept.keep(keyTag(), turns.map((turn) => turn.state()), settings);
+  kept.keep(keyTag(), chat, settings, turns.map((turn) => turn.state()));
+  list();
 }
 
 function clear() {
   stop();
   edit(null);
-  chat += 1;
+  chat = newId();
   turns = [];
   byId("log").replaceChildren(byId("empty"));
   byId("empty").hidden = false;
   say(byId("spoken"), "");
-  keep();
 }
 
 function summarize() {
@@ -135,6 +190,14 @@ function retry(turn) {
   answerTo(turn.question, turn);
 }
 
+// Asks for the rest of an answer that was cut off.
+async function goOn(turn) {
+  if (running || !settingsHold()) return;
+  byId("log").focus();
+  turn.begin();
+  await answered(turn, "The answer goes on.");
+}
+
 // Takes a turn and all that follow out of the conversation.
 function cut(turn) {
   const at = turns.indexOf(turn);
@@ -160,13 +223,18 @@ function settingsHold() {
 
 // Asks, in place of a turn and what follows where `from` is one.
 async function answerTo(text, from) {
-  running = new AbortController();
   edit(null);
   cut(from);
-  rest(false);
-  const turn = new Turn(text, byId("model").value, { edit, retry });
+  const turn = new Turn(text, byId("model").value, { edit, retry, goOn });
   turns.push(turn);
-  say(byId("spoken"), "The message was sent.");
+  await answered(turn, "The message was sent.");
+}
+
+// Has the last turn answered, or its answer continued, and says what was done.
+async function answered(turn, words) {
+  running = new AbortController();
+  rest(false);
+  say(byId("spoken"), words);
   try {
     await answer(turn, running.signal);
   } finally {
@@ -206,7 +274,7 @@ async function answer(turn, signal) {
   keep();
 }
 
-// What is asked for the last turn: those before it that were answered, and its question.
+// What is asked for the last turn: those before it that were answered, its question, and what its answer has already.
 function bodyOf(turn) {
   const earlier = turns.filter((one) => one !== turn && one.text).flatMap((one) =>
     [{ role: "user", content: one.question }, { role: "assistant", content: one.text }]);
@@ -219,7 +287,9 @@ function bodyOf(turn) {
       ...(system ? [{ role: "system", content: system }] : []),
       ...earlier,
       { role: "user", content: turn.question },
+      ...(turn.text ? [{ role: "assistant", content: turn.text }] : []),
     ],
+    ...(turn.text ? { add_generation_prompt: false, continue_final_message: true } : {}),
     stream: true,
     stream_options: { include_usage: true },
     timings: true,

@@ -2,6 +2,7 @@
 
 import { Refusal, ask } from "./api.js";
 import { Bar, Strip, byId, count, make, percent, rate, say, some, time } from "./draw.js";
+import * as kept from "./kept.js";
 
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
@@ -68,6 +69,12 @@ export function start() {
     pause(!paused);
     if (!paused) poll(generation);
   });
+  const fold = byId("cluster-fold");
+  fold.open = !kept.folded();
+  fold.addEventListener("toggle", () => {
+    kept.keepFolded(!fold.open);
+    if (lastGood) poll(generation);
+  });
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden && lastGood) poll(generation);
   });
@@ -103,7 +110,7 @@ function pause(wanted) {
 
 async function poll(mine) {
   clearTimeout(timer);
-  if (mine !== generation || paused || document.hidden) return;
+  if (mine !== generation || paused || document.hidden || !byId("cluster-fold").open) return;
   let wait = EVERY_MS;
   try {
     const picture = await (await ask("ui/cluster", { signal: AbortSignal.timeout(PATIENCE_MS) })).json();

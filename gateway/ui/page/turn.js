@@ -15,9 +15,9 @@ const ENDED = { stop: "the model ended it", length: "at the most tokens", tool_c
 // Further down than this many pixels from the end, the reader reads, and the log does not scroll by itself.
 const NEAR_END_PX = 80;
 
-// `kept` is what `state` returned for a turn of before; `edit` and `retry` are called with the turn.
+// `kept` is what `state` returned for a turn of before; `edit`, `retry` and `goOn` are called with the turn.
 export class Turn {
-  constructor(question, model, { edit, retry, kept = null }) {
+  constructor(question, model, { edit, retry, goOn, kept = null }) {
     this.question = question;
     this.model = model;
     this.text = "";
@@ -31,8 +31,10 @@ export class Turn {
     this.thinking = make("details", { class: "thinking" }, make("summary", {}, "Reasoning"), this.thought.root);
     this.thinking.hidden = true;
     this.below = make("div", { class: "below" });
+    this.more = button("Continue", "Continue this answer", "go-on", () => goOn(this));
+    this.more.hidden = true;
     this.actions = make("div", { class: "actions" },
-      copyButton("Copy this answer", () => this.text),
+      copyButton("Copy this answer", () => this.text), this.more,
       button("Retry", "Ask this message again", "retry", () => retry(this)));
     this.asked = make("article", { class: "question" },
       make("h3", { class: "who" }, "You"), make("p", { class: "text" }, question),
@@ -115,12 +117,24 @@ export class Turn {
     this.below.replaceChildren(make("p", failed ? { class: "error", role: "alert" } : { class: "muted" }, words));
   }
 
+  // The rest of the answer begins to come.
+  begin() {
+    this.words = "";
+    this.reason = "";
+    this.failed = false;
+    this.accounts = null;
+    this.below.replaceChildren();
+    this.root.classList.add("busy");
+  }
+
   settle() {
     const log = byId("log");
     const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 4 * NEAR_END_PX;
     this.root.classList.remove("busy");
     this.thought.show(this.thoughts);
     this.shown.show(this.text);
+    // It was stopped, broke off, or met the most tokens.
+    this.more.hidden = !this.text || !(this.words || this.reason === "length");
     if (!this.text && !this.failed) say(this.shown.root, "(The answer is empty.)");
     if (follows) log.scrollTop = log.scrollHeight;
   }
