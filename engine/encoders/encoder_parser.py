@@ -50,7 +50,7 @@ def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
     """Reads the config of an encoder with so many labels. Raises ConfigError for what is not supported."""
     kind = str(raw["model_type"])
     learned = kind in _LEARNED
-    fixed = {"position_embedding_type": "absolute"} if learned else {}
+    fixed = {"is_causal": False, **({"position_embedding_type": "absolute"} if learned else {})}
     own, ignored = (_OWN, _IGNORED) if learned else (_OWN_ROTARY, (*_IGNORED, *_IGNORED_ROTARY))
     refuse_unknown_keys(kind, own, ignored, fixed, raw, FAMILY_KEYS)
     if raw.get("is_decoder"):

@@ -57,28 +57,37 @@ BOOKKEEPING = words(
     suppress_tokens target_lookbehind temperature top_k top_p typical_p frequency_penalty max_new_tokens min_p
     presence_penalty stop_strings stop_token_ids
 
-    bf16 device device_map flash_attention flash_attn flash_attn_version fp16 fp32 fuse_cross_entropy
-    fuse_linear_cross_entropy fuse_norm fuse_swiglu init_device inference is_quantized legacy low_cpu_mem_usage
-    max_memory offload_folder onnx torch_compile trust_remote_code use_auth_token use_bf16 use_cuda_graph use_fast
-    use_flash_attention use_flash_attention_2 use_flash_attention_3 use_flash_attn use_flash_attn_2 use_fp16
-    use_fused_rms_norm use_fused_rmsnorm use_fused_rope use_fused_swiglu use_kernels use_liger_kernel
-    use_memory_efficient_attention use_safetensors use_sdpa use_sdpa_attention use_triton use_xformers
+    attention_implementation attn_impl bf16 compile device device_map flash_attention flash_attn flash_attn_version
+    fp16 fp32 fuse_cross_entropy fuse_linear_cross_entropy fuse_norm fuse_swiglu hf_hub_mixin inference init_device
+    ipex is_quantized legacy low_cpu_mem_usage max_memory neuron offload_folder onnx pipeline_model_parallel_size
+    pipeline_parallel_size sagemaker tensor_parallel_size torch_compile tp_size trust_remote_code use_auth_token
+    use_bf16 use_cuda_graph use_fast use_flash_attention use_flash_attention_2 use_flash_attention_3 use_flash_attn
+    use_flash_attn_2 use_fp16 use_fused_ops use_fused_rms_norm use_fused_rmsnorm use_fused_rope use_fused_swiglu
+    use_kernels use_liger_kernel use_memory_efficient_attention use_safetensors use_sdpa use_sdpa_attention
+    use_triton use_xformers world_size xformers zero_stage
 
-    activation_dropout attention_softmax_in_fp32 batch_size deepspeed dropout dropout_rate emb_dropout embd_dropout
-    ffn_dropout gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs init_std
-    initializer_factor is_training label_smoothing label_smoothing_factor layerdrop learning_rate loss_type lr
-    lr_scheduler_type max_steps num_train_epochs optim optimizer output_dropout per_device_train_batch_size
-    recompute router_z_loss_coef router_z_loss_coefficient scale_attention_softmax_in_fp32 seed sequence_parallel
-    train_batch_size training training_args use_gradient_checkpointing use_recompute warmup_ratio warmup_steps
-    weight_decay z_loss_coef
+    activation_dropout attention_softmax_in_fp32 batch_size checkpoint_step deepspeed dropout dropout_rate
+    emb_dropout embd_dropout ffn_dropout global_step gradient_accumulation_steps gradient_checkpointing
+    gradient_checkpointing_kwargs init_method init_std initializer_factor is_training label_smoothing
+    label_smoothing_factor layerdrop learning_rate lora_alpha lora_r lora_rank loss_type lr lr_scheduler_type
+    max_steps merge_config merge_method num_train_epochs optim optimizer output_dropout peft_type
+    per_device_train_batch_size recompute router_z_loss_coef router_z_loss_coefficient
+    scale_attention_softmax_in_fp32 seed sequence_parallel train_batch_size training training_args
+    use_gradient_checkpointing use_recompute warmup_ratio warmup_steps weight_decay z_loss_coef
 
-    add_bos_token add_eos_token add_prefix_space additional_special_tokens chat_template clean_up_tokenization_spaces
-    cls_token_id mask_token_id max_seq_len max_seq_length model_max_seq_len padding padding_side seq_len seq_length
+    add_bos_token add_eos_token add_prefix_space additional_special_tokens chat_template
+    clean_up_tokenization_spaces cls_token_id context_length ctx_len mask_token_id max_context_length max_seq_len
+    max_seq_length max_tokens model_max_seq_len n_ctx padding padding_side seq_len seq_length special_tokens_map
     tokenizer truncation truncation_side
 
-    base_model datasets language languages model_card_data model_version revision tags version
+    base_model benchmark datasets eval_results feature_extractor_type generation_kwargs image_processor_type
+    language languages metrics model_card_data model_version num_parameters param_count revision tags total_params
+    version
     """
 )
+# Keys with one of these parts in their names are about training, whatever else is in them.
+_OF_TRAINING = words("dropout epoch epochs loss optimizer train trained training")
+_OF_TOKENS = ("_token_id", "_token_ids", "_token_index")
 # Parts of the names of keys that may be about arithmetic, so that their text is no label.
 _ARITHMETIC = words(
     """
@@ -102,6 +111,8 @@ _NEUTRAL = {
     "topk_group": 1,
     "full_attn_mod": 1,
     "interpolate_factor": 1,
+    "is_causal": True,
+    "causal": True,
 }
 # These keys have no effect unless ``use_sliding_window`` is set.
 _OF_WINDOWS = ("sliding_window", "max_window_layers")
@@ -198,9 +209,12 @@ def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
 
 
 def _is_label(key: str, value: Any) -> bool:
-    """Returns whether a value is text under a name that has nothing to do with arithmetic."""
-    texts = value if isinstance(value, list) else [value]
-    return all(isinstance(text, str) for text in texts) and _ARITHMETIC.isdisjoint(re.split(r"[\W_]+", key.lower()))
+    """Returns whether a key is about training or names a token, or is one of text whose name has nothing to do with
+    arithmetic."""
+    parts, texts = re.split(r"[\W_]+", key.lower()), value if isinstance(value, list) else [value]
+    if key.endswith(_OF_TOKENS) or not _OF_TRAINING.isdisjoint(parts):
+        return True
+    return all(isinstance(text, str) for text in texts) and _ARITHMETIC.isdisjoint(parts)
 
 
 def _refuse(

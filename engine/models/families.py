@@ -891,7 +891,7 @@ ROWS: dict[str, ModelFamily] = {
         first_position=0,
         # The second half of these is about heads for other tasks.
         ignored=(
-            *("n_ctx", "reorder_and_upcast_attn", "predict_special_tokens"),
+            *("reorder_and_upcast_attn", "predict_special_tokens"),
             *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
             "summary_first_dropout",
         ),
@@ -1198,8 +1198,8 @@ ROWS: dict[str, ModelFamily] = {
 DEFAULTS_FILE = Path(__file__).with_name("family_defaults.json")
 DEFAULTS: dict[str, dict[str, Any]] = json.loads(DEFAULTS_FILE.read_text("utf-8"))
 FAMILIES = {name: replace(row, defaults={**DEFAULTS.get(name, {}), **row.defaults}) for name, row in ROWS.items()}
-# Keys that some family reads, or knows the meaning of.
-FAMILY_KEYS = frozenset().union(*({*row.own, *row.ignored, *row.fixed} for row in FAMILIES.values()))
+# Keys that some family reads, or that may say one thing in it.
+FAMILY_KEYS = frozenset().union(*({*row.own, *row.fixed} for row in FAMILIES.values()))
 
 # These models of text and images have a text model that can be served. The text_config of a config has the model_type
 # that transformers assumes where it says nothing, which stands in the same file, or one of the others here.

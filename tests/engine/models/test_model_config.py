@@ -272,6 +272,10 @@ HARMLESS = {
     "gradient_checkpointing": True,
     "learning_rate": 2e-5,
     "add_bos_token": True,
+    "n_ctx": 2048,
+    "mlp_dropout_rate": 0.1,
+    "router_balance_loss": 0.01,
+    "eod_token_id": 3,
     "model_family": "own",
     "created_by": "a tool",
     "qat": False,
@@ -289,7 +293,10 @@ def test_keys_without_effect_are_passed_over(kind: str, caplog: pytest.LogCaptur
     with caplog.at_level("INFO", "pillion.model"):
         assert [parse_config({**base, **HARMLESS}) for _ in range(2)] == [parse_config(base)] * 2
     (said,) = [one.getMessage() for one in caplog.records if "passed over" in one.getMessage()]
-    assert said.endswith("are passed over: created_by, extra, merge_recipe, model_family, pad_token, qat")
+    assert said.endswith(
+        "are passed over: created_by, eod_token_id, extra, merge_recipe, mlp_dropout_rate, model_family,"
+        " pad_token, qat, router_balance_loss"
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,6 +310,8 @@ def test_keys_without_effect_are_passed_over(kind: str, caplog: pytest.LogCaptur
         ("hybrid_pattern", "MEM*"),
         ("topk_method", "noaux_tc"),
         ("hidden_activation", "relu"),
+        ("total_ut_steps", 4),
+        ("is_causal", False),
     ],
 )
 def test_a_key_that_could_change_arithmetic_is_refused_with_the_way_past_it(key: str, value: object) -> None:
