@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import pathlib
+import resource
 import shutil
 import socket
 import ssl
@@ -38,12 +39,24 @@ async def main():
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
 asyncio.run(main())
 """
+MOST_DESCRIPTORS = 2 * MAX_CONNECTIONS
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # Empty settings, and the acknowledgement of the server's.
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)) + bytes((0, 0, 0, 4, 1, 0, 0, 0, 0))
 # What a client sends before it falls silent: nothing, half of HTTP/2's preface, all of its handshake, and the first
 # bytes of a TLS record.
 SILENT, HALF, SETTLED, HELLO = b"", PREFACE[:10], PREFACE + SETTINGS, b"\x16\x03\x01\x02\x00\x01"
+
+
+@pytest.fixture(autouse=True)
+def _many_descriptors() -> Iterator[None]:
+    """The attacker's own."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < MOST_DESCRIPTORS:
+        pytest.skip(f"the hard limit of open files is below {MOST_DESCRIPTORS}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], MOST_DESCRIPTORS), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def rarely(sent: bytes) -> Any:
@@ -117,7 +130,7 @@ async def served(ports: GatewayPorts) -> None:
 
 @pytest.mark.parametrize("sent", [SETTLED, rarely(SILENT), rarely(HALF)], ids=["settled", "silent", "half"])
 async def test_silent_connections_leave_grpc_places_for_others(sent: bytes) -> None:
-    async with running_gateway(8192) as ports:
+    async with running_gateway(MOST_DESCRIPTORS) as ports:
         with attack(ports.grpc, MAX_CONNECTIONS, sent):
             await served(ports)
 
