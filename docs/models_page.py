@@ -26,20 +26,22 @@ LEFT_OUT_PAGE = PAGE.parents[1] / "lab" / "docs" / "models-left-out.md"
 
 # Models of transformers' mapping that have no row, by what they would need.
 LEFT_OUT = {
-    "states of other kinds (Mamba-1, linear attention with other decays, xLSTM, RWKV)": """
-        bailing_hybrid falcon_mamba inkling2_text inkling_text mamba mamba2 minimax recurrent_gemma rwkv xlstm
-        zamba zamba2 zaya""",
-    "two attentions (over latents, MLA) in each layer, and experts beside both": "longcat_flash",
+    "states of other kinds (linear attention with other decays, xLSTM, RWKV)": """
+        bailing_hybrid inkling2_text inkling_text minimax recurrent_gemma rwkv xlstm zaya""",
+    "a pool without keys and values, which no layer has": "falcon_mamba mamba mamba2",
+    "attention whose weights several layers share, beside state spaces": "zamba zamba2",
+    "two attentions (over latents, MLA) in each layer, experts whose results pass by the second one, and experts that "
+    "return their rows": "longcat_flash",
     "compressed keys that an indexer selects, residual streams mixed by doubly stochastic matrices (mHC), experts "
     "chosen by token id": "deepseek_v4",
     "residual streams mixed by low-rank gates, embeddings of n-grams (some 45 billion parameters), blocks of tokens "
     "that an indexer selects": "qwen4_exp qwen4_exp_text",
     "sparse attention of another kind than DeepSeek-V3.2's, which selects the tokens that a query sees": """
         axk2 doge dots3_note dots3_note_text hy_v4 minimax_m3_vl_text""",
-    "several residual streams that layers predict and correct (AltUp), low-rank residuals (LAuReL), activations of "
-    "which a share is cut off": "gemma3n gemma3n_text",
+    "several residual streams that layers predict and correct (AltUp), where the kernels have one; low-rank residuals "
+    "(LAuReL); activations of which a share is cut off": "gemma3n gemma3n_text",
     "keys and values of another model, to draft its tokens": "gemma4_assistant gemma4_unified_assistant",
-    "heads of values that differ from those of keys": "mimo_v2_flash",
+    "blocks whose heads of values are narrower than those of keys": "mimo_v2_flash",
     "attention whose results pass a gate, are subtracted from each other, or mix experts": """
         diffllama jetmoe laguna""",
     "norms between activation and down projection": "bitnet",

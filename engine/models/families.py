@@ -467,6 +467,17 @@ def _nemotron_h(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _bamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises ConfigError for a key of Bamba's own that rotates another part of a head than half of it, as transformers
+    does whatever the key says."""
+    width = size(raw, "head_dim", size(raw, "hidden_size") // size(raw, "num_attention_heads"))
+    if 2 * size(raw, "attn_rotary_emb", width // 2) != width:
+        raise ConfigError(
+            f"bamba: config.json has attn_rotary_emb = {raw['attn_rotary_emb']}, not half of {width} values"
+        )
+    return {}
+
+
 def _jamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for Jamba: no positions, and experts in one layer of each period, or in none where a layer
     has one expert, a plain MLP."""
@@ -1060,8 +1071,8 @@ ROWS: dict[str, ModelFamily] = {
         layer=partial(hybrid_layer, mixer=state_space, norms=("input_layernorm", "", "pre_ff_layernorm", "")),
         rope=RopeRules(partial=True),
         linear=bamba_layers,
+        derived=_bamba,
         names=(("model.norm.", "model.final_layernorm."), (".mlp.", ".feed_forward.")),
-        # Half of each head is rotated, whatever the second of these says.
         ignored=("mamba_chunk_size", "attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient"),
     ),
     "jamba": ModelFamily(

@@ -337,6 +337,7 @@ KDA = {"full_attn_layers": [2], "kda_layers": [1]}
         ({"model_type": "kimi_linear", "mla_use_nope": False}, "mla_use_nope = False"),
         ({"model_type": "kimi_linear", "moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
         ({"model_type": "jamba", "mamba_dt_rank": 20, "num_experts": 2}, "mamba_dt_rank = 20"),
+        ({"model_type": "bamba", "attn_rotary_emb": 16}, "attn_rotary_emb = 16, not half of 16 values"),
         ({"model_type": "bamba", "attn_layer_indices": "all"}, "attn_layer_indices must be a list"),
         ({"model_type": "granitemoehybrid", "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
         ({"model_type": "granitemoehybrid", "position_embedding_type": "alibi"}, "'alibi'"),
