@@ -31,6 +31,13 @@ class LengthViolation(FieldViolation):
 
 
 @dataclass(frozen=True, slots=True)
+class SchemaViolation(FieldViolation):
+    """Names a field whose JSON schema no answer can be held to, and by a JSON pointer the ``place`` in it."""
+
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaViolation:
     """Names one bound that was met: whose bound it is, or its name, and by how much it was exceeded, in words."""
 

@@ -25,6 +25,7 @@ from pillion.gateway.formats.tool_formats import (
     spelling,
 )
 from pillion.gateway.formats.xml_calls import MINIMAX
+from pillion.gateway.grammars.json_schema import of_arguments
 from pillion.gateway.request.client_json import parsed
 from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer, StopRules
 from pillion.gateway.tokens.chat_template import knows_tools
@@ -143,8 +144,8 @@ class ModelFormats:
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """Returns the schema of a checked tool's arguments; {} allows any object."""
-    return dict(parsed(tool.parameters)) if tool.parameters else {}
+    """Returns the schema of a checked tool's arguments, written plainly; {} allows any object."""
+    return of_arguments(parsed(tool.parameters)) if tool.parameters else {}
 
 
 def choose_formats(

@@ -385,8 +385,8 @@ def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
 
 def _inner(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Returns the schema of an object's property, or with "" of a list's items; {} where ``schema`` does not say."""
-    properties = schema.get("properties")
-    found = schema.get("items") if not key else properties.get(key) if isinstance(properties, dict) else None
+    properties, others = schema.get("properties"), schema.get("additionalProperties")
+    found = schema.get("items") if not key else properties.get(key, others) if isinstance(properties, dict) else others
     return found if isinstance(found, dict) else {}
 
 

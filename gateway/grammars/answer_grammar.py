@@ -38,22 +38,25 @@ class Piece:
         rules: lines, each of which defines a name in ``body``. The names are this piece's alone.
         grammars: whole grammars in Lark by name, each with a rule ``start``; ``body`` refers to one by ``@name``.
         sources: the client's fields of which the piece was made, each with its JSON schema, or with None for other
-            notations.
+            notations. A field may be followed by "#" and the JSON pointer of the schema in that of the field.
+        left_out: the fields, and the places in their schemas as JSON pointers, to which answers are not held.
     """
 
     body: str
     rules: tuple[str, ...] = ()
     grammars: dict[str, str] = field(default_factory=dict)
     sources: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedGrammar:
-    """Holds a grammar as a worker gets it, and the client's fields from which it was made, which errors name (see
-    ``Piece.sources``)."""
+    """Holds a grammar as a worker gets it, and the client's fields from which it was made, which errors name, and the
+    places to which answers are not held (see ``Piece``)."""
 
     text: str
     sources: dict[str, Any]
+    left_out: tuple[tuple[str, str], ...] = ()
 
 
 def join(pieces: Sequence[Piece]) -> JoinedGrammar:
@@ -63,9 +66,20 @@ def join(pieces: Sequence[Piece]) -> JoinedGrammar:
     text = _text(pieces)
     size_bytes = len(text.encode())
     if size_bytes > MAX_GRAMMAR_BYTES:
-        reason = f"a grammar of {size_bytes} bytes; at most {MAX_GRAMMAR_BYTES}"
-        raise InvalidRequest.of(*(FieldViolation(field, reason) for field in sources))
-    return JoinedGrammar(text, sources)
+        raise too_large(sources, size_bytes)
+    return JoinedGrammar(text, sources, tuple(place for piece in pieces for place in piece.left_out))
+
+
+def too_large(sources: Mapping[str, Any], size_bytes: int) -> InvalidRequest:
+    """Makes the error for a grammar of so many bytes, which names the fields of its sources."""
+    reason = f"a grammar of {size_bytes} bytes; at most {MAX_GRAMMAR_BYTES}"
+    return InvalidRequest.of(*(FieldViolation(field, reason) for field in by_size(sources)))
+
+
+def by_size(sources: Mapping[str, Any]) -> list[str]:
+    """Returns the fields of a grammar's sources, the one with the largest schema first."""
+    fields = sorted(sources, key=lambda name: -len(json.dumps(sources[name])))
+    return list(dict.fromkeys(name.partition("#")[0] for name in fields))
 
 
 def _text(pieces: Sequence[Piece]) -> str:

@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pillion.errors import FieldViolation, InvalidRequest, Unavailable
+from pillion.errors import FieldViolation, InvalidRequest, SchemaViolation, Unavailable
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
-from pillion.gateway.grammars.answer_grammar import JoinedGrammar
+from pillion.gateway.grammars.answer_grammar import JoinedGrammar, by_size
+from pillion.gateway.grammars.json_schema import root_place
 from pillion.rules.grammar_limits import PARSER_LIMITS
 from pillion.tasks import end_tasks
 from pillion.types import StructuredOutputs
@@ -101,8 +102,8 @@ class GrammarChecker:
         except BoxFailure as failure:
             if not failure.its_own:
                 raise Unavailable(f"a grammar could not be compiled: {failure}", RETRY_AFTER_MS) from None
-            answer = {"field": next(iter(grammar.sources), ""), "path": "", "reason": str(failure)}
-        violations = _violations(answer)
+            answer = {"field": next(iter(by_size(grammar.sources)), ""), "path": "", "reason": str(failure)}
+        violations = violations_of(answer)
         self._known[key] = violations
         while len(self._known) > MAX_KNOWN_GRAMMARS:
             self._known.popitem(last=False)
@@ -114,10 +115,13 @@ class GrammarChecker:
         await self._box.aclose()
 
 
-def _violations(answer: Mapping[str, Any]) -> tuple[FieldViolation, ...]:
+def violations_of(answer: Mapping[str, Any]) -> tuple[FieldViolation, ...]:
+    """Returns what is wrong with a grammar by the answer of the process that compiles it."""
     if not answer:
         return ()
     if "broken" in answer:
         answer = {"field": "sampling.structured_outputs", "path": "", "reason": answer["broken"]}
-    place = f"at {answer['path']}: " if answer["path"] else ""
-    return (FieldViolation(answer["field"], f"{place}{answer['reason']}"),)
+    field, _, base = answer["field"].partition("#")
+    place = root_place(base, answer["path"])
+    at = f"at {place}: " if place else ""
+    return (SchemaViolation(field, f"{at}{answer['reason']}", place),)

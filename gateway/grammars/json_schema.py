@@ -8,16 +8,24 @@ follow only nearly, and names their place: so an answer fits the whole schema, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
 from pillion.gateway.grammars.json_strings import FORMAT_PATTERNS, LONG_CONTROLS, NUL, few_texts, rust_pattern
+from pillion.gateway.grammars.schema_dialects import TYPE_OF, TYPES, is_draft, looks_around, plain_schema
 from pillion.gateway.grammars.schema_places import (
+    ALONE,
+    LISTED,
+    NAMED,
+    at_pointer,
     endless_references,
     inner_schemas,
-    leads_to_a_schema,
     names_in,
+    parts_of,
+    pointer,
+    reference_to,
     schemas_in,
     with_inner,
 )
@@ -32,8 +40,14 @@ UNSUPPORTED = frozenset(
 )
 # Objects and lists may be nested this deeply; llguidance reads a few levels more.
 MAX_SCHEMA_DEPTH = 100
-# llguidance follows numbers as floats, and larger integers are not exact as floats.
-MAX_EXACT_INTEGER = 2**53
+# llguidance follows numbers as floats, and integers as those of 64 bits.
+MAX_INTEGER = 2**63 - 1
+# Beside a reference these leave arguments what it leads to.
+_BESIDE_REFERENCE = frozenset(
+    {"title", "description", "default", "examples", "$schema", "$comment", "$defs", "definitions", "components", "type"}
+)
+# Passes over a schema in which what cannot be followed is left out.
+MAX_PASSES = 8
 MAX_VIOLATIONS = 8
 # Multiples of a fraction are followed as those of an integer up to this one, for llguidance spends a state on each
 # number below it.
@@ -73,6 +87,7 @@ class _Whole:
         compares: whether the schema has patternProperties.
         names: the names of all properties that the schema mentions.
         endless: the references that no finite value fits.
+        nowhere: the references that lead nowhere within the schema.
         merges: whether several of the schemas may hold for one value.
         integers: whether some value has to be an integer.
     """
@@ -87,6 +102,10 @@ class _Whole:
         controls = any(not _CONTROLS.isdisjoint(name) for one in schemas for name in names_in(one))
         self.lost = LONG_CONTROLS if self.compares or others or controls else NUL
         self.endless = endless_references(root)
+        references = {one["$ref"] for one in schemas if isinstance(one.get("$ref"), str)}
+        known = set(map(id, schemas))
+        targets = {one: _target(root, one) for one in references}
+        self.nowhere = frozenset(one for one, to in targets.items() if not isinstance(to, bool) and id(to) not in known)
 
 
 def schema_faults(schema: Any) -> Iterator[tuple[str, str]]:
@@ -110,24 +129,146 @@ def written(schema: Any) -> Any:
     return {_OPTIONS: writing, **_followed(schema, whole)}
 
 
-def followable(schema: Any) -> Any:
-    """Returns the part of a schema that answers can be held to: what fits the schema fits this one, too."""
-    return {} if _is_deep(schema) else _followable(schema)
+def plain(schema: Any) -> Any:
+    """Returns the equal of a schema that others of this module take; one that is too deep stays as it is."""
+    return schema if _is_deep(schema) else plain_schema(schema)
 
 
-def _followable(schema: Any) -> Any:
+def of_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the plain schema of a tool's arguments; where it is but a reference, what that leads to."""
+    made = plain(schema)
+    if not isinstance(made, dict):
+        return {}
+    for _ in range(MAX_PASSES):
+        reference = made.get("$ref")
+        target = _target(made, reference) if isinstance(reference, str) else None
+        own = {key: value for key, value in made.items() if key != "$ref"}
+        if not isinstance(target, dict) or target is made or not own.keys() <= _BESIDE_REFERENCE:
+            break
+        made = {**target, **own}
+    return made
+
+
+def rooted(schema: Any, root: Any) -> Any:
+    """Returns a schema that stands in ``root`` with all that it refers to, so that it can be read alone. What is at a
+    pointer is in its ``$defs`` under that pointer."""
+    reached: dict[str, Any] = {}
+    waiting = [schema]
+    while waiting:
+        for one in schemas_in(waiting.pop()):
+            reference = one.get("$ref")
+            target = _target(root, reference) if isinstance(reference, str) and reference not in reached else None
+            if target is not None:
+                reached[str(reference)] = target
+                waiting.append(target)
+    if not reached:
+        return schema
+    return {**_moved(schema), "$defs": {unquote(one): _moved(target) for one, target in reached.items()}}
+
+
+def _moved(schema: Any) -> Any:
+    """Returns a schema with its references as :func:`rooted` needs them."""
     if not isinstance(schema, dict):
         return schema
-    least = schema.get("minProperties")
-    made = {
-        # More than one of several schemas may hold where one of them has to.
-        "anyOf" if key == "oneOf" and "anyOf" not in schema else key: value
-        for key, value in schema.items()
-        if key not in UNSUPPORTED
-        and not (key == "format" and value not in FORMATS)
-        and not (key == "minProperties" and isinstance(least, int) and least > _certain(schema) + 1)
+    made = with_inner(schema, _moved)
+    if isinstance(made.get("$ref"), str):
+        made["$ref"] = reference_to(("$defs", unquote(made["$ref"])))
+    return made
+
+
+def root_place(base: str, place: str) -> str:
+    """Returns the place in the root of a place in what :func:`rooted` has made of the schema at ``base``."""
+    match parts_of(place):
+        case ["$defs", name, *rest] if base and name.startswith("#"):
+            return name[1:] + pointer(rest)
+    return base + place
+
+
+def held_to(schema: Any, places: Iterable[str] = ()) -> tuple[Any, list[str]]:
+    """Changes a plain schema to what is left of it without ``places``, which are JSON pointers, and without what cannot
+    be followed: what fits the schema fits the rest, too. Returns the rest and the places that were left out."""
+    left_out = list(places)
+    for place in left_out:
+        schema = without(schema, place)
+    for _ in range(MAX_PASSES):
+        faults = [place for place, _ in schema_faults(schema)]
+        if not faults:
+            return schema, left_out
+        for place in faults:
+            schema = without(schema, place)
+        left_out += faults
+    return {}, [""]
+
+
+def without(schema: Any, place: str) -> Any:
+    """Returns a schema without the keyword at ``place``, a JSON pointer. Where a schema is there, its type is left of
+    it, or nothing; where nothing is there, the same is done to the schema around it."""
+    node, path, parts, keyword = schema, list[str | int](), parts_of(place), ""
+    while parts and isinstance(node, dict):
+        key, rest = parts[0], parts[1:]
+        inner = node.get(key)
+        if key in NAMED and isinstance(inner, dict) and rest and rest[0] in inner:
+            step: tuple[str | int, ...] = (key, rest[0])
+        elif key in LISTED and isinstance(inner, list) and rest and rest[0].isdecimal() and int(rest[0]) < len(inner):
+            step = (key, int(rest[0]))
+        elif key in ALONE and key in node and not isinstance(inner, list):
+            step = (key,)
+        else:
+            keyword = key if key in node else ""
+            break
+        path += step
+        for part in step:
+            node = node[part]
+        parts = parts[len(step) :]
+    if keyword:
+        return _replaced(schema, path, _lacking(node, keyword))
+    if path and node != (bare := _type_of(node)):
+        return _replaced(schema, path, bare)
+    # Of this schema nothing more can be left out.
+    return {}
+
+
+def _type_of(schema: Any) -> Any:
+    """Returns the schema of the values of a schema's type."""
+    return {"type": schema["type"]} if isinstance(schema, dict) and len(schema) > 1 and "type" in schema else {}
+
+
+def _lacking(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+    """Returns a schema without a keyword, nor those that mean less without it."""
+    related = {
+        **dict.fromkeys(("properties", "patternProperties"), "additionalProperties"),
+        "prefixItems": "items",
+        "items": "additionalItems",
     }
-    return with_inner(made, _followable)
+    made = {key: value for key, value in schema.items() if key not in (keyword, related.get(keyword))}
+    if keyword == "oneOf":
+        # More than one of several schemas may hold where one of them has to.
+        made.setdefault("anyOf", schema[keyword])
+    if keyword in ("enum", "const"):
+        values = schema[keyword] if isinstance(schema[keyword], list) else [schema[keyword]]
+        made.setdefault("type", sorted({TYPE_OF.get(type(value), "null") for value in values}))
+    return made
+
+
+def _replaced(schema: Any, path: list[str | int], new: Any) -> Any:
+    """Puts ``new`` at a path in a schema, and returns the schema."""
+    if not path:
+        return new
+    node = schema
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = new
+    return schema
+
+
+def _target(root: Any, reference: str) -> Any:
+    """Returns what a reference leads to within the schema; None where nothing is there."""
+    path = at_pointer(root, (), unquote(reference[1:])) if reference[:1] == "#" else None
+    if path is None:
+        return None
+    for part in path:
+        root = root[part]
+    return root
 
 
 def _followed(schema: Any, whole: _Whole) -> Any:
@@ -244,14 +385,11 @@ def _faults(schema: Any, path: str, whole: _Whole) -> Iterator[tuple[str, str]]:
     for key, value in schema.items():
         reason = _fault(key, value, whole)
         if reason:
-            yield f"{path}/{_escaped(key)}", reason
+            yield path + pointer([key]), reason
     if whole.compares and any(map(_has_long_control, names_in(schema))):
         yield path, "a property's name with a control character cannot be compared with patternProperties"
     for place, inner in inner_schemas(schema):
-        yield from _faults(inner, path + "".join(f"/{_escaped(str(part))}" for part in place), whole)
-    if schema.get("uniqueItems") is False:
-        # "uniqueItems": false demands nothing, and llguidance does not know the keyword.
-        del schema["uniqueItems"]
+        yield from _faults(inner, path + pointer(place), whole)
     if "prefixItems" in schema and "additionalItems" in schema:
         yield f"{path}/additionalItems", "prefixItems goes with items, which means the same"
     if "additionalItems" in schema and _APPLIED & schema.keys():
@@ -274,18 +412,26 @@ def _certain(schema: dict[str, Any]) -> int:
 
 def _fault(key: str, value: Any, whole: _Whole) -> str:
     """Says what is wrong with a keyword of a schema by itself; "" where nothing is."""
-    if key in UNSUPPORTED and not (key == "uniqueItems" and value is False):
+    if key in UNSUPPORTED:
         return "no answer can be held to this keyword here"
-    if key in _NUMBERS and any(isinstance(one, int) and abs(one) > MAX_EXACT_INTEGER for one in _plain(value)):
-        return f"an integer beyond {MAX_EXACT_INTEGER} is not exact here"
+    if key == "$schema" and not is_draft(str(value)):
+        return "no draft of JSON Schema has this name"
+    if key == "type" and any(one not in TYPES for one in (value if isinstance(value, list) else [value])):
+        return "no type has this name"
+    if key == "format" and (not isinstance(value, str) or value not in FORMATS):
+        return f"Unknown format: {value}"
+    if key in _NUMBERS and not all(map(_is_exact, _leaves(value))) and not (key == "maximum" and value == MAX_INTEGER):
+        return "an integer of more than 64 bits, or one that no float is equal to, is not exact here"
     if key in ("const", "enum") and whole.lost == LONG_CONTROLS and _has_long_control(value):
         return "beside patternProperties, or names with control characters, no string has control characters"
     if key == "$ref" and isinstance(value, str):
-        if not leads_to_a_schema(value):
-            return "a reference within a schema leads to where a schema stands, such as $defs"
+        if value in whole.nowhere:
+            return "a reference leads to a place within the schema; nothing is there"
         return "no value fits it that ends: it leads back to itself" if value in whole.endless else ""
     patterns = [value] if key == "pattern" else value if key == "patternProperties" else ()
     for pattern in patterns if isinstance(patterns, list | dict) else ():
+        if isinstance(pattern, str) and looks_around(pattern):
+            return "a pattern cannot look around here, but for looking ahead at its beginning"
         try:
             rust_pattern(pattern if isinstance(pattern, str) else "", whole.lost)
         except ValueError as error:
@@ -293,19 +439,20 @@ def _fault(key: str, value: Any, whole: _Whole) -> str:
     return ""
 
 
-def _plain(value: Any) -> Iterator[Any]:
+def _is_exact(number: Any) -> bool:
+    """Returns whether llguidance follows a number exactly, where it is an integer."""
+    return not isinstance(number, int) or (abs(number) <= MAX_INTEGER and int(float(number)) == number)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
     """Yields what is no list and no object in a value, and is not the name of a property."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _plain(inner)
+            yield from _leaves(inner)
     else:
         yield value
 
 
 def _has_long_control(value: Any) -> bool:
     """Returns whether a string in a value has a control character that has no short escape."""
-    return any(not set(LONG_CONTROLS).isdisjoint(one) for one in _plain(value) if isinstance(one, str))
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
+    return any(not set(LONG_CONTROLS).isdisjoint(one) for one in _leaves(value) if isinstance(one, str))

@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
-from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS
 from pillion.gateway.grammars.answer_grammar import literal
+from pillion.gateway.grammars.schema_places import at_pointer, pointer
 
 # A grammar limits a text's length, and a list's, only where the bound is at most this large; larger ones are left out.
 MAX_COUNTED_CHARS = 1024
@@ -24,19 +25,12 @@ _LISTED = ' "," '
 KEY = rf"/[A-Za-z_][A-Za-z0-9_]{{0,{MAX_KEY_CHARS - 1}}}/"
 _WORDS = {True: "True", False: "False", None: "None"}
 _PLAIN_KEY = re.compile(r"[^\s=:,(){}\[\]<\"']+")
-# Gemma's notation is held to these keywords, or they say nothing of values.
-_FOLLOWED = frozenset(
-    {
-        *("type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const"),
-        *("anyOf", "oneOf", "$ref", "$defs", "definitions", "minLength", "maxLength", "pattern", "format"),
-        *("title", "description", "default", "examples", "$schema", "$id", "$comment", "nullable", "deprecated"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "readOnly", "writeOnly"),
-    }
-)
+# Keywords that Gemma's notation cannot follow, and those that no notation of keys and values can follow beside the
+# properties of arguments.
+UNFOLLOWED = ("allOf", "prefixItems", "additionalItems", "patternProperties", "minProperties", "maxProperties")
+BESIDE_MEMBERS = (*UNFOLLOWED, "anyOf", "oneOf", "$ref", "enum", "const")
 _NUMBERS = ("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _KINDS = ("string", "number", "integer", "boolean", "null", "object", "array")
-
-JsonRule = Callable[[Any], str]
 
 
 def members(name: str, pairs: Sequence[tuple[str, bool]], comma: str, rules: list[str]) -> str:
@@ -61,7 +55,7 @@ def is_plain_key(key: str) -> bool:
     return len(key) <= MAX_KEY_CHARS and _PLAIN_KEY.fullmatch(key) is not None
 
 
-def python_value(schema: Mapping[str, Any], json_rule: JsonRule) -> str:
+def python_value(schema: Mapping[str, Any], json_rule: Callable[[Any], str]) -> str:
     """Returns a rule for a value in Python's notation; ``json_rule`` makes one for JSON."""
     found = values_of(schema)
     if found is not None:
@@ -73,9 +67,12 @@ def python_value(schema: Mapping[str, Any], json_rule: JsonRule) -> str:
 
 def properties_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
     """Yields the properties that a schema of objects names: the key, the value's schema, and whether it has to come."""
-    properties, required = schema.get("properties"), schema.get("required")
-    for key, value in properties.items() if isinstance(properties, dict) else ():
-        yield key, value if isinstance(value, dict) else {}, isinstance(required, list) and key in required
+    listed, others, given = (schema.get(word) for word in ("required", "additionalProperties", "properties"))
+    properties = given if isinstance(given, dict) else {}
+    required = [key for key in listed if isinstance(key, str)] if isinstance(listed, list) else []
+    for key in dict.fromkeys((*properties, *(required if others is not False else ()))):
+        value = properties.get(key, others)
+        yield key, value if isinstance(value, dict) else {}, key in required
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
@@ -96,10 +93,9 @@ class GemmaValues:
         name: what the rules' names begin with.
         mark: the mark around a text, as a grammar names it, and its text.
         is_token: whether the mark is a token.
-        field: the client's field that errors name.
-        json_rule: makes a rule for JSON.
+        json_rule: makes a rule for JSON of a schema at a place.
         rules: gets the rules that values need.
-        left_out: gets each key that cannot be written, whose property is left out.
+        leave_out: gets each place in the schema that cannot be followed, as a JSON pointer, and the reason.
     """
 
     def __init__(
@@ -108,60 +104,64 @@ class GemmaValues:
         name: str,
         mark: tuple[str, str],
         is_token: bool,
-        field: str,
-        json_rule: JsonRule,
+        json_rule: Callable[[Any, str], str],
         rules: list[str],
-        left_out: Callable[[str], None],
+        leave_out: Callable[[str, str], None],
     ) -> None:
         self._root = root
         self._name = name
         self._term, self._mark = mark
         self._is_token = is_token
-        self._field = field
         self._json = json_rule
         self._rules = rules
-        self._left_out = left_out
+        self._leave_out = leave_out
         self._referred: dict[str, str] = {}
         self._made = 0
         self._free = ""
 
-    def pairs(self, schema: Mapping[str, Any], name: str) -> str:
-        """Returns a rule for an object's members, without its brackets. Raises InvalidRequest."""
+    def pairs(self, schema: Mapping[str, Any], name: str, place: str = "") -> str:
+        """Returns a rule for the members, without its brackets, of an object whose schema is at ``place``. Raises
+        InvalidRequest."""
         known = list(properties_of(schema))
         if not known and schema.get("additionalProperties") is not False:
             pair = f'{KEY} ":" {self.any()}'
             return f'({pair} ("," {pair})*)?'
         made = []
         for key, value, needed in known:
+            inner = place + pointer(("properties", key))
             if is_plain_key(key):
-                made.append((f'{literal(key)} ":" {self.value(value)}', needed))
+                made.append((f'{literal(key)} ":" {self.value(value, inner)}', needed))
             else:
-                self._left_out(key)
+                self._leave_out(inner, f"the model cannot write the property {key!r}")
         return members(name, made, ",", self._rules)
 
-    def value(self, schema: Mapping[str, Any]) -> str:
-        """Returns a rule for a value that fits ``schema``. Raises InvalidRequest where that cannot be written."""
-        if unknown := sorted(set(schema) - _FOLLOWED):
-            text = f"in this model's notation of calls {unknown[0]!r} cannot be followed"
-            raise InvalidRequest.of(FieldViolation(self._field, text))
+    def value(self, schema: Mapping[str, Any], place: str) -> str:
+        """Returns a rule for a value that fits ``schema``, which is at ``place``. Raises InvalidRequest where that
+        cannot be written."""
+        for word in filter(schema.__contains__, UNFOLLOWED):
+            self._leave_out(place + pointer([word]), f"in this model's notation of calls {word!r} cannot be followed")
         if (found := values_of(schema)) is not None:
             spelled = [self._spelled(one) for one in found if self._can_spell(one)]
-            if not spelled:
-                text = f"the model cannot write {json.dumps(found[0], ensure_ascii=False)}"
-                raise InvalidRequest.of(FieldViolation(self._field, text))
-            return "(" + " | ".join(spelled) + ")"
+            if spelled:
+                return "(" + " | ".join(spelled) + ")"
+            text = f"the model cannot write {json.dumps(found[0], ensure_ascii=False)}"
+            self._leave_out(f"{place}/{'enum' if 'enum' in schema else 'const'}", text)
         if "$ref" in schema:
             return self._reference(str(schema["$ref"]))
         for word in ("anyOf", "oneOf"):
             options = schema.get(word)
             if isinstance(options, list):
-                return "(" + " | ".join(self.value(one if isinstance(one, dict) else {}) for one in options) + ")"
+                inner = [
+                    self.value(one if isinstance(one, dict) else {}, f"{place}/{word}/{n}")
+                    for n, one in enumerate(options)
+                ]
+                return f"({' | '.join(inner)})"
         given = schema.get("type")
         kinds = [given] if isinstance(given, str) else given
         if not isinstance(kinds, list):
             kinds = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
         known = [kind for kind in kinds if kind in _KINDS]
-        return "(" + " | ".join(self._of_kind(kind, schema) for kind in known) + ")" if known else self.any()
+        return "(" + " | ".join(self._of_kind(kind, schema, place) for kind in known) + ")" if known else self.any()
 
     def any(self) -> str:
         """Returns a rule for any value."""
@@ -169,7 +169,7 @@ class GemmaValues:
             self._free = f"{self._name}_any"
             pair = f'{KEY} ":" {self._free}'
             self._rules.append(
-                f'{self._free}: {self.text()} | {self._json({"type": "number"})} | "true" | "false" | "null"'
+                f'{self._free}: {self.text()} | {self._json({"type": "number"}, "")} | "true" | "false" | "null"'
                 f' | "[" ({self._free} ("," {self._free})*)? "]" | "{{" ({pair} ("," {pair})*)? "}}"'
             )
         return self._free
@@ -188,23 +188,23 @@ class GemmaValues:
         self._rules += [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {ended}"]
         return name
 
-    def _of_kind(self, kind: str, schema: Mapping[str, Any]) -> str:
+    def _of_kind(self, kind: str, schema: Mapping[str, Any], place: str) -> str:
         if kind == "string":
             low, high = (_bound(schema, word, MAX_COUNTED_CHARS) for word in ("minLength", "maxLength"))
             return self.text(low or 0, high if high is None or high >= (low or 0) else None)
         if kind == "object":
             name = self._new("object")
-            self._rules.append(f'{name}: "{{" {self.pairs(schema, name)} "}}"')
+            self._rules.append(f'{name}: "{{" {self.pairs(schema, name, place)} "}}"')
             return name
         if kind == "array":
-            return self._list(schema)
+            return self._list(schema, place)
         if kind in ("number", "integer"):
-            return self._json({**{word: schema[word] for word in _NUMBERS if word in schema}, "type": kind})
+            return self._json({**{word: schema[word] for word in _NUMBERS if word in schema}, "type": kind}, place)
         return '"null"' if kind == "null" else '"true" | "false"'
 
-    def _list(self, schema: Mapping[str, Any]) -> str:
+    def _list(self, schema: Mapping[str, Any], place: str) -> str:
         inner = schema.get("items")
-        item = self.value(inner) if isinstance(inner, dict) else self.any()
+        item = self.value(inner, f"{place}/items") if isinstance(inner, dict) else self.any()
         name = self._new("item")
         self._rules.append(f"{name}: {item}")
         low, high = (_bound(schema, word, MAX_COUNTED_ITEMS) for word in ("minItems", "maxItems"))
@@ -217,14 +217,12 @@ class GemmaValues:
     def _reference(self, reference: str) -> str:
         """Returns the rule of what ``reference`` leads to, which is written once, for it may lead to itself."""
         if reference not in self._referred:
-            place: Any = self._root
-            for part in reference.removeprefix("#").split("/")[1:]:
-                place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, dict) else None
-            if not reference.startswith("#") or not isinstance(place, dict):
-                text = f"in this model's notation of calls $ref {reference!r} cannot be followed"
-                raise InvalidRequest.of(FieldViolation(self._field, text))
+            place = unquote(reference.removeprefix("#"))
+            target: Any = self._root
+            for part in at_pointer(self._root, (), place) or ():
+                target = target[part]
             name = self._referred[reference] = self._new("place")
-            self._rules.append(f"{name}: {self.value(place)}")
+            self._rules.append(f"{name}: {self.value(target if isinstance(target, dict) else {}, place)}")
         return self._referred[reference]
 
     def _can_spell(self, value: Any) -> bool:

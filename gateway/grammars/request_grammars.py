@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, NamedTuple
 
-from pillion.errors import InvalidRequest, PillionError
+from pillion.errors import InvalidRequest, PillionError, SchemaViolation
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.model_formats import ModelFormats
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
@@ -17,6 +18,11 @@ from pillion.gateway.request.admitted_request import NO_GRAMMAR, RequestGrammar
 from pillion.gateway.request.validation import structured_bytes, tools_bytes
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import GenerateRequest, StructuredOutputs
+
+# Grammars that are tried for a request, each without the place in a tool's schema where the one before was refused; the
+# last one is held to nothing but that arguments are objects.
+MAX_TRIALS = 8
+_PARAMETERS = re.compile(r"tools\.tools\[(\d+)\]\.parameters")
 
 
 class TenantTurns(NamedTuple):
@@ -50,26 +56,25 @@ class GrammarMaker:
             async with turns.boxed():
                 structured = await self.checker.lark(structured)
 
-        def write(loose: int) -> JoinedGrammar:
+        left_out: dict[int, list[str]] = {}
+
+        def write() -> JoinedGrammar:
             check_wanted()
             piece = None if structured is None else structured_piece(structured, self._formats.mark_ids)
-            return join(answer_pieces(output_format, self._formats, tools, piece, loose))
+            return join(answer_pieces(output_format, self._formats, tools, piece, left_out))
 
-        # A tool that is not "strict" and whose schema cannot be followed is held to the part that can be, or may be
-        # called with any object.
-        optional = output_format is not None and any(tool.strict is not True for tool in tools.tools)
-        for loose in range(3 if optional else 1):
+        for left in reversed(range(MAX_TRIALS)):
             try:
-                joined: JoinedGrammar = await turns.off_loop(
-                    structured_bytes(structured) + tools_bytes(tools), write, loose
-                )
+                joined: JoinedGrammar = await turns.off_loop(structured_bytes(structured) + tools_bytes(tools), write)
                 async with turns.boxed():
                     await self.checker.check(joined)
-            except InvalidRequest:
-                if loose == 2 or not optional:
+            except InvalidRequest as error:
+                free = [n for n, tool in enumerate(tools.tools) if tool.strict is not True]
+                if output_format is None or not _leave_out(error, left_out, free, last=left == 1):
                     raise
             else:
-                return RequestGrammar(joined.text, tuple(joined.sources))
+                fields = dict.fromkeys(name.partition("#")[0] for name in joined.sources)
+                return RequestGrammar(joined.text, tuple(fields), joined.left_out)
         raise AssertionError("the last grammar is good, or is refused")
 
     async def warm_up(self) -> None:
@@ -80,3 +85,20 @@ class GrammarMaker:
     async def aclose(self) -> None:
         """Ends the process that checks grammars."""
         await self.checker.aclose()
+
+
+def _leave_out(error: InvalidRequest, left_out: dict[int, list[str]], free: Sequence[int], last: bool) -> bool:
+    """Adds to ``left_out`` the place in a schema that an error names, or with ``last`` the whole schemas of the tools
+    ``free``, which may be left out. Returns False where the error is another one's."""
+    violation = error.violations[0] if error.violations else None
+    found = _PARAMETERS.match(violation.field) if violation is not None else None
+    place = violation.place if isinstance(violation, SchemaViolation) else ""
+    number = int(found[1]) if found is not None else -1
+    if number not in free or all("" in left_out.get(one, ()) for one in free):
+        return False
+    if last or place in left_out.get(number, ()):
+        # What is said of a tool again cannot be mended there.
+        left_out |= {one: [""] for one in (free if last or "" in left_out[number] else [number])}
+    else:
+        left_out.setdefault(number, []).append(place)
+    return True

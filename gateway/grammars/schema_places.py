@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 # The values of these keywords hold schemas: NAMED under names, the others in a list or alone.
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
@@ -57,30 +57,41 @@ def names_in(schema: Mapping[str, Any]) -> Iterator[str]:
     yield from (name for name in required if isinstance(name, str)) if isinstance(required, list) else ()
 
 
-def leads_to_a_schema(reference: str) -> bool:
-    """Returns whether a reference leads to a place that holds a schema, so that a keyword's name comes before each
-    value."""
-    _, _, fragment = reference.partition("#")
-    if not fragment.startswith("/"):
-        return True
-    parts = [part.replace("~1", "/").replace("~0", "~") for part in unquote(fragment).split("/")[1:]]
-    while parts:
-        key = parts.pop(0)
-        if key in NAMED or (key in LISTED and parts and parts[0].isdigit()):
-            if not parts:
-                return False
-            del parts[0]
-        elif key not in ALONE:
-            return False
-    return True
+def pointer(path: Iterable[str | int]) -> str:
+    """Writes a path within a schema as a JSON pointer."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def reference_to(path: Iterable[str | int]) -> str:
+    """Writes a path within a schema as a reference."""
+    return f"#{quote(pointer(path), safe='/~$!')}"
+
+
+def parts_of(text: str) -> list[str]:
+    """Returns the parts of a JSON pointer."""
+    return [part.replace("~1", "/").replace("~0", "~") for part in text.split("/")[1:]]
+
+
+def at_pointer(root: Any, base: tuple[str | int, ...], text: str) -> tuple[str | int, ...] | None:
+    """Returns the path in ``root`` to which a pointer leads from ``base``; None where no schema can stand there."""
+    node, path = root, list(base)
+    for part in base:
+        node = node[part]
+    for part in parts_of(text):
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+            path.append(part)
+        elif isinstance(node, list) and part.isdecimal() and len(part) < 9 and int(part) < len(node):
+            node = node[int(part)]
+            path.append(int(part))
+        else:
+            return None
+    return tuple(path) if isinstance(node, dict | bool) else None
 
 
 def endless_references(root: Any) -> frozenset[str]:
     """Returns the references of a schema that no finite value fits, such as those that lead back to themselves."""
     schemas = list(schemas_in(root))
-    if any("$id" in one for one in schemas[1:]):
-        # An "$id" gives the schema several roots, in which a reference may mean another place.
-        return frozenset()
     targets: dict[str, Any] = {}
     for one in schemas:
         reference = one.get("$ref")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from pillion.errors import FieldViolation, InvalidRequest
+from pillion.errors import FieldViolation, InvalidRequest, SchemaViolation
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
-from pillion.gateway.grammars.json_schema import MAX_VIOLATIONS, schema_faults, written
+from pillion.gateway.grammars.json_schema import MAX_VIOLATIONS, plain, schema_faults, written
 from pillion.gateway.grammars.structural_tags import StructuralTag
 from pillion.gateway.request.client_json import parsed
 from pillion.types import StructuredOutputs
@@ -40,14 +40,22 @@ def structured_piece(structured: StructuredOutputs, token_ids: Mapping[str, int]
 def json_piece(schema: Any, field: str) -> Piece:
     """Makes the piece of a grammar for JSON that fits the ``schema`` of the client's ``field``. Raises InvalidRequest
     with each place in the schema that no answer can be held to."""
+    return plain_json_piece(plain(schema), field)
+
+
+def plain_json_piece(schema: Any, field: str, place: str = "") -> Piece:
+    """Makes the piece of a grammar for JSON that fits a plain schema, which is at ``place``, a JSON pointer, in that of
+    ``field``. Raises what ``json_piece`` does."""
     faults = [
-        FieldViolation(field, f"at {path}: {reason}" if path else reason)
+        SchemaViolation(field, f"at {place}{path}: {reason}" if place + path else reason, place + path)
         for path, reason in itertools.islice(schema_faults(schema), MAX_VIOLATIONS)
     ]
     if faults:
         raise InvalidRequest.of(*faults)
     whole = written(schema)
-    return Piece(f"%json {json.dumps(whole, ensure_ascii=False)}", sources={field: whole})
+    return Piece(
+        f"%json {json.dumps(whole, ensure_ascii=False)}", sources={f"{field}#{place}" if place else field: whole}
+    )
 
 
 def _parsed(text: str, field: str) -> Any:

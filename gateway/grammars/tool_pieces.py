@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
-from pillion.errors import FieldViolation, InvalidRequest
+from pillion.errors import InvalidRequest, SchemaViolation
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
 from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralForm
@@ -23,9 +24,10 @@ from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, F
 from pillion.gateway.formats.reasoning import ReasoningFormat
 from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_FORMATS, OPENAI
 from pillion.gateway.formats.xml_calls import MAX_DEPTH, MAX_KEY_CHARS, XML_FORMS, XmlForm, escaped, types_of
-from pillion.gateway.grammars.answer_grammar import Piece, cut_at_tokens, expression, literal, terms
-from pillion.gateway.grammars.json_schema import followable
+from pillion.gateway.grammars.answer_grammar import Piece, cut_at_tokens, expression, literal, terms, too_large
+from pillion.gateway.grammars.json_schema import held_to, rooted
 from pillion.gateway.grammars.literal_values import (
+    BESIDE_MEMBERS,
     KEY,
     MAX_COUNTED_CHARS,
     GemmaValues,
@@ -35,14 +37,15 @@ from pillion.gateway.grammars.literal_values import (
     python_value,
     values_of,
 )
+from pillion.gateway.grammars.schema_places import pointer
 from pillion.gateway.grammars.spelled_lark import spelled
-from pillion.gateway.grammars.structured_outputs import json_piece
+from pillion.gateway.grammars.structured_outputs import plain_json_piece
 from pillion.gateway.tokens.chat_template import GRAMMAR, INPUT
+from pillion.rules.grammar_limits import MAX_GRAMMAR_BYTES
 from pillion.types import Tool, ToolOptions
 
 _TEXT = "/(?s:.*)/"
 _LINE = r"/\n?/"
-_LOOSEST = 2
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -51,7 +54,7 @@ def answer_pieces(
     formats: ModelFormats,
     options: ToolOptions,
     structured: Piece | None,
-    loose: int = 0,
+    left_out: Mapping[int, Sequence[str]] = MappingProxyType({}),
 ) -> list[Piece]:
     """Returns the grammar's pieces for an answer; none where it may be any text.
 
@@ -59,10 +62,10 @@ def answer_pieces(
         output_format: what the answer may hold besides content.
         options: the tools of the request.
         structured: the piece of the content's structure, if one was asked for.
-        loose: to what calls of tools that are not ``strict`` are held: 0 the schema, 1 the part of it that can be
-            followed, 2 nothing but that their arguments are an object.
+        left_out: places in the schemas of tools that are not ``strict``, as JSON pointers, to which their calls are not
+            held, by the tools' numbers.
 
-    Raises InvalidRequest for a schema that no call can be held to.
+    Raises InvalidRequest for the schema of a ``strict`` tool that calls cannot be held to.
     """
     marks = formats.mark_ids
     around, last = ("", ""), ""
@@ -72,7 +75,7 @@ def answer_pieces(
         structured = replace(structured, body=_within(around, structured.body, marks))
     body, calls = structured, ""
     if output_format is not None and output_format.tools is not None:
-        body, calls = _Calls(formats, options, loose, output_format.opened, around).piece(structured)
+        body, calls = _Calls(formats, options, left_out, output_format.opened, around).piece(structured)
     elif body is not None and formats.in_channels and output_format is not None and output_format.opened is not False:
         body = replace(body, body=f"{_message('final', marks)} ({body.body})")
     if body is None:
@@ -139,13 +142,14 @@ def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """Writes the piece of a grammar for a request's calls."""
+    """Writes the piece of a grammar for a request's calls. ``unfollowed`` gets the places that are left out."""
 
     formats: ModelFormats
     options: ToolOptions
-    loose: int
+    left_out: Mapping[int, Sequence[str]]
     opened: bool | None
     around: tuple[str, str] = ("", "")
+    unfollowed: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def piece(self, structured: Piece | None) -> tuple[Piece, str]:
         """Makes the piece for an answer of calls alone, or of content with calls. ``structured`` is the content's own
@@ -155,33 +159,45 @@ class _Calls:
         tools = {n: tool for n, tool in enumerate(self.options.tools) if not allowed or tool.name in allowed}
         several = self.options.parallel_tool_calls is not False and choice != "named"
         writer = _WRITERS[self.formats.tool_parser](self, tools, several)
-        rules, grammars = tuple(writer.rules), writer.grammars
+        rules, grammars, unfollowed = tuple(writer.rules), writer.grammars, tuple(self.unfollowed)
         if choice in ("required", "named"):
-            return Piece(writer.calls, rules, grammars, writer.sources), writer.calls
+            return Piece(writer.calls, rules, grammars, writer.sources, unfollowed), writer.calls
         if structured is not None:
             sources, grammars = writer.sources | structured.sources, grammars | structured.grammars
             either = f"({writer.calls}) | ({writer.content(structured.body)})"
-            return Piece(either, rules + structured.rules, grammars, sources), writer.calls
+            return Piece(either, rules + structured.rules, grammars, sources, unfollowed), writer.calls
         body, more = writer.amid_text()
         begin, end = (_term(mark, self.formats.mark_ids) for mark in self.around)
         if self.around[0] and _begins_with_token(self.around[0], self.formats.mark_ids):
             # Free text has no token that is a mark.
             body = f"({begin} ({_TEXT} {end})?)? ({body}) ({end})?"
-        return Piece(body, rules + more, grammars, writer.sources), writer.calls
+        return Piece(body, rules + more, grammars, writer.sources, unfollowed), writer.calls
 
     def term(self, mark: str) -> str:
         """Returns a mark as a grammar names it."""
         return _term(mark, self.formats.mark_ids)
 
-    def schema(self, tool: Tool) -> Mapping[str, Any]:
-        """Returns the schema that the arguments of a tool's calls have to fit."""
-        loose = 0 if tool.strict is True else self.loose
-        forced = self.options.choice in ("required", "named")
-        if loose == _LOOSEST or (tool.strict is False and not forced):
+    def schema(self, tool: Tool, number: int) -> Mapping[str, Any]:
+        """Returns the plain schema that the arguments of a tool's calls have to fit. Raises InvalidRequest."""
+        if tool.strict is False and self.options.choice not in ("required", "named"):
             return _ANY_OBJECT
-        schema = schema_of(tool)
-        # Whatever the schema leaves out, or says besides, readers take nothing but an object.
-        return {**(followable(schema) if loose else schema), **_ANY_OBJECT}
+        schema: dict[str, Any] = schema_of(tool)
+        if tool.strict is not True:
+            schema, places = held_to(schema, self.left_out.get(number, ()))
+            for place in places:
+                self.leave_out(number, place)
+        if "type" in schema and "object" not in schema["type"]:
+            self.leave_out(number, "/type", "arguments are an object")
+        # Whatever the schema leaves out, readers take nothing but an object.
+        return {**schema, **_ANY_OBJECT}
+
+    def leave_out(self, number: int, place: str, reason: str = "") -> None:
+        """Notes that calls of a tool are not held to what is at ``place`` in its schema, a JSON pointer. Raises
+        InvalidRequest where the tool is ``strict``."""
+        parameters = f"tools.tools[{number}].parameters"
+        if self.options.tools[number].strict is True:
+            raise InvalidRequest.of(SchemaViolation(parameters, f"at {place}: {reason}", place))
+        self.unfollowed[parameters, place] = None
 
 
 def _input_grammar(schema: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -212,10 +228,11 @@ class _Writer:
 
     def __init__(self, asked: _Calls, tools: Mapping[int, Tool], several: bool) -> None:
         assert asked.formats.tools is not None
-        self.asked, self.marks, self.tools = asked, asked.formats.tools, tools
+        self.asked, self.marks = asked, asked.formats.tools
         self.several = several
         self.rules: list[str] = []
         self.sources: dict[str, Any] = {}
+        self.json_bytes = 0
         self.grammars: dict[str, str] = {}
         for n, tool in tools.items():
             self.rules.append(f"call_{n}: {self.one(tool, n)}")
@@ -232,19 +249,27 @@ class _Writer:
         """Returns the grammar rule for an answer that has calls alone."""
         raise NotImplementedError
 
-    def json(self, schema: Any, number: int, place: str = "") -> str:
-        """Returns a rule for JSON that fits ``schema``, which is at ``place`` in the tool's own schema. Raises
-        InvalidRequest."""
-        piece = json_piece(schema, f"tools.tools[{number}].parameters{place}")
+    def json(self, schema: Any, number: int, place: str = "", root: Any = None) -> str:
+        """Returns a rule for JSON that fits ``schema``, which is at ``place``, a JSON pointer, in ``root``, the tool's
+        own schema. Raises InvalidRequest."""
+        inner = schema if root is None else rooted(schema, root)
+        piece = plain_json_piece(inner, f"tools.tools[{number}].parameters", place)
         self.sources |= piece.sources
+        self.json_bytes += len(piece.body)
+        if self.json_bytes > MAX_GRAMMAR_BYTES:
+            raise too_large(self.sources, self.json_bytes)
         return piece.body
 
-    def leave_out(self, key: str, number: int) -> None:
-        """Leaves out a property of a tool whose key the format cannot have. Raises InvalidRequest where the tool is
-        ``strict``."""
-        if self.tools[number].strict is True:
-            text = f"the model cannot write the property {key!r}"
-            raise InvalidRequest.of(FieldViolation(f"tools.tools[{number}].parameters", text))
+    def members_alone(self, schema: Mapping[str, Any], number: int) -> None:
+        """Leaves out what a schema of arguments says beside its properties, which a notation of keys and values cannot
+        follow. Raises InvalidRequest."""
+        given, others = schema.get("properties") or {}, schema.get("additionalProperties")
+        beside = [key for key in BESIDE_MEMBERS if key in schema]
+        beside += ["additionalProperties"] if others and isinstance(others, dict) and not given else []
+        beside += ["required"] if others is False and not given.keys() >= {*schema.get("required", ())} else []
+        for key in beside:
+            text = f"in this model's notation of calls {key!r} cannot be followed"
+            self.asked.leave_out(number, pointer([key]), text)
 
     def client_grammar(self, grammar: str, number: int) -> str:
         """Returns what stands for a client's grammar in Lark in a rule."""
@@ -254,7 +279,7 @@ class _Writer:
 
     def arguments(self, tool: Tool, number: int) -> str:
         """Returns a grammar rule for the arguments of a call as a JSON object. Raises InvalidRequest."""
-        schema = self.asked.schema(tool)
+        schema = self.asked.schema(tool, number)
         match _input_grammar(schema):
             case "lark", text:
                 inner = self.client_grammar(spelled(text, f"tools.tools[{number}].parameters"), number)
@@ -323,7 +348,7 @@ class _XmlWriter(_TaggedWriter):
         return call if form.together else self.repeated(call, '"\\n"')
 
     def one(self, tool: Tool, number: int) -> str:
-        schema, form = self.asked.schema(tool), self.form
+        schema, form = self.asked.schema(tool, number), self.form
         head = self.asked.term(f"{form.function}{tool.name}{form.named}")
         if form.headed:
             head += f' " index=\\"" /[1-9][0-9]{{0,2}}/ "\\"" {self.asked.term(form.headed)}'
@@ -331,6 +356,7 @@ class _XmlWriter(_TaggedWriter):
         end = self.asked.term(form.end_function) if form.end_function else ""
         if (grammar := _input_grammar(schema)) is not None:
             return f"{head} {self._head(literal(INPUT))} {self._input(*grammar, number)} {self._behind(INPUT)} {end}"
+        self.members_alone(schema, number)
         parts = self._parameters(f"parameter_{number}", schema, schema, number)
         if not parts and schema.get("additionalProperties") is not False:
             # The tool's schema says nothing of its parameters.
@@ -348,11 +374,12 @@ class _XmlWriter(_TaggedWriter):
         schema. Raises InvalidRequest."""
         parts = []
         for m, (key, value, needed) in enumerate(properties_of(schema)):
+            inner = place + pointer(("properties", key))
             if not self.form.reads_key(key):
-                self.leave_out(key, number)
+                self.asked.leave_out(number, inner, f"the model cannot write the property {key!r}")
                 continue
             one = f"{name}_{m}"
-            self.rules += self._parameter(one, key, value, root, number, f"{place}.properties.{key}")
+            self.rules += self._parameter(one, key, value, root, number, inner)
             parts.append(one if needed else f"{one}?")
         return parts
 
@@ -417,16 +444,17 @@ class _XmlWriter(_TaggedWriter):
             # A text with a mark in it would be read up to the mark.
             texts = [text for text in texts if not any(mark in text for mark in self.form.ends)]
             if not texts:
+                word = "enum" if "enum" in schema else "const"
+                self.asked.leave_out(number, f"{place}/{word}", "the model cannot write any of these")
                 return self._text(name, begin, {}, self._behind(key))
             # A text that is no JSON is read as a text, whatever it is said to be.
             begin = self._head(self._key(key), types - {"string"} or types)
             return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
         if "string" in types:
             return self._text(name, begin, schema, self._behind(key))
-        shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
         begin = self._head(self._key(key), types)
         value = self._elements(name, schema, root, number, place)
-        return [f"{name}: {begin} {value or self.json({**shared, **schema}, number, place)} {end}"]
+        return [f"{name}: {begin} {value or self.json(schema, number, place, root)} {end}"]
 
     def _elements(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int, place: str) -> str:
         """Returns a rule for the elements of a list or an object; "" where the format or the schema has none, or the
@@ -444,7 +472,7 @@ class _XmlWriter(_TaggedWriter):
             if not isinstance(items, dict) or not items:
                 return ""
             item = f"{name}_item"
-            self.rules += self._parameter(item, "item", items, root, number, f"{place}.items")
+            self.rules += self._parameter(item, "item", items, root, number, f"{place}/items")
             return f"{item}{{{least},{most if 'maxItems' in schema else ''}}}"
         return ""
 
@@ -531,20 +559,20 @@ class _LiteralWriter(_TaggedWriter):
         return LITERAL_FORMS[self.asked.formats.tool_parser]
 
     def one(self, tool: Tool, number: int) -> str:
-        schema, form, name = self.asked.schema(tool), self.form, f"arguments_{number}"
+        schema, form, name = self.asked.schema(tool, number), self.form, f"arguments_{number}"
         head, end = literal(f"{form.head}{tool.name}{form.opened}"), literal(form.closed)
         values = GemmaValues(
             schema,
             f"{name}_value",
             (self.asked.term(form.quote), form.quote),
             form.quote in self.asked.formats.mark_ids,
-            f"tools.tools[{number}].parameters",
-            lambda inner: self.json(inner, number),
+            lambda inner, place: self.json(inner, number, place),
             self.rules,
-            lambda key: self.leave_out(key, number),
+            lambda place, reason: self.asked.leave_out(number, place, reason),
         )
         if (grammar := _input_grammar(schema)) is not None:
             return f"{head} {literal(INPUT + form.keyed)} {self._input(*grammar, number, values)} {end}"
+        self.members_alone(schema, number)
         if form.quote:
             # This refuses what is no schema.
             self.json(schema, number)
@@ -558,15 +586,15 @@ class _LiteralWriter(_TaggedWriter):
         if not known and schema.get("additionalProperties") is not False:
             pair = f"{KEY} {keyed} {self.json({}, number)}"
             return f"({pair} ({literal(self.form.comma)} {pair})*)?"
-        shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
         pairs = []
         for key, value, needed in known:
+            place = pointer(("properties", key))
             if not is_plain_key(key):
-                self.leave_out(key, number)
+                self.asked.leave_out(number, place, f"the model cannot write the property {key!r}")
                 continue
 
-            def rule(inner: Any, key: str = key) -> str:
-                return self.json({**shared, **inner}, number, f".properties.{key}")
+            def rule(inner: Any, place: str = place) -> str:
+                return self.json(inner, number, place, schema)
 
             pairs.append((f"{literal(key)} {keyed} {python_value(value, rule)}", needed))
         return members(name, pairs, self.form.comma, self.rules)

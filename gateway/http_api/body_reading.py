@@ -45,7 +45,7 @@ T = TypeVar("T")
 IGNORED_HEADER = "x-pillion-ignored"
 # The header names at most so many fields, each with the beginning of its path, and is no longer than this.
 MAX_IGNORED_NAMES = 64
-MAX_IGNORED_NAME_CHARS = 64
+MAX_IGNORED_NAME_CHARS = 128
 MAX_IGNORED_HEADER_BYTES = 2048
 # This stands in the header's end where there are more fields than it names.
 MORE_IGNORED = "..."

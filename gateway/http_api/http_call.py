@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.http_api.body_reading import BodyReading
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm, from_pillion, refused
 from pillion.gateway.http_api.request_bodies import MAX_BODY_BYTES, MAX_SENT_BYTES, BodyReader, too_large
 from pillion.gateway.request.refusals import STRANGERS, Caller, Refusals
@@ -95,6 +96,8 @@ class HttpCall:
         self.request_id = request_label(self.header(b"x-request-id"), self.answer_id)
         # The response gets these headers beside those of its kind.
         self.notes: Headers = []
+        # What the call's body has without effect.
+        self.reading = BodyReading()
 
     def trace_parent(self) -> otel_context.Context | None:
         """Returns the client's trace context, None where it sends none."""

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.http_api.body_reading import IGNORED_HEADER, BodyReading, read_noting
 from pillion.gateway.http_api.http_call import HttpCall
-from pillion.gateway.http_api.http_errors import ApiError, from_pillion
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion, spelled_field
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPrefix
 from pillion.gateway.request.request_runner import DEFECT, RequestRunner
@@ -269,6 +269,7 @@ class ModelCalls:
                 if len(asked.requests) > 1:
                     quota = await refusable.enter_async_context(await self._counted(asked, entry, call.tenant))
                 batch = await reader.read()
+                self._name_left_out(call, asked, reader.admitted.grammar.left_out)
                 if (cut_tokens := reader.cut_tokens()) is not None:
                     call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
                 # The writer is made after the first delta, so nothing is prepared for a call that is refused or waits.
@@ -294,10 +295,24 @@ class ModelCalls:
         fields that have no effect. Raises ApiError."""
         reading = BodyReading(self._strict_fields)
         found: T = await self.gateway.off_loop(call.tenant, len(raw), read_noting, reading, read, raw, *arguments)
-        if reading.found:
-            call.notes.append((IGNORED_HEADER.encode(), reading.ignored.encode()))
-            self.gateway.refusals.without_effect(call.caller(), reading.found)
+        call.reading = reading
+        self._name_ignored(call, reading.found)
         return found
+
+    def _name_ignored(self, call: HttpCall, names: Iterable[str]) -> None:
+        """Names in the answer's header what has no effect, of which ``names`` are new."""
+        if new := list(names):
+            header = IGNORED_HEADER.encode()
+            call.notes = [(name, value) for name, value in call.notes if name != header]
+            call.notes.append((header, call.reading.ignored.encode()))
+            self.gateway.refusals.without_effect(call.caller(), new)
+
+    def _name_left_out(self, call: HttpCall, asked: AskedCall, places: Sequence[tuple[str, str]]) -> None:
+        """Names in the answer's header the places in a call's schemas to which its answers are not held."""
+        before = dict(call.reading.found)
+        for name, place in places:
+            call.reading.note(spelled_field(name, asked.names[0]) + place)
+        self._name_ignored(call, call.reading.found.keys() - before)
 
     async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
         """Returns the model that a client's ``name`` means. Raises ApiError."""

@@ -80,10 +80,12 @@ LAST_ROW = PoolingRows()
 
 class RequestGrammar(NamedTuple):
     """Holds the grammar that the answers to a request follow, as a worker gets it ("" where they are any text), the
-    client's fields from which it was made, and the seconds that this took."""
+    client's fields from which it was made, the fields and the places in their schemas, as JSON pointers, to which
+    answers are not held, and the seconds that this took."""
 
     text: str = ""
     fields: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
     made_s: float = 0.0
 
 

@@ -104,6 +104,32 @@ async def test_a_whole_answer(fakes: FakeCluster) -> None:
     await fakes.settled()
 
 
+async def test_the_header_names_the_places_in_schemas_to_which_calls_are_not_held(fakes: FakeCluster) -> None:
+    price = {"type": "string", "pattern": "^(?!0)"}
+    schema = {"properties": {"city": {"type": "STRING"}, "price": price, "a,b": {"$ref": "#/none"}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    named = {"name": "weather", "input_schema": schema}
+    for path, body, where in (
+        ("/v1/chat/completions", ASKED | {"tools": [tool], "nobody": 1}, "tools.function.parameters"),
+        ("/v1/chat/completions", ASKED | {"tools": [tool], "nobody": 1, "stream": True}, "tools.function.parameters"),
+        ("/v1/messages", {**ASKED, "max_tokens": 250, "tools": [named], "nobody": 1}, "tools.input_schema"),
+        (
+            "/v1/responses",
+            {"model": "toy", "input": "hi", "tools": [{"type": "function", **tool["function"]}], "nobody": 1},
+            "tools.parameters",
+        ),
+    ):
+        reply = await call(fakes.gateway.http_address, path, body)
+        assert reply.status == 200, reply.body
+        places = f"{where}/properties/a?b/$ref, {where}/properties/price/pattern"
+        assert reply.headers["x-pillion-ignored"] == f"nobody, {places}"
+    tool["function"]["strict"] = True
+    reply = await call(fakes.gateway.http_address, "/v1/chat/completions", ASKED | {"tools": [tool]})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "tools[0].function.parameters")
+    assert "at /properties/price/pattern: a pattern cannot look around" in reply.json["error"]["message"]
+    await fakes.settled()
+
+
 async def test_ids_differ_where_a_clients_own_id_comes_again(fakes: FakeCluster) -> None:
     """Ids of answers and of calls, of two turns with one id of the client's, at each API."""
     said, address = {"X-Request-Id": "same"}, fakes.gateway.http_address

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pillion.errors import PillionError
-from pillion.gateway.request.admitted_request import AdmittedRequest
+from pillion.gateway.request.admitted_request import NO_GRAMMAR, AdmittedRequest
 from pillion.gateway.request.validation import ModelLimits, resolve
 from pillion.types import Delta, FinishReason, GenerateRequest, SamplingParams, Timings, ToolCallDelta, Usage
 from tests.support.fake_components import FINGERPRINT, FakeCluster
@@ -39,7 +39,9 @@ class ScriptedRunner:
 
     def __init__(self, script: Sequence[Delta | PillionError], usage: Usage, together: bool) -> None:
         sampling, _ = resolve(SamplingParams(), 0, (), ModelLimits("toy", 256, 256), 0)
-        self.admitted: Any = SimpleNamespace(system_fingerprint=FINGERPRINT, sampling=sampling, cut=False)
+        self.admitted: Any = SimpleNamespace(
+            system_fingerprint=FINGERPRINT, sampling=sampling, cut=False, grammar=NO_GRAMMAR
+        )
         self._left = list(script)
         self._usage = usage
         self._together = together

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 from typing import Any
 
 import llguidance.numpy
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from lab.testbed.toy_tokenizer import byte_tokenizer
+from pillion.errors import InvalidRequest
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import ReadAnswerText
 from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.model_formats import ModelFormats
 from pillion.gateway.formats.named_calls import NAMED_FORMS
 from pillion.gateway.formats.xml_calls import MINIMAX
+from pillion.gateway.grammars.answer_grammar import JoinedGrammar
+from pillion.gateway.grammars.grammar_checker import violations_of
+from pillion.gateway.grammars.grammar_worker import blame, trial
+from pillion.gateway.grammars.request_grammars import GrammarMaker, TenantTurns
+from pillion.gateway.request.admitted_request import RequestGrammar
 from pillion.gateway.tokens.answer_text import new_detokenizer, stop_strings
-from pillion.types import GenerateRequest
+from pillion.rules.grammar_limits import PARSER_LIMITS
+from pillion.types import ChatMessage, GenerateRequest, ToolOptions
 
 EOS = 257
 MOST_TOKENS = 3000
@@ -132,3 +141,27 @@ def accepts(codec: Tokenizer, grammar: str, text: str) -> bool:
     assert not matcher.is_error(), matcher.get_error()
     ids = codec.encode(text).ids
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+class _CheckerHere:
+    """Compiles grammars in this process."""
+
+    def __init__(self, codec: Tokenizer) -> None:
+        self._tokenizer = LLTokenizer(codec.to_str(), eos_token=EOS)
+
+    async def check(self, grammar: JoinedGrammar) -> None:
+        limits = LLParserLimits(**PARSER_LIMITS)
+        if reason := trial(self._tokenizer, limits, grammar.text):
+            raise InvalidRequest.of(*violations_of(blame(grammar.sources, reason, limits)))
+
+
+def call_grammar(codec: Tokenizer, formats: ModelFormats, options: ToolOptions) -> RequestGrammar:
+    """The grammar of calls that a gateway makes. Raises InvalidRequest."""
+
+    async def off_loop(_: int, job: Any, *arguments: Any) -> Any:
+        return job(*arguments)
+
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    maker: Any = GrammarMaker(formats, _CheckerHere(codec))  # type: ignore[arg-type]
+    turns = TenantTurns(off_loop, contextlib.nullcontext)
+    return asyncio.run(maker.grammar(request, formats.output_format(request, ""), turns))  # type: ignore[no-any-return]

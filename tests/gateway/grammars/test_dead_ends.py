@@ -22,7 +22,7 @@ from llguidance import LLParserLimits
 from pillion.errors import InvalidRequest
 from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.grammar_worker import empty_part, trial
-from pillion.gateway.grammars.json_schema import followable, written
+from pillion.gateway.grammars.json_schema import held_to, plain, written
 from pillion.gateway.grammars.json_strings import few_texts
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.rules.grammar_limits import PARSER_LIMITS
@@ -252,7 +252,8 @@ def test_what_cannot_be_followed_of_a_schema_can_be_left_out() -> None:
         "if": {"required": ["b"]},
     }
     assert matcher_of(schema) is None
-    assert followable(schema) == {
+    rest, left_out = held_to(plain(schema), ["/properties/b/oneOf"])
+    assert rest == {
         "type": "object",
         "properties": {
             "a": {"type": "string"},
@@ -261,11 +262,15 @@ def test_what_cannot_be_followed_of_a_schema_can_be_left_out() -> None:
         },
         "required": ["a", "c"],
     }
-    assert matcher_of(followable(schema)) is not None
+    assert left_out == [
+        *("/properties/b/oneOf", "/if", "/properties/a/format", "/properties/a/not", "/properties/c/uniqueItems"),
+        "/minProperties",
+    ]
+    assert matcher_of(rest) is not None
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"items": deep}
-    assert followable(deep) == {}
+    assert held_to(plain(deep)) == ({}, [""])
 
 
 def test_what_is_left_of_a_schema_keeps_its_order() -> None:

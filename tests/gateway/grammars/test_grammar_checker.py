@@ -47,7 +47,7 @@ async def refusal(checker: GrammarChecker, **structured: Any) -> tuple[str, str]
 STRING = {"type": "string"}
 PLACES: dict[str, tuple[Any, str]] = {
     "a keyword's value": ({"properties": {"age": {"minimum": "x"}}}, "/properties/age/minimum"),
-    "a type": ({"properties": {f"p{n}": {"type": "int" if n == 77 else "null"} for n in range(99)}}, "/properties/p77"),
+    "a type": ({"properties": {f"p{n}": {"type": "foo" if n == 77 else "null"} for n in range(99)}}, "/properties/p77"),
     "a format": ({"items": {"anyOf": [STRING, {"type": "string", "format": "zip"}]}}, "/items/anyOf/1/format"),
     "a pattern": ({"prefixItems": [True, {"pattern": "(?=a)b"}]}, "/prefixItems/1/pattern"),
     "a reference": ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "/properties/a/$ref"),
@@ -74,7 +74,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     ),
     "a choice of one": ({"additionalProperties": {"oneOf": [STRING, {"minLength": 3}]}}, "/additionalProperties/oneOf"),
     "a keyword that is unknown": ({"properties": {"a/b": {"uniqueItems": True}}}, "/properties/a~1b/uniqueItems"),
-    "a large integer": ({"enum": [1, {"a": [2**60]}]}, "/enum"),
+    "a large integer": ({"enum": [1, {"a": [2**60 + 1]}]}, "/enum"),
     "names that may repeat": ({"type": "object", "minProperties": 3, "required": ["a"]}, "/minProperties"),
     "a reference to itself": ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "/$ref"),
     "a reference that needs itself": (
@@ -82,7 +82,9 @@ PLACES: dict[str, tuple[Any, str]] = {
         "/properties/x/properties/y/$ref",
     ),
     "a list of itself": ({"type": "array", "items": {"allOf": [{"$ref": "#"}]}, "minItems": 1}, "/items/allOf/0/$ref"),
-    "a reference to what is no schema": ({"x": {"pattern": "a"}, "allOf": [{"$ref": "#/x"}]}, "/allOf/0/$ref"),
+    "a reference to what is no schema": ({"x": ["a"], "allOf": [{"$ref": "#/x"}]}, "/allOf/0/$ref"),
+    "a reference to another document": ({"allOf": [{"$ref": "https://example.com/a.json"}]}, "/allOf/0/$ref"),
+    "an integer of more than 64 bits": ({"items": {"type": "integer", "maximum": 2**64}}, "/items/maximum"),
     "an escape of Rust's": ({"items": {"pattern": r"\pC"}}, "/items/pattern"),
     "a flag of Rust's": ({"items": {"pattern": "(?x)a b"}}, "/items/pattern"),
     "a NUL": ({"items": {"pattern": r"^\x00$"}}, "/items/pattern"),

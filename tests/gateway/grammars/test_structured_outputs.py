@@ -183,7 +183,7 @@ def test_structural_tags(name: str) -> None:
         (LEGACY | {"triggers": [""]}, "structures.triggers"),
         ({"format": {"type": "qwen_xml_parameter"}}, "format.type"),
         ({"format": {"type": "sequence", "elements": [NUMBER, {"type": "regex"}]}}, "format.elements[1].pattern"),
-        ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "format.json_schema"),
+        ({"format": {"type": "json_schema", "json_schema": {"not": {"type": "null"}}}}, "format.json_schema"),
         ({"format": {"type": "tag", "begin": "a", "content": NUMBER}}, "format.end"),
     ],
 )

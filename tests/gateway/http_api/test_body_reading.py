@@ -12,6 +12,7 @@ from msgspec import Raw
 
 from pillion.gateway.http_api.body_reading import (
     MAX_IGNORED_HEADER_BYTES,
+    MAX_IGNORED_NAME_CHARS,
     MAX_IGNORED_NAMES,
     BodyReading,
     is_one_edit,
@@ -178,7 +179,7 @@ def test_the_header_is_bounded_and_printable() -> None:
     _, ignored = read({"x" * 60 + str(n): 1 for n in range(50)})
     assert MAX_IGNORED_HEADER_BYTES - 70 < len(ignored) <= MAX_IGNORED_HEADER_BYTES + len(", ...")
     _, ignored = read({"x" * 10**6: 1, "a\r\nSet-Cookie: b": 1, "ä,\x00": {}})
-    assert ignored == f"???, a??Set-Cookie:?b, {'x' * 64}..."
+    assert ignored == f"???, a??Set-Cookie:?b, {'x' * MAX_IGNORED_NAME_CHARS}..."
 
 
 def test_many_names_are_bounded_before_they_are_made() -> None:
