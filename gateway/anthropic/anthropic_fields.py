@@ -243,7 +243,7 @@ class MessagesBody(CountTokensBody, forbid_unknown_fields=True, kw_only=True):
     """
 
     max_tokens: Int
-    stop_sequences: list[str] | None = None
+    stop_sequences: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None

@@ -75,13 +75,14 @@ def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
     body = _without_billing(parse(raw, MessagesBody))
     thinking = body.thinking or Thinking("adaptive")
     structured, structure_names = structure_of(body)
+    stops = body.stop_sequences
     sampling = SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
         seed=body.seed,
         max_tokens=limited(body.max_tokens),
-        stop=tuple(body.stop_sequences or ()),
+        stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
         ignore_eos=bool(body.ignore_eos),
         structured_outputs=structured,
     )

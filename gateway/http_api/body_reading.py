@@ -29,7 +29,15 @@ from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import ApiError, refused
 from pillion.gateway.http_api.json_objects import IGNORED, OTHER
-from pillion.gateway.http_api.openai_fields import FALSE_ASKS, HARMLESS, INSTEAD, NOTHING, READ_AS, READ_LATER
+from pillion.gateway.http_api.openai_fields import (
+    FALSE_ASKS,
+    HARMLESS,
+    INSTEAD,
+    NOTHING,
+    READ_AS,
+    READ_LATER,
+    SAME_FIELDS,
+)
 from pillion.gateway.http_api.structure_fields import CARRIERS, OTHER_SPELLINGS
 from pillion.gateway.request.validation import (
     MAX_BRACKETS,
@@ -428,6 +436,8 @@ def _object(found: dict[str, Raw], shape: _Shape, path: str, reading: BodyReadin
     known, made = _fields(kind), dict[str, Any]()  # type: ignore[arg-type]
     passes_over = getattr(kind, "passed_over", None)
     is_quiet = passes_over is not None and passes_over(found)
+    if "structured_outputs" in known:
+        found = _with_own_names(found, known)
     for name, value in found.items():
         where = f"{path}.{name}" if path else name
         if name in known:
@@ -476,6 +486,17 @@ def _refuse_near_miss(name: str, known: Mapping[str, Any], reading: BodyReading)
         near = next((one for one in known if is_one_edit(name, one)), None)
         if near is not None:
             raise refused(name, f"did you mean {near}?", "unknown_parameter")
+
+
+def _with_own_names(found: dict[str, Raw], known: Mapping[str, Any]) -> dict[str, Raw]:
+    """Returns the fields of a body, with the body's own names for those that it has under another API's."""
+    renamed: dict[str, str] = {}
+    for names in SAME_FIELDS:
+        own = next((name for name in names if name in known), "")
+        other = next((name for name in names if name in found and name not in known), "")
+        if own and other and own not in found:
+            renamed[other] = own
+    return {renamed.get(name, name): value for name, value in found.items()} if renamed else found
 
 
 def _refuse_structure(name: str, value: Raw) -> None:

@@ -400,6 +400,13 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
+# Names of one field at several APIs and servers. A body takes each of them as its own, which comes first of those that
+# it has.
+SAME_FIELDS = (
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict"),
+    ("stop", "stop_sequences"),
+    ("repetition_penalty", "repeat_penalty"),
+)
 FALSE_ASKS = frozenset({"add_special_tokens", "normalize"})
 NOTHING: tuple[Any, ...] = (False, "", [])
 _WHOLE = "nothing is stored here: send the whole conversation as input, whose beginning is cached"

@@ -234,7 +234,7 @@ def test_a_signature_that_was_changed_is_refused(signature: str) -> None:
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thread": {"type": "create"}}, "thread"),
         ({"max_tokens": "5"}, "max_tokens"),
-        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stop_sequences": 5}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
         ({"temprature": 1}, "temprature"),
     ],

@@ -316,6 +316,30 @@ def test_a_result_and_what_the_user_says_beside_it_are_two_messages(door: str) -
 
 
 @every_door
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"])
+def test_a_limit_of_tokens_is_read_alike_everywhere(door: str, name: str) -> None:
+    body = {key: value for key, value in DOORS[door][1].items() if key != "max_tokens"} | {name: 7}
+    reading = BodyReading()
+    asked = read_noting(reading, DOORS[door][0], json.dumps(body).encode(), "r")
+    assert (asked.requests[0].sampling.max_tokens, reading.ignored) == (7, "")
+
+
+@every_door
+@pytest.mark.parametrize("stops", ["a", ["a", "b"]], ids=str)
+@pytest.mark.parametrize("name", ["stop", "stop_sequences"])
+def test_stops_are_read_alike_everywhere(door: str, name: str, stops: Any) -> None:
+    request, ignored = read(door, {name: stops})
+    assert (request.sampling.stop, ignored) == (tuple(stops), "")
+
+
+@every_door
+def test_a_field_that_comes_twice_counts_under_its_own_name(door: str) -> None:
+    own, other = ("stop_sequences", "stop") if door == "messages" else ("stop", "stop_sequences")
+    request, ignored = read(door, {own: ["a"], other: ["b"]})
+    assert (request.sampling.stop, ignored) == (("a",), other)
+
+
+@every_door
 def test_minus_one_is_no_limit_of_tokens(door: str) -> None:
     names = {"chat": ["max_tokens", "max_completion_tokens"], "responses": ["max_output_tokens"]}
     for name in names.get(door, ["max_tokens"]):
