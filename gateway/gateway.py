@@ -826,7 +826,7 @@ class Gateway:
         # Nobody waits for a request in the background, so its time in the queue does not count as latency.
         began = time.monotonic() if permit.tenant.background else admitted.arrived
         meter = RequestMeter(self.meters, admitted.model, operation, began, permit.answers, admitted.max_tokens)
-        permit.first_token_s = meter.first_s
+        permit.first_token_s, permit.last_token_s = meter.first_s, meter.last_s
 
         def ended(usage: Usage) -> None:
             generated = usage.completion_tokens - admitted.resumed_tokens

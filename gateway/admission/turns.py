@@ -52,6 +52,12 @@ MIN_DEPARTURES = 3.0
 # is expected: predictions of waits and answers are means, and half of those that just fit would come too late.
 ANSWER_RESERVE = 1.25
 
+# Streams whose last tokens show that workers go on; each has one per step.
+WATCHED_STREAMS = 8
+# Times when tokens came: the ones kept, and the shortest silence between two of them that is noticed.
+MAX_SIGNS = 256
+MIN_SILENCE_S = 0.5
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class WaitingRequest:
@@ -148,11 +154,13 @@ class FairQueue:
 
 
 class DepartureRate:
-    """Measures how fast answers end while others wait for their slots, as a decaying mean."""
+    """Measures how fast answers end while others wait for their slots, as a decaying mean. The longest gap between two
+    ends is left out, since it may have been a pause."""
 
     def __init__(self) -> None:
-        self._departures = 0.0
-        self._seconds = 0.0
+        self._departures = self._seconds = 0.0
+        # Seconds and departures of the longest gap.
+        self._longest = 0.0, 0.0
         self._since_s: float | None = None
 
     def left(self, answers: int, waiting: bool, now_s: float) -> None:
@@ -163,6 +171,8 @@ class DepartureRate:
             kept = math.pow(0.5, passed_s / RATE_HALF_LIFE_S)
             self._departures = self._departures * kept + answers
             self._seconds = self._seconds * kept + passed_s
+            longest_s, ended = self._longest
+            self._longest = max((longest_s * kept, ended * kept), (passed_s, float(answers)))
         self._since_s = now_s if waiting else None
 
     def began(self, now_s: float) -> None:
@@ -174,7 +184,8 @@ class DepartureRate:
         """Returns the seconds until a slot is free for a request with ``ahead`` answers before it; 0 if unknown."""
         if self._departures < MIN_DEPARTURES:
             return 0.0
-        return (ahead + 1) * self._seconds / self._departures
+        longest_s, ended = self._longest
+        return (ahead + 1) * (self._seconds - longest_s) / (self._departures - ended)
 
 
 # Workers are given this share of requests beyond their slots, and never fewer than the number below, so that no slot
@@ -218,7 +229,7 @@ class AdmissionPermit:
         queue: its model's queue, once it has its turn.
         begun_s, beside: when it had its turn, and how many answers had slots then, its own included.
         tokens_before: how many tokens of other prompts were at the workers then whose answers had no token yet.
-        first_token_s: returns when its first token came; 0.0: none did.
+        first_token_s, last_token_s: return when its first and its last token came; 0.0: none did.
         generated_tokens: those of all of its answers, once it has ended.
         ended_itself: whether its answers came to their own end, not to that of its tokens or its time.
         inside: whether it counts in the gateway's bounds.
@@ -239,6 +250,7 @@ class AdmissionPermit:
     beside: int = 0
     tokens_before: int = 0
     first_token_s: Callable[[], float] = float
+    last_token_s: Callable[[], float] = float
     generated_tokens: int = 0
     ended_itself: bool = False
     inside: bool = True
@@ -297,6 +309,9 @@ class ModelTurns:
         self.permits: dict[int, AdmissionPermit] = {}
         # These requests have had their turn, and had neither ended nor a token when they were last looked at.
         self._prompts: dict[int, AdmissionPermit] = {}
+        # Requests that were seen to have tokens and have not ended.
+        self._streams: dict[int, AdmissionPermit] = {}
+        self._signs_s: deque[float] = deque(maxlen=MAX_SIGNS)
         # These requests have ended since the last prediction, each with what ran then and the time: most requests have
         # no deadline, and nobody asks for one.
         self._ended: deque[tuple[AdmissionPermit, int, float]] = deque(maxlen=MAX_ANSWERS)
@@ -363,7 +378,10 @@ class ModelTurns:
         """Frees the slots of a request that had its turn; :meth:`grant`, then :meth:`left` follow."""
         permit.queue, permit.generated_tokens = None, generated_tokens
         self._count(permit, -permit.answers)
+        self._note_tokens()
+        self._note_sign(permit.last_token_s())
         self._prompts.pop(permit.number, None)
+        self._streams.pop(permit.number, None)
         self._line(permit).charge(permit.tenant, generated_tokens)
 
     def left(self, permit: AdmissionPermit, now_s: float) -> None:
@@ -413,12 +431,31 @@ class ModelTurns:
         if not permit.allowed_tokens or not self.running:
             return 0.0
         beside = self.running + permit.answers
-        return self._times.seconds(permit.tokens, self._tokens_before(), beside, permit.allowed_tokens, now_s)
+        before = self._tokens_before()
+        return self._times.seconds(permit.tokens, before, beside, permit.allowed_tokens, now_s, self._signs_s)
 
     def _tokens_before(self) -> int:
         """Returns how many tokens the prompts have that are at the workers and whose answers have no token yet."""
-        self._prompts = {number: one for number, one in self._prompts.items() if not one.first_token_s()}
+        self._note_tokens()
         return sum(one.tokens for one in self._prompts.values())
+
+    def _note_tokens(self) -> None:
+        """Notes the first tokens since the last look, and the last tokens of a few streams."""
+        for number, one in list(self._prompts.items()):
+            if one.first_token_s():
+                self._streams[number] = self._prompts.pop(number)
+        for one in itertools.islice(self._streams.values(), WATCHED_STREAMS):
+            self._note_sign(one.last_token_s())
+
+    def _note_sign(self, at_s: float) -> None:
+        """Notes that a token came then; earlier times than those noted are ignored."""
+        signs_s = self._signs_s
+        if signs_s and at_s <= signs_s[-1]:
+            return
+        if len(signs_s) > 1 and at_s - signs_s[-2] < MIN_SILENCE_S:
+            signs_s[-1] = at_s
+        else:
+            signs_s.append(at_s)
 
     def _line(self, permit: AdmissionPermit) -> FairQueue:
         return self.background if permit.tenant.background else self.waiting
@@ -465,6 +502,7 @@ def _served(permit: AdmissionPermit, running: int, now_s: float) -> ServedReques
         (permit.beside + running) / 2,
         permit.begun_s,
         permit.first_token_s(),
+        permit.last_token_s(),
         now_s,
         -(-permit.generated_tokens // permit.answers),
         permit.ended_itself,

@@ -66,6 +66,10 @@ class RequestMeter:
         """Returns the time at which the first token of any answer came; 0.0 where none did."""
         return min(filter(None, self._first_s), default=0.0)
 
+    def last_s(self) -> float:
+        """Returns the time at which the last token of any answer came; 0.0 where none did."""
+        return max(self._last_s, default=0.0)
+
     def tokens(self, index: int, count: int, now_s: float) -> None:
         """Notes ``count`` tokens of an answer that came together: each of them counts an equal part of the time since
         the last ones."""
@@ -117,7 +121,7 @@ class RequestMeter:
     def _finished(self, usage: Usage, timings: Timings) -> None:
         """Notes how long a request was that ended well, in tokens and in time."""
         waited_s = (timings.admission_ms + timings.decode_queue_ms) / 1000
-        first_s, last_s = self.first_s(), max(self._last_s, default=0.0)
+        first_s, last_s = self.first_s(), self.last_s()
         observed: list[tuple[Metric, float]] = [
             (names.REQUEST_PROMPT_TOKENS, usage.prompt_tokens),
             (names.LONGEST_ANSWER_TOKENS, max(self._counts, default=0)),

@@ -103,7 +103,7 @@ class SimGateway:
             self._admission.leave(permit)
             self._refuse(request, error)
             return
-        permit.first_token_s = lambda: flow.first_s
+        permit.first_token_s, permit.last_token_s = lambda: flow.first_s, lambda: flow.last_s
         self.open[flow] = permit
         self._waiting[permit.number] = flow
         self._grant()

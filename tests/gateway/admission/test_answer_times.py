@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import Overloaded
-from pillion.gateway.admission.answer_times import KEPT_S, MIN_ANSWERS, AnswerTimes, DecodeFleet, LatePace, PastAnswer
+from pillion.gateway.admission.answer_times import (
+    KEPT_S,
+    MIN_ANSWERS,
+    AnswerLengths,
+    AnswerTimes,
+    DecodeFleet,
+    PastAnswer,
+    ServedRequest,
+)
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.admission.turns import ANSWER_RESERVE, AdmissionPermit, ModelTurns
 from tests.support.examples import examples
@@ -56,6 +64,7 @@ class ServedLine:
         came_s = permit.begun_s + first_s
         permit.first_token_s, permit.ended_itself = lambda: came_s, itself
         self.now_s = came_s + (tokens - 1) * token_s
+        permit.last_token_s = lambda over_s=self.now_s: over_s
         self.leave(permit, tokens)
 
     def predicted_s(self, permit: AdmissionPermit, running: int, before: int = 0, later_s: float = 0.0) -> float:
@@ -111,7 +120,8 @@ def test_what_takes_longer_than_the_model_says_is_predicted_so() -> None:
     served = ServedLine()
     served.learn(first_s=0.33, token_s=0.022)
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=11)
-    assert served.predicted_s(asked, 1) == pytest.approx(0.33 + 10 * 0.024, rel=0.01)
+    # Tokens beyond the seen work are expected at the model's own pace.
+    assert served.predicted_s(asked, 1) == pytest.approx(0.33 + 10 * 0.022 + 10 * 0.001, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +141,11 @@ def test_what_takes_longer_than_the_model_says_is_predicted_so() -> None:
 def test_how_many_tokens_an_answer_is_expected_to_have(
     lengths: list[tuple[int, bool]], allowed: int, expected: int
 ) -> None:
-    pace = LatePace.of(PastAnswer(0.0, 1.0, 1.0, tokens, itself) for tokens, itself in lengths)
-    assert pace.answer_tokens(allowed) == expected
+    found = AnswerLengths.of(
+        PastAnswer(ServedRequest(1, 0, 1.0, 0.0, 1.0, 2.0, 2.0, tokens, itself, False), 1.0, 1.0)
+        for tokens, itself in lengths
+    )
+    assert found.answer_tokens(allowed) == expected
 
 
 def test_an_answer_that_would_come_too_late_is_refused_at_once() -> None:
