@@ -32,6 +32,7 @@ REPLACEMENTS = (
     ("run_batch_async", "run_batch"),
     ("open_async", "open"),
     ("pause_async", "pause"),
+    ("state_async", "state"),
     ("end_with_async", "end_with"),
     ("async def", "def"),
     ("async for", "for"),

@@ -450,6 +450,9 @@ class Client:
     def _channel(self) -> grpc.Channel:
         """Returns the channel of the address to call."""
         number, _ = self._stub()
+        return self._channel_of(number)
+
+    def _channel_of(self, number: int) -> grpc.Channel:
         return self._channels[number][0]
 
     def _leave(self, number: int) -> None:
@@ -519,7 +522,7 @@ class _BlockingStream:
                 if self._ended.is_set() or self._client._closed:
                     raise found
                 try:
-                    pause_s = progress.delay_s(found, spoken, time.monotonic())
+                    pause_s = progress.delay_s(found, spoken, self._connected(), time.monotonic())
                 except PillionError as final:
                     connection = self._client._connection
                     # A caller's own limit has ended the stream, whatever its connection was like.
@@ -540,8 +543,16 @@ class _BlockingStream:
         self._ended.set()
         self._current.cancel()
 
+    def _connected(self) -> bool:
+        """Returns whether the last call had a connection: it began on one, or the channel has not failed to connect."""
+        return self._began_ready or self._state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+    def _state(self) -> grpc.ChannelConnectivity:
+        return self._client._connection.state(self._client._channel_of(self._number))
+
     def _begin(self) -> None:
         progress = self._progress
         self._number, self._current = self._client._call(progress.request(), progress.timeout_s(time.monotonic()))
+        self._began_ready = self._state() is grpc.ChannelConnectivity.READY
         if self._ended.is_set():
             self._current.cancel()

@@ -5,9 +5,9 @@ the clock.
                                 |  ^                            |
                                 |  +---- refused, or broken ----+   for at most ``resume_timeout_s``, and at most
                                 |                                   MAX_RESUME_ATTEMPTS times in a row at a gateway
-                                +--> no gateway was there, or it is stopping: each address is called
-                                     RETRY_ATTEMPTS times, with pauses between the rounds; where nobody
-                                     listened, as long as ``connect_timeout_s`` allows
+                                +--> no connection, or the gateway is stopping: each address is called
+                                     RETRY_ATTEMPTS times, with pauses between the rounds, and without a
+                                     connection as long as ``connect_timeout_s`` allows
 
 A request whose stream had brought nothing is sent again as it was.
 
@@ -41,10 +41,6 @@ CONNECT_TIMEOUT_S = 10.0
 # so that the streams of a lost gateway do not all come at the same time.
 FIRST_RESUME_DELAY_MS = 50
 MAX_RESUME_DELAY_MS = 2000
-# gRPC's errors begin with these words where no gateway was reached at all.
-_NOT_CONNECTED = ("failed to connect", "DNS resolution failed")
-# gRPC's errors also have these words where no process listens. Nothing was sent, and a process may be about to listen.
-_NOBODY_LISTENS = ("Connection refused", "No such file or directory")
 
 
 class StreamProgress:
@@ -53,8 +49,8 @@ class StreamProgress:
     Args:
         timeout_s: time for the whole stream; None for no limit.
         resume_timeout_s: how long a broken stream may take to go on; 0 never resumes.
-        connect_timeout_s: how long the request may wait until a gateway listens, from the first call on; 0 waits no
-            longer than RETRY_ATTEMPTS rounds take.
+        connect_timeout_s: how long the request may wait for a connection, from the first failure on; 0 waits no longer
+            than RETRY_ATTEMPTS rounds take.
         addresses: gateways that may be called.
         schema: makes values of whole answers, if they are wanted.
     """
@@ -73,7 +69,8 @@ class StreamProgress:
         self._request = request
         self._deadline_s = None if timeout_s is None else now_s + timeout_s
         self._resume_timeout_s = resume_timeout_s
-        self._connect_until_s = now_s + connect_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._failed_s: float | None = None
         self._addresses = addresses
         self._origin: StreamOrigin | None = None
         # The stream's token ids are kept by the index of the answer.
@@ -86,9 +83,6 @@ class StreamProgress:
         self._opening = True
         # These say whether a gateway was connected, and whether a message came.
         self._reached = self._received = False
-        # This says whether nobody listened at an address. Errors of a connection while a gateway starts are counted as
-        # well.
-        self._refused = False
         # Nothing new has come since this time; None while calls bring something.
         self._broke_s: float | None = None
         self._attempts = 0
@@ -135,21 +129,21 @@ class StreamProgress:
             return replace(delta, timings=replace(delta.timings, replays=delta.timings.replays + self._resumes))
         return delta
 
-    def delay_s(self, error: PillionError, spoken: bool, now_s: float) -> float:
+    def delay_s(self, error: PillionError, spoken: bool, connected: bool, now_s: float) -> float:
         """Returns how long to wait before the next call.
 
         Args:
             error: why the last call ended.
             spoken: whether ``error`` came from a gateway and not from the connection.
+            connected: whether the call had a connection.
 
         Raises:
             PillionError: there is to be no further call; it is ``error``, or an error that says what has been tried.
         """
         broken = is_loss(error, spoken)
-        connected = not error.message.startswith(_NOT_CONNECTED)
         self._reached = self._reached or (connected and not spoken)
         if not self._reached:
-            return self._delay_before_connection_s(error, broken, now_s)
+            return self._delay_before_connection_s(error, broken, connected, now_s)
         if self._broke_s is None:
             # The stream had begun, or was waiting. The attempts to go on with it, and their time, are counted from
             # here.
@@ -172,13 +166,14 @@ class StreamProgress:
         left_s = delay_ms / 1000 if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
         return min(delay_ms / 1000, left_s)
 
-    def _delay_before_connection_s(self, error: PillionError, broken: bool, now_s: float) -> float:
+    def _delay_before_connection_s(self, error: PillionError, broken: bool, connected: bool, now_s: float) -> float:
         """Returns :meth:`delay_s` while no gateway was connected; ``broken`` says whether another gateway may take the
         call."""
-        self._refused = self._refused or (broken and any(reason in error.message for reason in _NOBODY_LISTENS))
+        if self._failed_s is None:
+            self._failed_s = now_s
         self._attempts += 1
         rounds, rest = divmod(self._attempts, self._addresses)
-        waits = self._refused and now_s < self._connect_until_s
+        waits = not connected and now_s < self._failed_s + self._connect_timeout_s
         if not broken or (rounds >= RETRY_ATTEMPTS and not waits):
             raise error
         if rest:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 import tempfile
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,14 +31,15 @@ from pillion.client.resume import (
     RESUME_TIMEOUT_S,
     StreamProgress,
 )
+from pillion.errors import PillionError
 from pillion.types import AnswerSoFar, FinishReason, GenerateRequest, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2
 from pillion.wire.common import finish_to_pb
 from tests.pillion.client.test_connection import Scripted, serving, texts
 from tests.support.fake_components import running_fake_cluster
 
-LOST, NOWHERE = Unavailable("Socket closed"), Unavailable("failed to connect to all addresses")
-REFUSED = Unavailable("failed to connect to all addresses; last error: connect: Connection refused (111)")
+# An error of the connection, and whether there was one.
+LOST, NOWHERE = (Unavailable("Socket closed"), False, True), (Unavailable("recvmsg: reset by peer"), False, False)
 ORIGIN = StreamOrigin(-5, bytes(32), 8)
 
 
@@ -46,10 +51,14 @@ def message(*token_ids: int, index: int = 0, first: bool = False, reason: Finish
 
 
 def progress(
-    timeout_s: float | None = None, resume_timeout_s: float = RESUME_TIMEOUT_S, addresses: int = 1, n: int = 1
+    timeout_s: float | None = None,
+    resume_timeout_s: float = RESUME_TIMEOUT_S,
+    addresses: int = 1,
+    n: int = 1,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
 ):
     request = GenerateRequest(text="x", sampling=SamplingParams(n=n))
-    return StreamProgress(request, timeout_s, resume_timeout_s, CONNECT_TIMEOUT_S, addresses, 100.0)
+    return StreamProgress(request, timeout_s, resume_timeout_s, connect_timeout_s, addresses, 100.0)
 
 
 def test_the_rest_is_asked_for_after_the_last_tokens() -> None:
@@ -57,7 +66,7 @@ def test_the_rest_is_asked_for_after_the_last_tokens() -> None:
     assert stream.request().resume is None
     for one in (message(3, 4, first=True), message(9, index=2, reason=FinishReason.STOP), message(5)):
         stream.note(one)
-    assert stream.delay_s(LOST, False, 101.0) == 0
+    assert stream.delay_s(*LOST, 101.0) == 0
     again = stream.request()
     answers = (AnswerSoFar((3, 4, 5)), AnswerSoFar(), AnswerSoFar((9,), FinishReason.STOP))
     assert (again.resume, again.request_id, again.text) == (Resume(ORIGIN, answers), "r-1", "x")
@@ -69,21 +78,21 @@ def test_attempts_and_their_time_are_bounded_and_begin_anew_with_each_token() ->
         stream.note(message(7, first=True))
         delays = []
         for _ in range(MAX_RESUME_ATTEMPTS):
-            delays.append(stream.delay_s(LOST, False, now_s))
+            delays.append(stream.delay_s(*LOST, now_s))
             now_s += 1
             # Where no gateway was reached, no gateway has been asked.
-            delays.append(stream.delay_s(NOWHERE, False, now_s))
+            delays.append(stream.delay_s(*NOWHERE, now_s))
             now_s += 1
         assert delays[0] == 0
         assert 0 < delays[1] < max(delays) <= MAX_RESUME_DELAY_MS / 1000
     with pytest.raises(Unavailable, match=f"not resumed in {2 * MAX_RESUME_ATTEMPTS} attempts"):
-        stream.delay_s(LOST, False, now_s)
+        stream.delay_s(*LOST, now_s)
     late = progress()
     late.note(message(7, first=True))
-    late.delay_s(LOST, False, 500.0)
-    late.delay_s(Overloaded("full", 300), True, 500.0 + RESUME_TIMEOUT_S - 1)
+    late.delay_s(*LOST, 500.0)
+    late.delay_s(Overloaded("full", 300), True, True, 500.0 + RESUME_TIMEOUT_S - 1)
     with pytest.raises(Overloaded, match="full"):
-        late.delay_s(Overloaded("full", 300), True, 500.0 + RESUME_TIMEOUT_S)
+        late.delay_s(Overloaded("full", 300), True, True, 500.0 + RESUME_TIMEOUT_S)
 
 
 def test_what_a_gateway_says_is_final_unless_to_an_attempt_to_resume() -> None:
@@ -93,41 +102,39 @@ def test_what_a_gateway_says_is_final_unless_to_an_attempt_to_resume() -> None:
             if begun:
                 stream.note(message(7, first=True))
             with pytest.raises(type(error)):
-                stream.delay_s(error, True, 100.0)
+                stream.delay_s(error, True, True, 100.0)
         stream = progress()
         stream.note(message(7, first=True))
-        stream.delay_s(LOST, False, 100.0)
+        stream.delay_s(*LOST, 100.0)
         if isinstance(error, InvalidRequest):
             with pytest.raises(InvalidRequest):
-                stream.delay_s(error, True, 100.0)
+                stream.delay_s(error, True, True, 100.0)
         else:
-            assert stream.delay_s(error, True, 100.0) > 0
+            assert stream.delay_s(error, True, True, 100.0) > 0
 
 
 def test_gateways_that_were_never_there_are_called_in_rounds_with_pauses() -> None:
-    stream = progress(addresses=3)
-    pauses = [stream.delay_s(NOWHERE, False, 100.0) for _ in range(3 * RETRY_ATTEMPTS - 1)]
+    stream = progress(addresses=3, connect_timeout_s=0)
+    pauses = [stream.delay_s(*NOWHERE, 100.0) for _ in range(3 * RETRY_ATTEMPTS - 1)]
     with pytest.raises(Unavailable):
-        stream.delay_s(NOWHERE, False, 100.0)
+        stream.delay_s(*NOWHERE, 100.0)
     assert all(pause_s == 0 for number, pause_s in enumerate(pauses, 1) if number % 3)
     for number, pause_s in enumerate(pauses[2::3]):
         most_s = min(RETRY_FIRST_BACKOFF_S * 2**number, RETRY_MAX_BACKOFF_S)
         assert most_s / 2 <= pause_s <= most_s
     # A stream that waited for its first token when its gateway was lost is worth more.
     waiting = progress()
-    assert waiting.delay_s(LOST, False, 100.0) == 0
-    assert waiting.delay_s(NOWHERE, False, 101.0) > 0
+    assert waiting.delay_s(*LOST, 100.0) == 0
+    assert waiting.delay_s(*NOWHERE, 101.0) > 0
     assert waiting.request().resume is None
 
 
 def pauses_until_given_up(stream: StreamProgress) -> list[float]:
-    """The pauses of a stream whose calls fail from second 100 on, nearly always because nobody listens."""
+    """The pauses of a stream whose calls fail from second 100 on, without a connection."""
     pauses: list[float] = []
     with contextlib.suppress(Unavailable):
         while True:
-            # While a gateway starts, a connection may also be made and end.
-            error = NOWHERE if len(pauses) % 5 == 4 else REFUSED
-            pauses.append(stream.delay_s(error, False, 100.0 + sum(pauses)))
+            pauses.append(stream.delay_s(*NOWHERE, 100.0 + sum(pauses)))
     return pauses
 
 
@@ -148,11 +155,58 @@ def test_time_for_the_whole_stream_is_not_prolonged() -> None:
     stream = progress(timeout_s=10)
     assert stream.timeout_s(100.0) == 10
     stream.note(message(7, first=True))
-    stream.delay_s(LOST, False, 109.9)
-    assert stream.delay_s(Overloaded("full", 2000), True, 109.9) <= 0.1 + 1e-6
+    stream.delay_s(*LOST, 109.9)
+    assert stream.delay_s(Overloaded("full", 2000), True, True, 109.9) <= 0.1 + 1e-6
     assert stream.timeout_s(109.5) == pytest.approx(0.5)
     with pytest.raises(DeadlineExceeded):
         stream.timeout_s(110.0)
+
+
+@contextlib.contextmanager
+def cutting(cut: bytes) -> Iterator[str]:
+    """A listener that cuts each connection (SO_LINGER ``cut``) before it has said anything: a proxy without a server
+    behind it, or a gateway that starts."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def cut_all() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    one, _ = listener.accept()
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, cut)
+                    one.close()
+
+        thread = threading.Thread(target=cut_all, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+@pytest.mark.parametrize("cut", [struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)], ids=["reset", "closed"])
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_connection_that_is_cut_before_it_exists_is_waited_for(
+    cut: bytes, blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    counted = StreamProgress.delay_s
+
+    def delay_s(stream: StreamProgress, error: PillionError, spoken: bool, connected: bool, now_s: float) -> float:
+        seen.append(connected)
+        if len(seen) > 2 * RETRY_ATTEMPTS:
+            raise error
+        return counted(stream, error, spoken, connected, now_s) / 100
+
+    monkeypatch.setattr(StreamProgress, "delay_s", delay_s)
+
+    def ask(address: str) -> None:
+        with Client(address, connect_timeout_s=WITHIN_S) as client:
+            list(client.generate("x"))
+
+    with cutting(cut) as address:
+        async with AsyncClient(address, connect_timeout_s=WITHIN_S) as client:
+            with pytest.raises(Unavailable):
+                await (asyncio.to_thread(ask, address) if blocking else texts(client))
+    assert seen == [False] * (2 * RETRY_ATTEMPTS + 1)
 
 
 @pytest.mark.parametrize("scheme", ["", "unix:"])
