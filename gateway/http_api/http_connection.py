@@ -17,6 +17,10 @@ from uvicorn.server import ServerState
 HEAD_TIMEOUT_S = 20.0
 # A client counts as gone when it reads nothing for this long while more data waits for it than the transport holds.
 STALL_TIMEOUT_S = 120.0
+# A half-closed connection is looked at this long after its client's end, then after LOOK_GROWTH times as long.
+FIRST_LOOK_S, LOOK_GROWTH, MAX_LOOK_S = 0.01, 4, 10.0
+# Linux's number for the state of a connection whose peer has ended its side; another one means that the peer is gone.
+TCP_CLOSE_WAIT = 8
 # This many connections beyond those that are served are accepted and answered with 503.
 SPARE_CONNECTIONS = 64
 # A body may come in SMALL_CHUNKS chunks of any size. Further chunks must have MIN_CHUNK_BYTES bytes on the average,
@@ -163,12 +167,19 @@ class HttpConnection(H11Protocol):
     not read. A few thousand such connections, which cost an attacker nothing, would keep all other clients out. So the
     connection that has waited longest gives its place to a new one: first a connection without a request, then one
     whose body is not whole, and in both cases one of the address that has most of them.
+
+    A client may end its side after its last request and wait for the answers (`nc -N`), which TCP does not tell from
+    one that is gone until something is sent, which the system of a client that is gone refuses. So the end of a client
+    is followed by "100 Continue", which clients of HTTP/1.1 pass over, and a look at what became of it, ever more
+    rarely. Over TLS and HTTP/1.0 the end of a client is taken for its going away.
     """
 
     server_state: PortState
     conn: StrictParser
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
+    # The next look at a connection whose client has ended its side.
+    _look: asyncio.TimerHandle | None = None
     _peer = ""
 
     def __init__(self, config: Any, server_state: Any, *arguments: Any, **options: Any) -> None:
@@ -211,6 +222,30 @@ class HttpConnection(H11Protocol):
             self._head = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
         self._sort()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Says whether the connection stays open for answers, now that the client has ended its side."""
+        cycle = self.cycle
+        waits = cycle is not None and not cycle.response_complete and not cycle.more_body
+        if (
+            not waits
+            or self.scheme != "http"
+            or self.conn.their_http_version != b"1.1"
+            or not hasattr(socket, "TCP_INFO")
+        ):
+            return False
+        self._look_at_client(FIRST_LOOK_S)
+        return True
+
+    def _look_at_client(self, again_s: float) -> None:
+        """Cuts the connection if its client is gone; else sends it something, and looks again after ``again_s``."""
+        info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        if info[0] != TCP_CLOSE_WAIT:
+            self.transport.abort()
+            return
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+        self._look = self.loop.call_later(again_s, self._look_at_client, min(LOOK_GROWTH * again_s, MAX_LOOK_S))
+
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing: a client that offers another protocol is answered over this one."""
 
@@ -224,6 +259,9 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._sort()
+        if self._look is not None and (self.cycle is None or self.cycle.response_complete):
+            # No further request can come.
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -250,8 +288,8 @@ class HttpConnection(H11Protocol):
     def _leave(self) -> None:
         for waiting in (self.server_state.idle, self.server_state.sending):
             waiting.remove(self, self._peer)
-        _stop(self._head)
-        _stop(self._stall)
+        for timer in (self._head, self._stall, self._look):
+            _stop(timer)
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

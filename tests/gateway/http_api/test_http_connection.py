@@ -74,6 +74,52 @@ async def test_a_client_that_offers_http2_is_answered_and_its_end_noticed(cut: i
             where.gate.set()
 
 
+CONTINUE = b"HTTP/1.1 100 \r\n\r\n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("requests", [1, 2])
+async def test_a_client_that_has_ended_its_side_gets_its_answers(stream: bool, requests: int) -> None:
+    """As `nc -N` does, amid the prompt; the second of two requests came with the first."""
+    asked = request_bytes("POST", "/v1/completions", TEXT | {"stream": stream}, {"Connection": "keep-alive"})
+    async with running_fake_cluster("abc") as fakes:
+        fakes.decode.gate.clear()
+        async with connected(fakes.gateway.http_address) as (reader, writer):
+            writer.write(asked * requests)
+            await until("the request to be under way", lambda: fakes.decode.submits)
+            writer.write_eof()
+            assert await reader.readexactly(len(CONTINUE)) == CONTINUE
+            fakes.decode.gate.set()
+            answers = await reader.read()
+            assert answers.replace(CONTINUE, b"").startswith(b"HTTP/1.1 200 ")
+            assert answers.count(b"HTTP/1.1 200 ") == requests
+            assert answers.count(b"data: [DONE]" if stream else b'"usage"') == requests
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_is_gone_is_told_from_one_that_has_ended_its_side(begun: bool) -> None:
+    """Before anything was sent, and amid a stream, whose next token its system refuses."""
+    async with running_fake_cluster("x" * 200) as fakes:
+        fakes.decode.hold_after = 3 if begun else 0
+        if not begun:
+            fakes.decode.gate.clear()
+        async with connected(fakes.gateway.http_address) as (reader, writer):
+            writer.write(request_bytes("POST", "/v1/completions", TEXT | {"stream": True, "max_tokens": 150}))
+            await until("the request to be under way", lambda: fakes.decode.submits)
+            if begun:
+                await reader.readuntil(b'"text":"x')
+            writer.write_eof()
+            if not begun:
+                assert await reader.readexactly(len(CONTINUE)) == CONTINUE
+            assert fakes.gateway.gateway.active_requests == 1
+        if begun:
+            fakes.decode.go_on()
+        await until("the stream to be cancelled", lambda: len(fakes.decode.cancelled) == 1)
+        await fakes.settled()
+        fakes.decode.go_on()
+
+
 async def test_a_flag_says_how_long_a_connection_stays_without_a_request() -> None:
     async with running_fake_cluster(timeout_keep_alive=1) as fakes:
         async with connected(fakes.gateway.http_address) as (reader, writer):
