@@ -119,7 +119,7 @@ async def serve_models(
     caches = flags.enable_prefix_caching
     retentions = Retentions(cluster) if caches else None
     read_ahead = ReadAhead(cluster, flags.max_read_ahead) if caches and flags.max_read_ahead else None
-    recorder = await asyncio.to_thread(Recorder, flags) if flags.record_path else None
+    recorder = await asyncio.to_thread(Recorder, flags, cluster.view.stood_still) if flags.record_path else None
     gateway = Gateway(
         entries, cluster, _options(flags, entries), ring, quotas, adapters, retentions, read_ahead, recorder
     )

@@ -29,6 +29,8 @@ log = logging.getLogger("pillion.gateway")
 
 # A component whose call just failed is left out for this long; a live one is missed no longer than that.
 SUSPECT_S = 2.0
+# Time without a heartbeat after which a component counts as standing still; heartbeats come every second.
+STILL_MS = 2000
 
 
 class ClusterView:
@@ -54,6 +56,8 @@ class ClusterView:
         # These say when each record was taken, and which were taken without their load because they are old.
         self._taken_s: dict[str, float] = {}
         self._outdated: set[str] = set()
+        # Begin and end of each component's last time without heartbeats.
+        self._still_s: dict[str, tuple[float, float]] = {}
         # Ids stand by role and model, and by node. A dictionary serves as a set that keeps its order.
         self._groups: dict[tuple[str, str], dict[str, None]] = {}
         self._on_node: dict[str, dict[str, None]] = {}
@@ -124,6 +128,10 @@ class ClusterView:
         """Returns whether no call to the component has failed a moment ago."""
         return now >= self._suspects.get(component_id, now)
 
+    def stood_still(self, component_id: str) -> tuple[float, float] | None:
+        """Returns begin and end of the component's last time without heartbeats; None where it had none."""
+        return self._still_s.get(component_id)
+
     def __iter__(self) -> Iterator[ComponentRecord]:
         """Yields the records of all components, in no order."""
         return iter(self._records.values())
@@ -180,6 +188,8 @@ class ClusterView:
         old = record.heartbeat_age_ms > self.grace_s * 1000
         self._put(record.outdated() if old else record)
         self._taken_s[record.component_id] = now
+        if record.heartbeat_age_ms >= STILL_MS:
+            self._still_s[record.component_id] = now - record.heartbeat_age_ms / 1000, now
         if old:
             self._outdated.add(record.component_id)
         elif self._outdated:
@@ -206,6 +216,7 @@ class ClusterView:
             return
         self.places += 1
         self._taken_s.pop(component_id, None)
+        self._still_s.pop(component_id, None)
         self._outdated.discard(component_id)
         self._groups[_group(record)].pop(component_id)
         self._on_node[record.node_id].pop(component_id)

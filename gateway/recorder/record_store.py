@@ -52,6 +52,8 @@ def key_at(path: str, key_file: str) -> bytes | None:
 def read_named(name: str, path: str, key_file: str, redis_url: str = "") -> tuple[Bundle, bool]:
     """Returns a bundle that a person names, and whether it was verified: by its file or, where ``path`` is
     --record-path, by its id or the request's label, of which the newest one is taken. Raises ConfigError."""
+    if not path and not Path(name).exists():
+        raise ConfigError(f"there is no file {name!r}; the bundle of an id is looked for in --record-path")
     if not path or Path(name).is_file():
         return read(Path(name), key_at(str(Path(name).parent), key_file))
     with open_records(path, redis_url) as records:

@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from msgspec import convert
 
 from pillion._version import VERSION
 from pillion.config import GatewayFlags
-from pillion.errors import Cancelled, ConfigError, InvalidRequest
+from pillion.errors import Cancelled, ConfigError, InvalidRequest, PillionError
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.recorder.record_folder import make_key
 from pillion.gateway.recorder.record_store import FOLDER_BYTES, REDIS, REDIS_BYTES, open_records
@@ -72,10 +72,16 @@ LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"
 
 class Recorder:
     """Records requests of one gateway with these flags. ``counts`` has what became of those that were to be recorded,
-    by why. Making it blocks; it raises ConfigError for a folder or a key that cannot be used."""
+    by why. ``stood_still`` returns begin and end of a component's last time without heartbeats. Making it blocks; it
+    raises ConfigError for a folder or a key that cannot be used."""
 
-    def __init__(self, flags: GatewayFlags) -> None:
+    def __init__(
+        self,
+        flags: GatewayFlags,
+        stood_still: Callable[[str], tuple[float, float] | None] = lambda component_id: None,
+    ) -> None:
         self._flags = flags
+        self._stood_still = stood_still
         max_bytes = flags.record_bytes or (REDIS_BYTES if flags.record_path == REDIS else FOLDER_BYTES)
         kept = open_records(flags.record_path, flags.redis_url, max_bytes, flags.record_days * DAY_S)
         with contextlib.ExitStack() as opened:
@@ -146,6 +152,9 @@ class Recorder:
         if story.chosen is None and not self._may_cause(story.tenant):
             self.counts[OVER] += 1
             return
+        for worker in story.workers():
+            if (still := self._stood_still(worker.component_id)) is not None:
+                story.still(worker.component_id, *still)
         try:
             self._jobs.put_nowait((story, reason))
         except queue.Full:
@@ -178,8 +187,10 @@ class Recorder:
             self._records.keep(story.id, encode(bundle_of(story, reason, self._flags, self._key), self._key))
         except Exception as error:
             if not self.counts[UNWRITTEN]:
-                # A disk that is full, or a Redis that is away, would fill the log, too.
-                log.warning("request %s and maybe others are not recorded", label, exc_info=error)
+                # A full disk or an absent Redis would fill the log, too.
+                why = error.strerror if isinstance(error, OSError) else str(error)
+                defect = None if isinstance(error, OSError | PillionError) else error
+                log.warning("request %s and maybe others are not recorded: %s", label, why, exc_info=defect)
             self.counts[UNWRITTEN] += 1
         else:
             self.counts[reason] += 1

@@ -13,6 +13,7 @@ where it is recorded: ``what`` is then one of these.
     prefill, chunk, prefilled, prefill_lost      the range of a prefill worker
     submitted, adopted, in_line, begun           the decode worker, until a step computes the prompt's rest
     tokens, decode_lost, finished, stopped       an answer's stream begins, or goes on after a loss; its end
+    still                                        the end of a time in which a worker sent no heartbeat
     cancelled, deadline, silent, failed          why nothing more came
 """
 
@@ -200,6 +201,11 @@ class Story:
         self.ended_s, self.usage, self.timings, self.error = now, usage, timings, error
         self.on_end(self)
 
+    def still(self, component_id: str, from_s: float, to_s: float) -> None:
+        """Notes that a component sent no heartbeat meanwhile, if the request saw some of it."""
+        if to_s > self.admitted.arrived and from_s < self.ended_s:
+            self._tell("still", min(to_s, self.ended_s), worker=component_id, figures={"lasts_ms": _ms(to_s - from_s)})
+
     @property
     def longest_wait_s(self) -> float:
         """Gives the longest time for which the client waited for a token: the first one, or a later one."""
@@ -301,7 +307,9 @@ def _event(at_ms: float, answer: int, thing: Event | Action, plan: RequestPlan |
 def _prices(plan: RequestPlan) -> dict[str, float]:
     decision, cached = plan.split_decision, plan.cached_tokens
     expected_s, alone_s = (decision.price_s(cached, split) for split in (plan.split_tokens, cached))
-    return {"cached_tokens": cached, "expected_ms": _ms(expected_s), "alone_ms": _ms(alone_s)}
+    # The line that the decode worker had by its last heartbeat.
+    line = _figures_of(plan.decode, "running_requests", "queued_tokens")
+    return {"cached_tokens": cached, "expected_ms": _ms(expected_s), "alone_ms": _ms(alone_s), **line}
 
 
 def _weighed(plan: RequestPlan) -> tuple[WeighedRoute, ...]:

@@ -32,6 +32,8 @@ _TIERS = {
     "bucket_tokens": "came from a bucket",
 }
 _LOSSES = ("plan_lost", "ticket_lost", "prefill_lost", "decode_lost")
+# What shows that an answer went on after a loss.
+_GOES_ON = ("planned", "ticket", "fetched", "chunk", "prefilled", "adopted", "tokens", "finished", "stopped")
 # What an event begins for the first answer. Events that are not here change nothing.
 _BEGINS = {
     "ready": PLANNING,
@@ -158,7 +160,7 @@ def picture(bundle: Bundle) -> list[str]:
 
 def sentences(bundle: Bundle) -> list[str]:
     """Says in sentences what took long, and why."""
-    parts = (_summary, _waits, _prefix, _plan, _losses, _gaps)
+    parts = (_summary, _waits, _stills, _prefix, _plan, _losses, _gaps)
     return [sentence for part in parts for sentence in part(bundle)]
 
 
@@ -201,6 +203,9 @@ def _reason(bundle: Bundle, phase: Phase) -> str:
         named = ("queue_ms", "compute_ms")
         queue, compute = (_ms(sum(one.figures.get(name, 0.0) for one in chunks)) for name in named)
         return f": {_count(len(chunks), 'chunk')} waited {queue} in its line and took {compute} to compute"
+    if phase.name == WORKER_LINE and (submitted := _last(bundle.story, "submitted")) is not None:
+        running, queued = (round(submitted.figures.get(name, 0)) for name in ("running_requests", "queued_tokens"))
+        return f", where {_count(running, 'answer')} ran and prompts of {_count(queued, 'token')} were to be computed"
     if phase.name == OPENING and bundle.request.grammar:
         return ", which compiles the grammar first"
     return ""
@@ -254,13 +259,35 @@ def _plan(bundle: Bundle) -> Iterator[str]:
 
 
 def _losses(bundle: Bundle) -> Iterator[str]:
+    """Tells each loss once, however often it was met until tokens came again."""
+    spans: list[list[StoryEvent]] = []
+    # The losses since an answer's last tokens, by what is the same in each.
+    running: dict[tuple[int, str, str, str], list[StoryEvent]] = {}
     for event in bundle.story:
-        if event.what in _LOSSES:
-            answer = f" of answer {event.answer}" if event.answer else ""
-            worker = event.worker or "a component"
-            again = "the request moved" if event.figures.get("retryable") else "the request ended there"
-            lost = f"attempt {event.attempt}{answer} was lost at {worker} ({event.words})"
-            yield f"After {_ms(event.at_ms)}, {lost}, and {again}."
+        if event.what == "tokens":
+            running = {key: span for key, span in running.items() if key[0] != event.answer}
+        elif event.what in _LOSSES:
+            key = (event.answer, event.what, event.worker, event.words)
+            if key not in running:
+                running[key] = []
+                spans.append(running[key])
+            running[key].append(event)
+    for first, *others in spans:
+        answer = f" of answer {first.answer}" if first.answer else ""
+        lost = f"attempt {first.attempt}{answer} was lost at {first.worker or 'a component'} ({first.words})"
+        last = others[-1] if others else first
+        later = [one for one in bundle.story if one.answer == last.answer and one.at_ms >= last.at_ms]
+        end = "the request moved" if any(one.what in _GOES_ON for one in later) else "the answer ended there"
+        lasted = f", and so were {len(others)} more within {_ms(last.at_ms - first.at_ms)}" if others else ""
+        yield f"After {_ms(first.at_ms)}, {lost}{lasted}, and {end}."
+
+
+def _stills(bundle: Bundle) -> Iterator[str]:
+    for event in bundle.story:
+        if event.what == "still":
+            lasts_ms = event.figures["lasts_ms"]
+            when = f"Until {_ms(event.at_ms)} {event.worker} sent no heartbeat for {_ms(lasts_ms)}"
+            yield f"{when}: it stood still, or was cut off."
 
 
 def _gaps(bundle: Bundle) -> Iterator[str]:

@@ -43,6 +43,14 @@ def test_a_part_that_has_left_and_says_so_is_forgotten_at_once() -> None:
     assert ids(view.records()) == "ab"
 
 
+def test_times_without_heartbeats_are_remembered() -> None:
+    view = ClusterView(grace_s=5)
+    for now, age_ms in ((100, 900), (101, 1900), (102, 2900), (103, 3900), (103.5, 100)):
+        view.update([replace(A, heartbeat_age_ms=age_ms)], now)
+    assert view.stood_still("a") == (pytest.approx(99.1), 103)
+    assert view.stood_still("b") is None
+
+
 def test_without_an_answer_the_last_view_stands() -> None:
     view = ClusterView(grace_s=5)
     view.update([A], 100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from lab.testbed.recorded_requests import recorded_model
 from pillion import StructuredOutputs
 from pillion.engine.models.config_parser import load_config
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
+from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.gateway.request import request_machine
 from pillion.records.bundle import Bundle
 from pillion.records.explanation import FETCHING, GRAMMAR, LINE, MOVING, PREFILL, TOKENS, end_ms, phases, sentences
@@ -149,6 +151,19 @@ async def test_a_dead_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.
     assert names(bundle)[-1] == TOKENS
     assert len(fakes.decode.submits) == 2
     assert bundle.timings.replays == 1
+
+
+async def test_a_decode_worker_that_stands_still(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stood_still(view: ClusterView, component_id: str) -> tuple[float, float] | None:
+        now = time.monotonic()
+        return (now - HELD_S, now) if component_id == "decode-0" else None
+
+    monkeypatch.setattr(ClusterView, "stood_still", stood_still)
+    async with explained(tmp_path) as fakes:
+        await held(fakes.decode.gate, "a stream", lambda: fakes.decode.submits, ask(fakes))
+        (bundle,) = await recorded(tmp_path)
+    told(bundle, "decode-0 sent no heartbeat for 1.50 s: it stood still")
+    told(bundle, "were spent in line at decode-0, where 0 answers ran")
 
 
 async def test_a_grammar_that_takes_long_to_compile(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,12 @@ from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.recorder import recorder as recorders
 from pillion.gateway.recorder.record_folder import PART_AGE_S, RecordFolder
 from pillion.gateway.recorder.record_store import read_named
-from pillion.gateway.request.validation import RECORD_HEADER
 from pillion.net import rpc
 from pillion.observability import metric_catalog as names
 from pillion.records.bundle import KEY_FILE, Bundle, encode, hidden, read, read_key
 from pillion.types import AnswerSoFar, FinishReason, Resume, SamplingParams
 from pillion.v1.gateway_pb2_grpc import GatewayStub
-from pillion.wire.public import origin_from_pb
+from pillion.wire.public import RECORD_HEADER, origin_from_pb
 from tests.pillion.records.test_bundle import bundle_of
 from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
 from tests.support.http import call
@@ -214,7 +213,7 @@ def test_nobody_waits_for_a_batch(tmp_path: pathlib.Path) -> None:
 
 
 async def test_nobody_waits_for_a_folder_that_takes_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorders, "MAX_WAITING_STORIES", 1)
     held, keep = threading.Event(), RecordFolder.keep
@@ -238,6 +237,9 @@ async def test_nobody_waits_for_a_folder_that_takes_nothing(
         monkeypatch.setattr(RecordFolder, "keep", lambda *_: os.stat(tmp_path / "nowhere"))
         assert ids_of(await ask(fakes), 0) == script_of(SCRIPT)
         await until("a count", lambda: counts(fakes) == {"lost": 2, "share": 2, "unwritten": 1})
+        (warned,) = [one for one in caplog.records if "are not recorded" in one.message]
+        assert warned.message.endswith(": No such file or directory")
+        assert warned.exc_info is None
 
 
 def test_the_oldest_bundles_make_room(tmp_path: pathlib.Path) -> None:

@@ -31,6 +31,16 @@ def sampled(story: Story, now: float, *ids: int, answer: int = 0) -> None:
     story.note(answer, ev.TokensSampled(1, ids), [(answer, ev.Emit(ids, logprobs))], now)
 
 
+def test_a_worker_that_stood_still_meanwhile_is_noted() -> None:
+    story = story_of()
+    begun = story.admitted.arrived
+    story.ended(begun + 10.0)
+    for from_s, to_s in ((-9.0, -1.0), (11.0, 14.0), (2.0, 5.5)):
+        story.still("decode-0", begun + from_s, begun + to_s)
+    (still,) = [one for one in story.events() if one.what == "still"]
+    assert (still.worker, still.at_ms, still.figures["lasts_ms"]) == ("decode-0", 5500.0, 3500.0)
+
+
 def test_tokens_after_a_stop_string_are_not_kept() -> None:
     story = story_of()
     begun = story.admitted.arrived

@@ -102,6 +102,21 @@ TWO_ANSWERS = story(
     ),
     slow_ms=55,
 )
+# No worker lives for a while, which each look finds again.
+AWAY = story(
+    event(10, "ready"),
+    *submitted(20),
+    event(500, "decode_lost", "decode-0", attempt=1, words="Unavailable: gone"),
+    *(event(600 + 100 * look, "plan_lost", attempt=2, words="Unavailable: no worker lives") for look in range(16)),
+    event(2200, "planned", "decode-0", attempt=2, figures=PLAN),
+    event(2200, "still", "decode-0", figures={"lasts_ms": 1700.0}),
+)
+WORKER_BUSY = story(
+    event(10, "ready"),
+    *submitted(20, running_requests=4.0, queued_tokens=3000.0),
+    event(30, "adopted", "decode-0"),
+    event(2390, "begun"),
+)
 MOVED = story(
     event(10, "ready"),
     *submitted(20),
@@ -163,10 +178,22 @@ MOVED = story(
         ),
         (
             TWO_ANSWERS,
-            "After 2.70 s, attempt 1 of answer 1 was lost at decode-0 (Internal: broken), and the request ended there.",
+            "After 2.70 s, attempt 1 of answer 1 was lost at decode-0 (Internal: broken), and the answer ended there.",
         ),
         (TWO_ANSWERS, "The longest pause of answer 0 was 60.0 ms, before its token 7."),
         (TWO_ANSWERS, "The longest pause of answer 1 was 50.0 ms, before its token 7, when decode-0 was lost."),
+        (AWAY, "After 500 ms, attempt 1 was lost at decode-0 (Unavailable: gone), and the request moved."),
+        (
+            AWAY,
+            "After 600 ms, attempt 2 was lost at a component (Unavailable: no worker lives), and so were 15 more within"
+            " 1.50 s, and the request moved.",
+        ),
+        (AWAY, "Until 2.20 s decode-0 sent no heartbeat for 1.70 s: it stood still, or was cut off."),
+        (
+            WORKER_BUSY,
+            "2.36 s of 2.40 s to the first token were spent in line at decode-0, where 4 answers ran and prompts of"
+            " 3,000 tokens were to be computed.",
+        ),
         (MOVED, "After 1.50 s, attempt 1 was lost at decode-0 (Unavailable: gone), and the request moved."),
         (MOVED, "The longest pause of the answer was 1.10 s, before its token 5, when decode-0 was lost."),
     ],
@@ -183,6 +210,7 @@ def test_each_cause_has_its_sentence(bundle: Bundle, told: str) -> None:
         (IN_LINE, "The index had promised"),
         (MOVED, "were spent moving"),
         (TWO_ANSWERS, "The longest pause of answer 2"),
+        (AWAY, "ended there"),
     ],
 )
 def test_what_is_small_or_as_expected_is_not_told(bundle: Bundle, words: str) -> None:
