@@ -21,7 +21,6 @@ from pillion.gateway.request.refusals import STRANGERS, Caller
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.validation import (
     MAX_TOKENS_HEADER,
-    RECORD_HEADER,
     check_counts,
     check_generate_message,
     request_label,
@@ -31,6 +30,7 @@ from pillion.types import GenerateRequest
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import (
     PLAN_HEADER,
+    RECORD_HEADER,
     DeltaWriter,
     delta_to_pb,
     model_to_pb,

@@ -34,8 +34,9 @@ from pillion.gateway.http_api.http_errors import ApiError, from_pillion, spelled
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPrefix
 from pillion.gateway.request.request_runner import DEFECT, RequestRunner
-from pillion.gateway.request.validation import MAX_TOKENS_HEADER, RECORD_HEADER, prompt_field
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER, prompt_field
 from pillion.types import Delta, GenerateRequest, Usage
+from pillion.wire.public import RECORD_HEADER
 
 log = logging.getLogger("pillion.gateway")
 

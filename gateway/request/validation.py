@@ -92,8 +92,6 @@ DIGEST_BYTES = 32
 MAX_LABEL_CHARS = 128
 # This header, or initial metadata, says how many tokens an answer may have, where they are fewer than asked for.
 MAX_TOKENS_HEADER = "x-max-tokens"
-# With the value 1 this header asks a gateway with --record-path to keep a bundle of the request.
-RECORD_HEADER = "x-pillion-record"
 # An error lists at most this many violations, because a list of a million wrong ids is one mistake.
 MAX_VIOLATIONS = 32
 # The error for an unknown model names at most this many adapters.

@@ -103,9 +103,11 @@ def canary(record_path: str, record_key_file: str, redis_url: str, rule: str, re
             )
             return decided(run.run())
     finally:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for title in ("model", "kind", "replayed", "equal", "differ", "prompt", "error", "first", "distance", "time"):
-            table.add_column(title)
-        for row in table_rows(tally):
-            table.add_row(*row)
-        table_console(TABLE_WIDTH).print(table)
+        if tally.all.requests:
+            table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+            titles = ("model", "kind", "replayed", "equal", "differ", "prompt", "error", "first", "distance", "time")
+            for title in titles:
+                table.add_column(title)
+            for row in table_rows(tally):
+                table.add_row(*row)
+            table_console(TABLE_WIDTH).print(table)

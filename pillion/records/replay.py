@@ -49,10 +49,10 @@ async def run_replay(
     say(f"{bundle.id}: {'verified' if verified else 'unverified, for there is no key of the deployment'}")
     async with replay_client(**reach, plan=plan) as client:
         info = model_of(bundle, await client.models(), model, any_model)
-        found = await client.answer(request_of(bundle, info), bundle, info)
+        found = await client.answer(request_of(bundle, info), bundle, info, recorded=True)
         if not found.same_prompt:
             say("the target reads another prompt in the same messages; the recorded token ids are sent instead")
-            found = await client.answer(request_of(bundle, info, as_ids=True), bundle, info)
+            found = await client.answer(request_of(bundle, info, as_ids=True), bundle, info, recorded=True)
     for line in times(bundle, found):
         say(line)
     difference = first_difference(bundle.answers, found.answers)

@@ -18,7 +18,7 @@ from pillion.records.bundle import Bundle
 from pillion.records.comparison import ReplayedAnswer
 from pillion.types import GenerateRequest, ModelInfo, Timings
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from pillion.wire.public import delta_from_pb, model_from_pb, origin_digest
+from pillion.wire.public import RECORD_HEADER, delta_from_pb, model_from_pb, origin_digest
 
 
 @dataclass(slots=True)
@@ -47,18 +47,26 @@ class ReplayClient:
             return [model_from_pb(model) for model in (await asked).models]
 
     async def answer(
-        self, request: GenerateRequest, bundle: Bundle, info: ModelInfo, timeout_s: float | None = None
+        self,
+        request: GenerateRequest,
+        bundle: Bundle,
+        info: ModelInfo,
+        timeout_s: float | None = None,
+        *,
+        recorded: bool = False,
     ) -> Replayed:
         """Returns the answers to a request for those of a ``bundle`` from the model ``info``, as far as the recorded
-        ones came."""
-        recorded, found = bundle.answers, Replayed([ReplayedAnswer() for _ in bundle.answers])
+        ones came. ``recorded`` asks the gateway for a bundle of its own."""
+        then, found = bundle.answers, Replayed([ReplayedAnswer() for _ in bundle.answers])
         # The stream's origin has this digest if the gateway reads the recorded prompt.
         digest = origin_digest(info.fingerprint, info.adapter, (), bundle.request.token_ids)
         # With a salt of its own the whole prompt is computed, whatever the gateway has in its caches.
         message = to_pb(request)
         message.cache_salt = secrets.token_hex(16)
         with self._errors():
-            call = self._stub.Generate(message, timeout=timeout_s, metadata=self._connection.metadata())
+            asked = [(RECORD_HEADER, "1")] if recorded else []
+            metadata = self._connection.metadata() + asked
+            call = self._stub.Generate(message, timeout=timeout_s, metadata=metadata)
             try:
                 async for part in call:
                     if part.HasField("origin") and part.origin.digest != digest:
@@ -70,7 +78,7 @@ class ReplayClient:
                     if delta.finish_reason is not None:
                         answer.finish_reason = delta.finish_reason.value
                     found.timings = delta.timings or found.timings
-                    done = all(new.covers(old) for new, old in zip(found.answers, recorded, strict=True))
+                    done = all(new.covers(old) for new, old in zip(found.answers, then, strict=True))
                     if done and not all(one.finish_reason for one in found.answers):
                         break
             finally:

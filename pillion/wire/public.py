@@ -46,6 +46,8 @@ T = TypeVar("T")
 
 # An operator's call of Generate has in this metadata what the planner may not choose for it.
 PLAN_HEADER = "x-pillion-plan"
+# Value 1: keep a bundle of the request, where the gateway has --record-path.
+RECORD_HEADER = "x-pillion-record"
 
 # Dataclass and message have these fields of a request in the same form.
 _PLAIN = {field.name for field in fields(GenerateRequest)} - {

@@ -16,7 +16,7 @@ from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client
 from tests.support.cpu_model import needs_kernels
 
-pytestmark = [pytest.mark.cluster, needs_kernels]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, needs_kernels]
 
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "128MiB")
 PAUSE_S = 2.0

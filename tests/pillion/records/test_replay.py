@@ -106,6 +106,8 @@ async def test_a_replay_computes_the_whole_prompt(components: Components, record
 
     await until("the replays' own bundles", lambda: len(replays()) >= 2)
     assert {one.usage.cached_tokens for one in replays()} == {0}
+    # A replay asks for its own bundle, whatever share of requests the target records.
+    assert {one.reason for one in replays()} == {"asked"}
 
 
 async def test_what_cannot_be_replayed_is_said(
