@@ -3,10 +3,12 @@ transformers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -108,6 +110,44 @@ def test_merges_by_score_are_those_of_transformers() -> None:
     assert len(plain) > 15
     for text in plain:
         assert ours.encode(text).ids == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+# Keys of tokenizers that change nothing here, each with what it is for.
+NO_EFFECT = {
+    "REMOVE_EXTRA_WS": "Unigram",
+    "PRECOMPILED_CHARSMAP": "Unigram",
+    "TOKEN_TYPE_COUNT": "BERT",
+    "ADD_SEP": "BERT",
+    "HF_JSON": "no converter writes it, and llama.cpp does not read it",
+    "RWKV": "RWKV",
+    "CHAT_TEMPLATES": "the names of templates, whose texts have keys of their own",
+    **{f"FIM_{name}_ID": "fill-in-the-middle" for name in ("PRE", "SUF", "MID", "PAD", "REP", "SEP")},
+    **{f"{name}_ID": "an old name for fill-in-the-middle" for name in ("PREFIX", "SUFFIX", "MIDDLE")},
+}
+CHANGED = {
+    "MODEL": "gpt2",
+    "PRE": "smollm",
+    "ADD_PREFIX": False,
+    "ADD_BOS": False,
+    "ADD_EOS": True,
+    "CHAT_TEMPLATE": "a",
+    "CHAT_TEMPLATE_N": "a",
+    "HF_JSON": "{}",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in vars(gguf.Keys.Tokenizer) if not name.startswith("_")])
+def test_no_key_of_a_tokenizer_is_dropped(name: str) -> None:
+    """Each key that the gguf package knows changes what is read, or has a reason why it does not."""
+    key = getattr(gguf.Keys.Tokenizer, name).format(name="tool_use")
+    metadata = metadata_of("bpe-llama-bpe" if name in ("PRE", "MERGES") else "spm")
+    metadata |= {"tokenizer.ggml.eos_token_id": 2}
+    value: Any = CHANGED.get(name, 7 if name.endswith("_ID") else 1)
+    if name in ("LIST", "MERGES", "SCORES", "TOKEN_TYPE"):
+        value = metadata[key][::-1]
+    plain = read_tokenizer(metadata)
+    with contextlib.suppress(ConfigError):  # Another model has other keys.
+        assert (read_tokenizer(metadata | {key: value}) == plain) == (name in NO_EFFECT)
 
 
 @pytest.mark.parametrize(
