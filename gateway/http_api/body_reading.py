@@ -200,6 +200,8 @@ def _judge(parsed: Any, path: str) -> None:
             raise _unsupported(prefix, name)
     for name, spelled in _ignored_fields(kind):
         value = getattr(parsed, name)
+        if not value and name not in FALSE_ASKS:
+            continue
         if isinstance(value, Raw):
             has_value = given(value) and not _changes_nothing(name, value)
         else:
