@@ -40,7 +40,7 @@ from pillion.engine.checkpoints.model_files import (
 )
 from pillion.engine.checkpoints.work_report import WorkReport
 from pillion.engine.models.config_json import MAX_LAYERS, read_json, vocabulary_ids
-from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config, without_keys
+from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config, passed_over, without_keys
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope_config import original_tokens
 from pillion.engine.quantized.gguf_files import convert_gguf, quantized_types
@@ -101,6 +101,8 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     name, *aliases = flags.served_model_name or dict.fromkeys((source.name, flags.model))
     folder = Path(record.folder)
     config = load_config(folder)
+    if passed := passed_over(read_json(folder / "config.json")):
+        progress(f"keys of config.json without effect here are passed over: {', '.join(passed)}")
     if flags.tokenizer:
         origin = folder_of(flags.tokenizer, "main", TOKENIZER_PATTERNS, "--tokenizer")
         folder = _with_tokenizer(folder, origin, record.vocab_size, progress)

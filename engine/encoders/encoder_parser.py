@@ -40,6 +40,7 @@ _IGNORED_ROTARY = (
     *("reference_compile", "repad_logits_with_grad", "position_embedding_type", "layer_norm_eps", "decoder_bias"),
     "mlp_dropout",
 )
+ENCODER_KEYS = frozenset({*_OWN, *_OWN_ROTARY, *_IGNORED, *_IGNORED_ROTARY})
 # Encoders are models whose tokens all see each other. These are their values of ``model_type``.
 ENCODER_KINDS = (*_LEARNED, _ROTARY)
 # A slot of the pool has a stand-in for keys and values, which nobody reads: that of one small head.

@@ -4,20 +4,16 @@ torch.
 A key that a family does not know may change its arithmetic, and a model without a part of it answers nonsense that
 looks like an answer. So each key must be one of these: read for every family, among the defaults of the family's row,
 bookkeeping, or set to a value that changes nothing: null, false, 0, nothing, or a label. What no family at all knows
-is passed over by name in the log. ``--ignore-config-key`` removes a key before it is judged.
+is passed over, and :func:`unread` names it. ``--ignore-config-key`` removes a key before it is judged.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from pillion.errors import ConfigError
-
-log = logging.getLogger("pillion.model")
 
 
 def words(text: str) -> frozenset[str]:
@@ -181,21 +177,19 @@ def refuse_unknown_keys(
     if raw.get("use_sliding_window") is False:
         known = known.union(_OF_WINDOWS)
     neutral = {key: value for key, value in _NEUTRAL.items() if raw.get(key) is not None}
-    _pass_over(name, _refuse(name, "", raw, known, {**neutral, **fixed}, others=others) - others)
+    _refuse(name, "", raw, known, {**neutral, **fixed}, others=others)
 
 
 def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any], others: Set[str]) -> None:
     """Raises ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping; ``others`` as
     in :func:`refuse_unknown_keys`."""
-    passed = _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {}, others=others)
-    _pass_over(name, passed - others)
+    _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {}, others=others)
 
 
-@functools.lru_cache(maxsize=64)
-def _pass_over(name: str, keys: frozenset[str]) -> None:
-    """Names keys in the log, once in a process, though it reads a config many times."""
-    if keys:
-        log.info("%s: keys of config.json without effect here are passed over: %s", name, ", ".join(sorted(keys)))
+def unread(raw: Mapping[str, Any], others: Set[str]) -> list[str]:
+    """Returns the keys of a config that mean nothing here; ``others`` are those that some family knows."""
+    known = _READ | BOOKKEEPING | _AROUND_TEXT | _NEUTRAL.keys() | others
+    return sorted(key for key in raw.keys() - known if not key.startswith("_"))
 
 
 def without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -226,10 +220,9 @@ def _refuse(
     way_out: str = "if the model is right without it: --ignore-config-key {}",
     *,
     others: Set[str] | None = None,
-) -> frozenset[str]:
-    """Returns the unknown keys whose values change nothing; where ``others`` are given, a label of a key that is none
-    of them changes nothing, either."""
-    passed = set()
+) -> None:
+    """Raises ConfigError for the first unknown key that may change something. Where ``others`` are given, a label of a
+    key that is none of them does not."""
     for key in sorted(raw.keys() - set(known)):
         value = raw[key]
         # Keys that begin with an underscore are written and read by transformers for its own purposes.
@@ -237,11 +230,9 @@ def _refuse(
             continue
         label = others is not None and key not in others | neutral.keys() and _is_label(key, value)
         if label or (value == neutral[key] if key in neutral else not value):
-            passed.add(key)
             continue
         shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:56]}..."
         raise ConfigError(
             f"{name}: config.json has {kind}{key} = {shown}, which is not supported and may change the model's"
             f" arithmetic; {way_out.format(key)}"
         )
-    return frozenset(passed)

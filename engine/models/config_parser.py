@@ -12,14 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pillion.engine.encoders.encoder_parser import ENCODER_KINDS, parse_encoder
+from pillion.engine.encoders.encoder_parser import ENCODER_KEYS, ENCODER_KINDS, parse_encoder
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
-from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
+from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, unread, without_pictures
 from pillion.engine.models.families import (
     DEFAULTS,
     EITHER_WAY,
     FAMILIES,
     FAMILY_KEYS,
+    IGNORED_KEYS,
     REMOVED,
     SAME_AS,
     TEXT_AS,
@@ -128,6 +129,13 @@ def _without(value: Any, name: str) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: _without(inner, name) for key, inner in value.items() if key != name}
+
+
+def passed_over(config: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a config that :func:`parse_config` takes and nothing reads."""
+    text = config.get("text_config")
+    every = {**text, **config} if isinstance(text, Mapping) else config
+    return unread(every, FAMILY_KEYS | IGNORED_KEYS | ENCODER_KEYS)
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:

@@ -1211,6 +1211,8 @@ DEFAULTS: dict[str, dict[str, Any]] = json.loads(DEFAULTS_FILE.read_text("utf-8"
 FAMILIES = {name: replace(row, defaults={**DEFAULTS.get(name, {}), **row.defaults}) for name, row in ROWS.items()}
 # Keys that some family reads, or that may say one thing in it.
 FAMILY_KEYS = frozenset().union(*({*row.own, *row.fixed} for row in FAMILIES.values()))
+# Keys that stand in configs of some family and are not read.
+IGNORED_KEYS = frozenset().union(*(row.ignored for row in FAMILIES.values()))
 
 # These models of text and images have a text model that can be served. The text_config of a config has the model_type
 # that transformers assumes where it says nothing, which stands in the same file, or one of the others here.

@@ -468,6 +468,14 @@ def test_shards_of_a_variant(folder):
     assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
 
 
+def test_each_start_names_the_keys_that_are_passed_over(folder):
+    edit_json(folder / "config.json", maker="a", new_option=False)
+    for _ in range(2):
+        lines = []
+        prepare(flags(folder), lines.append)
+        assert "keys of config.json without effect here are passed over: maker, new_option" in lines
+
+
 def test_a_key_of_the_config_may_be_ignored(folder, monkeypatch):
     plain = prepare(flags(folder))
     answer = BackendDriver(plain).greedy([5, 6, 7], 8)
