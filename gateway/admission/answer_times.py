@@ -37,6 +37,8 @@ MAX_ANSWERS = 64
 MIN_ANSWERS = 3
 KEPT_S = 60.0
 KEPT_DURATIONS = 4
+# Time for which predictions rest on what was learnt, because learning takes a millisecond.
+RELEARN_S = 0.1
 # Limit of a client's own bound, in lengths of the longest answer, while the usual length is unknown.
 FAR_LONGER = 16
 
@@ -94,17 +96,6 @@ class SeenWork(NamedTuple):
     took_s: float
     expected_s: float
 
-    @property
-    def ratio(self) -> float:
-        """How many times as long as the step model says it took."""
-        return self.took_s / self.expected_s
-
-    def suggests_s(self, expected_s: float, pace: float) -> float:
-        """Returns the seconds that other work takes at least, if this took what it did: of shorter work its share, and
-        of longer work ``pace`` times the difference."""
-        longer_s = max(0.0, expected_s - self.expected_s)
-        return self.ratio * (expected_s - longer_s) + min(pace, self.ratio) * longer_s
-
 
 class WorkTimes:
     """Predicts the seconds of work from what the step model says of it and what such work took, a silence taken off.
@@ -113,15 +104,23 @@ class WorkTimes:
     def __init__(self, seen: Sequence[SeenWork], signs_s: Iterable[float]) -> None:
         left = _without_a_silence(seen, signs_s) if seen else []
         self._trusted = len(left) >= MIN_ANSWERS - 1
-        self._seen = left if self._trusted else seen
-        self._pace = _pace(left)
+        pace = _pace(left)
+        # Of each: the step model's seconds, how many times as long it took, and the pace that longer work has.
+        self._seen = [
+            (one.expected_s, ratio := one.took_s / one.expected_s, min(pace, ratio))
+            for one in (left if self._trusted else seen)
+        ]
 
     def seconds(self, expected_s: float) -> float:
-        """Returns how long work will take of which the step model says ``expected_s``; 0.0 where too little was
-        seen."""
+        """Returns how long work will take of which the step model says ``expected_s``: the median of what each that was
+        seen suggests, of shorter work its share, and of longer work its pace times the difference; 0.0 where too little
+        was seen."""
         if len(self._seen) < MIN_ANSWERS - 1:
             return 0.0
-        found_s = median(one.suggests_s(expected_s, self._pace) for one in self._seen)
+        found_s = median(
+            ratio * expected_s if expected_s <= seen_s else ratio * seen_s + pace * (expected_s - seen_s)
+            for seen_s, ratio, pace in self._seen
+        )
         return found_s if self._trusted else min(found_s, expected_s)
 
 
@@ -209,6 +208,7 @@ class AnswerTimes:
         self._fleet = fleet
         self._answers: list[PastAnswer] = []
         self._learnt: tuple[WorkTimes, WorkTimes, AnswerLengths] | None = None
+        self._learnt_s = 0.0
 
     def ended(self, served: ServedRequest) -> None:
         """Notes a request that had its turn and has ended."""
@@ -222,7 +222,6 @@ class AnswerTimes:
             # Drop where answers are densest, so that those kept are spread over time and few of them waited together.
             ends = [one.served.ended_s for one in self._answers]
             del self._answers[min(range(1, MAX_ANSWERS), key=lambda number: ends[number] - ends[number - 1])]
-        self._learnt = None
 
     def seconds(
         self,
@@ -242,18 +241,21 @@ class AnswerTimes:
             now_s: the time.
             signs_s: times when tokens came.
         """
-        kept = [one for one in self._answers if not _is_past(one.served, now_s)]
-        if len(kept) < len(self._answers):
-            self._answers, self._learnt = kept, None
-        if len(kept) < MIN_ANSWERS:
-            return 0.0
+        if self._learnt is None or now_s - self._learnt_s >= RELEARN_S:
+            self._learn(now_s, signs_s)
         if self._learnt is None:
-            self._learnt = *_work_times(kept, signs_s), AnswerLengths.of(kept)
+            return 0.0
         prompts, further, lengths = self._learnt
         fleet, tokens = self._fleet(), lengths.answer_tokens(allowed_tokens)
         return prompts.seconds(fleet.prompt_s(prompt_tokens, tokens_before)) + further.seconds(
             (tokens - 1) * fleet.token_s(beside)
         )
+
+    def _learn(self, now_s: float, signs_s: Iterable[float]) -> None:
+        self._answers = [one for one in self._answers if not _is_past(one.served, now_s)]
+        self._learnt, self._learnt_s = None, now_s
+        if len(self._answers) >= MIN_ANSWERS:
+            self._learnt = *_work_times(self._answers, signs_s), AnswerLengths.of(self._answers)
 
 
 def _is_past(served: ServedRequest, now_s: float) -> bool:

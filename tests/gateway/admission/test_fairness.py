@@ -152,6 +152,15 @@ def test_the_time_without_a_line_tells_nothing() -> None:
     assert pace.wait_s(0) == pytest.approx(1.0)
 
 
+def test_one_pause_is_left_out_of_the_pace() -> None:
+    pace, now = DepartureRate(), 0.0
+    pace.began(now)
+    for number in range(12):
+        now += 8.0 if number == 9 else 1.0
+        pace.left(1, True, now)
+    assert pace.wait_s(9) == pytest.approx(10.0)
+
+
 def test_the_pace_follows() -> None:
     pace, now = DepartureRate(), 0.0
     pace.began(now)
