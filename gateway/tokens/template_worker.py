@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
@@ -42,7 +43,9 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Content of inserted messages; some templates refuse an empty one.
 BLANK = " "
 # Time after which no further rewrites of a conversation are tried.
-_TRIES_CPU_S = 0.5
+_TRIES_CPU_S = 1.0
+# Messages of a conversation that is always rendered a second time, with marks; some templates take quadratic time.
+_MARKED_MESSAGES = 64
 # Texts that no template writes and no filter changes.
 _PROBE, _ARGUMENT = "zqprobeqz", "zqargumentqz"
 _MARK = re.compile("zq[0-9]+qz")
@@ -586,34 +589,36 @@ class TemplateRenderer:
         marked, texts = _marked(asked)
         tried: list[History] = []
 
-        def attempt(rewrites: Rewrites) -> tuple[dict[str, str], bool]:
-            arranged = rewritten(asked, rewrites)
+        def attempt(rewrites: Rewrites, arranged: History) -> tuple[dict[str, str], bool]:
             if arranged in tried or (tried and time.process_time() > deadline):
                 return {}, False
             tried.append(arranged)
             answer = self._written(job, arranged)
             if "text" not in answer:
                 return answer, False
+            if len(asked.messages) > _MARKED_MESSAGES and stands_in(arranged, answer["text"]):
+                return answer, True
             missing = self._missing(job, rewritten(marked, rewrites), texts, answer["text"])
             return ({"refused": f"it leaves out {missing}"}, False) if missing else (answer, True)
 
-        first, _ = answer, helps = attempt(())
+        first, _ = answer, helps = attempt((), asked)
         if helps:
             return answer, ()
-        for rewrites in (chain[:size] for chain in self._chains for size in range(1, len(chain) + 1)):
-            answer, helps = attempt(rewrites)
+        for rewrites, arranged in _steps(self._chains, asked):
+            answer, helps = attempt(rewrites, arranged)
             if helps:
                 break
         else:
             return first, ()
         for one in reversed(rewrites):
             fewer = tuple(other for other in rewrites if other is not one)
-            if rewritten(asked, fewer) == rewritten(asked, rewrites):
+            smaller = rewritten(asked, fewer)
+            if smaller == arranged:
                 rewrites = fewer
                 continue
-            smaller, helps = attempt(fewer)
+            shorter, helps = attempt(fewer, smaller)
             if helps:
-                answer, rewrites = smaller, fewer
+                answer, rewrites, arranged = shorter, fewer, smaller
         return answer, rewrites
 
     def _missing(self, job: dict[str, Any], marked: History, texts: dict[str, tuple[str, str]], text: str) -> str:
@@ -654,6 +659,30 @@ def rewritten(asked: History, rewrites: Rewrites) -> History:
     for rewrite in rewrites:
         asked = rewrite(asked)
     return asked
+
+
+def stands_in(asked: History, text: str) -> bool:
+    """Return whether a text has the contents of a history in their order, and each name as often as it is called.
+    False may be wrong, where a template changes texts."""
+    end = 0
+    for message in asked.messages:
+        content = (message["content"] or "").strip().removesuffix(END_MARK.strip())
+        begin = text.find(content, end)
+        if begin < 0:
+            return False
+        end = begin + len(content)
+    names = Counter(call["function"]["name"] for message in asked.messages for call in message.get("tool_calls") or ())
+    names.update(tool["function"]["name"] for tool in asked.tools or ())
+    return all(text.count(name) >= number for name, number in names.items())
+
+
+def _steps(chains: Iterable[Rewrites], asked: History) -> Iterator[tuple[Rewrites, History]]:
+    """Yields the beginnings of each chain, with the history after them."""
+    for chain in chains:
+        after = asked
+        for size, rewrite in enumerate(chain, 1):
+            after = rewrite(after)
+            yield chain[:size], after
 
 
 def _marked(asked: History) -> tuple[History, dict[str, tuple[str, str]]]:

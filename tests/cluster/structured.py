@@ -122,7 +122,8 @@ END_THINK_BIAS = {VOCABULARY - 1: 3.0}
 PATCH_BIAS = {2 + ord(character) - ord("!"): bias for character, bias in (("\\", 3.0), ("n", 3.0), ("*", 2.0))}
 TEXT = "Which places are there at the harbour, and what is known of each? Say it in the form that is asked for."
 TEMPLATE = (
-    "{# <tool_call> #}{% if tools %}({{ tools | length }} tools){% endif %}{% for message in messages %}"
+    "{# <tool_call> #}{% if tools %}({% for t in tools %}{{ t.function.name }} {% endfor %}tools){% endif %}"
+    "{% for message in messages %}"
     f"{BOS}{{{{ message.role }}}}\n{{{{ message.content }}}}{EOS}\n{{% endfor %}}{BOS}assistant\n{THINK}"
     f"{{% if not enable_thinking %}}{END_THINK}{{% endif %}}"
 )

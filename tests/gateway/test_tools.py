@@ -33,7 +33,8 @@ from tests.support.fake_components import FakeCluster, running_fake_cluster, scr
 from tests.support.http import call
 
 TEMPLATE = (
-    "{# <tool_call> <think> </think> #}{% if tools %}({{ tools | length }} tools){% endif %}"
+    "{# <tool_call> <think> </think> #}"
+    "{% if tools %}({% for t in tools %}{{ t.function.name }} {% endfor %}tools){% endif %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
     "{{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}{% endfor %}[assistant]"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
@@ -239,13 +240,13 @@ async def test_what_the_model_reads(fakes: FakeCluster) -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
     told = "[user]hi[assistant]weather:Bonn[tool]rain[assistant]"
-    for choice, tools in (({}, "(2 tools)"), ({"tool_choice": "none"}, "")):
+    for choice, tools in (({}, "(weather time tools)"), ({"tool_choice": "none"}, "")):
         body = {**ASKED, "messages": history, "max_tokens": 1, **choice}
         assert (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).status == 200
         prompt = tuple(fakes.decode.submits[-1].token_ids)
         assert prompt == script_of(tools + told)[:-1]
     reply = await call(fakes.gateway.http_address, "/tokenize", {"messages": history, "tools": TOOLS})
-    assert reply.json["tokens"] == list(script_of("(2 tools)" + told)[:-1])
+    assert reply.json["tokens"] == list(script_of("(weather time tools)" + told)[:-1])
 
 
 @pytest.mark.parametrize("named", [{}, {"tool_call_id": "gone"}, {"tool_call_id": "t" * 4096, "name": "weather"}])
@@ -253,7 +254,9 @@ async def test_a_result_whose_call_the_client_has_cut_off_is_told(fakes: FakeClu
     history = [{"role": "tool", "content": "rain", **named}, {"role": "user", "content": "hi"}]
     body = {**ASKED, "messages": history, "max_tokens": 1}
     assert (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).status == 200
-    assert tuple(fakes.decode.submits[-1].token_ids) == script_of("(2 tools)[tool]rain[user]hi[assistant]")[:-1]
+    assert (
+        tuple(fakes.decode.submits[-1].token_ids) == script_of("(weather time tools)[tool]rain[user]hi[assistant]")[:-1]
+    )
 
 
 async def test_a_long_id_of_an_earlier_call_is_taken(fakes: FakeCluster) -> None:

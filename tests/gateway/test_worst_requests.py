@@ -68,8 +68,9 @@ TEXT = json.dumps("x, y" * (CONTEXT // 4 - 1)).encode()
 ONE = b"1"
 # Calls are objects after a mark, and tools are counted.
 TEMPLATE = (
-    "{# <tool_call> #}{{ tools | length if tools }}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    "{# <tool_call> #}{{ tools | map(attribute='function.name') | join if tools }}{% for m in messages %}"
+    "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    "{% endfor %}[assistant]"
 )
 USER = b"[" + MESSAGE + b"]"
 # Most bytes of all tools, and of a shape; and of the arguments of calls, of which each character is counted.

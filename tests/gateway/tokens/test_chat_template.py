@@ -214,6 +214,19 @@ async def test_a_text_that_a_template_leaves_out_is_an_error(template) -> None:
         await template(only_users).render(MESSAGES[1:], tools=(Tool(name="weather"),))
 
 
+async def test_a_long_conversation_loses_no_text_either(template) -> None:
+    """It is not rendered a second time, unless a text is not found as it was sent."""
+    turns = [(ChatMessage("user", f" Question {n}? "), ChatMessage("assistant", f'"{n}" is it.')) for n in range(50)]
+    messages = [message for turn in turns for message in turn]
+    expected = "".join(one.content for one in messages)
+    assert await template(ALL).render(messages) == expected
+    escaped = await template("{% for m in messages %}{{ m.content | tojson }}{% endfor %}").render(messages)
+    assert escaped == "".join(json.dumps(one.content) for one in messages)
+    only_users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match='leaves out a text of role assistant, \'"0" is it'):
+        await template(only_users).render(messages)
+
+
 async def test_no_template_is_said_clearly(template) -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         await template("").render(MESSAGES)
