@@ -52,6 +52,9 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
 _VALUES = ("const", "default", "example", "examples")
 _ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "example", "deprecated"})
 _APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "dependentSchemas"})
+_REFERENCES = frozenset(
+    {"$ref", "$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
+)
 # These values of a keyword demand nothing.
 _FREE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
@@ -74,7 +77,9 @@ _ONLY = re.compile(r"\^?(\\[dDsSwW]|\[\^?(?:\\.|[^\]\\])+\])\*\$")
 def plain_schema(schema: Any) -> Any:
     """Returns the equal of a parsed schema that is not deep."""
     made = _plain(schema)
-    return _with_references(made) if isinstance(made, dict) else made
+    if any(not _REFERENCES.isdisjoint(one) for one in schemas_in(made)):
+        return _with_references(made)
+    return made
 
 
 def _plain(schema: Any) -> Any:

@@ -253,7 +253,9 @@ class _Writer:
         """Returns a rule for JSON that fits ``schema``, which is at ``place``, a JSON pointer, in ``root``, the tool's
         own schema. Raises InvalidRequest."""
         inner = schema if root is None else rooted(schema, root)
-        piece = plain_json_piece(inner, f"tools.tools[{number}].parameters", place)
+        # held_to has checked the schemas of the other tools.
+        checked = self.asked.options.tools[number].strict is not True
+        piece = plain_json_piece(inner, f"tools.tools[{number}].parameters", place, checked)
         self.sources |= piece.sources
         self.json_bytes += len(piece.body)
         if self.json_bytes > MAX_GRAMMAR_BYTES:
