@@ -556,6 +556,12 @@ ARCHITECTURES = {
         model_type="llama", derived=_ministral, others={"attention.temperature_scale"}, permutes=True
     ),
     "smollm3": GgufArchitecture(model_type="smollm3", permutes=True),
+    "arcee": GgufArchitecture(model_type="arcee", permutes=True),
+    "olmo2": GgufArchitecture(
+        model_type="olmo2",
+        tensors={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    ),
+    "seed_oss": GgufArchitecture(model_type="seed_oss", tensors={"post_attention_norm": "post_attention_layernorm"}),
     "granite": _GRANITE,
     "granitemoe": replace(
         _GRANITE,
