@@ -37,6 +37,17 @@ from tests.support.published_configs import SERVED
 from tests.support.torch_model import BackendDriver
 
 
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """No hub is asked which files a repository has."""
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise OSError("no hub")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
