@@ -43,7 +43,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Content of inserted messages; some templates refuse an empty one.
 BLANK = " "
 # Time after which no further rewrites of a conversation are tried.
-_TRIES_CPU_S = 1.0
+_TRIES_CPU_S = 0.5
 # Messages of a conversation that is always rendered a second time, with marks; some templates take quadratic time.
 _MARKED_MESSAGES = 64
 # Texts that no template writes and no filter changes.

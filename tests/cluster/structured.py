@@ -146,7 +146,8 @@ class Shape:
     @property
     def prompt(self) -> str:
         """The text that the template makes."""
-        tools = f"({len(self.tools.tools)} tools)" if self.tools.tools else ""
+        names = "".join(f"{tool.name} " for tool in self.tools.tools)
+        tools = f"({names}tools)" if names else ""
         thought = "" if self.thinks else END_THINK
         return f"{tools}{BOS}user\n{TEXT}{EOS}\n{BOS}assistant\n{THINK}{thought}"
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from pillion.errors import InvalidRequest
 from pillion.gateway.formats.model_formats import parser_names
 from pillion.gateway.formats.tool_formats import SPELLED_OUT, spelling
 from pillion.gateway.http_api.openai_requests import chat_request
@@ -243,6 +244,20 @@ async def test_every_text_is_in_the_prompt_as_transformers_has_it(template: tupl
             continue
         if all(text in oracle for text in texts(messages, tools)):
             assert prompt == oracle, name
+
+
+async def test_a_rewritten_conversation_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = (BRIEF, ASKS, says("assistant", "It is "))
+    going_on = ChatOptions(continue_final_message=True)
+    prompt = await rendered(opened(OWN["no system"], monkeypatch), begun, (), going_on)
+    assert prompt == "[user]Briefly\n\nAsking[assistant]It is"
+
+
+async def test_no_rewrite_is_tried_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_worker, "_TRIES_CPU_S", -1.0)
+    box = opened(OWN["no system"], monkeypatch)
+    with pytest.raises(InvalidRequest, match="refuses this conversation: System role not supported"):
+        await rendered(box, (BRIEF, ASKS), ())
 
 
 # What these templates write of a message depends on later ones: tools or the system message move to the last user's.

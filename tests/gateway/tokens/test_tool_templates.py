@@ -302,6 +302,7 @@ async def test_a_template_without_tools_refuses_them() -> None:
         ),
         ("{{ messages[-1] | tojson }}{{ messages[0].reasoning }}", "reasoning"),
         ("{{ messages[-1] | tojson }}{{ messages[0]['reasoning'] }}", "reasoning"),
+        ("{{ messages[-1] | tojson }}{{ messages[0].thinking }}", "thinking"),
         ("{{ messages[-1] | tojson }}Think with reasoning, in {{ reasoning_effort }}.", "reasoning_content"),
     ],
 )
