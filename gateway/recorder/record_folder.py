@@ -100,10 +100,11 @@ def write(folder: Path, bundle_id: str, raw: bytes) -> None:
 
 
 def make_key(folder: Path) -> bytes:
-    """Returns the key in ``folder``, which is made where it is missing. Gateways that share a folder get the same
-    one. Raises ConfigError."""
+    """Returns the key in ``folder``; both are made where they are missing. Gateways that share a folder get the same
+    key. Raises ConfigError."""
     path, part = folder / KEY_FILE, folder / f".{KEY_FILE}.{secrets.token_hex(4)}"
     try:
+        folder.mkdir(mode=_FOLDER_OWNER_ONLY, parents=True, exist_ok=True)
         if not path.exists():
             with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY), "w") as file:
                 file.write(secrets.token_hex(32))

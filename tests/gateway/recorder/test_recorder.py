@@ -27,6 +27,7 @@ from pillion.gateway.recorder.record_store import read_named
 from pillion.net import rpc
 from pillion.observability import metric_catalog as names
 from pillion.records.bundle import KEY_FILE, Bundle, encode, hidden, read, read_key
+from pillion.supervisor.preflight import check_files
 from pillion.types import AnswerSoFar, FinishReason, Resume, SamplingParams
 from pillion.v1.gateway_pb2_grpc import GatewayStub
 from pillion.wire.public import RECORD_HEADER, origin_from_pb
@@ -264,6 +265,13 @@ def test_the_oldest_bundles_make_room(tmp_path: pathlib.Path) -> None:
     assert (there(), sorted(path.name for path in tmp_path.glob("*.part"))) == ([3, 4], ["new.part"])
     with pytest.raises(ConfigError, match="more than --record-bytes"):
         RecordFolder(tmp_path, 10, 1000.0).keep(ids[5], raw)
+
+
+def test_a_folder_is_made_with_its_key_before_the_start(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "new" / "records"
+    check_files(GatewayFlags(model="", record_path=str(folder)))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert recorders.own_key(GatewayFlags(model="", record_path=str(folder))) == read_key(folder / KEY_FILE)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: pathlib.Path) -> None:
