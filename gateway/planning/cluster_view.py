@@ -128,9 +128,15 @@ class ClusterView:
         """Returns whether no call to the component has failed a moment ago."""
         return now >= self._suspects.get(component_id, now)
 
-    def stood_still(self, component_id: str) -> tuple[float, float] | None:
-        """Returns begin and end of the component's last time without heartbeats; None where it had none."""
-        return self._still_s.get(component_id)
+    def stood_still(self, component_id: str, now: float) -> tuple[float, float] | None:
+        """Returns begin and end of the component's last time without heartbeats, which may last; None where it had
+        none."""
+        return self._still_until(component_id, now) or self._still_s.get(component_id)
+
+    def _still_until(self, component_id: str, end_s: float) -> tuple[float, float] | None:
+        record = self._records.get(component_id)
+        lasts_ms = 0 if record is None else self._age_ms(record, end_s)
+        return (end_s - lasts_ms / 1000, end_s) if lasts_ms >= STILL_MS else None
 
     def __iter__(self) -> Iterator[ComponentRecord]:
         """Yields the records of all components, in no order."""
@@ -185,11 +191,12 @@ class ClusterView:
         return record.heartbeat_age_ms + int((now - self._taken_s.get(record.component_id, now)) * 1000)
 
     def _take(self, record: ComponentRecord, now: float) -> None:
+        beat_s = now - record.heartbeat_age_ms / 1000
+        if (still := self._still_until(record.component_id, beat_s)) is not None:
+            self._still_s[record.component_id] = still
         old = record.heartbeat_age_ms > self.grace_s * 1000
         self._put(record.outdated() if old else record)
         self._taken_s[record.component_id] = now
-        if record.heartbeat_age_ms >= STILL_MS:
-            self._still_s[record.component_id] = now - record.heartbeat_age_ms / 1000, now
         if old:
             self._outdated.add(record.component_id)
         elif self._outdated:

@@ -72,13 +72,13 @@ LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"
 
 class Recorder:
     """Records requests of one gateway with these flags. ``counts`` has what became of those that were to be recorded,
-    by why. ``stood_still`` returns begin and end of a component's last time without heartbeats. Making it blocks; it
-    raises ConfigError for a folder or a key that cannot be used."""
+    by why. ``stood_still`` returns begin and end of a component's last time without heartbeats, as of a time. Making it
+    blocks; it raises ConfigError for a folder or a key that cannot be used."""
 
     def __init__(
         self,
         flags: GatewayFlags,
-        stood_still: Callable[[str], tuple[float, float] | None] = lambda component_id: None,
+        stood_still: Callable[[str, float], tuple[float, float] | None] = lambda component_id, now: None,
     ) -> None:
         self._flags = flags
         self._stood_still = stood_still
@@ -153,7 +153,7 @@ class Recorder:
             self.counts[OVER] += 1
             return
         for worker in story.workers():
-            if (still := self._stood_still(worker.component_id)) is not None:
+            if (still := self._stood_still(worker.component_id, story.ended_s)) is not None:
                 story.still(worker.component_id, *still)
         try:
             self._jobs.put_nowait((story, reason))

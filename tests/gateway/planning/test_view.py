@@ -45,10 +45,14 @@ def test_a_part_that_has_left_and_says_so_is_forgotten_at_once() -> None:
 
 def test_times_without_heartbeats_are_remembered() -> None:
     view = ClusterView(grace_s=5)
-    for now, age_ms in ((100, 900), (101, 1900), (102, 2900), (103, 3900), (103.5, 100)):
-        view.update([replace(A, heartbeat_age_ms=age_ms)], now)
-    assert view.stood_still("a") == (pytest.approx(99.1), 103)
-    assert view.stood_still("b") is None
+    silent = replace(A, heartbeat_age_ms=900)
+    for now in (100.0, 101.0, 102.0, 103.0):
+        # The registry's answer has the same record until there is a new heartbeat.
+        view.update([silent], now)
+        assert view.stood_still("a", now) == (None if now < 102 else (pytest.approx(99.1), now))
+    view.update([replace(A, heartbeat_age_ms=100)], 103.5)
+    assert view.stood_still("a", 104.5) == (pytest.approx(99.1), pytest.approx(103.4))
+    assert view.stood_still("b", 104.5) is None
 
 
 def test_without_an_answer_the_last_view_stands() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -154,8 +153,7 @@ async def test_a_dead_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.
 
 
 async def test_a_decode_worker_that_stands_still(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stood_still(view: ClusterView, component_id: str) -> tuple[float, float] | None:
-        now = time.monotonic()
+    def stood_still(view: ClusterView, component_id: str, now: float) -> tuple[float, float] | None:
         return (now - HELD_S, now) if component_id == "decode-0" else None
 
     monkeypatch.setattr(ClusterView, "stood_still", stood_still)
