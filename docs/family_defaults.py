@@ -22,11 +22,11 @@ from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, PICTURES, TE
 DEFAULTED = words(
     """
     activation_function attention_bias attention_chunk_size attention_in_multiplier attention_k_eq_v
-    attention_multiplier attention_out_bias attention_out_multiplier attn_layer_indices attn_layer_offset
-    attn_layer_period attn_scale attn_temperature_tuning block_auto_adjust_ff_dim block_ffn_dim_multiplier
-    block_multiple_of conv_L_cache conv_bias conv_kernel decoder_sparse_step dim_model_base embedding_multiplier
-    enable_bias enable_moe_block expert_layer_offset expert_layer_period expert_selection_fn ffn_dim
-    final_logit_softcapping first_k_dense_replace floor_scale full_attn_idxs global_attn_every_n_layers head_dim
+    attention_multiplier attention_out_bias attention_out_multiplier attention_value_scale attn_layer_indices
+    attn_layer_offset attn_layer_period attn_scale attn_temperature_tuning block_auto_adjust_ff_dim
+    block_ffn_dim_multiplier block_multiple_of conv_L_cache conv_bias conv_kernel decoder_sparse_step dim_model_base
+    embedding_multiplier enable_bias enable_moe_block expert_layer_offset expert_layer_period expert_selection_fn
+    ffn_dim final_logit_softcapping first_k_dense_replace floor_scale full_attn_idxs global_attn_every_n_layers head_dim
     hidden_act hidden_activation hidden_size hidden_size_per_layer_input index_head_dim index_n_heads index_topk
     interleave_moe_layer_step intermediate_size intermediate_size_mlp key_multiplier kv_lora_rank layer_norm_eps
     layer_norm_epsilon layer_rope_theta layer_types layers_block_type linear_allow_neg_eigval linear_conv_kernel_dim

@@ -41,7 +41,6 @@ LEFT_OUT = {
     "several residual streams that layers predict and correct (AltUp), where the kernels have one; low-rank residuals "
     "(LAuReL); activations of which a share is cut off": "gemma3n gemma3n_text",
     "keys and values of another model, to draft its tokens": "gemma4_assistant gemma4_unified_assistant",
-    "blocks whose heads of values are narrower than those of keys": "mimo_v2_flash",
     "attention whose results pass a gate, are subtracted from each other, or mix experts": """
         diffllama jetmoe laguna""",
     "norms between activation and down projection": "bitnet",
@@ -109,8 +108,8 @@ INTRO = """# Models
 is refused by its name before weights are read, unless it is off, a label or bookkeeping; `--ignore-config-key NAME`
 leaves one out where the model is right without it. The third column has refused keys of transformers' own. Tests
 compare each family with transformers in float32 (`tests/engine/models/test_families.py`), and families of each kind
-also over a `kill -9` of a decode worker. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) have no
-adapters yet.
+also over a `kill -9` of a decode worker. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) or
+narrower than keys (MiMo-V2-Flash) have no adapters yet.
 
 Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts, labels and scores of pairs
 ([pooling](decisions/pooling.md#encoders)). Every family below gives vectors of texts, and its classifiers
@@ -223,6 +222,8 @@ def options(family: ModelFamily) -> str:
         said.append(STATES[family.linear.__name__])
     if projections.gated or projections.gate:
         said.append("attention gated by head" if projections.by_head else "gated attention")
+    if "attention_value_scale" in family.defaults:
+        said.append("attention sinks and twice the KV heads with a window; heads of values narrower than those of keys")
     if family.parallel:
         said.append("attention beside the MLP")
     if not family.gated:

@@ -241,3 +241,5 @@ def check_adapters(config: ModelConfig) -> None:
     """Raises ConfigError for a model that cannot have adapters yet."""
     if config.values_are_keys:
         raise ConfigError(f"{config.family}: --enable-lora is not there yet where values are keys (attention_k_eq_v)")
+    if config.value_width:
+        raise ConfigError(f"{config.family}: --enable-lora is not there yet where values are narrower than keys")

@@ -155,7 +155,7 @@ def layer_checkpoint_names(operations: Layer) -> dict[str, tuple[StackedTensors,
 
 
 def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[StackedTensors, ...]:
-    rows, *columns = tensor.shape
+    rows, *columns = tensor.stored_shape
     if tensor.role is Role.TAPS:
         # A convolution of each channel on its own reads one channel.
         columns = [1, *columns]
@@ -166,7 +166,7 @@ def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple
     # A norm of whole projections has one row for all heads of queries, and one for those of keys.
     of_heads = tensor.role is Role.HEAD_NORM and not tensor.by_head
     columns = [] if suffix == ".bias" and not of_heads else columns
-    sizes, found = [piece.size for piece in tensor.rows], []
+    sizes, found = [piece.in_files for piece in tensor.rows], []
     for names in tensor.checkpoint_names:
         first = [[]] * len(names) if of_heads else [[sum(sizes[own])] for own in tensor.pieces_of(names)]
         found.append(

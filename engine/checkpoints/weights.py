@@ -160,6 +160,8 @@ def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: Laye
 
 def _matrix(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> Matrix:
     weight, order = checkpoint.take_matrix(key, dtype), row_order(tensor)
+    if tensor.padded:
+        weight = _padded(_padded(plain(weight, dtype), tensor.rows, 0), tensor.inputs, 1)
     weight = weight if order is None else select_rows(weight, order)
     if not tensor.scales:
         return weight
@@ -172,8 +174,21 @@ def _matrix(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: Laye
 def _bias(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> torch.Tensor | None:
     if not tensor.bias:
         return None
-    bias, order = checkpoint.take(f"{key}.bias", dtype), row_order(tensor)
+    bias, order = _padded(checkpoint.take(f"{key}.bias", dtype), tensor.rows, 0), row_order(tensor)
     return bias if order is None else bias[order]
+
+
+def _padded(values: torch.Tensor, pieces: Sequence[Entries], dimension: int) -> torch.Tensor:
+    """Returns a tensor with zeros for those entries of a dimension's heads that checkpoints lack."""
+    if not any(piece.stored for piece in pieces):
+        return values
+    places = [
+        torch.arange(piece.size).view(-1, piece.head)[:, : piece.stored or piece.head].reshape(-1) + first
+        for piece, first in _placed(pieces)
+    ]
+    shape = [*values.shape]
+    shape[dimension] = sum(piece.size for piece in pieces)
+    return values.new_zeros(shape).index_copy_(dimension, torch.cat(places).to(values.device), values)
 
 
 def row_order(tensor: LayerTensor) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
     families.py          the table of model families: where a new family goes
     layer_operations.py  the words in which a family describes a layer;  llama_layer.py: the layer of most families
-    latent_layer.py      attention over latents (MLA);  gemma4_layer.py: the layers of Gemma 4
+    latent_layer.py      attention over latents (MLA);  gemma4_layer.py and mimo_layer.py: layers of families
     linear_layer.py      layers with a state (hybrid models);  layer_states.py: what such a state is
     state_layout.py      where slots of the pool have the pieces of a state
     model_config.py      what a config says of a model

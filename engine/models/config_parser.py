@@ -165,8 +165,8 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     if family.rope.nope_if_full and any(slides):
         has_rope = slides
     layers = read_layers(name, raw, options, heads, slides)
-    full_dim = layers["layer_heads"][slides.index(False)].head_dim if layers else 0
-    ropes, layer_ropes = _ropes(raw, options, family, (head_dim, full_dim), has_rope, slides)
+    full_dims = [own.head_dim for own, slide in zip(layers.get("layer_heads", ()), slides, strict=False) if not slide]
+    ropes, layer_ropes = _ropes(raw, options, family, (head_dim, *full_dims[:1]), has_rope, slides)
     qkv_bias, o_bias, mlp_bias = _biases(options, family.biases)
     moe = _moe(raw, options, family, num_layers)
     return ModelConfig(
@@ -487,13 +487,14 @@ def _ropes(
     raw: Mapping[str, Any],
     options: Mapping[str, Any],
     family: ModelFamily,
-    head_dims: tuple[int, int],
+    head_dims: tuple[int, ...],
     has_rope: tuple[bool, ...],
     slides: tuple[bool, ...],
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
     head_dim = head_dims[0]
     if family.rope.local:
-        return parse_global_and_local(raw, *head_dims), tuple(int(slide) for slide in slides)
+        both = parse_global_and_local(raw, *head_dims, partial=family.rope.partial)
+        return both, tuple(int(slide) for slide in slides)
     rope = parse_rope(raw, head_dim, partial=family.rope.partial, query_growth=family.rope.query_growth == "all")
     interleaved = bool(options.get("rope_interleave", family.rope.interleaved))
     rope = replace(rope, interleaved=interleaved)

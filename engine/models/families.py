@@ -52,6 +52,7 @@ from pillion.engine.models.llama_layer import (
     QkNorm,
     llama_layer,
 )
+from pillion.engine.models.mimo_layer import mimo_layer
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
 from pillion.errors import ConfigError
 
@@ -395,6 +396,42 @@ def _afmoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         "layer_types": raw["layer_types"] or [f"{kind}_attention" for kind in kinds],
         "norm_topk_prob": True,
     }
+
+
+def _mimo(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for MiMo-V2-Flash, whose published configs say with keys of their own which layers have a
+    window or experts. Raises ConfigError where those of layers with a window say otherwise than this family does."""
+    layers, heads, kv_heads = (
+        size(raw, f"num_{part}") for part in ("hidden_layers", "attention_heads", "key_value_heads")
+    )
+    usual = {
+        "swa_num_attention_heads": heads,
+        "swa_num_key_value_heads": 2 * kv_heads,
+        "swa_head_dim": size(raw, "head_dim"),
+        "swa_v_head_dim": size(raw, "v_head_dim"),
+    }
+    for key, wanted in usual.items():
+        if raw.get(key) not in (None, wanted):
+            raise ConfigError(f"mimo_v2_flash: config.json has {key} = {raw[key]!r}, not {wanted}")
+    windows = per_layer(raw, "hybrid_layer_pattern", layers)
+    windows = [layer > 0 and (layer + 1) % 6 > 0 for layer in range(layers)] if windows is None else windows
+    experts = per_layer(raw, "moe_layer_freq", layers)
+    experts = [layer > 0 for layer in range(layers)] if experts is None else experts
+    factor = number(raw, "partial_rotary_factor", 0.334)
+    found = {
+        "layer_types": raw["layer_types"] or [f"{'sliding' if slide else 'full'}_attention" for slide in windows],
+        "mlp_layer_types": raw["mlp_layer_types"] or ["sparse" if mixed else "dense" for mixed in experts],
+        "rope_parameters": raw["rope_parameters"]
+        or {
+            kind: {"rope_type": "default", "rope_theta": number(raw, key, theta), "partial_rotary_factor": factor}
+            for kind, key, theta in (
+                ("full_attention", "rope_theta", 5_000_000.0),
+                ("sliding_attention", "swa_rope_theta", 10_000.0),
+            )
+        },
+    }
+    # The window of this key does not count the query's own token.
+    return found | ({"sliding_window": raw["sliding_window_size"] + 1} if raw.get("sliding_window_size") else {})
 
 
 def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -749,6 +786,29 @@ ROWS: dict[str, ModelFamily] = {
         ignored=_DRAFTING,
     ),
     "dots1": ModelFamily(layer=_DEEPSEEK_EXPERTS, sigmoid_router=True, fixed=_DEEPSEEK_FIXED),
+    "mimo_v2_flash": ModelFamily(
+        {
+            **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim")),
+            **dict.fromkeys(("hybrid_layer_pattern", "moe_layer_freq", "swa_rope_theta", "sliding_window_size")),
+            "rope_parameters": None,
+        },
+        layer=mimo_layer,
+        rope=RopeRules(partial=True, local=True),
+        sigmoid_router=True,
+        keys={"layernorm_epsilon": "rms_norm_eps"},
+        derived=_mimo,
+        names=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
+        model_names=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
+        # The second of these is about kernels.
+        ignored=(*_DRAFTING, "attention_chunk_size"),
+        fixed={
+            "attention_bias": False,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "add_swa_attention_sink_bias": True,
+        },
+        idle=r"model\.mtp\.",
+    ),
     "solar_open": ModelFamily(
         layer=_DEEPSEEK_ROUTER,
         biases=_QKV_BIASES,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pillion.engine.models.config_json import size
+from pillion.engine.models.config_json import above_zero, size
 from pillion.engine.models.model_config import LayerHeads, TokenInputs
 from pillion.errors import ConfigError
 
@@ -21,6 +21,8 @@ def read_layers(
     """Reads what is said of single layers, in families that have such ``options``; returns fields of ``ModelConfig``,
     none for other families. ``slides`` says which layers have a window. Raises ConfigError for what does not fit
     together."""
+    if "attention_value_scale" in options:
+        return _narrow_values(name, raw, heads, slides)
     if "global_head_dim" not in options:
         return {}
     sources = _kv_sources(name, raw, slides)
@@ -30,6 +32,22 @@ def read_layers(
         "values_are_keys": bool(raw["attention_k_eq_v"]),
         "layer_widths": _layer_widths(raw, sources),
         "token_inputs": _token_inputs(name, raw),
+    }
+
+
+def _narrow_values(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence[bool]) -> Mapping[str, Any]:
+    """Reads the heads of values, which may be narrower than those of keys, and the KV heads of layers with a window,
+    which are twice as many as those of others. Raises ConfigError for wider ones."""
+    count, width, values = size(raw, "num_key_value_heads", heads), size(raw, "head_dim"), size(raw, "v_head_dim")
+    if values > width or heads % (2 * count):
+        raise ConfigError(
+            f"{name}: {heads} heads over {count} KV heads with head_dim = {width} and v_head_dim = {values} do not fit"
+            " together"
+        )
+    return {
+        "layer_heads": tuple(LayerHeads(2 * count if slide else count, width) for slide in slides),
+        "value_width": values if values < width else 0,
+        "value_scale": above_zero(raw, "attention_value_scale", 1.0),
     }
 
 

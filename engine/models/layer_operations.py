@@ -44,6 +44,7 @@ class Entries:
         convolved: whether a convolution reads the entries, whose last inputs are a part of the layer's state. Such
             pieces of a tensor follow one another, and a process has whole pieces of the state of them
             (:class:`pillion.engine.models.model_shard.Channels`).
+        stored: how many of a head's entries checkpoints have, the first ones; zeros stand behind them. 0 for all.
     """
 
     size: int
@@ -53,6 +54,12 @@ class Entries:
     interleaved: bool = False
     still: int = 0
     convolved: bool = False
+    stored: int = 0
+
+    @property
+    def in_files(self) -> int:
+        """Gives how many of the entries checkpoints have."""
+        return self.size // self.head * self.stored if self.stored else self.size
 
 
 class Role(Enum):
@@ -133,6 +140,16 @@ class LayerTensor:
     def shape(self) -> tuple[int, ...]:
         """Gives the shape of the tensor, or of one expert's."""
         return tuple(sum(piece.size for piece in dimension) for dimension in (self.rows, self.inputs) if dimension)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Gives the shape of the tensor, or of one expert's, in checkpoints."""
+        return tuple(sum(piece.in_files for piece in dimension) for dimension in (self.rows, self.inputs) if dimension)
+
+    @property
+    def padded(self) -> bool:
+        """Says whether zeros stand behind some of what checkpoints have."""
+        return self.shape != self.stored_shape
 
 
 def matrix(

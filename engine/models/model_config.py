@@ -187,6 +187,9 @@ class ModelConfig:
             ``num_kv_heads`` of ``head_dim`` values.
         kv_sources: for each layer, the layer whose keys and values its queries see; () where each layer has its own.
         values_are_keys: whether layers without a window have no values but their keys before norm and rotation.
+        value_width: how many values a head of values has, where these are fewer than a key's: zeros stand behind them.
+            0 for as many.
+        value_scale: factor of values.
         layer_widths: for each layer, the inner width of its MLP; () where all have ``intermediate_size``.
         token_inputs: what layers read of a token beside the residual stream; None for nothing.
         chunked: whether a query sees not the last tokens of its window, but those since the last multiple of it.
@@ -233,6 +236,8 @@ class ModelConfig:
     layer_heads: tuple[LayerHeads | None, ...] = ()
     kv_sources: tuple[int, ...] = ()
     values_are_keys: bool = False
+    value_width: int = 0
+    value_scale: float = 1.0
     layer_widths: tuple[int, ...] = ()
     token_inputs: TokenInputs | None = None
     chunked: bool = False

@@ -120,7 +120,9 @@ def query_scaling(raw: Mapping[str, Any]) -> tuple[float, int]:
     return number(parameters, "llama_4_scaling_beta", 0.0), length
 
 
-def parse_global_and_local(raw: Mapping[str, Any], head_dim: int, global_head_dim: int = 0) -> tuple[RopeConfig, ...]:
+def parse_global_and_local(
+    raw: Mapping[str, Any], head_dim: int, global_head_dim: int = 0, *, partial: bool = False
+) -> tuple[RopeConfig, ...]:
     """Reads two embeddings: that of layers with full attention, and that of layers with a window, which scaling leaves
     alone. ``global_head_dim`` are the values of a head in layers of the first kind, in families where these differ."""
     parameters = _rope_parameters(raw)
@@ -129,8 +131,8 @@ def parse_global_and_local(raw: Mapping[str, Any], head_dim: int, global_head_di
     theta = above_zero(raw, "rope_theta", 10_000.0)
     wide = global_head_dim or head_dim
     ropes = (
-        _parse(raw, full if nested else parameters, theta, wide, partial=False),
-        _parse(raw, local, above_zero(raw, "rope_local_base_freq", theta), head_dim, partial=False),
+        _parse(raw, full if nested else parameters, theta, wide, partial=partial),
+        _parse(raw, local, above_zero(raw, "rope_local_base_freq", theta), head_dim, partial=partial),
     )
     if not global_head_dim:
         return ropes

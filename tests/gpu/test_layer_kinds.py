@@ -35,6 +35,7 @@ def made(folder, family, **sizes):
     "family",
     [
         "gemma4",
+        "mimo-v2-flash",
         *(pytest.param(one, marks=pytest.mark.long) for one in ("gemma4-keys", "gemma4-moe", "gemma4-unified")),
     ],
 )

@@ -417,6 +417,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"model_type": "opt", "without": ("head_dim",), "ffn_dim": 144, "pad_token_id": 2},
     "hyperclovax": {"model_type": "hyperclovax", **MULTIPLIERS, "mlp_bias": True},
     "hyperclovax-pre-norm": {"model_type": "hyperclovax", "use_post_norm": False},
+    "mimo-v2-flash": {
+        "model_type": "mimo_v2_flash",
+        **{key: value for key, value in SHARED.items() if key not in ("n_shared_experts", "first_k_dense_replace")},
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "v_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "sliding_window": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 100_000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+    },
     "deepseek-v3": {**V3, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
     "deepseek-v2": {
         **LATENTS,

@@ -322,7 +322,7 @@ class GpuDecoder:
         if self._ends(index, step, shape):
             return
         window = window_of(operation.window, operation.chunked, self._model.longest)
-        sinks = None if operation.sinks is None else layer.tensor(operation.sinks)
+        sinks = self._model.no_sinks if operation.sinks is None else layer.tensor(operation.sinks)
         width = config.num_heads * config.heads_of(source).head_dim
         step.rows = _first_rows(self._model.attended, shape.tokens, width)
         for part, plan in mine:

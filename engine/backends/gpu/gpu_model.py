@@ -228,6 +228,8 @@ class GpuModel:
         plain = 2 if config.latents is None else 0
         projected = max((heads + plain * kind.kv_heads) * kind.head_dim for kind in config.all_heads)
         self.qkv, self.attended = rows(projected), rows(heads * (widest if plain else config.value_dim))
+        # Nothing is left of such sinks in a softmax.
+        self.no_sinks = torch.full((heads,), -torch.inf, device=self.device) if self.has_sinks else None
         # A product may make gates of attention's results in front of queries, keys and values.
         gates = max((one.values.size for one in every if isinstance(one, KeepGate)), default=0)
         self.gated_qkv = rows(gates + projected) if gates else self.qkv
@@ -283,7 +285,7 @@ class GpuModel:
 
     @property
     def has_sinks(self) -> bool:
-        """Says whether the layers have attention sinks, which either all of them have or none."""
+        """Says whether layers have attention sinks; ``no_sinks`` is for those without."""
         every = (operation for layer in self.layers.values() for operation in layer.operations)
         return any(isinstance(operation, Attend) and operation.sinks is not None for operation in every)
 

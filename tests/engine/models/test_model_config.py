@@ -14,6 +14,7 @@ import docs.family_defaults
 import docs.models_page
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.encoders.encoder_parser import ENCODER_KINDS
+from pillion.engine.load_model import check_adapters
 from pillion.engine.models.config_keys import BOOKKEEPING
 from pillion.engine.models.config_parser import (
     known_architectures,
@@ -230,6 +231,8 @@ def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, t
     if "kv_lora_rank" in FAMILIES[name].defaults:
         del given["head_dim"]
         given["num_key_value_heads"] = 4
+    if name == "mimo_v2_flash":
+        given["head_dim"] = 192  # Of 16 values an odd number would be rotated.
     AutoConfig.for_model(**given).save_pretrained(tmp_path)
     saved = dataclasses.asdict(load_config(tmp_path))
     plain = dataclasses.asdict(parse_config(given))
@@ -343,6 +346,34 @@ def test_which_layers_have_a_window(name):
     assert parse_config({**given, "layer_types": kinds[::-1]}).sliding_windows == windows[::-1]
 
 
+def test_published_configs_of_mimo_have_keys_of_their_own():
+    """They count a window without the query's own token, and name the layers with a window and those with experts."""
+    base = {**BASE, "model_type": "mimo_v2_flash", "num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": 16}
+    base |= {"v_head_dim": 8, "rms_norm_eps": 1e-5}
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 7e6, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5},
+    }
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    mixers = ["sparse", "dense", "sparse"]
+    new = {"rope_parameters": ropes, "layer_types": kinds, "mlp_layer_types": mixers, "sliding_window": 9}
+    old = {"rope_theta": 7e6, "swa_rope_theta": 5e3, "partial_rotary_factor": 0.5, "sliding_window_size": 8}
+    old |= {"hybrid_layer_pattern": [0, 1, 0], "moe_layer_freq": [1, 0, 1], "layernorm_epsilon": 1e-5}
+    old |= {"swa_num_key_value_heads": 4, "swa_head_dim": 16, "swa_v_head_dim": 8, "swa_num_attention_heads": 4}
+    config = parse_config({**base, **new})
+    assert parse_config({**base, **old}) == config
+    assert config.layer_heads == (LayerHeads(2, 16), LayerHeads(4, 16), LayerHeads(2, 16))
+    assert (config.value_width, config.value_scale, config.sliding_windows) == (8, 0.707, (0, 9, 0))
+    with pytest.raises(ConfigError, match="narrower than keys"):
+        check_adapters(config)
+    for change, words in (
+        ({"swa_num_key_value_heads": 2}, "swa_num_key_value_heads = 2, not 4"),
+        ({"v_head_dim": 24}, "v_head_dim = 24 do not fit"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_config({**base, **new, **change})
+
+
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
 def test_names_that_phi3_had_for_longrope(name):
     config = parse_config({**BASE, "model_type": "phi3", "rope_scaling": {"type": name, **SETS}})
@@ -377,6 +408,8 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
         base["layer_types"] = ["sliding_attention"] * 5  # No layer has a window by itself.
     if name == "qwen2_moe":
         base["max_window_layers"] = 2  # Every other layer has no window, the second one for instance.
+    if name == "mimo_v2_flash":
+        base["num_key_value_heads"] = 2  # Layers with a window have twice as many.
     if name == "gpt_oss":
         base["max_position_embeddings"] = 2**20  # Its embedding is scaled to 2**17 tokens by itself.
     if name == "cohere2_moe":
