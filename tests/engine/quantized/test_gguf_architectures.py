@@ -683,16 +683,8 @@ def test_the_logits_of_a_file_are_those_of_its_model(case: str, tmp_path: pathli
     check(*prepared_from(case, tmp_path))
 
 
-# Cases of the short suite: stacked experts, joined and reordered matrices, matrices that are widened.
-SHORT = ("gpt-oss", "qwen35", "qwen3next", "granitemoe-shared", "gemma4-experts", "deepseek2")
-
-
 @pytest.mark.parametrize(
-    ("case", "kind"),
-    [
-        *(pytest.param(case, "Q8_0", marks=() if case in SHORT else pytest.mark.long) for case in CASES),
-        *((case, "MXFP4") for case in ("gpt-oss", "qwen35")),
-    ],
+    ("case", "kind"), [*((case, "Q8_0") for case in CASES), *((case, "MXFP4") for case in ("gpt-oss", "qwen35"))]
 )
 def test_quantized_matrices_stay_so_and_are_those_of_the_file(case: str, kind: str, tmp_path: pathlib.Path) -> None:
     """The same file with the numbers that its quantized matrices stand for has the same logits."""
