@@ -70,6 +70,7 @@ BACKGROUND = {
     "NodeDirectory.announce",
     "NodeExchange.run",
     "NodePrefixPins.run",
+    "close_silent",
 }
 # The answer does not wait for these, which follow the native step. What runs within them is not on the way.
 NOT_AWAITED = {

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from urllib.parse import unquote
 
 import grpc
 
@@ -20,7 +21,7 @@ from pillion.net import tls
 from pillion.net.addresses import IN_PROCESS, OFF_NETWORK
 from pillion.net.descriptors import connections_per_port
 from pillion.net.in_process import InProcessChannel, InProcessServer
-from pillion.net.silent_connections import BusyPeers, close_silent
+from pillion.net.silent_connections import Client, close_silent
 from pillion.tasks import end_tasks
 from pillion.wire.errors import as_pillion_error
 from pillion.wire.errors import from_rpc_error as from_rpc_error
@@ -128,6 +129,35 @@ def _given_up() -> bool:
     """Returns whether somebody cancels the current task, rather than something that it waits for."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+class BusyPeers:
+    """The clients with calls under way, as (host, port)."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def call(self, context: Any) -> Iterator[None]:
+        """Encloses a call with this gRPC context."""
+        peer = context.peer()
+        self._calls[peer] = self._calls.get(peer, 0) + 1
+        try:
+            yield
+        finally:
+            left = self._calls.pop(peer) - 1
+            if left:
+                self._calls[peer] = left
+
+    def peers(self) -> set[Client]:
+        """Returns the clients with calls. Thread-safe."""
+        return {_address_of(peer) for peer in list(self._calls)}
+
+
+def _address_of(peer: str) -> Client:
+    """Returns the host and port of a gRPC peer such as ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``."""
+    host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
+    return host.strip("[]"), int(port) if port.isdigit() else 0
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -324,7 +354,9 @@ async def start_server(
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     running = RunningServer(server, address, names, checker)
     if not listen.startswith("unix:"):
-        running.silent = asyncio.create_task(close_silent(port, max_connections, errors.busy), name="silent clients")
+        running.silent = asyncio.create_task(
+            close_silent(port, max_connections, errors.busy.peers), name="silent clients"
+        )
     await running.set_serving(serving)
     return running
 

@@ -19,9 +19,8 @@ import stat
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from pillion.net.descriptors import open_descriptors
 
@@ -37,6 +36,10 @@ LOG_INTERVAL_S = 60.0
 LAST_DATA_RECEIVED = struct.Struct("52xI")
 
 
+# Host and port.
+Client = tuple[str, int]
+
+
 class PortConnection(NamedTuple):
     """A connection of a port: its descriptor, the client's address and port, and how long it has sent nothing."""
 
@@ -44,35 +47,6 @@ class PortConnection(NamedTuple):
     host: str
     port: int
     silent_ms: int
-
-
-class BusyPeers:
-    """The clients with calls under way, as (host, port)."""
-
-    def __init__(self) -> None:
-        self._calls: dict[str, int] = {}
-
-    @contextlib.contextmanager
-    def call(self, context: Any) -> Iterator[None]:
-        """Encloses a call with this gRPC context."""
-        peer = context.peer()
-        self._calls[peer] = self._calls.get(peer, 0) + 1
-        try:
-            yield
-        finally:
-            left = self._calls.pop(peer) - 1
-            if left:
-                self._calls[peer] = left
-
-    def peers(self) -> set[tuple[str, int]]:
-        """Returns the clients with calls. Thread-safe."""
-        return {_address_of(peer) for peer in list(self._calls)}
-
-
-def _address_of(peer: str) -> tuple[str, int]:
-    """Returns the host and port of a gRPC peer such as ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``."""
-    host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
-    return host.strip("[]"), int(port) if port.isdigit() else 0
 
 
 def most_silent(idle: Sequence[PortConnection], count: int) -> list[PortConnection]:
@@ -91,26 +65,26 @@ def most_silent(idle: Sequence[PortConnection], count: int) -> list[PortConnecti
     return found
 
 
-async def close_silent(port: int, max_connections: int, busy: BusyPeers) -> None:
-    """Keeps places of a gRPC port free, until it is cancelled."""
+async def close_silent(port: int, max_connections: int, calling: Callable[[], set[Client]]) -> None:
+    """Keeps places of a gRPC port free, until it is cancelled; ``calling`` returns the clients with calls."""
     keep = max_connections * HIGH_WATER_PERCENT // 100
     took_s, closed, logged_s = 0.0, 0, -math.inf
     while True:
         await asyncio.sleep(LOOK_INTERVAL_S + LOOK_REST * took_s)
         began_s = time.monotonic()
         if len(open_descriptors()) > keep:
-            closed += await asyncio.to_thread(_close_above, port, keep, busy)
+            closed += await asyncio.to_thread(_close_above, port, keep, calling)
         took_s = time.monotonic() - began_s
         if closed and began_s - logged_s >= LOG_INTERVAL_S:
             log.warning("port %d: %d silent connections were closed to make room for others", port, closed)
             closed, logged_s = 0, began_s
 
 
-def _close_above(port: int, keep: int, busy: BusyPeers) -> int:
+def _close_above(port: int, keep: int, calling: Callable[[], set[Client]]) -> int:
     """Closes the silent connections above ``keep``, and returns their number."""
     found = [one for name in open_descriptors() if (one := _look(int(name), port)) is not None]
-    calling = busy.peers()
-    idle = [one for one in found if (one.host, one.port) not in calling]
+    busy = calling()
+    idle = [one for one in found if (one.host, one.port) not in busy]
     chosen = most_silent(idle, len(found) - keep)
     for one in chosen:
         with _duplicate(one.descriptor) as copy, contextlib.suppress(OSError):

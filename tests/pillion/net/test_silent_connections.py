@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from lab.testbed.conditions import WITHIN_S, until
 from pillion.net import rpc
-from pillion.net.silent_connections import BusyPeers, PortConnection, most_silent
+from pillion.net.rpc import BusyPeers
+from pillion.net.silent_connections import PortConnection, most_silent
 
 PLACES = 16
 HOSTS = st.sampled_from(["10.0.0.1", "10.0.0.2", "fe80::1"])
