@@ -46,6 +46,7 @@ MAX_INTEGER = 2**63 - 1
 _BESIDE_REFERENCE = frozenset(
     {"title", "description", "default", "examples", "$schema", "$comment", "$defs", "definitions", "components", "type"}
 )
+_LISTS_MEMBERS = _BESIDE_REFERENCE | {"properties", "required"}
 # Passes over a schema in which what cannot be followed is left out.
 MAX_PASSES = 8
 MAX_VIOLATIONS = 8
@@ -135,7 +136,8 @@ def plain(schema: Any) -> Any:
 
 
 def of_arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the plain schema of a tool's arguments; where it is but a reference, what that leads to."""
+    """Returns the plain schema of a tool's arguments. Where it is but a reference, it is what that leads to; where
+    ``allOf`` lists more members, they are its own, for formats without a notation of objects read these alone."""
     made = plain(schema)
     if not isinstance(made, dict):
         return {}
@@ -146,7 +148,30 @@ def of_arguments(schema: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(target, dict) or target is made or not own.keys() <= _BESIDE_REFERENCE:
             break
         made = {**target, **own}
-    return made
+    return _merged(made, made, MAX_PASSES)
+
+
+def _merged(schema: dict[str, Any], root: Any, passes: int) -> dict[str, Any]:
+    """Returns a schema of ``root`` with the members that its ``allOf`` lists, where it lists nothing else."""
+    listed, own = schema.get("allOf"), schema.keys() - {"allOf"}
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(listed, list) or not own <= _LISTS_MEMBERS or not passes:
+        return schema
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return schema
+    for one in listed:
+        inner = _target(root, one["$ref"]) if isinstance(one, dict) and isinstance(one.get("$ref"), str) else one
+        if inner is not one and not one.keys() - {"$ref"} <= _BESIDE_REFERENCE:
+            return schema
+        inner = _merged(inner, root, passes - 1) if isinstance(inner, dict) else {"not": {}}
+        more, needed = inner.get("properties", {}), inner.get("required", [])
+        if not (inner.keys() <= _LISTS_MEMBERS and isinstance(more, dict) and isinstance(needed, list)):
+            return schema
+        if properties.keys() & more.keys() or inner.get("type", "object") != "object":
+            return schema
+        properties, required = {**properties, **more}, [*required, *needed]
+    made = {key: schema[key] for key in own} | {"properties": properties}
+    return made | ({"required": required} if required else {})
 
 
 def rooted(schema: Any, root: Any) -> Any:

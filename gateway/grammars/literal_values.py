@@ -75,6 +75,13 @@ def properties_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
         yield key, value if isinstance(value, dict) else {}, key in required
 
 
+def lacks_members(schema: Mapping[str, Any]) -> bool:
+    """Returns whether a schema requires a property that it does not name."""
+    properties, required = schema.get("properties"), schema.get("required")
+    named = properties if isinstance(properties, dict) else {}
+    return isinstance(required, list) and any(isinstance(one, str) and one not in named for one in required)
+
+
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
     """Returns the values to which a schema is limited; None where it names none."""
     found = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
@@ -190,7 +197,7 @@ class GemmaValues:
 
     def _of_kind(self, kind: str, schema: Mapping[str, Any], place: str) -> str:
         if kind == "string":
-            low, high = (_bound(schema, word, MAX_COUNTED_CHARS) for word in ("minLength", "maxLength"))
+            low, high = (bound(schema, word, MAX_COUNTED_CHARS) for word in ("minLength", "maxLength"))
             return self.text(low or 0, high if high is None or high >= (low or 0) else None)
         if kind == "object":
             name = self._new("object")
@@ -207,7 +214,7 @@ class GemmaValues:
         item = self.value(inner, f"{place}/items") if isinstance(inner, dict) else self.any()
         name = self._new("item")
         self._rules.append(f"{name}: {item}")
-        low, high = (_bound(schema, word, MAX_COUNTED_ITEMS) for word in ("minItems", "maxItems"))
+        low, high = (bound(schema, word, MAX_COUNTED_ITEMS) for word in ("minItems", "maxItems"))
         if high == 0:
             return '"[]"'
         most = "" if high is None or high < (low or 0) else str(high - 1)
@@ -251,7 +258,7 @@ def _bracketed(brackets: str, rules: Iterable[str]) -> str:
     return f'"{brackets[0]}" {_LISTED.join(rules)} "{brackets[1]}"'
 
 
-def _bound(schema: Mapping[str, Any], word: str, most: int) -> int | None:
+def bound(schema: Mapping[str, Any], word: str, most: int) -> int | None:
     """Returns a bound of a schema, None where it has none that a grammar can count."""
     given = schema.get(word)
     return given if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= most else None

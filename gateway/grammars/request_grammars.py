@@ -94,7 +94,9 @@ def _leave_out(error: InvalidRequest, left_out: dict[int, list[str]], free: Sequ
     found = _PARAMETERS.match(violation.field) if violation is not None else None
     place = violation.place if isinstance(violation, SchemaViolation) else ""
     number = int(found[1]) if found is not None else -1
-    if number not in free or all("" in left_out.get(one, ()) for one in free):
+    # Where no field is to blame, all of them may be.
+    last = last or (violation is not None and not violation.field)
+    if (number not in free and not last) or all("" in left_out.get(one, ()) for one in free):
         return False
     if last or place in left_out.get(number, ()):
         # What is said of a tool again cannot be mended there.

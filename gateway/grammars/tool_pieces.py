@@ -31,7 +31,9 @@ from pillion.gateway.grammars.literal_values import (
     KEY,
     MAX_COUNTED_CHARS,
     GemmaValues,
+    bound,
     is_plain_key,
+    lacks_members,
     members,
     properties_of,
     python_value,
@@ -186,7 +188,8 @@ class _Calls:
             schema, places = held_to(schema, self.left_out.get(number, ()))
             for place in places:
                 self.leave_out(number, place)
-        if "type" in schema and "object" not in schema["type"]:
+        given = schema.get("type", "object")
+        if "object" not in (given if isinstance(given, list) else [given]):
             self.leave_out(number, "/type", "arguments are an object")
         # Whatever the schema leaves out, readers take nothing but an object.
         return {**schema, **_ANY_OBJECT}
@@ -265,10 +268,10 @@ class _Writer:
     def members_alone(self, schema: Mapping[str, Any], number: int) -> None:
         """Leaves out what a schema of arguments says beside its properties, which a notation of keys and values cannot
         follow. Raises InvalidRequest."""
-        given, others = schema.get("properties") or {}, schema.get("additionalProperties")
+        given, others = list(properties_of(schema)), schema.get("additionalProperties")
         beside = [key for key in BESIDE_MEMBERS if key in schema]
         beside += ["additionalProperties"] if others and isinstance(others, dict) and not given else []
-        beside += ["required"] if others is False and not given.keys() >= {*schema.get("required", ())} else []
+        beside += ["required"] if others is False and lacks_members(schema) else []
         for key in beside:
             text = f"in this model's notation of calls {key!r} cannot be followed"
             self.asked.leave_out(number, pointer([key]), text)
@@ -481,9 +484,9 @@ class _XmlWriter(_TaggedWriter):
     def _text(self, name: str, begin: str, schema: Mapping[str, Any], behind: str) -> list[str]:
         """Returns the grammar rules of a parameter that is a text: everything up to the mark of its end, of as many
         characters as the schema allows, and what stands ``behind`` that mark."""
-        least, most = (schema.get(word) for word in ("minLength", "maxLength"))
-        low = least if isinstance(least, int) and 0 <= least <= MAX_COUNTED_CHARS else 0
-        high = most if isinstance(most, int) and low <= most <= MAX_COUNTED_CHARS else ""
+        least, most = (bound(schema, word, MAX_COUNTED_CHARS) for word in ("minLength", "maxLength"))
+        low = least or 0
+        high = "" if most is None or most < low else most
         rule, rules = self._up_to_end(f"{name}_text", f"(?s:.{{{low},{high}}})")
         return [f"{name}: {begin} {rule} {behind}", *rules]
 

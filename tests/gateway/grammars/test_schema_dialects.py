@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from pillion.errors import InvalidRequest, SchemaViolation
 from pillion.gateway.formats.model_formats import choose_formats
 from pillion.gateway.grammars.json_schema import held_to, plain
-from pillion.types import Tool, ToolOptions
+from pillion.types import ChatMessage, GenerateRequest, Tool, ToolOptions
 from tests.support.random_answers import allows, matcher_of
-from tests.support.written_calls import MODELS, accepts, call_grammar, codec_of
+from tests.support.written_calls import MODELS, accepts, call_grammar, codec_of, read, written
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 PASSWORD = r"^(?=.*[a-z])(?=.*\d).{4,}$"
@@ -139,6 +140,71 @@ def test_one_place_that_cannot_be_followed_is_named_and_the_rest_is_held(name: s
     violation = refused.value.violations[0]
     assert isinstance(violation, SchemaViolation)
     assert (violation.field, violation.place) == ("tools.tools[0].parameters", f"/properties/a{places[0]}")
+
+
+@pytest.mark.parametrize("model", ["hermes", "glm", "gemma 4", "llama 4"])
+def test_inherited_members_are_those_of_arguments(model: str) -> None:
+    base = {"type": "object", "properties": {"n": {"type": "INTEGER"}}, "required": ["n"]}
+    schema = {
+        "$defs": {"base": base, "middle": {"allOf": [{"$ref": "#/$defs/base"}, {"title": "Middle"}]}},
+        "allOf": [{"$ref": "#/$defs/middle"}, {"properties": {"kind": COLOUR}, "required": ["kind"]}],
+    }
+    codec = codec_of(model)
+    formats = choose_formats("", codec, MODELS[model][0], "none")
+    options = ToolOptions(tools=(Tool(name="f", parameters=json.dumps(schema), strict=True),), choice="named", name="f")
+    made = call_grammar(codec, formats, options)
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    for seed in range(4):
+        ids = written(codec, made.text, seed)
+        assert ids is not None
+        content, [(_, arguments)], _ = read(codec, formats, request, "", ids)
+        found = json.loads(arguments)
+        assert (content, found["kind"], type(found["n"])) == ("", "red", int)
+
+
+JUNK: list[Any] = [None, True, 5, -1.5, "x", [], [1], {}, {"a": 1}, [{"$ref": "#"}], "#/x", {"not": {}}]
+WORDS = (
+    *("type", "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "items", "enum"),
+    *(
+        "const",
+        "anyOf",
+        "allOf",
+        "oneOf",
+        "not",
+        "$ref",
+        "$id",
+        "$anchor",
+        "$defs",
+        "$schema",
+        "$dynamicRef",
+        "pattern",
+    ),
+    *("format", "minimum", "exclusiveMinimum", "maximum", "multipleOf", "minLength", "maxItems", "minProperties"),
+    *("nullable", "prefixItems", "unevaluatedProperties", "additionalItems", "if", "then", "contains", "title"),
+)
+
+
+JUNK_CASES = [
+    pytest.param(model, strict, marks=() if strict is None and model == "glm" else pytest.mark.long)
+    for model in ("hermes", "glm", "gemma 4", "llama 4", "minimax m3")
+    for strict in (None, True)
+]
+
+
+@pytest.mark.parametrize(("model", "strict"), JUNK_CASES)
+def test_no_value_of_a_keyword_does_any_harm(model: str, strict: bool | None) -> None:
+    """What is wrong is refused where a tool is strict, and left out where it is not."""
+    codec = codec_of(model)
+    formats = choose_formats("", codec, MODELS[model][0], "none")
+    for n, (word, junk) in enumerate(itertools.product(WORDS, JUNK)):
+        # Each keyword meets each value in one of two places.
+        inner = {word: junk}
+        schema = inner if (n + len(model)) % 2 else {"properties": {"a": inner}, "required": ["a"]}
+        tool = Tool(name="f", parameters=json.dumps(schema), strict=strict)
+        try:
+            call_grammar(codec, formats, ToolOptions(tools=(tool,), choice="required"))
+        except InvalidRequest:
+            assert strict, schema
 
 
 def test_what_can_be_left_out_ends_with_any_value() -> None:
