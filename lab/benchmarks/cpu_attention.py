@@ -115,6 +115,8 @@ class AttentionBench:
             "partials": torch.zeros(heads, PARTIAL_ROWS, shape.sum_bytes // 4),
             "sink": aligned_bytes(64),
             "sinks": self._sinks,
+            "selected": None,
+            "selected_stride": 0,
             "head_stride": streams * row_bytes,
             "out_stride": heads * shape.group * shape.value_dim * shape.element_bytes,
             "partial_stride": PARTIAL_ROWS * shape.sum_bytes,
