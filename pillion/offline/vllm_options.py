@@ -70,6 +70,7 @@ _PRODUCERS = {
     "auto_round": "auto-round",
     "inc": "auto-round",
     "modelopt_fp4": "modelopt",
+    "modelopt_fp8": "modelopt",
 }
 # MLX's checkpoints are not read; who names them is told so by what reads their config.
 PRODUCERS = (
@@ -153,6 +154,7 @@ def check_producer(wanted: str, model: str, folder: Path) -> None:
     from pillion.engine.quantized.quantization import quantization_method
 
     found = "gguf" if _is_gguf(model) else quantization_method(read_config(folder))
+    found = _PRODUCERS.get(found, found)
     if found == wanted:
         return
     what = f"is of {found}" if found else "has plain weights"
