@@ -171,7 +171,7 @@ class HttpConnection(H11Protocol):
     A client may end its side after its last request and wait for the answers (`nc -N`), which TCP does not tell from
     one that is gone until something is sent, which the system of a client that is gone refuses. So the end of a client
     is followed by "100 Continue", which clients of HTTP/1.1 pass over, and a look at what became of it, ever more
-    rarely. Over TLS and HTTP/1.0 the end of a client is taken for its going away.
+    rarely. Over TLS and HTTP/1.0, and once an answer has begun, the end of a client is taken for its going away.
     """
 
     server_state: PortState
@@ -225,7 +225,8 @@ class HttpConnection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Says whether the connection stays open for answers, now that the client has ended its side."""
         cycle = self.cycle
-        waits = cycle is not None and not cycle.response_complete and not cycle.more_body
+        # Nothing could be sent within an answer that has begun and halts, to find out.
+        waits = cycle is not None and not cycle.response_started and not cycle.more_body
         if (
             not waits
             or self.scheme != "http"

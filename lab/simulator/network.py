@@ -232,6 +232,12 @@ class SimChannel:
         for call in list(self._calls):
             call.cancel()
 
+    def get_state(self) -> grpc.ChannelConnectivity:
+        """Returns the connection's state as the process sees it."""
+        if self._connection is not None and self._connection.alive:
+            return grpc.ChannelConnectivity.READY
+        return grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
     async def __aenter__(self) -> SimChannel:
         return self
 

@@ -24,7 +24,8 @@ from tests.support.http import call
 
 PROMPT = list(range(2, 91))
 ASKED: dict[str, Any] = {"max_tokens": 8, "seed": 11, "extra_body": {"ignore_eos": True}}
-WRONG_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"a": {"not": {}}}}}}
+UNFOLLOWED = {"properties": {"a": {"not": {"const": 1}}}}
+WRONG_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": UNFOLLOWED}}
 MESSAGES: Any = [
     {"role": "system", "content": "Answer."},
     {"role": "user", "content": "What is the capital of France?"},
