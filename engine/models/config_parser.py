@@ -108,8 +108,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def without_keys(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Returns a config without the keys of --ignore-config-key, wherever they stand in it. Raises ConfigError for one
-    that it does not have."""
+    """Returns a config without the keys of --ignore-config-key, nested ones included. Raises ConfigError for a missing
+    key."""
     kept = dict(config)
     for name in names:
         if name not in _keys(kept):

@@ -1140,7 +1140,7 @@ ROWS: dict[str, ModelFamily] = {
         linear=jamba_layers,
         derived=_jamba,
         names=(("model.norm.", "model.final_layernorm."), (".mlp.", ".feed_forward.")),
-        # These are about kernels and caches, and a length that another key says again.
+        # Options of kernels and caches, and a length that another key repeats.
         ignored=(
             "use_mamba_kernels",
             "use_mambapy",
@@ -1271,7 +1271,7 @@ DEFAULTS: dict[str, dict[str, Any]] = json.loads(DEFAULTS_FILE.read_text("utf-8"
 FAMILIES = {name: replace(row, defaults={**DEFAULTS.get(name, {}), **row.defaults}) for name, row in ROWS.items()}
 # Keys that some family reads, or that may say one thing in it.
 FAMILY_KEYS = frozenset().union(*({*row.own, *row.fixed} for row in FAMILIES.values()))
-# Keys that stand in configs of some family and are not read.
+# Keys in configs of some family that are not read.
 IGNORED_KEYS = frozenset().union(*(row.ignored for row in FAMILIES.values()))
 
 # These models of text and images have a text model that can be served. The text_config of a config has the model_type

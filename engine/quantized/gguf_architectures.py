@@ -114,7 +114,7 @@ _TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<stem>[\w.]+?)(?P<su
 # Divisors of the rotary frequencies: for texts of any length, for short ones and for long ones.
 _ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _FACTORS = (_ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG)
-# Gemma models of this many layers scale scores by the root of hidden / heads, others by that of a head's values.
+# Layers of Gemma models whose scores are scaled by sqrt(hidden / heads), not by sqrt(head_dim).
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 # The number that stands for sigmoids among the functions of routers.
 _SIGMOID = 2

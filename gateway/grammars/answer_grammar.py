@@ -71,7 +71,7 @@ def join(pieces: Sequence[Piece]) -> JoinedGrammar:
 
 
 def too_large(sources: Mapping[str, Any], size_bytes: int) -> InvalidRequest:
-    """Makes the error for a grammar of so many bytes, which names the fields of its sources."""
+    """Returns the error for a grammar that is too large, which names the fields of its sources."""
     reason = f"a grammar of {size_bytes} bytes; at most {MAX_GRAMMAR_BYTES}"
     return InvalidRequest.of(*(FieldViolation(field, reason) for field in by_size(sources)))
 

@@ -175,8 +175,7 @@ def _merged(schema: dict[str, Any], root: Any, passes: int) -> dict[str, Any]:
 
 
 def rooted(schema: Any, root: Any) -> Any:
-    """Returns a schema that stands in ``root`` with all that it refers to, so that it can be read alone. What is at a
-    pointer is in its ``$defs`` under that pointer."""
+    """Returns a schema within ``root`` that can be read alone: its ``$defs`` hold all that it refers to, by pointer."""
     reached: dict[str, Any] = {}
     waiting = [schema]
     while waiting:

@@ -29,7 +29,7 @@ log = logging.getLogger("pillion.net")
 # Above this part of the port's places, silent connections are closed.
 HIGH_WATER_PERCENT = 75
 LOOK_INTERVAL_S = 0.25
-# A look at thousands of descriptors takes a tenth of a second. The next one follows after this many times as long.
+# Pause after a look, in multiples of its duration: 0.1 s with thousands of descriptors.
 LOOK_REST = 10
 LOG_INTERVAL_S = 60.0
 # Offset of tcpi_last_data_recv in Linux' struct tcp_info: milliseconds since the last data came, or since the accept.
