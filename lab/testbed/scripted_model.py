@@ -29,8 +29,9 @@ ASIDE = "An aside."
 # An answer has this where one of its tokens ends. In a call that is within a text of the arguments, where more than one
 # token may follow: a run that the grammar forces is cut into other tokens, after which the script would not go on.
 CUT = "\N{BROKEN BAR}"
-# The template tells this much of each message, because a byte is a token.
-SHOWN_CHARS = 1000
+# Characters that the template shows of each message, because a byte is a token: of its beginning, and of its end, by
+# which a gateway sees that nothing is lost.
+SHOWN_CHARS, SHOWN_END_CHARS = 1000, 100
 # The logit of the token that follows; all others have none, so sampling changes nothing.
 LOGIT = 100.0
 TEMPLATE = (
@@ -39,10 +40,10 @@ TEMPLATE = (
     "{% for part in PARTS if part in names and not said.part %}{% set said.part = part %}{% endfor %}"
     "{% if tools %}{{ names | join('\n') + '\nCall them by <tool_call>.\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}THOUGHT"
-    "{{ (message.content or '')[:SHOWN] }}"
+    "{% set text = message.content or '' %}{{ text[:SHOWN] + text[SHOWN:][-END:] }}"
     "{% if message.role == 'user' and (loop.previtem or message).role == 'assistant' %}"
     "{% set said.calls = said.calls + 1 %}{% endif %}"
-    "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name + call.function.arguments | tojson }}"
     "{% if loop.last %}{% set said.calls = said.calls + 1 %}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if said.part %}{{ '<|script-' + (PARTS[said.part][0] | string) + '-' }}"
     "{{ ([said.calls, PARTS[said.part][1] - 1] | min | string) + '|>' }}"
@@ -77,7 +78,7 @@ def save_scripted_model(folder: pathlib.Path, script: Mapping[str, Sequence[str]
     # A token's name has nothing of a tool's: a gateway breaks what a client sends wherever it could be part of a token.
     parts = json.dumps({name: (place, len(answers)) for place, (name, answers) in enumerate(script.items())})
     thinks = any("<think>" in answer for answers in script.values() for answer in answers)
-    template = TEMPLATE.replace("PARTS", parts).replace("SHOWN", str(SHOWN_CHARS))
+    template = TEMPLATE.replace("PARTS", parts).replace("SHOWN", str(SHOWN_CHARS)).replace("END", str(SHOWN_END_CHARS))
     template = template.replace("THOUGHT", THOUGHT if thinks else "").replace("ASIDE", str(len(script)))
     pieces = tuple(piece for chain in chains for piece in chain[1:])
     save_tokenizer(folder, template, pieces)

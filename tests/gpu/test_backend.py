@@ -32,7 +32,7 @@ from pillion.errors import ConfigError, Internal
 from pillion.kernels.step import MASK_LATE, RowEdit, SamplingRows
 from pillion.settings.speculative_config import SpeculativeConfig
 from pillion.types import SamplingParams
-from tests.support.families import FAMILIES, PROMPT_TOKENS, SAME_AT_ANY_LENGTH, make_model, tokens_of
+from tests.support.families import FAMILIES, OF_INDEXERS, PROMPT_TOKENS, SAME_AT_ANY_LENGTH, make_model, tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.sampling import GivenMasks
 from tests.support.scored_prompts import check_scores, run_scored
@@ -64,7 +64,7 @@ INTERPRETED = (
 )
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES) if NATIVE else INTERPRETED)
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*OF_INDEXERS}) if NATIVE else INTERPRETED)
 def test_families(family, tmp_path):
     """Runs a text in chunks, and in a batch with decodes of another text."""
     folder, flags = make_family(tmp_path / "model", family)
@@ -94,7 +94,10 @@ WIDE = ("gpt2", "helium", "olmoe", "opt", "phi3-longrope-short")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     "family",
-    ["opt", *(pytest.param(one, marks=pytest.mark.long) for one in SAME_AT_ANY_LENGTH if one != "opt")],
+    [
+        "opt",
+        *(pytest.param(one, marks=pytest.mark.long) for one in SAME_AT_ANY_LENGTH if one not in ("opt", *OF_INDEXERS)),
+    ],
 )
 def test_every_family(family, tmp_path):
     """A chunk, and then a decode beside another chunk, each of a number of rows that is padded."""
@@ -110,6 +113,13 @@ def test_every_family(family, tmp_path):
     close(driver.step((one, text[:25]), sample=[5, 24]), wanted[[5, 24]])
     found = driver.step((one, text[25:]), (two, other), sample=range(10))
     close(found, torch.cat((wanted[25:], beside)))
+
+
+@pytest.mark.parametrize("family", OF_INDEXERS)
+def test_indexers_are_refused_by_name(family, tmp_path):
+    _, flags = make_family(tmp_path / "model", family)
+    with pytest.raises(ConfigError, match="no GPU kernel selects tokens by an indexer; use --device cpu"):
+        GpuDriver(prepare(flags))
 
 
 @pytest.fixture(scope="module")

@@ -502,6 +502,9 @@ BY_ROWS = tuple(
 # Their blocks hold latents, which ranks and GPUs do not have yet.
 OF_LATENTS = tuple(name for name, shape in FAMILIES.items() if "kv_lora_rank" in shape)
 
+# Their queries attend to tokens that an indexer selects, for which there is no GPU kernel.
+OF_INDEXERS = tuple(name for name, shape in FAMILIES.items() if "index_topk" in shape)
+
 # The first case of each family.
 FIRST = {options.get("model_type", "llama"): name for name, options in reversed(FAMILIES.items())}
 
