@@ -126,7 +126,7 @@ class StepAttention:
         for number in np.flatnonzero(contexts > top).tolist():
             context, rows = int(contexts[number]), slice(int(starts[number]), int(starts[number + 1]))
             keys = self._rows_of(layer, number)[:, first:].float().T
-            behind = torch.from_numpy(self._batch.positions[rows].astype(np.int64))[:, None] + 1
+            behind = self._behind(rows)
             hidden = torch.ones((len(behind), context), dtype=torch.bool)
             each = max(1, SELECTION_VALUES // (queries.shape[1] * context))
             for part in map(slice, range(0, len(behind), each), range(each, len(behind) + each, each)):
@@ -135,6 +135,10 @@ class StepAttention:
                 best = scores.masked_fill_(unseen, -torch.inf).sort(descending=True, stable=True).indices[:, :top]
                 hidden[part] = hidden[part].scatter_(1, best, value=False) | unseen
             self._hidden[number] = hidden
+
+    def _behind(self, rows: slice) -> torch.Tensor:
+        """Returns the position after each row's own token [rows, 1]."""
+        return torch.from_numpy(self._batch.positions[rows].astype(np.int64))[:, None] + 1
 
     def _rows_of(self, layer: int, number: int) -> torch.Tensor:
         """Returns the rows [context, head_dim] of one sequence, of a layer with one plane and KV head."""
@@ -151,7 +155,7 @@ class StepAttention:
             rows = slice(int(starts[number]), int(starts[number + 1]))
             keys, mine = self._rows_of(layer, number), queries[rows].transpose(0, 1)[None]
             if hidden is None:
-                behind = torch.from_numpy(self._batch.positions[rows].astype(np.int64))[:, None] + 1
+                behind = self._behind(rows)
                 hidden = torch.arange(len(keys)) >= behind
             mask = torch.zeros(hidden.shape, dtype=queries.dtype).masked_fill_(hidden, -torch.inf)
             wide = keys.expand(1, self._num_heads, *keys.shape)

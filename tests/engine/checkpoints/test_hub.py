@@ -108,8 +108,7 @@ def test_the_files_of_a_model_are_brought(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_repository_of_one_gguf_model_is_read(tmp_path: pathlib.Path) -> None:
-    """Its parts may stand in a folder, and llama.cpp's other files beside it. What was brought is found again where the
-    hub does not answer."""
+    """Parts in a folder, beside other files of llama.cpp. The download is found again while the hub does not answer."""
     names = [f"Q4_0/m-0000{number}-of-00002.gguf" for number in (1, 2)]
     for number, name in enumerate(names):
         write_part(tmp_path / name.rpartition("/")[2], number, 2)
