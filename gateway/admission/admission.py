@@ -42,7 +42,7 @@ class Admission:
     Args:
         max_requests, max_tokens: requests and prompt tokens that may be in the gateway at once.
         slots: returns how many answers a model's workers are given at once; 0 means any number.
-        fleet: describes a model's decode workers.
+        fleet: returns a model's decode workers, or None until one has measured its steps.
         clock: returns the monotonic time, in seconds.
     """
 
@@ -51,7 +51,7 @@ class Admission:
         max_requests: int,
         max_tokens: int,
         slots: Callable[[str], int] = lambda model: 0,
-        fleet: Callable[[str], DecodeFleet] = lambda model: DecodeFleet(),
+        fleet: Callable[[str], DecodeFleet | None] = lambda model: None,
         clock: Callable[[], float] = lambda: time.monotonic(),
     ) -> None:
         self._requests = ConcurrencyLimit("max_inflight_requests", "requests", max_requests, of_prompts=False)

@@ -11,6 +11,9 @@ What the last answers took beyond the step model's word is a delay, which adds (
 which multiplies (slow cores, steps that are shared). A pace is what longer work took more than shorter work. All else
 is a delay, and adds once to longer work: a short prompt that waited 3 s does not make a long one 100 times as long.
 
+Without a measured step model nothing is learnt or predicted: an assumed one may be off by a hundred times, and would
+refuse the first long prompts.
+
 A pause is a silence: no request has a token meanwhile. One silence, whichever slowed answers most, is taken off the
 times of all answers, so one pause raises no prediction (tests/gateway/admission/test_pauses.py). Where that leaves
 too few of them, the step model's word is an upper bound.
@@ -29,7 +32,7 @@ from statistics import median
 from typing import NamedTuple
 
 from pillion.engine.scheduling.step_model import StepModel
-from pillion.gateway.planning.plan_cost import ASSUMED_POSITION, ASSUMED_STEP_TOKENS, DEFAULT_MODEL
+from pillion.gateway.planning.plan_cost import ASSUMED_POSITION, ASSUMED_STEP_TOKENS
 
 # Answers that predictions rest on: at most MAX_ANSWERS, at least MIN_ANSWERS, and none that ended longer ago than
 # KEPT_S, or KEPT_DURATIONS times its own duration.
@@ -44,10 +47,10 @@ FAR_LONGER = 16
 
 
 class DecodeFleet(NamedTuple):
-    """Describes the decode workers of a model: the step model of the median one, how many there are, and how many
-    streams other gateways have there."""
+    """The decode workers of a model: the step model that the median one measured, their number, and the streams that
+    other gateways have there."""
 
-    model: StepModel = DEFAULT_MODEL
+    model: StepModel
     workers: int = 1
     others: int = 0
 
@@ -201,10 +204,10 @@ class AnswerLengths(NamedTuple):
 
 
 class AnswerTimes:
-    """Predicts the times of one model's requests. ``fleet`` describes its workers now; times are monotonic, in
-    seconds."""
+    """Predicts the times of one model's requests. ``fleet`` describes its workers now, or returns None until one has
+    measured its steps; times are monotonic, in seconds."""
 
-    def __init__(self, fleet: Callable[[], DecodeFleet] = DecodeFleet) -> None:
+    def __init__(self, fleet: Callable[[], DecodeFleet | None]) -> None:
         self._fleet = fleet
         self._answers: list[PastAnswer] = []
         self._learnt: tuple[WorkTimes, WorkTimes, AnswerLengths] | None = None
@@ -216,6 +219,8 @@ class AnswerTimes:
             # A request without a token tells nothing, unless that is because it took too long.
             return
         fleet = self._fleet()
+        if fleet is None:
+            return
         prompt_s = fleet.prompt_s(served.prompt_tokens, served.tokens_before)
         self._answers.append(PastAnswer(served, prompt_s, (served.tokens - 1) * fleet.token_s(served.beside)))
         if len(self._answers) > MAX_ANSWERS:
@@ -241,12 +246,15 @@ class AnswerTimes:
             now_s: the time.
             signs_s: times when tokens came.
         """
+        fleet = self._fleet()
+        if fleet is None:
+            return 0.0
         if self._learnt is None or now_s - self._learnt_s >= RELEARN_S:
             self._learn(now_s, signs_s)
         if self._learnt is None:
             return 0.0
         prompts, further, lengths = self._learnt
-        fleet, tokens = self._fleet(), lengths.answer_tokens(allowed_tokens)
+        tokens = lengths.answer_tokens(allowed_tokens)
         return prompts.seconds(fleet.prompt_s(prompt_tokens, tokens_before)) + further.seconds(
             (tokens - 1) * fleet.token_s(beside)
         )

@@ -22,7 +22,7 @@ from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView, choose_by_hits, choose_workers
-from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, FETCH_CALL_S, middle_model
+from pillion.gateway.planning.plan_cost import FETCH_CALL_S, middle_model
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
@@ -306,11 +306,13 @@ class Cluster:
         return shared_slots(self._known("decode", model), others)
 
     @_once_a_look
-    def decode_fleet(self, model: str) -> DecodeFleet:
-        """Describes the model's decode workers, for predictions of how long answers take."""
+    def decode_fleet(self, model: str) -> DecodeFleet | None:
+        """Returns the model's decode workers, to predict how long answers take, or None until one has measured its
+        steps."""
         workers = self._known("decode", model)
+        measured = middle_model(workers)
         others = sum(other.running_requests for other in self.other_gateways())
-        return DecodeFleet(middle_model(workers) or DEFAULT_MODEL, max(1, len(workers)), others)
+        return measured and DecodeFleet(measured, len(workers), others)
 
     def other_gateways(self) -> list[ComponentRecord]:
         """Returns live gateways besides this one."""

@@ -23,7 +23,7 @@ from pillion.gateway.admission.turns import AdmissionPermit, ModelTurns, shared_
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.links.load_exchange import REPORT_S, AssignedLoad, OwnLoad
 from pillion.gateway.planning.cluster_view import ClusterSnapshot, choose_by_hits, choose_workers, parse_policy
-from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, middle_model
+from pillion.gateway.planning.plan_cost import middle_model
 from pillion.gateway.planning.planner import RequestPlan
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request import events as ev
@@ -155,12 +155,13 @@ class SimGateway:
             self._slots_of = seen_s, shared_slots([worker.record for worker in workers], others)
         return self._slots_of[1]
 
-    def _fleet(self) -> DecodeFleet:
+    def _fleet(self) -> DecodeFleet | None:
         workers = self.site.roster(self.seen_s).of_role["decode"]
         lives = [self.site.workers[one.component_id] for one in workers if one.component_id in self.site.workers]
         records = [worker.seen(self.seen_s) for worker in lives]
         others = sum(count for number, count in self.site.running.items() if number != self.number)
-        return DecodeFleet(middle_model(records) or DEFAULT_MODEL, max(1, len(records)), others)
+        measured = middle_model(records)
+        return measured and DecodeFleet(measured, len(records), others)
 
     @property
     def seen_s(self) -> float:

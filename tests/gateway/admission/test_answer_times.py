@@ -33,7 +33,7 @@ class ServedLine:
 
     def __init__(self, slots: int = 4, workers: int = 1) -> None:
         self.now_s = 100.0
-        self.fleet = DecodeFleet(MODEL, workers)
+        self.fleet: DecodeFleet | None = DecodeFleet(MODEL, workers)
         self.times = AnswerTimes(lambda: self.fleet)
         self.turns = ModelTurns(lambda: slots, self.times)
         self.numbers = iter(range(10_000))
@@ -227,3 +227,15 @@ def test_everybody_in_line_is_served_or_refused_once(events: list[tuple]) -> Non
         assert (permit.number in served.turns.permits) == (permit.place is not None)
     running = [permit for permit in served.granted if permit.queue is not None]
     assert sum(permit.answers for permit in running) == served.turns.running
+
+
+def test_an_assumed_step_model_predicts_nothing() -> None:
+    served = ServedLine()
+    served.fleet = None
+    served.learn(first_s=2.0)
+    assert served.ask(left_s=0.01, tokens=4000).begun_s
+    # What was served before the first measurement is not beside it: nobody knows how long it should have taken.
+    served.fleet = DecodeFleet(MODEL)
+    assert served.predicted_s(served.ask(), running=1, later_s=1.0) == 0.0
+    served.learn()
+    assert served.predicted_s(served.ask(), running=1, later_s=2.0) > 0.1
