@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.language.isa import BY_NAME, Isa, choose_isa, host_features
+from pillion.kernels.cpu.language.isa import BY_NAME, TABLE, Isa, choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
@@ -45,8 +46,12 @@ def _is_quick(name: str, checked: bool) -> bool:
 
 
 MODES = [(name, checked) for name in ISAS for checked in (False, True) if _is_quick(name, checked) or name == _HERE[0]]
+# The row of the table that has matrix tiles, and the row that emulates them where this processor has none.
+TILES, EMULATED_TILES = "amx", "emulated_tiles"
+# The modes of matrix tiles: the processor's own, or emulated ones.
+TILE_MODES = [(TILES if isa_runs(TILES) or not _HERE else EMULATED_TILES, checked) for checked in (False, True)]
 # The modes of kernels whose code differs between all of ISAS.
-ALL_MODES = [*MODES, *((name, False) for name in _HERE[1:-1])]
+ALL_MODES = list(dict.fromkeys([*MODES, *TILE_MODES, *((name, False) for name in _HERE[1:-1])]))
 
 
 def kernel_modes(modes: Iterable[tuple[str, bool]]) -> list[Any]:
@@ -56,7 +61,7 @@ def kernel_modes(modes: Iterable[tuple[str, bool]]) -> list[Any]:
     skipped for each instruction set that is left out.
     """
     modes = list(modes)
-    here = [mode for mode in modes if isa_runs(mode[0])] or modes
+    here = [mode for mode in modes if mode[0] == EMULATED_TILES or isa_runs(mode[0])] or modes
     long = {mode: mode not in ALL_MODES or not _is_quick(*mode) for mode in here}
     return [
         pytest.param(mode, marks=pytest.mark.long if long[mode] else (), id=f"{mode[0]}{'-checked' * mode[1]}")
@@ -75,6 +80,11 @@ def registers_of(name: str) -> Any:
 
 def isa_or_skip(name: str) -> Isa:
     """The instruction set ``name``; skips the test where this processor does not have it."""
+    if name == EMULATED_TILES:
+        best = next((isa for isa in TABLE if not isa.matrix_tiles and isa.name in _HERE), None)
+        if best is None:
+            pytest.skip("matrix tiles are emulated on x86-64 with AVX2")
+        return replace(best, name=name, matrix_tiles=True, emulated_tiles=True)
     try:
         isa = choose_isa(name, host_features())
     except ConfigError as lacking:

@@ -62,6 +62,7 @@ class Isa:
         int8_tiles: tiles of products of rows of int8.
         matrix_tiles: whether one instruction multiplies tiles of 16 rows of bfloat16 pairs or codes
             (:mod:`pillion.kernels.cpu.language.matrix_tiles`).
+        emulated_tiles: whether such instructions are emulated, as in tests on processors without them.
         attention_rows: query rows that share a pass over a KV head's blocks.
         attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
         decode_blocks: blocks whose scores are computed side by side where there are few rows.
@@ -77,6 +78,7 @@ class Isa:
     bf16_dot: str = ""
     int8_dot: str = ""
     matrix_tiles: bool = False
+    emulated_tiles: bool = False
     bf16_tiles: TileRows = TileRows(14)
     fp32_tiles: TileRows = TileRows(12)
     int8_tiles: TileRows = TileRows(14)

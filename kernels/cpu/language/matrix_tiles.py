@@ -5,22 +5,26 @@
 A *step* is 4 bytes of a row, two bfloat16 or four codes, and the same of 16 columns, which lie side by side: a line of
 64 bytes. One instruction adds up to TILE_STEPS steps to the sums of up to TILE_ROWS rows. In bfloat16 it adds up the
 first products of all its steps, and the second ones, each as one chain in float32, and adds both to the sum. So the
-bits of a sum depend on which steps are multiplied by one instruction, and on nothing in other rows.
+bits of a sum depend on which steps are multiplied by one instruction, and on nothing in other rows. Products and
+additions are fused, round to nearest even, and flush denormals to zero, of operands and of results.
 
 A thread gives its tiles their shapes, which zeroes them, and releases them at last: the system then need not save them
 when it takes the thread's core away, and other instructions run at full speed. The kernels' language does not know
 which tiles are in use; a function that has shaped tiles calls no other function that does.
+
+Tests on processors without tiles emulate them in the function's frame (:attr:`Isa.emulated_tiles`): the description of
+all shapes, then each tile with 16 rows of 64 bytes. As on a processor, an instruction whose operands' shapes do not fit
+each other raises SIGILL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import I8, I64, Int, Kernel, Ptr
+from pillion.kernels.cpu.language.emit import I8, I32, I64, VECTOR_BYTES, Bool, Int, Kernel, Ptr
 
 TILE_ROWS, TILE_STEPS = 16, 16
 STEP_BYTES = 4
@@ -29,6 +33,10 @@ TILES = 8
 # its number of rows.
 _SHAPES_BYTES, _VERSION = 64, 1
 _AT_ROW_BYTES, _AT_ROWS = 16, 48
+_TILE_BYTES = TILE_ROWS * VECTOR_BYTES
+_EMULATED_BYTES = _SHAPES_BYTES + TILES * _TILE_BYTES
+# MXCSR with all exceptions masked, and denormal operands and results flushed to zero.
+_FLUSHING_MXCSR = 0x9FC0
 _NOTHING = ir.VoidType()
 _ANY = I8.as_pointer()
 
@@ -43,12 +51,12 @@ class MatrixTiles:
     @classmethod
     def of(cls, k: Kernel) -> MatrixTiles:
         """Returns the tiles of the thread that runs the kernel; they have no shapes yet."""
+        size = _EMULATED_BYTES if k.isa.emulated_tiles else _SHAPES_BYTES
         with k.builder.goto_entry_block():
-            cell = k.builder.alloca(ir.ArrayType(I64, _SHAPES_BYTES // 8))
+            cell = k.builder.alloca(ir.ArrayType(I64, size // 8))
             cell.align = _SHAPES_BYTES
             address = k.builder.ptrtoint(cell, I64)
-        size = k.int(_SHAPES_BYTES).ir
-        return cls(k, Ptr(k, address, address, k.builder.add(address, size)))
+        return cls(k, Ptr(k, address, address, k.builder.add(address, I64(size))))
 
     def shape(self, rows: Sequence[Int | int], row_bytes: Sequence[Int | int]) -> None:
         """Gives each tile its number of rows, 1 to 16, and the bytes of a row, 4 to 64, and zeroes all tiles. Tiles
@@ -62,37 +70,156 @@ class MatrixTiles:
                 words[8 * word] = k.int(value) * (1 << 8 * place) + words[8 * word]
         for at, bits in words.items():
             k.store_int(self._shapes + at, bits)
-        self._call("ldtilecfg", [_ANY], [self._pointer(self._shapes)])
+        self._run("ldtilecfg", self._shapes)
 
     def release(self) -> None:
         """Takes all tiles' shapes away."""
-        self._call("tilerelease", [], [])
+        self._run("tilerelease")
 
     def clear(self, tile: int) -> None:
         """Zeroes a tile."""
-        self._call("tilezero", [I8], [I8(tile)])
+        self._run("tilezero", tile)
 
     def load(self, tile: int, ptr: Ptr, stride: Int | int) -> None:
         """Loads a tile, whose rows are ``stride`` bytes apart. The caller has checked the memory."""
-        self._call("tileloadd64", [I8, _ANY, I64], [I8(tile), self._pointer(ptr), self.k.int(stride).ir])
+        self._run("tileloadd64", tile, ptr, self.k.int(stride))
 
     def store(self, tile: int, ptr: Ptr, stride: Int | int) -> None:
         """Stores a tile, whose rows are ``stride`` bytes apart. The caller has checked the memory."""
-        self._call("tilestored64", [I8, _ANY, I64], [I8(tile), self._pointer(ptr), self.k.int(stride).ir])
+        self._run("tilestored64", tile, ptr, self.k.int(stride))
 
     def add_pairs(self, sums: int, rows: int, columns: int) -> None:
         """Adds the products of bfloat16 pairs to float32 sums."""
-        self._multiply("tdpbf16ps", sums, rows, columns)
+        self._run("tdpbf16ps", sums, rows, columns)
 
     def add_codes(self, sums: int, rows: int, columns: int) -> None:
         """Adds the products of signed codes of rows with unsigned codes of columns to sums of 32 bits."""
-        self._multiply("tdpbsud", sums, rows, columns)
+        self._run("tdpbsud", sums, rows, columns)
 
-    def _multiply(self, name: str, *tiles: int) -> None:
-        self._call(name, [I8] * 3, [I8(tile) for tile in tiles])
+    def _run(self, name: str, *operands: int | Int | Ptr) -> None:
+        """Appends an instruction. Operands are tiles, as Python's integers, addresses and strides."""
+        k, b = self.k, self.k.builder
+        if k.isa.emulated_tiles:
+            values = [k.int(each) if isinstance(each, int) else each for each in operands]
+            k.call_subroutine(f"emulated_{name}", (self._shapes, *values), _EMULATED[name])
+            return
+        raw = [
+            I8(each) if isinstance(each, int) else b.inttoptr(each.ir, _ANY) if isinstance(each, Ptr) else each.ir
+            for each in operands
+        ]
+        b.call(k.function(f"llvm.x86.{name}", _NOTHING, [each.type for each in raw]), raw)
 
-    def _pointer(self, ptr: Ptr) -> Any:
-        return self.k.builder.inttoptr(ptr.ir, _ANY)
 
-    def _call(self, name: str, kinds: Sequence[Any], values: Sequence[Any]) -> None:
-        self.k.builder.call(self.k.function(f"llvm.x86.{name}", _NOTHING, kinds), values)
+# The functions from here on emulate instructions. ``memory`` has the shapes and the tiles.
+
+
+def _emulated_shape(k: Kernel, memory: Ptr, shapes: Ptr) -> None:
+    for tile in range(TILES):
+        rows, row_bytes = _shape_of(k, memory, k.int(tile))
+        shaped = (rows > 0) & (rows <= TILE_ROWS) & (row_bytes > 0) & (row_bytes <= VECTOR_BYTES)
+        _require(k, shaped | (rows.equals(0) & row_bytes.equals(0)))
+    for at in range(_SHAPES_BYTES, _EMULATED_BYTES, VECTOR_BYTES):
+        k.store(memory + at, k.vector(0.0))
+
+
+def _emulated_release(k: Kernel, memory: Ptr) -> None:
+    k.store(memory, k.vector(0.0))
+
+
+def _emulated_clear(k: Kernel, memory: Ptr, tile: Int) -> None:
+    rows, _ = _shape_of(k, memory, tile)
+    _require(k, rows > 0)
+    for row in range(TILE_ROWS):
+        k.store(_tile(memory, tile) + row * VECTOR_BYTES, k.vector(0.0))
+
+
+def _emulated_load(k: Kernel, memory: Ptr, tile: Int, ptr: Ptr, stride: Int) -> None:
+    _emulated_clear(k, memory, tile)
+    rows, row_bytes = _shape_of(k, memory, tile)
+    with k.range(rows) as row:
+        _copy_row(k, ptr + row * stride, _tile(memory, tile) + row * VECTOR_BYTES, row_bytes)
+
+
+def _emulated_store(k: Kernel, memory: Ptr, tile: Int, ptr: Ptr, stride: Int) -> None:
+    rows, row_bytes = _shape_of(k, memory, tile)
+    _require(k, rows > 0)
+    with k.range(rows) as row:
+        _copy_row(k, _tile(memory, tile) + row * VECTOR_BYTES, ptr + row * stride, row_bytes)
+
+
+def _emulated_pairs(k: Kernel, memory: Ptr, sums: Int, rows: Int, columns: Int) -> None:
+    b = k.builder
+    cells, pointers = [b.alloca(I32) for _ in range(2)], [_ANY]
+    before, flushing = (b.bitcast(cell, _ANY) for cell in cells)
+    b.store(I32(_FLUSHING_MXCSR), cells[1])
+    b.call(k.function("llvm.x86.sse.stmxcsr", _NOTHING, pointers), [before])
+    b.call(k.function("llvm.x86.sse.ldmxcsr", _NOTHING, pointers), [flushing])
+    # LLVM may move arithmetic across the change of the mode, but not out of a function of its own.
+    k.call_subroutine("emulated_tdpbf16ps_flushing", (memory, sums, rows, columns), _emulated_flushing_pairs)
+    b.call(k.function("llvm.x86.sse.ldmxcsr", _NOTHING, pointers), [before])
+
+
+def _emulated_flushing_pairs(k: Kernel, memory: Ptr, sums: Int, rows: Int, columns: Int) -> None:
+    count, steps, width = _product_of(k, memory, sums, rows, columns)
+    with k.range(count) as row:
+        chains = [k.variable(k.vector(0.0)) for _ in range(2)]
+        with k.range(steps) as step:
+            one = k.broadcast_pair(_tile(memory, rows) + (row * VECTOR_BYTES + step * STEP_BYTES))
+            other = k.load_pairs(_tile(memory, columns) + step * VECTOR_BYTES)
+            for chain, part in zip(chains, (k.low, k.high), strict=True):
+                chain.value = k.fma(part(one), part(other), chain.value)
+        place = _tile(memory, sums) + row * VECTOR_BYTES
+        total = k.load(place) + (chains[0].value + chains[1].value)
+        k.store(place, k.select(k.below(k.int(0), width), total, k.vector(0.0)))
+
+
+def _emulated_codes(k: Kernel, memory: Ptr, sums: Int, rows: Int, columns: Int) -> None:
+    count, steps, _ = _product_of(k, memory, sums, rows, columns)
+    with k.range(count) as row:
+        place = _tile(memory, sums) + row * VECTOR_BYTES
+        total = k.variable(k.load_quads(place))
+        with k.range(steps) as step:
+            codes = k.broadcast_quad(_tile(memory, rows) + (row * VECTOR_BYTES + step * STEP_BYTES))
+            total.value = k.dot_codes(total.value, k.load_quads(_tile(memory, columns) + step * VECTOR_BYTES), codes)
+        # Columns after the shape's meet weights of 0.
+        k.store_quads(place, total.value)
+
+
+_EMULATED: dict[str, Callable[..., None]] = {
+    "ldtilecfg": _emulated_shape,
+    "tilerelease": _emulated_release,
+    "tilezero": _emulated_clear,
+    "tileloadd64": _emulated_load,
+    "tilestored64": _emulated_store,
+    "tdpbf16ps": _emulated_pairs,
+    "tdpbsud": _emulated_codes,
+}
+
+
+def _tile(memory: Ptr, tile: Int) -> Ptr:
+    return memory + (tile * _TILE_BYTES + _SHAPES_BYTES)
+
+
+def _shape_of(k: Kernel, memory: Ptr, tile: Int) -> tuple[Int, Int]:
+    """Returns the rows of a tile, and the bytes of a row."""
+    return k.load_int(memory + (tile + _AT_ROWS), 8), k.load_int(memory + (tile * 2 + _AT_ROW_BYTES), 16)
+
+
+def _product_of(k: Kernel, memory: Ptr, sums: Int, rows: Int, columns: Int) -> tuple[Int, Int, Int]:
+    """Returns the rows, steps and columns of a product."""
+    (count, sums_bytes), (rows_count, rows_bytes), (steps, columns_bytes) = (
+        _shape_of(k, memory, tile) for tile in (sums, rows, columns)
+    )
+    fitting = rows_count.equals(count) & rows_bytes.equals(steps * STEP_BYTES) & columns_bytes.equals(sums_bytes)
+    _require(k, fitting & (count > 0) & (steps > 0))
+    return count, steps, sums_bytes // STEP_BYTES
+
+
+def _copy_row(k: Kernel, source: Ptr, target: Ptr, size: Int) -> None:
+    with k.range(size, step=STEP_BYTES) as at:
+        k.store_int(target + at, k.load_int(source + at, 32), 32)
+
+
+def _require(k: Kernel, condition: Bool) -> None:
+    with k.builder.if_then(k.builder.not_(condition.ir), likely=False):
+        k.builder.call(k.function("llvm.trap", _NOTHING, []), [])

@@ -24,7 +24,7 @@ from pillion.kernels.cpu.language.isa import BY_NAME
 from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, packed, text_of, unpacked
 from tests.support.covering import each_value
 from tests.support.examples import examples
-from tests.support.kernel_runner import Runner, isa_or_skip, kernel_modes, with_checks
+from tests.support.kernel_runner import TILE_MODES, Runner, isa_or_skip, kernel_modes, with_checks
 
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
 SMALL, WIDE = AttentionShape(64, 4, 16, True), AttentionShape(64, 3, 32, False)
@@ -66,9 +66,8 @@ SIZES = [
 # SHORT is the subset of SIZES that make test runs: it has every head size, every row type, every code type and every
 # number of latents.
 SHORT = each_value(SIZES, lambda shape: (shape.head_dim, shape.bf16, shape.codes, shape.latents))
-MODES = [("amx", False), ("amx", True)]
 # Checked code of AVX-512 takes a minute to compile, and models run it (tests/engine/models/test_families.py).
-MODES += [("avx512_bf16", False), ("avx512", False), ("avx2", False), ("avx2", True)]
+MODES = [*TILE_MODES, ("avx512_bf16", False), ("avx512", False), ("avx2", False), ("avx2", True)]
 # Each sequence: (text, tokens already there, tokens of this step).
 MIXED = [(0, 40, 1), (1, 0, 1), (2, 530, 1), (3, 0, 30), (4, 500, 20), (5, 1030, 2)]
 
@@ -98,7 +97,6 @@ def left_to_long(checked, name, params):
 def runner(request):
     name, checked = request.param
     found = Runner(SPECS, isa_or_skip(name), checked)
-    found.isa = BY_NAME[name]
     yield found
     found.close()
 
@@ -268,11 +266,10 @@ def test_a_stray_item_is_noticed(runner):
         case.run(runner, plan)
 
 
-@pytest.fixture(scope="module", params=kernel_modes((name, False) for name in ("amx", "avx512_bf16")))
+@pytest.fixture(scope="module", params=kernel_modes([TILE_MODES[0], ("avx512_bf16", False)]))
 def sizes_runner(request):
     isa = isa_or_skip(request.param[0])
     found = Runner([spec for shape in SIZES for spec in (Attention(shape), AttentionMerge(shape))], isa, False)
-    found.isa = isa
     yield found
     found.close()
 

@@ -23,6 +23,7 @@ from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm, referen
 from tests.support.examples import examples
 from tests.support.kernel_runner import (
     ALL_MODES,
+    TILE_MODES,
     Runner,
     isa_or_skip,
     normal,
@@ -296,7 +297,7 @@ def test_rows_of_bfloat16_meet_weights_in_matrix_tiles(kind):
 @pytest.mark.parametrize("depth", [16, 32, 48, 64, 528])
 def test_sums_in_matrix_tiles_are_one_chain_over_the_depth(depth):
     """What an instruction adds: the first products of 16 pairs, then the second ones, and both to the sum."""
-    isa, spec = isa_or_skip("amx"), Gemm("bf16", "bf16", "store")
+    isa, spec = isa_or_skip(TILE_MODES[0][0]), Gemm("bf16", "bf16", "store")
     one = case(spec, 19, 64, depth)
     runner = Runner([spec], isa, checked=False)
     found = one.run(runner)

@@ -24,6 +24,7 @@ from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm
 from tests.support.examples import examples
 from tests.support.kernel_runner import (
     ALL_MODES,
+    TILE_MODES,
     Runner,
     isa_or_skip,
     normal,
@@ -264,7 +265,7 @@ def test_many_codes_meet_codes_in_matrix_tiles():
     assert all("tdpbsud" in text for text in tiles.values())
 
 
-@pytest.mark.parametrize("name", ["amx", "avx512_vnni", "avx512", "avx2"])
+@pytest.mark.parametrize("name", [TILE_MODES[0][0], "avx512_vnni", "avx512", "avx2"])
 def test_all_rows_of_the_table_give_the_same_bits(name):
     """Sums are whole numbers, and scales are applied in one order."""
     one = Product(PRODUCTS[3], 21, 64, 80)
