@@ -144,7 +144,7 @@ def _load_decoder(
     tell_of_kernels(model, threads, share)
     backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity)[:threads], share)
     owned = threads / share.lending_table.cores if share is not None else 0.0
-    return LoadedModel(prepared, backend, f"cpu/{isa.name}", owned, pair_tokens=pair_tokens(config))
+    return LoadedModel(prepared, backend, f"cpu/{isa.label}", owned, pair_tokens=pair_tokens(config))
 
 
 def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[str]:

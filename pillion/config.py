@@ -385,6 +385,9 @@ class ComputeFlags(ModelFlags):
         False, "Compute the same bits on a GPU whatever is in the batch, which is slower; CPU kernels always do."
     )
     cpu_kernels: str = flag("auto", "Kernels on a CPU; auto: the best, torch: torch's own.", choices=CPU_KERNEL_CHOICES)
+    exact_weights: bool = flag(
+        False, "Never round quantized weights on a CPU; matrix tiles else multiply them as bfloat16, which is quicker."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,6 +128,7 @@ def compile_with_adapters(
         tuple(model.plan.states),
         table,
         model.plan.ropes,
+        rounds_codes=model.isa.rounds_codes,
     )
     return compile_operations((*model.plan.operations, *plan.operations), model, progress), plan.operations
 

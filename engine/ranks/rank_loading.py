@@ -67,7 +67,7 @@ def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Loa
         own, isa = _cpu_share(flags, prepared, threads, member, keeping)
     log.info("%d ranks share the model, processes %s beside this one", size, ranks.pids())
     backend = RankedBackend(own, ranks)
-    return LoadedModel(prepared, backend, f"cpu/{isa.name}", ranks=ranks, pair_tokens=pair_tokens(config))
+    return LoadedModel(prepared, backend, f"cpu/{isa.label}", ranks=ranks, pair_tokens=pair_tokens(config))
 
 
 def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def load_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Lo
                 sock.close()
         own = _share(flags, prepared, threads, link, *rank_memories[:1])
     log.info("%d stages of %d ranks share the model, processes %s beside this", stages, ranks, processes.pids())
-    operators = f"cpu/{own.model.isa.name}, {stages} stages"
+    operators = f"cpu/{own.model.isa.label}, {stages} stages"
     backend = StagedBackend(own, processes)
     return LoadedModel(prepared, backend, operators, ranks=processes, pair_tokens=pair_tokens(config))
 

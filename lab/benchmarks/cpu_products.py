@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -114,19 +115,26 @@ def _registers_alone(peak: PeakDots, isa: Isa, kernels: CompiledKernels, pool: T
     return peak.operations(isa) * PEAK_ROUNDS * threads / found / 1e6
 
 
+def _chosen(kernels: str, codes: str) -> Isa:
+    """Returns an instruction set with the arithmetic of ``--codes``."""
+    isa = choose_isa(kernels, host_features())
+    if isa is None:
+        raise ConfigError("there are no kernels for this processor")
+    return isa if codes == "auto" else replace(isa, rounds_codes=codes == "rounded")
+
+
 def main() -> None:
     """Prints a table for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default="1,16,256")
     parser.add_argument("--row-type", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--codes", choices=("auto", "exact", "rounded"), default="auto", help="auto: as they serve")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    isa = choose_isa(args.kernels, host_features())
-    if isa is None:
-        raise ConfigError("there are no kernels for this processor")
+    isa = _chosen(args.kernels, args.codes)
     specs = {case: Gemm(case[0], args.row_type, "store", offsets=case[2]) for case in CASES}
     read = ReadAll()
     peaks = [PeakDots(rows) for rows in (args.row_type, "int8")]
@@ -157,7 +165,9 @@ def main() -> None:
                 calls["a streaming read"], sizes["a streaming read"] = runner(reads, kernels, pool, rows), sizes[name]
         found = fastest_ms(calls, args.repeats)
         rate = sizes["a streaming read"] / found["a streaming read"]
-        table = Table(title=f"{rows} rows of {args.row_type}, {isa.name}, {args.threads} threads, {args.layers} layers")
+        table = Table(
+            title=f"{rows} rows of {args.row_type}, {isa.label}, {args.threads} threads, {args.layers} layers"
+        )
         for heading in (
             "weights",
             "ms",

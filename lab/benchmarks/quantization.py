@@ -3,6 +3,8 @@
 The text is Python's documentation of its language, cut into windows; each token but the first of a window is predicted
 from those before it. All weights run on the CPU kernels and are compared with float32 on torch. The demo model has its
 channels in a random order (`lab.benchmarks.shuffled_model`), because its weights have been quantized before.
+With ``--rounded`` weights in 8 and 4 bits, and the model as it is stored, also run as products of matrix tiles read
+them: each weight rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import tempfile
+from dataclasses import replace
 
 import torch
 from rich.table import Table
@@ -41,11 +44,12 @@ KINDS = {
 }
 
 
-def scorer(prepared: PreparedModel, threads: int, kv_cache_dtype: str) -> TextScorer:
+def scorer(prepared: PreparedModel, threads: int, kv_cache_dtype: str, *, rounds_codes: bool = False) -> TextScorer:
     """Returns a scorer on the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa("auto", host_features())
-    if isa is None:
-        raise ConfigError("there are no kernels for this processor")
+    if isa is None or (rounds_codes and not isa.bf16_dot):
+        raise ConfigError("there are no such kernels for this processor")
+    isa = replace(isa, rounds_codes=rounds_codes)
     return TextScorer(CpuBackend(load_cpu_model(prepared, BLOCK_SIZE, isa, kv_cache_dtype=kv_cache_dtype), threads))
 
 
@@ -55,6 +59,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="rows of the table")
+    parser.add_argument("--rounded", action="store_true", help="also round each weight of 4 and 8 bits to bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -69,7 +74,14 @@ def main() -> None:
             flags = ModelFlags(
                 model=str(folder), dtype="bfloat16", quantization=quantization, quantization_group_size=group
             )
-            scorers[kind] = scorer(prepare(flags, print), args.threads, kv)
+            prepared = prepare(flags, print)
+            scorers[kind] = scorer(prepared, args.threads, kv)
+            if args.rounded and quantization.startswith("int"):
+                scorers[f"{kind}, rounded"] = scorer(prepared, args.threads, kv, rounds_codes=True)
+        if args.rounded:
+            stored = prepare(ModelFlags(model=args.model, dtype="bfloat16"), print)
+            scorers["as stored"] = scorer(stored, args.threads, "auto")
+            scorers["as stored, rounded"] = scorer(stored, args.threads, "auto", rounds_codes=True)
         found = {kind: Accuracy() for kind in scorers}
         for ids in text_windows(Tokenizer.from_file(str(folder / "tokenizer.json")), args.windows):
             wanted = scorers["float32, torch"].score(ids)

@@ -29,7 +29,7 @@ GROUPS = {
     "Keys and certificates": "api_keys api_key tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
     " pipeline_parallel_size enable_expert_parallel device cpu share_cores core_lending_table first_core"
-    " enforce_eager batch_invariant drain_timeout_s fence_kill_after_s fork_server standby",
+    " enforce_eager batch_invariant exact_weights drain_timeout_s fence_kill_after_s fork_server standby",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent"
     " max_pinned_percent state_percent"
     " low_watermark high_watermark hand_over host_bytes disk object fetch max_fetch_bytes"

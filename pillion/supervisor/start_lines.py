@@ -91,7 +91,7 @@ def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tu
     config = load_config(prepared.folder)
     shards = [shard for size in sizes for shard in shares_of(config, size)]
     files = [ModelCache().packed_weights(prepared.fingerprint, f"cpu{shard.name}") for shard in shards]
-    return f"{isa.name} on the CPU", sum(file.stat().st_size for file in files if file.exists())
+    return f"{isa.label} on the CPU", sum(file.stat().st_size for file in files if file.exists())
 
 
 def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:

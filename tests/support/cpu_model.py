@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pillion.engine.backends.cpu import cpu_model as module
@@ -23,10 +25,12 @@ def cpu_backend(
     kernels: str = "auto",
     kv_cache_dtype: str = "auto",
     checked: bool | None = None,
+    rounds_codes: bool = False,
 ) -> CpuBackend:
     """A backend of the kernels for this processor, or of another instruction set that it has."""
-    isa = choose_isa(kernels, host_features())
+    isa = choose_isa(kernels, host_features(), exact_codes=True)
     assert isa is not None
+    isa = replace(isa, rounds_codes=rounds_codes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "compile_kernels", kept_kernels)
         model = load_cpu_model(prepared, block_size, isa, kv_cache_dtype=kv_cache_dtype, checked=checked)

@@ -79,14 +79,15 @@ def registers_of(name: str) -> Any:
 
 
 def isa_or_skip(name: str) -> Isa:
-    """The instruction set ``name``; skips the test where this processor does not have it."""
+    """The instruction set ``name``, with exact products of codes; skips the test where this processor does not have
+    it."""
     if name == EMULATED_TILES:
         best = next((isa for isa in TABLE if not isa.matrix_tiles and isa.name in _HERE), None)
         if best is None:
             pytest.skip("matrix tiles are emulated on x86-64 with AVX2")
         return replace(best, name=name, matrix_tiles=True, emulated_tiles=True)
     try:
-        isa = choose_isa(name, host_features())
+        isa = choose_isa(name, host_features(), exact_codes=True)
     except ConfigError as lacking:
         pytest.skip(str(lacking))
     assert isa is not None

@@ -126,7 +126,14 @@ class CpuBackend(HostBackend):
         super().keep_states(layers)
         model = self.model
         plan = plan_model(
-            model.config, model.weights, model.layout, model.dtype, model.max_model_len, model.shard, layers
+            model.config,
+            model.weights,
+            model.layout,
+            model.dtype,
+            model.max_model_len,
+            model.shard,
+            layers,
+            rounds_codes=model.isa.rounds_codes,
         )
         self.use(plan, compile_operations(plan.operations, model, log.info))
 

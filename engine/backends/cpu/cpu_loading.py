@@ -56,7 +56,7 @@ def tell_of_kernels(model: CpuModel, threads: int, share: CoreShare | None) -> N
     """Logs with which kernels, threads and cores a process runs its model."""
     log.info(
         "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",
-        model.isa.name,
+        model.isa.label,
         threads,
         " and those of idle workers" if share is not None and share.borrows else "",
         model.weights.nbytes / 2**20,
@@ -82,7 +82,8 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
     Raises ConfigError for kernels that this processor cannot run, and for KV in 8 bits without the CPU kernels.
     """
     config = load_config(prepared.folder)
-    isa = choose_isa(flags.cpu_kernels, host_features())
+    exact = flags.exact_weights or config.quantization is None
+    isa = choose_isa(flags.cpu_kernels, host_features(), exact_codes=exact)
     if isa is None:
         chosen = flags.cpu_kernels == "torch"
         reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"

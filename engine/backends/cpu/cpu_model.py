@@ -119,7 +119,8 @@ def load_cpu_model(
     layout = kv_layout(prepared, block_size, version, kv_cache_dtype)
     shard = shard or whole_model(config)
     weights = load_cpu_weights(prepared, config, progress, cache, shard)
-    plan = plan_model(config, weights, layout, prepared.dtype, prepared.max_model_len, shard)
+    rounds = isa.rounds_codes
+    plan = plan_model(config, weights, layout, prepared.dtype, prepared.max_model_len, shard, rounds_codes=rounds)
     specs = [operation.spec for operation in plan.operations]
     folder = cache.make("kernels")
     kernels = compile_kernels(specs, isa, checked=checked, cache_folder=folder, progress=progress)
@@ -144,15 +145,17 @@ def plan_model(
     state_layers: Sequence[int] = (),
     adapters: AdapterTable | None = None,
     ropes: tuple[CosSin, ...] = (),
+    *,
+    rounds_codes: bool = False,
 ) -> ModelPlan:
     """Lists the operations of a step of the model of ``config``, of which this process computes ``shard``, with
     ``adapters`` or without. The inputs of the layers in ``state_layers`` are stored for an EAGLE head. ``ropes`` are
-    the rotary tables of another plan of the model."""
+    the rotary tables of another plan of the model; ``rounds_codes`` is the attribute of the instruction set."""
     ropes = ropes or rope_tables(config, max_model_len)
     local, heads = shard.local(config), config.num_heads
     growth = growth_table(config, max_model_len)
     builder = OperationBuilder(local, weights, layout, dtype, ropes, shard, heads, adapters=adapters, growth=growth)
-    return _plan(builder, state_layers)
+    return _plan(replace(builder, rounds_codes=rounds_codes), state_layers)
 
 
 def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:

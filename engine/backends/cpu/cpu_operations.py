@@ -56,7 +56,8 @@ class OperationBuilder:
     program for steps with adapters. ``config`` is the shape of the process's own layers; ``layout`` is that of all KV,
     and ``model_heads`` are all query heads. ``collective`` is None for a program of the whole model. ``growth`` has the
     factors of queries that grow with their position. ``wanted`` says that these operations run only in a step with
-    sampled rows; ``keeps_states`` that a step needs the rows of all layers, sampled or not."""
+    sampled rows; ``keeps_states`` that a step needs the rows of all layers, sampled or not. ``rounds_codes`` is the
+    attribute of the instruction set."""
 
     config: ModelConfig
     weights: PackedMatrices
@@ -71,6 +72,7 @@ class OperationBuilder:
     growth: torch.Tensor | None = None
     wanted: bool = False
     keeps_states: bool = False
+    rounds_codes: bool = False
 
     @property
     def bf16(self) -> bool:
@@ -276,7 +278,8 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
         operation = _coded(builder, linear, x)
         x, sums = operation.values["out"], operation.values["constants"]
         operations.append(operation)
-    if linear.offsets and sums is None:
+    # Offsets are a part of each rounded weight, and else meet the sums of inputs.
+    if linear.offsets and sums is None and not (builder.rounds_codes and x.dtype == "uint16"):
         groups = -(-linear.depth // linear.group)
         sums = builder.buffer(f"input_sums{groups}x{x.each}", groups, "float32", x.each)
         values = {"x": x, "sums": sums, "depth": linear.depth, "inputs": linear.group}

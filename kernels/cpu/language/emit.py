@@ -42,6 +42,8 @@ LOG2E = 1.4426950408889634
 # within 3e-7 of the true value.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
+# The truth table of "the second operand's bit where the third one's is set, else the first one's".
+_CHOOSE_BY_THIRD = 0xD8
 # Below this exponent 2**x counts as 0, because a token that a row must not see gets a weight of exactly 0, whatever its
 # score is.
 _LEAST_EXPONENT = -126.0
@@ -551,6 +553,14 @@ class Kernel:
         unordered = b.fcmp_unordered("uno", value.ir, value.ir)
         result = b.select(unordered, b.or_(bits, int_lanes(0x00400000)), rounded)
         return b.trunc(b.lshr(result, int_lanes(16)), _VH)
+
+    def cut_pairs(self, first: Vec, second: Vec) -> Pairs:
+        """Returns pairs of bfloat16: the upper halves of the lanes of two vectors. Needs AVX-512."""
+        b = self.builder
+        low, high = b.lshr(b.bitcast(first.ir, VI), int_lanes(16)), b.bitcast(second.ir, VI)
+        # LLVM would make one permutation of a shift and an "or", which takes longer than both.
+        function = self.function("llvm.x86.avx512.pternlog.d.512", VI, [VI, VI, VI, I32])
+        return Pairs(self, b.call(function, [low, high, int_lanes(-65536), I32(_CHOOSE_BY_THIRD)]))
 
     def larger(self, a: Vec, b: Vec | float) -> Vec:
         """Returns the larger value of each lane; where a is NaN, it returns that of b."""

@@ -63,6 +63,8 @@ class Isa:
         matrix_tiles: whether one instruction multiplies tiles of 16 rows of bfloat16 pairs or codes
             (:mod:`pillion.kernels.cpu.language.matrix_tiles`).
         emulated_tiles: whether such instructions are emulated, as in tests on processors without them.
+        rounds_codes: whether rows of bfloat16 meet codes as scale * code + offset in bfloat16, and not exactly
+            (:mod:`pillion.kernels.cpu.quantized.rounded_codes`). It needs ``bf16_dot``.
         attention_rows: query rows that share a pass over a KV head's blocks.
         attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
         decode_blocks: blocks whose scores are computed side by side where there are few rows.
@@ -79,6 +81,7 @@ class Isa:
     int8_dot: str = ""
     matrix_tiles: bool = False
     emulated_tiles: bool = False
+    rounds_codes: bool = False
     bf16_tiles: TileRows = TileRows(14)
     fp32_tiles: TileRows = TileRows(12)
     int8_tiles: TileRows = TileRows(14)
@@ -86,6 +89,11 @@ class Isa:
     attention_sums: int = 24
     decode_blocks: int = 4
     products_load: bool = True
+
+    @property
+    def label(self) -> str:
+        """Returns the name in logs and of a worker: it differs where bits do."""
+        return f"{self.name}-rounded" if self.rounds_codes else self.name
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
@@ -122,7 +130,13 @@ _NEON = Isa(
 
 # The best row comes first: ``auto`` chooses the first row whose features the processor has.
 TABLE = (
-    replace(_AVX512_BF16, name="amx", needs=(*_AVX512_BF16.needs, *_TILE_FEATURES), matrix_tiles=True),
+    replace(
+        _AVX512_BF16,
+        name="amx",
+        needs=(*_AVX512_BF16.needs, *_TILE_FEATURES),
+        matrix_tiles=True,
+        rounds_codes=True,
+    ),
     _AVX512_BF16,
     Isa(
         "avx512_vnni",
@@ -190,12 +204,13 @@ def _may_use_tiles() -> bool:
     return int(ctypes.CDLL(None).syscall(*words)) == 0
 
 
-def choose_isa(choice: str, features: Collection[str]) -> Isa | None:
+def choose_isa(choice: str, features: Collection[str], *, exact_codes: bool = False) -> Isa | None:
     """Returns the row to compile for; None where torch runs the model.
 
     Args:
         choice: one of ``CHOICES``. ``auto`` is the best row, or None where the processor has no row.
         features: the processor's features, as :func:`host_features` lists them.
+        exact_codes: products never round quantized weights.
 
     Raises:
         ConfigError: ``choice`` is not in ``CHOICES``, or the processor lacks features that its row needs.
@@ -205,15 +220,18 @@ def choose_isa(choice: str, features: Collection[str]) -> Isa | None:
     if choice == TORCH:
         return None
     if choice == AUTO:
-        return next((_tuned(isa, features) for isa in TABLE if not _lacking(isa, features)), None)
+        found = next((isa for isa in TABLE if not _lacking(isa, features)), None)
+        return found and _tuned(found, features, exact_codes)
     lacking = _lacking(BY_NAME[choice], features)
     if lacking:
         raise ConfigError(f"--cpu-kernels {choice}: this processor lacks {', '.join(lacking)}; use auto or torch")
-    return _tuned(BY_NAME[choice], features)
+    return _tuned(BY_NAME[choice], features, exact_codes)
 
 
-def _tuned(isa: Isa, features: Collection[str]) -> Isa:
+def _tuned(isa: Isa, features: Collection[str], exact_codes: bool) -> Isa:
     """Returns a row as it is quickest on a processor with these features."""
+    if isa.rounds_codes and exact_codes:
+        isa = replace(isa, rounds_codes=False)
     return replace(isa, products_load=False) if isa.bf16_dot and _TWO_PRODUCTS in features else isa
 
 

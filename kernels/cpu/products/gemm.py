@@ -27,6 +27,7 @@ from pillion.kernels.cpu.quantized.codes import CODE_KINDS, UNIT_INPUTS
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, dots_constants_bytes
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct, CodedRows
+from pillion.kernels.cpu.quantized.rounded_codes import PASS_TILES, TILE, RoundedProduct
 
 LAYOUT = RecordLayout(
     "gemm",
@@ -147,8 +148,11 @@ class GemmBody:
         self.panels: Panels
         if spec.weights in PLAIN_TYPES:
             self.panels = Panels(self)
+        elif spec.weights == INT8_DOTS:
+            self.panels = DotPanels(self)
         else:
-            self.panels = DotPanels(self) if spec.weights == INT8_DOTS else CodedPanels(self)
+            rounds = k.isa.rounds_codes and spec.rows == "bf16"
+            self.panels = RoundedPanels(self) if rounds else CodedPanels(self)
         if spec.epilogue == "add":
             self.factor = args.real("factor")
         if spec.epilogue == "gated_clamped":
@@ -380,6 +384,30 @@ class CodedPanels(Panels):
             body.finish(begin + row, panel, loaded(body.k, totals), out, constants)
 
         coded.multiply(cut.begin(cut.last) - begin, rows, weights, body.call.scratch, finish)
+
+
+class RoundedPanels(CodedPanels):
+    """Multiplies rows by panels of codes as by plain weights."""
+
+    def most_rows(self) -> int:
+        return TILE.tiles(self.body.k.isa).most
+
+    def multiply(
+        self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
+    ) -> None:
+        k, body, scratch = self.body.k, self.body, self.body.call.scratch
+        with k.range(cut.last, cut.first, step=PASS_TILES) as first:
+            tiles = k.least(cut.last - first, PASS_TILES)
+            begin = cut.begin(first)
+
+            def row_of(tile: Int, first: Int = first, begin: Int = begin) -> Int:
+                return cut.begin(first + tile) - begin
+
+            x = body.x + begin * body.x_stride
+            units = self.units, self.group_units
+            RoundedProduct(self.coded, *units, x, body.x_stride, weights, ahead, scratch).multiply(tiles, row_of)
+            with k.range(row_of(tiles)) as row:
+                body.finish(begin + row, panel, loaded(k, scratch + row * TOTALS_BYTES), out, constants)
 
 
 def loaded(k: Kernel, sums: Ptr) -> list[Vec]:

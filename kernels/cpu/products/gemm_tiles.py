@@ -45,10 +45,17 @@ class TileKind:
     Attributes:
         weights: the kind of the packed weights.
         rows: the type of the rows: "bf16", or "fp32", which float32 weights need, or "int8", for weights of that kind.
+        adds: whether products are added to the sums in memory.
     """
 
     weights: str
     rows: str
+    adds: bool = False
+
+    @property
+    def name(self) -> str:
+        """Returns a part of the names of the tiles' functions."""
+        return f"{self.weights}_{self.rows}{'_adds' * self.adds}"
 
     @property
     def inputs(self) -> int:
@@ -86,7 +93,7 @@ class TileArgs:
         steps: number of steps in the depth.
         ahead: memory to prefetch, for instance the next panel.
         ahead_step: bytes to prefetch in each step.
-        sums: float32 [rows, 32], the result, or int32 for rows of int8.
+        sums: float32 [rows, 32], the result, or int32 for rows of int8; what comes before it in a tile that ``adds``.
     """
 
     x: Ptr
@@ -139,7 +146,7 @@ def _call_tile(k: Kernel, kind: TileKind, rows: int, width: int, args: TileArgs)
         _Tile(inner, kind, rows, width, TileArgs(*seen)).write()
 
     values = (args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
-    k.call_subroutine(f"gemm_tile_{kind.weights}_{kind.rows}_{rows}x{width}", values, body)
+    k.call_subroutine(f"gemm_tile_{kind.name}_{rows}x{width}", values, body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +161,7 @@ class _Tile:
 
     def write(self) -> None:
         k, args = self.k, self.args
-        zero = Quads(k, int_lanes(0)) if self.kind.rows == "int8" else k.vector(0.0)
-        sums = [[k.variable(zero) for _ in range(self.width)] for _ in range(self.rows)]
+        sums = [[k.variable(self._first(row, half)) for half in range(self.width)] for row in range(self.rows)]
         rows = [args.x + args.x_stride * row for row in range(self.rows)]
         with k.range(args.steps, step=_STEPS_PER_ITERATION) as first:
             for step in range(_STEPS_PER_ITERATION):
@@ -170,6 +176,13 @@ class _Tile:
         for number, totals in enumerate(sums):
             for half, total in enumerate(totals):
                 k.write(args.sums + (number * TOTALS_BYTES + half * VECTOR_BYTES), total.value.ir, 4)
+
+    def _first(self, row: int, half: int) -> Any:
+        """Returns what a sum begins with."""
+        k, place = self.k, self.args.sums + (row * TOTALS_BYTES + half * VECTOR_BYTES)
+        if self.kind.rows == "int8":
+            return k.load_quads(place) if self.kind.adds else Quads(k, int_lanes(0))
+        return k.load(place) if self.kind.adds else k.vector(0.0)
 
     def _weights(self, line: Ptr) -> Iterator[tuple[int, list[Any]]]:
         """Yields the weights of a step, in the order in which they are multiplied, each with its offset in a row's
@@ -211,14 +224,14 @@ def _call_matrix_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> 
     for groups, wanted in ((1, rows <= TILE_ROWS), (_ROW_GROUPS, rows > TILE_ROWS)):
 
         def body(inner: Kernel, rows: Int, *seen: Any, groups: int = groups) -> None:
-            _MatrixTile(inner, kind, groups, rows, TileArgs(*seen), MatrixTiles.of(inner)).write()
+            MatrixTile(inner, kind, groups, rows, TileArgs(*seen), MatrixTiles.of(inner)).write()
 
         with k.when(wanted):
-            k.call_subroutine(f"gemm_matrix_tile_{kind.weights}_{kind.rows}_{groups}", values, body)
+            k.call_subroutine(f"gemm_matrix_tile_{kind.name}_{groups}", values, body)
 
 
 @dataclass(frozen=True, slots=True)
-class _MatrixTile:
+class MatrixTile:
     """Emits the function for ``groups`` groups of rows, of which the last one may have less than 16.
 
     The sums of a group and a half of the panel are one tile; then there is a tile for the rows of each group, and one
@@ -236,16 +249,18 @@ class _MatrixTile:
         k, args, tiles = self.k, self.args, self.tiles
         whole = args.steps // TILE_STEPS
         rest = args.steps - whole * TILE_STEPS
-        self._shape(TILE_STEPS)
+        self.shape(TILE_STEPS)
+        if self.kind.adds:
+            self.move(tiles.load)
         with k.range(whole) as number:
-            self._multiply(number)
+            self.multiply(number)
         # Tiles of another shape begin with zeros, so the sums go by way of memory.
-        self._move(tiles.store)
+        self.move(tiles.store)
         with k.when(rest > 0):
-            self._shape(rest)
-            self._move(tiles.load)
-            self._multiply(whole)
-            self._move(tiles.store)
+            self.shape(rest)
+            self.move(tiles.load)
+            self.multiply(whole)
+            self.move(tiles.store)
         tiles.release()
 
     def _sums(self, group: int, half: int) -> int:
@@ -259,21 +274,21 @@ class _MatrixTile:
     def _first_weights(self) -> int:
         return 3 * self.groups
 
-    def _shape(self, steps: Int | int) -> None:
+    def shape(self, steps: Int | int) -> None:
         """Shapes the tiles for so many steps at a time."""
         heights = [self.k.least(self.rows - TILE_ROWS * group, TILE_ROWS) for group in range(self.groups)]
         sums = [height for height in heights for _ in range(2)]
         row_bytes = [VECTOR_BYTES] * len(sums) + [self.k.int(steps) * STEP_BYTES] * len(heights) + [VECTOR_BYTES] * 2
         self.tiles.shape([*sums, *heights, steps, steps], row_bytes)
 
-    def _move(self, move: Callable[[int, Ptr, int], None]) -> None:
+    def move(self, move: Callable[[int, Ptr, int], None]) -> None:
         """Loads or stores all sums."""
         for group in range(self.groups):
             for half in range(2):
                 place = group * TILE_ROWS * TOTALS_BYTES + half * VECTOR_BYTES
                 move(self._sums(group, half), self.args.sums + place, TOTALS_BYTES)
 
-    def _multiply(self, number: Int) -> None:
+    def multiply(self, number: Int) -> None:
         """Multiplies the steps from 16 * ``number`` on."""
         args, tiles = self.args, self.tiles
         add = tiles.add_codes if self.kind.rows == "int8" else tiles.add_pairs

@@ -16,6 +16,7 @@ from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.quantized.input_rows import SumInputs
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.support.covering import covering_rows
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
@@ -105,6 +106,27 @@ def test_logits_are_those_of_the_widened_model(quantized_checkpoint, tmp_path, m
     assert len(kinds) >= 3
     driver.backend.check_integrity()
     driver.backend.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rounded_weights_are_as_near_as_those_of_the_widened_model(quantized_checkpoint, tmp_path, model):
+    """They have offsets in them, so that no sums of inputs are computed."""
+    folder = str(save_model(tmp_path / model, num_hidden_layers=3, **MODELS[model]))
+    prepared, exact = (prepare(ModelFlags(model=folder, dtype=kind)) for kind in ("bfloat16", "float32"))
+    try:
+        backend = cpu_backend(prepared, threads=2, kernels="avx512_bf16", rounds_codes=True)
+    except ConfigError as error:
+        pytest.skip(error.message)
+    texts = torch.randint(0, 258, (4, 50), generator=torch.Generator().manual_seed(1)).tolist()
+    oracle, widened, driver = BackendDriver(exact), BackendDriver(prepared), CpuDriver(prepared, backend=backend)
+    wanted, plain, found = (
+        torch.stack([one.run_all(one.sequences.add()[0], text, []) for text in texts])
+        for one in (oracle, widened, driver)
+    )
+    assert (found - wanted).abs().mean() < 1.5 * (plain - wanted).abs().mean()
+    assert torch.equal(driver.run_all(driver.sequences.add()[0], texts[0], [1] * 20), found[0])
+    assert not any(isinstance(one.spec, SumInputs) for one in backend.model.plan.operations)
+    backend.close()
 
 
 def test_an_order_that_leaves_the_row_is_refused(quantized_checkpoint, tmp_path):

@@ -93,6 +93,16 @@ def test_this_machine_gets_a_row_that_it_has_the_features_for():
     assert set(found.needs) <= host_features()
 
 
+def test_exact_codes_are_another_arithmetic_by_name():
+    """Only where products else round quantized weights."""
+    for row in TABLE:
+        found = choose_isa(row.name, row.needs, exact_codes=True)
+        assert found is not None
+        assert not found.rounds_codes
+        assert (found.label != row.label) == row.rounds_codes
+    assert {row.name for row in TABLE if row.rounds_codes} == {"amx"}
+
+
 @pytest.mark.parametrize("granted", [True, False])
 def test_matrix_tiles_are_a_feature_where_the_system_grants_them(monkeypatch, granted):
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: dict.fromkeys(SAPPHIRE_RAPIDS, True))

@@ -1,0 +1,217 @@
+"""Multiplies rows of bfloat16 by codes as plain weights: scale * code + offset in bfloat16.
+
+    codes of a panel --widened, a block of inputs at a time--> bfloat16 pairs --products of plain weights--> sums
+
+A block is widened once for all rows and multiplied by the functions of plain weights
+(:mod:`pillion.kernels.cpu.products.gemm_tiles`), which add to sums in memory. It begins at a multiple of a matrix
+tile's inputs, so a row has the bits of its product with such weights, however many rows there are. More rows than one
+tile share a block in the second cache. The rows of one matrix tile meet smaller blocks in the first cache, whose codes
+are widened while the processor still adds up the block before.
+
+Numbers of float32 become bfloat16 by their upper halves. To round them to nearest takes half as long again as all else
+that widens 4 bits, which one row waits for. Instead scales and offsets are enlarged so that the mean error is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.matrix_tiles import TILE_ROWS, TILE_STEPS, MatrixTiles
+from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, MatrixTile, TileArgs, TileKind, multiply_rows
+from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
+from pillion.kernels.cpu.quantized.codes import UNIT_INPUTS, load_constants, unit_parts
+from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct
+
+TILE = TileKind("bf16", "bf16", adds=True)
+# Tiles of rows whose sums a thread's scratch holds at once, before a widened block.
+PASS_TILES = 16
+# Units of a widened block, for one matrix tile of rows and for more: whole instructions.
+_NEAR_UNITS, _FAR_UNITS = 32, 1024
+_UNIT_STEPS = UNIT_INPUTS // TILE.inputs
+_UNIT_X_BYTES, _UNIT_WIDE_BYTES = _UNIT_STEPS * TILE.row_step_bytes, _UNIT_STEPS * PANEL_STEP_BYTES
+# Cutting takes half a step of 2**-7 from a mantissa between 1 and 2 on average, whatever its size. Relative to numbers
+# whose logarithms are evenly distributed these are 2**-8 / (2 log 2).
+CUT_FACTOR = 1 + 2**-9 / math.log(2)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedProduct:
+    """Multiplies some tiles of rows of bfloat16 by a panel.
+
+    Attributes:
+        coded: the kind of codes.
+        units: units of a panel.
+        group_units: units of a group; the last group may have fewer.
+        x: the first row.
+        x_stride: bytes from row to row.
+        panel: constants and codes.
+        ahead: the panel to prefetch.
+        scratch: memory of the thread; sums [rows, 32], and behind them a widened block.
+    """
+
+    coded: CodedProduct
+    units: Int
+    group_units: Int
+    x: Ptr
+    x_stride: Int
+    panel: Ptr
+    ahead: Ptr
+    scratch: Ptr
+
+    @property
+    def k(self) -> Kernel:
+        return self.coded.k
+
+    def multiply(self, tiles: Int, begin: Callable[[Int], Int]) -> None:
+        """Multiplies up to PASS_TILES tiles of rows, and leaves their sums in scratch memory.
+
+        ``begin`` returns a tile's first row.
+        """
+        k = self.k
+        if not TILE.in_matrix_tiles(k.isa):
+            self._multiply_blocks(tiles, begin)
+            return
+        with k.builder.if_else((tiles < 2).ir) as (one, more):
+            with one:
+                self._multiply_few(begin(tiles))
+            with more:
+                self._multiply_blocks(tiles, begin)
+
+    def _multiply_blocks(self, tiles: Int, begin: Callable[[Int], Int]) -> None:
+        k, wide = self.k, self._wide
+        with k.range(begin(tiles) * 2) as half:
+            k.store(self.scratch + half * VECTOR_BYTES, k.vector(0.0))
+        with k.range(self.units, step=_FAR_UNITS) as unit:
+            units = k.least(self.units - unit, _FAR_UNITS)
+            self._widen(unit, units)
+            x = self.x + unit * _UNIT_X_BYTES
+            with k.range(tiles) as tile:
+                first, rows = begin(tile), begin(tile + 1) - begin(tile)
+                sums, steps = self.scratch + first * TOTALS_BYTES, units * _UNIT_STEPS
+                args = TileArgs(x + first * self.x_stride, self.x_stride, wide, steps, wide, k.int(0), sums)
+                multiply_rows(k, TILE, rows, args)
+
+    def _multiply_few(self, rows: Int) -> None:
+        """Multiplies the rows of one matrix tile."""
+        k, coded = self.k, self.coded
+        x_bytes = (rows - 1) * self.x_stride + self.units * _UNIT_X_BYTES
+        inside = k.holds(self.x, x_bytes) & k.holds(self.scratch, rows * TOTALS_BYTES)
+        inside = inside & self._sound(_NEAR_UNITS)
+        sizes = self.units, self.group_units
+        values = (rows, self.x, self.x_stride, self.panel, self._wide, *sizes, self.ahead, self.scratch)
+        for groups, wanted in ((1, rows <= TILE_ROWS), (2, rows > TILE_ROWS)):
+
+            def body(inner: Kernel, *seen: Any, groups: int = groups) -> None:
+                _write_few(replace(coded, k=inner), groups, *seen)
+
+            with k.when(inside & wanted):
+                k.call_subroutine(f"gemm_round_tile_{self._name}_{groups}", values, body)
+
+    @property
+    def _name(self) -> str:
+        return self.coded.kind.name + "_offsets" * self.coded.offsets
+
+    @property
+    def _wide(self) -> Ptr:
+        """Returns the place of widened blocks."""
+        return self.scratch + PASS_TILES * TILE.tiles(self.k.isa).most * TOTALS_BYTES
+
+    def _sound(self, units: Int | int) -> Bool:
+        """Returns whether the panel and a widened block are inside their memory."""
+        k, size = self.k, self.coded.panel_bytes(self.units, self.group_units)
+        return k.holds(self.panel, size) & k.holds(self._wide, k.int(units) * _UNIT_WIDE_BYTES)
+
+    def _widen(self, first: Int, units: Int) -> None:
+        """Widens ``units`` units from ``first`` on, and prefetches as many bytes."""
+        k, coded = self.k, self.coded
+
+        def body(inner: Kernel, *seen: Any) -> None:
+            _widen_units(replace(coded, k=inner), *seen)
+
+        with k.when(self._sound(units)):
+            values = (self.panel, self._wide, first, units, self.group_units, self.ahead)
+            k.call_subroutine(f"gemm_round_{self._name}", values, body)
+
+
+def _write_few(
+    coded: CodedProduct,
+    groups: int,
+    rows: Int,
+    x: Ptr,
+    x_stride: Int,
+    panel: Ptr,
+    wide: Ptr,
+    units: Int,
+    group_units: Int,
+    ahead: Ptr,
+    sums: Ptr,
+) -> None:
+    """Writes the function of the rows of one matrix tile."""
+    k = coded.k
+    args = TileArgs(x, x_stride, wide, k.int(0), wide, k.int(0), sums)
+    tile = MatrixTile(k, TILE, groups, rows, args, MatrixTiles.of(k))
+
+    def from_unit(unit: Int) -> MatrixTile:
+        return replace(tile, args=replace(args, x=x + unit * _UNIT_X_BYTES))
+
+    tile.shape(TILE_STEPS)
+    with k.range(units, step=_NEAR_UNITS) as unit:
+        mine = k.least(units - unit, _NEAR_UNITS)
+        _widen_units(coded, panel, wide, unit, mine, group_units, ahead)
+        with k.range(mine * _UNIT_STEPS // TILE_STEPS) as step:
+            from_unit(unit).multiply(step)
+    tile.move(tile.tiles.store)
+    rest = units * _UNIT_STEPS % TILE_STEPS
+    with k.when(rest > 0):
+        tile.shape(rest)
+        tile.move(tile.tiles.load)
+        last = (units - 1) // _NEAR_UNITS * _NEAR_UNITS
+        from_unit(last).multiply((units - last) * _UNIT_STEPS // TILE_STEPS)
+        tile.move(tile.tiles.store)
+    tile.tiles.release()
+
+
+def _widen_units(
+    coded: CodedProduct, panel: Ptr, wide: Ptr, first: Int, units: Int, group_units: Int, ahead: Ptr
+) -> None:
+    k, kind = coded.k, coded.kind
+    half_bytes, behind = LANES * kind.constant_bytes, first + units
+    with k.range((behind + (group_units - 1)) // group_units, first // group_units) as group:
+        begin, at = group * group_units, group * coded.panel_bytes(group_units, group_units)
+        constants = [
+            load_constants(k, kind, panel + (at + half * half_bytes)) * CUT_FACTOR
+            for half in range(4 if coded.offsets else 2)
+        ]
+        for line in range(0, coded.constants_bytes, LINE_BYTES):
+            k.prefetch(ahead + (at + line), near=False)
+        with k.range(k.least(begin + group_units, behind), k.most(begin, first)) as unit:
+            place = at + coded.constants_bytes + (unit - begin) * kind.unit_bytes
+            for line in range(0, kind.unit_bytes, LINE_BYTES):
+                k.prefetch(ahead + (place + line), near=False)
+            target = wide + (unit - first) * _UNIT_WIDE_BYTES
+            for step, tiles in enumerate(_floats(coded, panel + place)):
+                for half, values in enumerate(tiles):
+                    one, other = (_scaled(k, value, constants, half) for value in values)
+                    k.write(target + (step * PANEL_STEP_BYTES + half * VECTOR_BYTES), k.cut_pairs(one, other).ir, 4)
+
+
+def _floats(coded: CodedProduct, unit: Ptr) -> Iterator[Any]:
+    """Yields a unit's values as float32: for each pair of inputs and each tile of outputs both inputs'."""
+    k, kind = coded.k, coded.kind
+    if kind.bits == 4:
+        yield from unit_parts(k, kind, unit, wide_rows=True)
+        return
+    # The look-up of pairs is fewer instructions for codes of 8 bits.
+    for tiles in unit_parts(k, kind, unit, wide_rows=False):
+        yield [(k.low(pairs), k.high(pairs)) for (pairs,) in tiles]
+
+
+def _scaled(k: Kernel, value: Vec, constants: list[Vec], half: int) -> Vec:
+    scale, *offset = constants[half::2]
+    return k.fma(scale, value, offset[0]) if offset else scale * value
