@@ -110,7 +110,7 @@ parity: setup-dev ## The full matrices of greedy tokens against transformers, an
 	$(IN_VENV) $(BIN)/python -m tests.cluster.parity $(ARGS)
 	$(IN_VENV) $(BIN)/python -m tests.cluster.structured
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, capacity, cpu_profile, cpu_service, drafts, edge, kernel_share, kvstore, lora, pauses, pooling, quantization, ranks, structured, tiers, tracing, upgrade or warm_restart
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, capacity, cold_prompts, cpu_profile, cpu_service, drafts, edge, kernel_share, kvstore, lora, pauses, pooling, quantization, ranks, structured, tiers, tracing, upgrade or warm_restart
 	$(BIN)/python -m lab.benchmarks.$(BENCH) $(ARGS)
 
 bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, mixtures, prefill, line, ranks, mps, e2e, peer, --time-s 560)

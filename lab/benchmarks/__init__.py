@@ -17,8 +17,8 @@ claimed of a result stands in lab/docs/measurements.md; a benchmark whose figure
   parallelism on one host), `structured` and `wide_vocabulary` (answers of a given shape), `quantization` (the
   accuracy of int8 and int4, on `shuffled_model`), `drafts` and `eagle_head` (draft tokens, and a head that is
   trained for it), `kernel_share` (a service beside its kernels alone, and where the rest goes), `cpu_service`,
-  `peers`, `llama_stream` and `closed_loop` (other servers beside Pillion), `pooling` (vectors beside streams), `gpu`
-  (everything that needs a GPU).
+  `cold_prompts`, `peers`, `llama_stream` and `closed_loop` (other servers beside Pillion), `pooling` (vectors beside
+  streams), `gpu` (everything that needs a GPU).
 - KV store: `kvstore` runs `kv_node`, `kv_handoff`, `kv_index`, `kv_plane` and `kv_fetch` (a prefix from one node to
   another), `links` (whether `auto` fetches a prefix over a network or computes it); `tiers` (times to the first token
   by where a prompt's KV is); `partial_blocks` (what chats compute again); `kv_lifetime` (what pools keep);

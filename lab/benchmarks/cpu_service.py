@@ -93,9 +93,11 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
     return [system for system in found if not args.only or system.name in args.only]
 
 
-def measure(system: System, running: RunningSystem, loads: Sequence[ClosedLoad], seed: int) -> dict[str, Figures]:
+def measure(
+    system: System, running: RunningSystem, loads: Sequence[ClosedLoad], seed: int, warm_up: Sequence[ClosedLoad]
+) -> dict[str, Figures]:
     """Measures one round; returns its figures by the load's name."""
-    for load in WARM_UP:
+    for load in warm_up:
         if system.takes(load):
             running.measure(load, seed - 1)
     found = {}
@@ -103,8 +105,10 @@ def measure(system: System, running: RunningSystem, loads: Sequence[ClosedLoad],
         if system.takes(load):
             begin = time.perf_counter()
             found[load.name] = figures(load, running.measure(load, seed))
-            rate, seconds = found[load.name]["output_tokens_per_s"], time.perf_counter() - begin
-            print(f"  {system.name}: {load.name}: {rate:.0f} tokens/s, {seconds:.0f} s", flush=True)
+            rate, ttft_ms = (found[load.name][figure] for figure in ("output_tokens_per_s", "ttft_p50_ms"))
+            seconds = time.perf_counter() - begin
+            figure = f"{rate:.0f} tokens/s, first token after {ttft_ms:.0f} ms"
+            print(f"  {system.name}: {load.name}: {figure}, {seconds:.0f} s", flush=True)
     return found
 
 
@@ -119,7 +123,7 @@ def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
 
 
 def all_rounds(
-    wanted: Sequence[System], loads: Sequence[ClosedLoad], rounds: int
+    wanted: Sequence[System], loads: Sequence[ClosedLoad], rounds: int, warm_up: Sequence[ClosedLoad] = WARM_UP
 ) -> tuple[dict[tuple[str, str], list[Figures]], dict[str, Any]]:
     """Returns the figures of all rounds by (load, system), and a description of each system."""
     found: dict[tuple[str, str], list[Figures]] = {}
@@ -134,7 +138,7 @@ def all_rounds(
                     running = staying.get(system.name) or start(system, this_turn)
                     running.resume()
                     print(f"round {index + 1} of {rounds}, {system.name}", flush=True)
-                    for load, measured in measure(system, running, loads, seed).items():
+                    for load, measured in measure(system, running, loads, seed, warm_up).items():
                         found.setdefault((load, system.name), []).append(measured)
                     running.pause()
                 about[system.name] = {

@@ -7,14 +7,16 @@ The limit of a load with B streams is what the two cores would make if they did 
 tokens in and A out takes the time of a chunk of P tokens, and the B-th part of A steps of B streams whose contexts are
 half-way. Both are measured in this process before and after the service, which is started anew in each round, because
 the same kernels differ by a tenth from process to process. Beside the share stand the processor time of each process
-of the service, in cores, and that of the driver, and what is idle; and a plain step of 8 streams alone and in the
-service, as the median time between tokens of streams whose prompts are all done.
+of the service, in cores, and that of the driver, what is idle, and what processes elsewhere take, without which a share
+means little; and a plain step of 8 streams alone and in the service, as the median time between tokens of streams whose
+prompts are all done.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +45,7 @@ WARM_UP = (ClosedLoad(512, 16, 1, 1), ClosedLoad(64, 16, 8, 16))
 STEP_REPEATS, CHUNK_REPEATS = 40, 6
 # Components by the command that starts them; all others are "other": the supervisor, the fork server and Redis.
 ROLES = {"gateway": "gateway", "kvnode": "KV node", "prefill": "prefill worker", "decode": "decode worker"}
-OTHER, DRIVER, IDLE = "other", "driver", "idle"
+OTHER, DRIVER, IDLE, ELSEWHERE = "other", "driver", "idle", "elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +87,23 @@ def measure_load(running: RunningSystem, load: ClosedLoad, seed: int) -> dict[st
     run = running.measure(load, seed)
     after = processor_s()
     cores = {role: (after[role] - before[role]) / run.duration_s for role in after}
+    cores[ELSEWHERE] = usable_cores() - sum(cores.values())
     return {"tokens_per_s": figures(load, run)["output_tokens_per_s"], **cores}
 
 
-def one_round(args: argparse.Namespace, kernels: KernelTimes, round_: int) -> dict[str, Any]:
+def one_round(
+    args: argparse.Namespace, kernels: KernelTimes, loads: Sequence[ClosedLoad], round_: int
+) -> dict[str, Any]:
     """Measures the kernels, then a fresh service, then the kernels again."""
     folder = str(plain_folder(MODEL))
-    limits = {load.name: [kernels.limit(load)] for load in LOADS}
+    limits = {load.name: [kernels.limit(load)] for load in loads}
     alone = [kernels.step_s(PLAIN)]
     with pillion_system("pillion", folder, ("--dtype", args.dtype, *args.flags)).running() as running:
         for number, load in enumerate(WARM_UP):
             running.measure(load, 1000 + number)
-        found = {load.name: measure_load(running, load, round_) for load in LOADS}
+        found = {load.name: measure_load(running, load, round_) for load in loads}
         plain_ms = plain_step_s(PLAIN, running.measure(PLAIN, round_)) * 1000
-    for load in LOADS:
+    for load in loads:
         limits[load.name].append(kernels.limit(load))
     alone.append(kernels.step_s(PLAIN))
     for name, row in found.items():
@@ -109,7 +114,7 @@ def one_round(args: argparse.Namespace, kernels: KernelTimes, round_: int) -> di
 
 def show(rows: dict[str, dict[str, dict[str, float]]], plain: dict[str, dict[str, float]]) -> None:
     """Prints each load's medians, with the least and the greatest of the rounds."""
-    roles = (*ROLES.values(), OTHER, DRIVER, IDLE)
+    roles = (*ROLES.values(), OTHER, DRIVER, IDLE, ELSEWHERE)
     table = Table("load", "tokens/s", "the kernels alone", "share", *roles, title="Cores that each process takes")
     for name, row in rows.items():
         numbers = [cell(row[key], 0) for key in ("tokens_per_s", "limit_tokens_per_s")]
@@ -123,17 +128,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--loads", nargs="+", metavar="LOAD", help='such as "1024/64 x 8"; default: all')
     parser.add_argument("--flags", nargs="*", default=[], help="more flags of `pillion serve`")
     parser.add_argument("--name", default="kernel_share", help="name of the result's file")
     args = parser.parse_args()
     prepared = prepare(ModelFlags(model=str(plain_folder(MODEL)), dtype=args.dtype), print)
     kernels = KernelTimes(kernels_bench(prepared, usable_cores()))
-    rounds = [one_round(args, kernels, number) for number in range(1, args.rounds + 1)]
+    loads = [load for load in LOADS if not args.loads or load.name in args.loads]
+    rounds = [one_round(args, kernels, loads, number) for number in range(1, args.rounds + 1)]
     rows = {
         load.name: {
             key: spread([each["loads"][load.name][key] for each in rounds]) for key in rounds[0]["loads"][load.name]
         }
-        for load in LOADS
+        for load in loads
     }
     plain = {
         "plain_step_ms": spread([each["plain_step_ms"] for each in rounds]),

@@ -1,10 +1,15 @@
 """llama.cpp on one stream, run by a Python that has llama-cpp-python; it imports nothing of this project.
 
 usage: llama_stream.py MODEL.gguf THREADS CONTEXT_TOKENS
+       llama_stream.py MODEL.gguf COPY.gguf
 
-Reads one JSON line per request, ``{"prompt": [ids], "max_tokens": n}``, and answers with one line of times:
-``{"asked_s": t, "token_s": [t, ...]}``. The program calls the C API itself, so that no Python of the wrapper is in the
-times. This is the peer's best case, without a server and a tokenizer.
+The first form reads one JSON line per request, ``{"prompt": [ids], "max_tokens": n}``, and answers with one line of
+times: ``{"asked_s": t, "token_s": [t, ...]}``. The program calls the C API itself, so that no Python of the wrapper is
+in the times. This is the peer's best case, without a server and a tokenizer. The second form writes a copy in bfloat16.
+
+`pip install llama-cpp-python` compiles llama.cpp for the processor at hand. On one with AMX an older GCC, such as 12.2,
+makes a library that ends with SIGILL: its `_tile_loadconfig` declares 8 of the 64 bytes that the instruction reads, so
+the stores of the tiles' shapes are removed as dead. `CXXFLAGS="-fno-tree-dse -fno-dse"` keeps them.
 """
 
 from __future__ import annotations
@@ -14,6 +19,9 @@ import json
 import sys
 import time
 from typing import Any
+
+# LLAMA_FTYPE_MOSTLY_BF16.
+BF16 = 32
 
 
 class Greedy:
@@ -53,10 +61,22 @@ class Greedy:
             raise RuntimeError(f"llama_decode: {status}")
 
 
+def write_bf16(api: Any, path: str, copy: str) -> None:
+    """Writes a model in bfloat16."""
+    params = api.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = BF16, True
+    if api.llama_model_quantize(path.encode(), copy.encode(), params):
+        raise SystemExit(f"llama.cpp cannot convert {path}")
+
+
 def main() -> None:
-    """Serves standard input until it ends."""
-    path, threads, context_tokens = sys.argv[1:]
+    """Serves standard input until it ends, or writes a copy."""
     api: Any = importlib.import_module("llama_cpp")
+    path, *rest = sys.argv[1:]
+    if len(rest) == 1:
+        write_bf16(api, path, *rest)
+        return
+    threads, context_tokens = rest
     stream = Greedy(api, path, int(threads), int(context_tokens))
     print(json.dumps({"version": api.__version__}), flush=True)
     for line in sys.stdin:

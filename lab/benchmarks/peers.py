@@ -37,7 +37,6 @@ VLLM_START_TIMEOUT_S = 300.0
 VLLM_STOP_TIMEOUT_S = 30.0
 # A peer may be stopped for this long while others are measured.
 MAX_PAUSE_S = 86_400
-VLLM_MAX_MODEL_LEN_TOKENS = 4096
 # The pool's size: two pools are in memory at once, and the largest load needs a sixth of one.
 VLLM_KV_CACHE_GIB = 2
 # vLLM needs this file, which Pillion's converted folder lacks.
@@ -55,7 +54,8 @@ PEER_ISAS = {
         "PYTHONPATH": str(AVX2_ONLY),
     },
 }
-LLAMA_CONTEXT_TOKENS = 4096
+# The demo model's context.
+CONTEXT_TOKENS = 8192
 LOG_TAIL_BYTES = 8000
 
 # A function that runs one load on a running system, with prompts drawn from a seed.
@@ -154,7 +154,7 @@ def vllm_system(
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
-        usual = ("--max-model-len", str(VLLM_MAX_MODEL_LEN_TOKENS), "--block-size", "32")
+        usual = ("--max-model-len", str(CONTEXT_TOKENS), "--block-size", "32")
         overrides = ("--hf-overrides", json.dumps(VLLM_OVERRIDES))
         log = folder / "vllm.log"
         with serving_vllm(program, model, dtype, (*usual, *overrides, *flags), log, isa) as (url, version, pid):
@@ -249,7 +249,7 @@ def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
         log = folder / "llama.log"
         threads = str(len(os.sched_getaffinity(0)))
-        command = [python, llama_stream.__file__, str(gguf), threads, str(LLAMA_CONTEXT_TOKENS)]
+        command = [python, llama_stream.__file__, str(gguf), threads, str(CONTEXT_TOKENS)]
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out)
         assert process.stdin is not None
@@ -269,6 +269,13 @@ def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
                     pipe.close()
 
     return System(name, (), start, lambda load: load.concurrency == 1)
+
+
+def bf16_gguf(python: str, gguf: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Writes a GGUF file's model in bfloat16 into ``folder`` by llama.cpp; returns the new file."""
+    written = folder / f"{gguf.stem}-bf16.gguf"
+    subprocess.run([python, llama_stream.__file__, str(gguf), str(written)], check=True, stderr=subprocess.DEVNULL)
+    return written
 
 
 def _reply(pipe: IO[bytes]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
+
 TABLE_WIDTH = 110
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 # A run that only shows that a benchmark works writes its result and its pictures elsewhere.
@@ -23,15 +25,17 @@ PICTURES = pathlib.Path(os.environ.get("LAB_WRITTEN", RESULTS.parents[1] / "docs
 
 
 def machine() -> dict[str, Any]:
-    """Describes the machine: processor, cores and versions."""
+    """Describes the machine: processor, its class (the CPU kernels that it can run), cores and versions."""
     model = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
+    isa = choose_isa("auto", host_features())
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "grpcio")}
     return {
         "cpu": model,
+        "kernels": isa.name if isa else "torch",
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -49,6 +49,7 @@ LEFT_OUT = {
     "canaries": CLUSTERS,
     "capacity": "it looks for the rate of each system in runs of half a minute",
     "cluster": CLUSTERS,
+    "cold_prompts": "it needs a peer, vLLM or llama.cpp",
     "cpu_attention": KERNELS,
     "cpu_profile": KERNELS,
     "cpu_service": "it needs a peer, vLLM or llama.cpp",
