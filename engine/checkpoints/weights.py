@@ -21,7 +21,7 @@ from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.llama_layer import norm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import partial_order
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, all_round_rows, plain, select_rows
+from pillion.kernels.torch.quantized_matrix import GROUPED_ROWS, Matrix, QuantizedMatrix, plain, row_group_of, select_rows
 from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
 
@@ -36,7 +36,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
     not fit the config."""
 
     def linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
-        return Linear(plain(weight, dtype), bias, rounds_rows=all_round_rows([weight]))
+        return Linear(plain(weight, dtype), bias, row_group=row_group_of([weight]))
 
     with open_checkpoint(folder, config) as checkpoint:
         embedding = checkpoint.take("embedding", dtype)
@@ -73,10 +73,16 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
     if not checkpoint.has("lm_head"):
         # Where nothing chooses tokens, nobody asks for logits.
         tied = checkpoint.take_matrix("embedding", dtype)
-        return tied if isinstance(tied, QuantizedMatrix) else embedding
-    head = checkpoint.take_matrix("lm_head", dtype)
+        return _exact_rows(tied) if isinstance(tied, QuantizedMatrix) else embedding
+    head = _exact_rows(checkpoint.take_matrix("lm_head", dtype))
     same = config.tie_word_embeddings and isinstance(head, torch.Tensor) and torch.equal(head, embedding)
     return embedding if same else head
+
+
+def _exact_rows(head: Matrix) -> Matrix:
+    """Returns the output projection, whose rows the grouped rounding leaves out: it would move logits directly."""
+    grouped = isinstance(head, QuantizedMatrix) and head.row_codes == GROUPED_ROWS
+    return replace(head, row_codes="") if grouped else head
 
 
 def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:
@@ -264,10 +270,10 @@ def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:
 
 def _rounded_alike(experts: list[Matrix]) -> Iterator[Matrix]:
     """Yields and forgets the matrices of a layer's experts. Their rows are rounded for all of them, or for none."""
-    every = all_round_rows(experts)
+    rounded = row_group_of(experts)
     experts.reverse()
     while experts:
         matrix = experts.pop()
-        if isinstance(matrix, QuantizedMatrix) and not every:
-            matrix = replace(matrix, rounds_rows=False)
+        if isinstance(matrix, QuantizedMatrix) and not rounded:
+            matrix = replace(matrix, row_codes="")
         yield matrix

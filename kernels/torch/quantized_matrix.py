@@ -7,7 +7,7 @@ that all kernels must have:
 
     weight[n, order[k]] = scales[n, k // group] * values[codes[n, k]] + offsets[n, k // group]
 
-Where the matrix has ``rounds_rows``, a row is rounded before the product with the matrix.
+Where the matrix has ``row_codes``, a row is rounded before the product with the matrix.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 
 # These are the 16 values of NF4, quantiles of the normal distribution (arXiv 2305.14314, appendix E).
 _NF4 = (
@@ -54,19 +55,30 @@ CODINGS: dict[str, torch.Tensor] = {
 _PIECE_WEIGHTS = 2**22
 # The values of these codings are whole numbers that int8 holds, too.
 _WHOLE = ("uint4", "int4", "int8")
+# The values of these are whole numbers times one number.
+_EVEN = (*_WHOLE, "fp4_e2m1")
 
 
 # These are the numbers of int8, and what the largest size in a row becomes, as in compressed-tensors.
 LEAST_CODE, MOST_CODE, LARGEST_SIZE = -128, 127, 127.5
 
 
-def rounded_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Rounds rows [..., K] to int8, each by a scale that its largest size decides; returns the numbers that the codes
-    stand for, of the same shape and type."""
-    wide = rows.float()
+# Values of ``row_codes``: rows have one scale, or one for each group of inputs.
+WHOLE_ROWS, GROUPED_ROWS = "dynamic", "grouped"
+# Inputs of a grouped row that share a scale are a group of the matrix, of at most this many inputs: a larger group has
+# several scales. Kernels want multiples of the second number.
+MAX_ROW_GROUP, ROW_GROUP_MULTIPLE = 128, 16
+
+
+def rounded_rows(rows: torch.Tensor, group: int = 0) -> torch.Tensor:
+    """Rounds rows [..., K] to int8, each ``group`` of inputs, or 0 for all, by a scale that its largest size decides;
+    returns the numbers that the codes stand for, of the same shape and type."""
+    columns = rows.shape[-1]
+    group = min(group or columns, columns)
+    wide = pad(rows.float(), (0, -columns % group)).unflatten(-1, (-1, group))
     scale = wide.abs().amax(-1, keepdim=True) / LARGEST_SIZE
     codes = (wide / scale).round().clamp(LEAST_CODE, MOST_CODE)
-    return torch.where(scale == 0, 0.0, codes * scale).to(rows.dtype)
+    return torch.where(scale == 0, 0.0, codes * scale).flatten(-2)[..., :columns].to(rows.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +92,7 @@ class QuantizedMatrix:
         offsets: float32, of the shape of ``scales``, or None where all are 0.
         group: inputs that share a scale; K or more for one scale for each output.
         order: int64 [K], the input that each column belongs to (GPTQ's act-order), or None where columns are in order.
-        rounds_rows: whether rows that meet the matrix are rounded (:func:`rounded_rows`).
+        row_codes: WHOLE_ROWS or GROUPED_ROWS where rows that meet the matrix are rounded (:func:`rounded_rows`), or "".
         factors: float32 [N], where each output's scales are products of this number and floats of 8 bits (E4M3), or
             None where nothing is known of that. Packers may keep such scales in 8 bits; values do not depend on it.
     """
@@ -91,7 +103,7 @@ class QuantizedMatrix:
     group: int
     offsets: torch.Tensor | None = None
     order: torch.Tensor | None = None
-    rounds_rows: bool = False
+    row_codes: str = ""
     factors: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -106,6 +118,20 @@ class QuantizedMatrix:
     def shape(self) -> torch.Size:
         """Returns (N, K), the numbers of outputs and inputs."""
         return self.codes.shape
+
+    @property
+    def row_group(self) -> int:
+        """Returns the inputs of a row that share a scale where rows are rounded, or 0. Grouped rows are rounded for
+        codes that are multiples of one number, in groups of the matrix that follow each other."""
+        columns = self.shape[1]
+        if self.row_codes == WHOLE_ROWS:
+            return columns
+        if self.row_codes != GROUPED_ROWS or self.coding not in _EVEN or self.order is not None:
+            return 0
+        if self.group >= columns:
+            return MAX_ROW_GROUP
+        sizes = range(ROW_GROUP_MULTIPLE, MAX_ROW_GROUP + 1, ROW_GROUP_MULTIPLE)
+        return max((size for size in sizes if not self.group % size), default=0)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns the plain matrix [N, K], computed in float32 and rounded once; its columns are the inputs in
@@ -147,9 +173,11 @@ def plain(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
     return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
 
 
-def all_round_rows(matrices: Sequence[Matrix]) -> bool:
-    """Says whether all these matrices, which multiply the same rows, want them rounded."""
-    return all(isinstance(matrix, QuantizedMatrix) and matrix.rounds_rows for matrix in matrices)
+def row_group_of(matrices: Sequence[Matrix]) -> int:
+    """Returns the ``row_group`` of matrices that multiply the same rows; 0, for rows that are not rounded, where they
+    differ."""
+    found = {matrix.row_group if isinstance(matrix, QuantizedMatrix) else 0 for matrix in matrices}
+    return found.pop() if len(found) == 1 else 0
 
 
 def select_rows(matrix: Matrix, index: slice | torch.Tensor) -> Matrix:
@@ -218,7 +246,7 @@ def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
     codings = len({part.coding for part in parts}) == 1 or all(part.coding in _WHOLE for part in parts)
     # All matrices that are joined multiply the same rows of activations, so either all of them round the rows, or none
     # does.
-    rounded = len({part.rounds_rows for part in parts}) == 1
+    rounded = len({part.row_codes for part in parts}) == 1
     return groups and codings and rounded and all(same_order(part, first) for part in parts)
 
 

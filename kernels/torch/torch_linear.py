@@ -48,12 +48,13 @@ class Linear:
         bias: torch.Tensor | None = None,
         *,
         pack: bool | None = None,
-        rounds_rows: bool = False,
+        row_group: int = 0,
     ) -> None:
         """Packs the weight if ``pack`` is true, or if it is None and :func:`can_pack` allows it. A packed weight is a
-        copy of its own. ``rounds_rows`` says whether rows are rounded before the product."""
+        copy of its own. ``row_group`` is how many inputs share a scale where rows are rounded before the product, or
+        0."""
         self._bias = bias
-        self._rounds_rows = rounds_rows
+        self._row_group = row_group
         self._weight: Any = weight
         if isinstance(weight, QuantizedMatrix):
             assert pack is False
@@ -82,8 +83,8 @@ class Linear:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiplies rows [T, in] -> [T, out]."""
-        if self._rounds_rows:
-            rows = rounded_rows(rows)
+        if self._row_group:
+            rows = rounded_rows(rows, self._row_group)
         if not self._packed:
             return linear(rows, self._weight, self._bias)
         found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")

@@ -13,7 +13,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +28,8 @@ from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.packing import panel_bytes
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
-from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES
+from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
+from pillion.kernels.cpu.quantized.input_rows import CODE_BIAS, ROW_CONSTANTS_BYTES, CodeInputs
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, KINDS
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
@@ -40,6 +41,11 @@ SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
 CASES = (
     ("bf16", 0, False),
     (INT8_DOTS, 0, False),
+    *((f"{codes}_dots_by_group{half}", group, offsets) for codes, half, group, offsets in (
+        ("int8", "_half", 32, False), ("int8", "", 128, False), ("int8", "", 16, False),
+        ("int4", "_half", 32, False), ("int4", "", 128, False), ("uint4", "_half", 32, True), ("uint4", "", 32, True),
+        ("fp4_e2m1", "_half", 32, False),
+    )),
     ("int8", 512, False),
     ("int8_half", 32, False),
     ("fp8_e4m3", 128, False),
@@ -54,22 +60,29 @@ CASES = (
 )
 
 
-def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -> Operation:
-    """Returns a product of random weights, whose scales are numbers that are neither 0 nor denormal."""
+def operations(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -> Iterator[Operation]:
+    """Yields a product of random weights, whose scales are numbers that are neither 0 nor denormal, after the rounding
+    of its rows where it meets codes."""
     (columns, depth), rows = shape, len(x)
     pairs = columns // PANEL_COLUMNS
     size = pairs * panel_bytes(spec.weights, depth, group, spec.offsets)
     weights = aligned_bytes(size)
     # Each byte is a code, and four of them are a float32 of about 1, whatever place they have.
     weights[:] = np.random.default_rng(0).integers(0x3C, 0x3F, size, np.uint8)
-    # A row of codes has its constants where other rows have sums of groups.
-    groups = -(-depth // group) if group else ROW_CONSTANTS_BYTES // 4
-    if spec.weights == INT8_DOTS:
-        x = x.to(torch.int8)
+    groups = -(-depth // (group or depth))
+    sums = torch.ones(rows, groups)
+    if spec.weights == INT8_DOTS or spec.weights in DOT_KINDS:
+        # A row of codes has its constants where other rows have sums of groups.
+        sums, codes = torch.ones(rows, groups * ROW_CONSTANTS_BYTES // 4), torch.zeros(x.shape, dtype=torch.int8)
+        values = {"x": x, "out": codes, "constants": sums, "depth": depth, "inputs": group or depth}
+        strides = {"x_stride": x, "out_stride": codes, "constants_stride": sums}
+        values |= {name: each.stride(0) * each.element_size() for name, each in strides.items()}
+        yield Operation(rounding(spec), values)
+        x = codes
     values = {
         "x": x[:, :depth],
         "weights": weights,
-        "input_sums": torch.ones(rows, groups),
+        "input_sums": sums,
         "bias": None,
         "out": torch.zeros(rows, columns),
         "group_starts": None,
@@ -80,14 +93,20 @@ def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -
         "num_groups": 1,
         "group_bytes": size,
         "inputs": group,
-        "input_sums_stride": 4 * groups,
+        "input_sums_stride": 4 * sums.stride(0),
         "factor": 1.0,
         "alpha": 0.0,
         "limit": 0.0,
         "above": 0.0,
         "below": 0.0,
     }
-    return Operation(spec, values)
+    yield Operation(spec, values)
+
+
+def rounding(spec: Gemm) -> CodeInputs:
+    """Returns the kernel that rounds a product's rows."""
+    bias = CODE_BIAS if spec.weights == INT8_DOTS else DOT_KINDS[spec.weights].bias
+    return CodeInputs(spec.rows == "bf16", bias=bias)
 
 
 def runner(operations: list[Operation], kernels: CompiledKernels, pool: ThreadPool, rows: int) -> Callable[[], None]:
@@ -138,7 +157,8 @@ def main() -> None:
     specs = {case: Gemm(case[0], args.row_type, "store", offsets=case[2]) for case in CASES}
     read = ReadAll()
     peaks = [PeakDots(rows) for rows in (args.row_type, "int8")]
-    kernels = compile_kernels([*specs.values(), read, *peaks], isa)
+    roundings = {rounding(spec) for spec in specs.values() if spec.weights == INT8_DOTS or spec.weights in DOT_KINDS}
+    kernels = compile_kernels([*specs.values(), *roundings, read, *peaks], isa)
     pool = ThreadPool(kernels, args.threads)
     assert {kind for kind, _, _ in CASES} <= {"bf16", *KINDS}
     alone = {peak.rows: _registers_alone(peak, isa, kernels, pool, args.threads) for peak in peaks}
@@ -151,8 +171,9 @@ def main() -> None:
         for case, spec in specs.items():
             kind, group, offsets = case
             name = f"{kind}{f', groups of {group}' * bool(group)}{', offsets' * offsets}"
-            products = [operation(spec, shape, group, x) for _ in range(args.layers) for shape in SHAPES]
-            calls[name] = runner(products, kernels, pool, rows)
+            every = [one for _ in range(args.layers) for shape in SHAPES for one in operations(spec, shape, group, x)]
+            calls[name] = runner(every, kernels, pool, rows)
+            products = [one for one in every if isinstance(one.spec, Gemm)]
             sizes[name] = sum(product.values["group_bytes"] for product in products)
             if kind == "bf16":
                 sink = np.ones(16 * 256, np.float32)

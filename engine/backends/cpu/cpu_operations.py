@@ -24,7 +24,8 @@ from pillion.kernels.cpu.adapters.low_rank import AdapterGemm, ExpertShrink, Shr
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
-from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES, CodeInputs, GatherInputs, SumInputs
+from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
+from pillion.kernels.cpu.quantized.input_rows import CODE_BIAS, ROW_CONSTANTS_BYTES, CodeInputs, GatherInputs, SumInputs
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS
 from pillion.kernels.cpu.rows.rows import NormAdd, NormRows
 from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
@@ -194,7 +195,7 @@ class OperationBuilder:
             yield before
         rows = "fp32" if x.dtype == "float32" else "bf16"
         ready = MatrixRows(x)
-        if linear.order is not None or linear.kind == INT8_DOTS or linear.offsets:
+        if linear.order is not None or linear.meets_codes or linear.offsets:
             ready = _rows_for_codes(self, linear, x)
             yield from ready.operations
         x, sums = ready.x, ready.sums
@@ -274,7 +275,7 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
         values: dict[str, Any] = {"x": x, "order": linear.order, "out": ordered, "depth": linear.depth}
         operations.append(Operation(GatherInputs(builder.bf16, builder.rows_of), values, builder.when))
         x = ordered
-    if linear.kind == INT8_DOTS:
+    if linear.meets_codes:
         operation = _coded(builder, linear, x)
         x, sums = operation.values["out"], operation.values["constants"]
         operations.append(operation)
@@ -289,9 +290,13 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
 
 def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation:
     """Makes the operation that rounds ``x`` to codes for a product in integers with the matrix."""
-    depth = linear.depth
+    depth, inputs = linear.depth, linear.group or linear.depth
+    groups = -(-depth // inputs)
     out = replace(builder.buffer(f"codes{depth}x{x.each}", depth, x.dtype, x.each), dtype="int8")
-    constants = builder.buffer(f"row_constants{x.each}", ROW_CONSTANTS_BYTES // 4, "float32", x.each)
-    values = {"x": x, "out": out, "constants": constants, "depth": depth}
-    spec = CodeInputs(x.dtype != "float32", builder.rows_of, x.each)
+    constants = builder.buffer(
+        f"row_constants{groups}x{x.each}", groups * ROW_CONSTANTS_BYTES // 4, "float32", x.each
+    )
+    values = {"x": x, "out": out, "constants": constants, "depth": depth, "inputs": inputs}
+    bias = CODE_BIAS if linear.kind == INT8_DOTS else DOT_KINDS[linear.kind].bias
+    spec = CodeInputs(x.dtype != "float32", builder.rows_of, x.each, bias)
     return Operation(spec, values, builder.when)

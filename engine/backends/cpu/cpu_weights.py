@@ -51,6 +51,7 @@ from pillion.kernels.cpu.products.packing import (
 )
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.quantized import quantized_packing
+from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
 from pillion.kernels.cpu.states.convolutions import pack_taps
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_rows
 from pillion.kernels.torch.torch_linear import Linear
@@ -87,6 +88,11 @@ class CpuLinear:
     matrix_bytes: int
     group: int
     offsets: bool
+
+    @property
+    def meets_codes(self) -> bool:
+        """Returns whether rows are rounded to int8 before the product."""
+        return self.kind == quantized_packing.INT8_DOTS or self.kind in DOT_KINDS
 
 
 class PackedMatrices:

@@ -165,7 +165,7 @@ def _alike(one: Matrix, other: Matrix, inner: int) -> bool:
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
 
     def form(matrix: QuantizedMatrix) -> tuple[object, ...]:
-        return matrix.coding, matrix.offsets is None, matrix.factors is None, matrix.rounds_rows
+        return matrix.coding, matrix.offsets is None, matrix.factors is None, matrix.row_codes
 
     ordered = one.order is not None or other.order is not None
     if ordered or form(one) != form(other):

@@ -19,7 +19,7 @@ import torch
 from pillion.engine.checkpoints.weight_format import TensorHeader
 from pillion.engine.quantized.formats.layout import finite, stem, unpack_halves
 from pillion.errors import ConfigError
-from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+from pillion.kernels.torch.quantized_matrix import GROUPED_ROWS, QuantizedMatrix
 
 _FP4 = "fp4_e2m1"
 _FOUR_BITS = {True: "uint4", False: "int4"}  # The coding depends on whether there are offsets.
@@ -28,11 +28,11 @@ _FOUR_BITS = {True: "uint4", False: "int4"}  # The coding depends on whether the
 class PillionFormat:
     """Reads Pillion's own layout, as a :class:`pillion.engine.checkpoints.weight_format.WeightFormat`.
 
-    ``rounds_rows`` says whether rows are rounded before a product with a matrix of one-byte codes.
+    ``row_codes``: how rows are rounded before a product; whole rows for matrices of one-byte codes alone.
     """
 
-    def __init__(self, *, rounds_rows: bool = False) -> None:
-        self._rounds_rows = rounds_rows
+    def __init__(self, row_codes: str = "") -> None:
+        self._row_codes = row_codes
         self._shifted: set[str] = set()  # The matrices with these names have offsets.
         self._floats: set[str] = set()  # The codes of these are floats.
 
@@ -70,12 +70,11 @@ class PillionFormat:
         offsets = finite(offsets_name, get(offsets_name)) if name in self._shifted else None
         group = columns // scales.shape[1]
         if codes.dtype == torch.int8:
-            return QuantizedMatrix(
-                "int8", codes.view(torch.uint8), scales, group, offsets, rounds_rows=self._rounds_rows
-            )
+            return QuantizedMatrix("int8", codes.view(torch.uint8), scales, group, offsets, row_codes=self._row_codes)
         halves = unpack_halves(codes)[..., :columns]
         coding = _FP4 if name in self._floats else _FOUR_BITS[offsets is not None]
-        return QuantizedMatrix(coding, halves.contiguous(), scales, group, offsets)
+        grouped = self._row_codes if self._row_codes == GROUPED_ROWS else ""
+        return QuantizedMatrix(coding, halves.contiguous(), scales, group, offsets, row_codes=grouped)
 
 
 def stored_tensors(name: str, matrix: QuantizedMatrix) -> dict[str, torch.Tensor]:

@@ -52,7 +52,7 @@ def format_of(config: ModelConfig) -> WeightFormat | None:
     if quantization is None:
         return None
     own = quantization.method == OWN_METHOD
-    return PillionFormat(rounds_rows=bool(quantization.row_codes)) if own else ConfiguredFormat(quantization)
+    return PillionFormat(quantization.row_codes) if own else ConfiguredFormat(quantization)
 
 
 class ConfiguredFormat:
@@ -60,6 +60,7 @@ class ConfiguredFormat:
 
     def __init__(self, quantization: Quantization) -> None:
         self._words = quantization.words
+        self._row_codes = quantization.row_codes
         self._patterns = [(re.compile(pattern), scheme) for pattern, scheme in quantization.schemes]
         self._schemes: dict[str, MatrixScheme | None] = {}
 
@@ -79,7 +80,7 @@ class ConfiguredFormat:
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
         scheme = self._scheme(stem(name))
         assert scheme is not None
-        return replace(LAYOUTS[scheme.layout].read(name, shape, scheme, get), rounds_rows=bool(scheme.row_codes))
+        return replace(LAYOUTS[scheme.layout].read(name, shape, scheme, get), row_codes=self._row_codes or scheme.row_codes)
 
     def _scheme(self, module: str) -> MatrixScheme | None:
         """Returns the scheme whose pattern is the first to match a module's name; None if the config has none for

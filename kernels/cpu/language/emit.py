@@ -365,6 +365,11 @@ class Kernel:
         """Loads 16 float32 from memory as one vector."""
         return Vec(self, self.read(ptr, VF, 4))
 
+    def load_half(self, ptr: Ptr) -> Vec:
+        """Loads 16 float16 as float32."""
+        halves = self.builder.bitcast(self.read(ptr, _VH, 2), ir.VectorType(ir.HalfType(), LANES))
+        return Vec(self, self.builder.fpext(halves, VF))
+
     def store(self, ptr: Ptr, value: Vec) -> None:
         """Stores the 16 float32 of a vector."""
         self.write(ptr, value.ir, 4)
@@ -481,11 +486,12 @@ class Kernel:
         """Returns by how much :meth:`dot_codes` counts each stored code of a weight as too large."""
         return 0 if self.isa.int8_dot == "sdot" else 128
 
-    def dot_codes(self, total: Quads, weights: Quads, x: Quads) -> Quads:
+    def dot_codes(self, total: Quads, weights: Quads, x: Quads, *, small: bool = False) -> Quads:
         """Returns ``total`` plus the dot product of each lane's four codes of both sides, exact modulo 2**32.
 
         Codes of ``x`` are signed, those of ``weights`` are stored with 128 added. Of these 128 a processor that
-        multiplies unsigned codes by signed ones keeps :attr:`code_bias`, which callers subtract.
+        multiplies unsigned codes by signed ones keeps :attr:`code_bias`, which callers subtract. ``small`` codes of
+        weights are 0 to 127 and are stored as they are.
         """
         b, isa = self.builder, self.isa
         if isa.int8_dot == "vpdpbusd":
@@ -495,7 +501,8 @@ class Kernel:
         if isa.int8_dot == "sdot":
             wide, codes = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
             dot = self.function("llvm.aarch64.neon.sdot.v4i32.v16i8", wide, [wide, codes, codes])
-            return Quads(self, self._in_parts(dot, (total.ir, b.xor(weights.ir, int_lanes(-0x7F7F7F80)), x.ir)))
+            signed = weights.ir if small else b.xor(weights.ir, int_lanes(-0x7F7F7F80))
+            return Quads(self, self._in_parts(dot, (total.ir, signed, x.ir)))
         if isa.machine == "aarch64":
             for place in range(0, 32, 8):
                 first = b.and_(b.lshr(weights.ir, int_lanes(place)), int_lanes(0xFF))
@@ -515,16 +522,29 @@ class Kernel:
             total = total + Quads(self, self._in_parts(multiply, tuple(b.bitcast(each, VI) for each in pair)))
         return total
 
+    def look_up(self, places: Quads, table: Sequence[Count]) -> Quads:
+        """Returns for each of the 64 bytes of ``places``, which are below 16, its entry of a table of 16 bytes."""
+        if self.isa.machine == "aarch64":
+            name, wide = "aarch64.neon.tbl1.v16i8", ir.VectorType(I8, 16)
+        elif "avx512f" in self.isa.needs:
+            name, wide = "x86.avx512.pshuf.b.512", ir.VectorType(I8, 64)
+        else:
+            name, wide = "x86.avx2.pshuf.b", ir.VectorType(I8, 32)
+        entries = self.builder.bitcast(ir.Constant(ir.VectorType(I8, 64), [*table] * 4), VI)
+        return Quads(self, self._in_parts(self.function(f"llvm.{name}", wide, [wide, wide]), (entries, places.ir)))
+
     def _in_parts(self, function: Any, values: Sequence[Any]) -> Any:
         """Calls an LLVM function that takes narrower vectors once for each part of sixteen lanes, and joins the
         results."""
-        b, wide = self.builder, function.function_type.return_type
+        b, part_lanes = self.builder, _bytes_of(function.function_type.return_type) // 4
+        part = ir.VectorType(I32, part_lanes)
         found = []
-        for first in range(0, LANES, wide.count):
-            order = ir.Constant(ir.VectorType(I32, wide.count), list(range(first, first + wide.count)))
-            parts = values if wide.count == LANES else [b.shuffle_vector(each, each, order) for each in values]
+        for first in range(0, LANES, part_lanes):
+            order = ir.Constant(part, list(range(first, first + part_lanes)))
+            parts = values if part_lanes == LANES else [b.shuffle_vector(each, each, order) for each in values]
             kinds = function.function_type.args
-            found.append(b.call(function, [b.bitcast(part, kind) for part, kind in zip(parts, kinds, strict=True)]))
+            called = b.call(function, [b.bitcast(one, kind) for one, kind in zip(parts, kinds, strict=True)])
+            found.append(b.bitcast(called, part))
         while len(found) > 1:
             count = 2 * found[0].type.count
             order = ir.Constant(ir.VectorType(I32, count), list(range(count)))

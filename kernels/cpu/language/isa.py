@@ -60,6 +60,7 @@ class Isa:
         bf16_tiles: tiles of products of bfloat16 rows.
         fp32_tiles: tiles of products of float32 rows.
         int8_tiles: tiles of products of rows of int8.
+        dot_tiles: tiles of products of rows of int8 with scales for groups of inputs.
         matrix_tiles: whether one instruction multiplies tiles of 16 rows of bfloat16 pairs or codes
             (:mod:`pillion.kernels.cpu.language.matrix_tiles`).
         emulated_tiles: whether such instructions are emulated, as in tests on processors without them.
@@ -85,6 +86,7 @@ class Isa:
     bf16_tiles: TileRows = TileRows(14)
     fp32_tiles: TileRows = TileRows(12)
     int8_tiles: TileRows = TileRows(14)
+    dot_tiles: TileRows = TileRows(12)
     attention_rows: int = 12
     attention_sums: int = 24
     decode_blocks: int = 4
@@ -112,6 +114,7 @@ _AVX2 = Isa(
     bf16_tiles=TileRows(1, 4),
     fp32_tiles=TileRows(2, 6),
     int8_tiles=TileRows(1, 3),
+    dot_tiles=TileRows(1, 2),
     attention_rows=4,
     attention_sums=4,
 )
@@ -124,6 +127,7 @@ _NEON = Isa(
     bf16_tiles=TileRows(1, 4),
     fp32_tiles=TileRows(1, 4),
     int8_tiles=TileRows(1, 2),
+    dot_tiles=TileRows(1, 2),
     attention_rows=4,
     attention_sums=4,
 )
@@ -151,6 +155,7 @@ TABLE = (
         without=("avx512bf16", "avx512vnni", "avxvnni", "prefer-256-bit"),
         bf16_tiles=TileRows(6),
         int8_tiles=TileRows(6),
+        dot_tiles=TileRows(4),
     ),
     replace(
         _AVX2,
@@ -159,6 +164,7 @@ TABLE = (
         without=("avx512f", "avx10.1"),
         int8_dot="vpdpbusd",
         int8_tiles=TileRows(2, 6),
+        dot_tiles=TileRows(1, 4),
     ),
     _AVX2,
     replace(
@@ -168,6 +174,7 @@ TABLE = (
         without=("sve", "sve2", "sme"),
         int8_dot="sdot",
         int8_tiles=TileRows(2, 4),
+        dot_tiles=TileRows(1, 4),
     ),
     _NEON,
 )

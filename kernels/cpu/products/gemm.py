@@ -24,6 +24,8 @@ from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, 
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
 from pillion.kernels.cpu.quantized.codes import CODE_KINDS, UNIT_INPUTS
+from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
+from pillion.kernels.cpu.quantized.dot_tiles import DotProduct, DotRows
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, dots_constants_bytes
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct, CodedRows
@@ -83,8 +85,8 @@ class Gemm(KernelSpec):
 
     Attributes:
         weights: one of :data:`pillion.kernels.cpu.products.packing.KINDS`.
-        rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32". With ``INT8_DOTS`` it is the type that
-            rows had before they became codes.
+        rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32". With ``INT8_DOTS`` and DOT_KINDS it is the type
+            that rows had before they became codes.
         epilogue: "store": out = sum + bias. "add": out += factor * (sum + bias). "gated_silu",
             "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``.
             "gated_clamped" (gpt-oss): the same with (up + 1) * gate * sigmoid(alpha * gate), gate being at most limit,
@@ -150,6 +152,8 @@ class GemmBody:
             self.panels = Panels(self)
         elif spec.weights == INT8_DOTS:
             self.panels = DotPanels(self)
+        elif spec.weights in DOT_KINDS:
+            self.panels = GroupDotPanels(self)
         else:
             rounds = k.isa.rounds_codes and spec.rows == "bf16"
             self.panels = RoundedPanels(self) if rounds else CodedPanels(self)
@@ -408,6 +412,43 @@ class RoundedPanels(CodedPanels):
             RoundedProduct(self.coded, *units, x, body.x_stride, weights, ahead, scratch).multiply(tiles, row_of)
             with k.range(row_of(tiles)) as row:
                 body.finish(begin + row, panel, loaded(k, scratch + row * TOTALS_BYTES), out, constants)
+
+
+class GroupDotPanels(Panels):
+    """Multiplies rows of int8 codes by panels of codes, group by group."""
+
+    def __init__(self, body: GemmBody) -> None:
+        spec, args = body.spec, body.call.args
+        self.body = body
+        self.product = DotProduct(body.k, DOT_KINDS[spec.weights], spec.offsets)
+        self.units, self.group_units = (args.number(name) // UNIT_INPUTS for name in ("depth", "inputs"))
+        self.panel_bytes = self.product.panel_bytes(self.units, self.group_units)
+
+    def most_rows(self) -> int:
+        return self.product.most_rows()
+
+    def multiply(
+        self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
+    ) -> None:
+        body, args, begin = self.body, self.body.call.args, cut.begin(cut.first)
+        about, about_stride = args.pointer("input_sums"), args.number("input_sums_stride")
+        rows = DotRows(
+            x=body.x + begin * body.x_stride,
+            x_stride=body.x_stride,
+            about=about + begin * about_stride,
+            about_stride=about_stride,
+            panel=weights,
+            group_units=self.group_units,
+            units=self.units,
+            ahead=ahead,
+            ahead_step=body.k.int(0),
+            totals=body.call.scratch,
+        )
+
+        def finish(row: Int, totals: Ptr) -> None:
+            body.finish(begin + row, panel, loaded(body.k, totals), out, constants)
+
+        self.product.multiply(cut.begin(cut.last) - begin, rows, finish)
 
 
 def loaded(k: Kernel, sums: Ptr) -> list[Vec]:

@@ -49,7 +49,6 @@ _MOST_MANTISSA_BIT, _HIGH_SHIFT = 16, 12
 _BYTES = ir.VectorType(I8, LINE_BYTES)
 _WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
-_LANE_WORDS = ir.VectorType(ir.IntType(16), LANES)
 # A product multiplies a pair of inputs by values of one of these types: Pairs, two Pairs whose sum is the values, or a
 # Vec for each of both inputs.
 Parts = tuple[Any, ...]
@@ -169,9 +168,7 @@ def unpack_codes(units: torch.Tensor, bits: int) -> torch.Tensor:
 
 def load_constants(k: Kernel, kind: CodeKind, at: Ptr) -> Vec:
     """Loads 16 constants, which are scales or offsets, as float32."""
-    if kind.constant_bytes == 4:
-        return k.load(at)
-    return Vec(k, k.builder.fpext(k.builder.bitcast(k.read(at, _LANE_WORDS, 2), _HALVES), VF))
+    return k.load(at) if kind.constant_bytes == 4 else k.load_half(at)
 
 
 def in_pairs(k: Kernel, wide_rows: bool) -> bool:

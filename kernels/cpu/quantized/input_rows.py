@@ -12,10 +12,13 @@ from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.torch.quantized_matrix import LARGEST_SIZE, LEAST_CODE, MOST_CODE
 
-# Each row of codes has a record of constants with these byte offsets: the scale as float32; the shift as int32, which a
-# product's sums need for the bias of stored codes; and the sum of the numbers that its codes stand for, as float32.
+# Each group of a row of codes has a record of constants with these byte offsets: the scale as float32; the shift as
+# int32, which a product's sums need for the bias of stored codes; and the sum of the numbers that the codes stand for,
+# as float32.
 ROW_CONSTANTS = {"scale": 0, "shift": 4, "sum": 8}
 ROW_CONSTANTS_BYTES = 12
+# What is added to codes of 8 bits where they are stored without a sign.
+CODE_BIAS = 128
 # The sums of this many groups of inputs are computed at a time, because four vectors are added up together.
 SUMMED_GROUPS = 4
 _BYTES = ir.VectorType(I8, LANES)
@@ -84,31 +87,37 @@ class SumInputs(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class CodeInputs(KernelSpec):
-    """Rounds each row to int8, as :func:`pillion.kernels.torch.quantized_matrix.rounded_rows` does: x becomes scale
-    times code.
+    """Rounds groups of each row to int8, as :func:`pillion.kernels.torch.quantized_matrix.rounded_rows` does: x becomes
+    scale times code.
 
-    ``x`` [rows, depth] is bfloat16 or float32, and ``depth`` a multiple of 16. ``out`` [rows, depth] is int8, and
-    ``constants`` [rows] are a row's ROW_CONSTANTS. There are ``each`` rows for each of ``rows_of``. The scale follows
-    from the row's largest size; a row that is not finite has a scale that is not, either.
+    ``x`` [rows, depth] is bfloat16 or float32; ``depth``, and the ``inputs`` of a group, are multiples of 16. ``out``
+    [rows, depth] is int8, and ``constants`` [rows, groups] are ROW_CONSTANTS, whose shifts are for weights that keep
+    ``bias``. There are ``each`` rows for each of ``rows_of``. The scale follows from the group's largest size; a group
+    that is not finite has a scale that is not, either.
     """
 
     layout = RecordLayout(
         "code_inputs",
         pointers=("x", "out", "constants"),
-        numbers=("depth", "x_stride", "out_stride", "constants_stride"),
+        numbers=("depth", "inputs", "x_stride", "out_stride", "constants_stride"),
     )
 
     bf16: bool
     rows_of: str = "tokens"
     each: int = 1
+    bias: int = CODE_BIAS
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         x, out, constants = (args.pointer(field) for field in self.layout.pointers)
-        depth, x_stride, out_stride, constants_stride = (args.number(field) for field in self.layout.numbers)
-        size, vectors = 2 if self.bf16 else 4, depth // LANES
-        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each) as row:
-            source, target = x + row * x_stride, out + row * out_stride
+        depth, inputs, x_stride, out_stride, constants_stride = (args.number(field) for field in self.layout.numbers)
+        size, groups = 2 if self.bf16 else 4, (depth + (inputs - 1)) // inputs
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each * groups) as item:
+            row = item // groups
+            group = item - row * groups
+            first = group * inputs
+            vectors = k.least(inputs, depth - first) // LANES
+            source, target = x + (row * x_stride + first * size), out + (row * out_stride + first)
             scale = self._largest(k, source, vectors) / LARGEST_SIZE
             inverse = k.select(scale > 0.0, k.vector(1.0) / scale, k.vector(0.0))
             total = k.variable(Quads(k, ir.Constant(VI, [0] * LANES)))
@@ -122,7 +131,8 @@ class CodeInputs(KernelSpec):
                 whole = k.whole_lanes(code)
                 total.value = total.value + whole
                 k.write(target + i * LANES, k.builder.trunc(whole.ir, _BYTES), 1)
-            self._constants(k, constants + row * constants_stride, total, scale)
+            at = constants + (row * constants_stride + group * ROW_CONSTANTS_BYTES)
+            self._constants(k, at, total, scale)
 
     def _largest(self, k: Kernel, source: Ptr, vectors: Int) -> Vec:
         """Returns the largest size in a row, in all lanes; NaN and infinities are above all numbers."""
@@ -134,9 +144,9 @@ class CodeInputs(KernelSpec):
         return k.largest_size(sizes.value)
 
     def _constants(self, k: Kernel, at: Ptr, codes: KernelVariable, scale: Vec) -> None:
-        """Stores a row's constants. ``codes`` holds the sum of the row's codes in each lane."""
+        """Stores a group's constants. ``codes`` holds sums of the group's codes."""
         b, total = k.builder, k.sum_quads(codes.value)
-        shift = Quads(k, b.mul(total.ir, ir.Constant(VI, [-k.code_bias] * LANES)))
+        shift = Quads(k, b.mul(total.ir, ir.Constant(VI, [-kept_bias(k, self.bias)] * LANES)))
         values: dict[str, Vec | Quads] = {
             "scale": scale,
             "shift": shift,
@@ -144,6 +154,11 @@ class CodeInputs(KernelSpec):
         }
         for name, place in ROW_CONSTANTS.items():
             k.write(at + place, b.extract_element(values[name].ir, I32(0)), 4)
+
+
+def kept_bias(k: Kernel, bias: int) -> int:
+    """Returns what this processor's products keep of the ``bias`` of stored codes, which one of them may undo."""
+    return k.code_bias if bias == CODE_BIAS else bias
 
 
 def _bounded(k: Kernel, value: Vec) -> Vec:

@@ -4,7 +4,7 @@ tiles are those of :mod:`pillion.kernels.cpu.products.packing`:
     int8_dots  [N / 32]: float32 scales [2 tiles][16], float32 offsets where the matrix has them, and the codes
            [K / 4][2 tiles][16][4], each with 128 added; a product in integers reads them
     codes  [N / 32][groups of inputs]: scales [2 tiles][16], such offsets where the matrix has them, and the codes of
-           the group's inputs (pillion.kernels.cpu.quantized.codes)
+           the group's inputs (pillion.kernels.cpu.quantized.codes; for rows of int8 in groups dot_kinds)
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pillion.kernels.cpu.quantized.codes import (
     pack_codes,
     unpack_codes,
 )
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, all_round_rows, same_order
+from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS, DotKind, pack_units, unpack_units
+from pillion.kernels.torch.quantized_matrix import GROUPED_ROWS, Matrix, QuantizedMatrix, row_group_of, same_order
 
 # The products of the codes of at most this many inputs, 255 * 128 each at most, add up to an integer of 32 bits.
 MAX_DOT_INPUTS = 2**31 // (255 * 128)
@@ -34,15 +35,21 @@ MAX_DOT_INPUTS = 2**31 // (255 * 128)
 MAX_GROUP_INPUTS = 512
 # Weights of this kind are int8 with a scale for each output, and are multiplied with rows of int8.
 INT8_DOTS = "int8_dots"
-KINDS = (*CODE_KINDS, INT8_DOTS)
+KINDS = (*CODE_KINDS, INT8_DOTS, *DOT_KINDS)
 
 
 def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
     """Returns the number of bytes of a panel."""
     if kind == INT8_DOTS:
         return dots_constants_bytes(offsets) + depth * PANEL_COLUMNS
-    constants = -(-depth // group) * PANEL_COLUMNS * CODE_KINDS[kind].constant_bytes * (2 if offsets else 1)
-    return constants + depth // UNIT_INPUTS * CODE_KINDS[kind].unit_bytes
+    codes = _grouped(kind)
+    constants = -(-depth // group) * PANEL_COLUMNS * codes.constant_bytes * (2 if offsets else 1)
+    return constants + depth // UNIT_INPUTS * codes.unit_bytes
+
+
+def _grouped(kind: str) -> CodeKind | DotKind:
+    """Returns a kind whose constants belong to groups of inputs."""
+    return CODE_KINDS.get(kind) or DOT_KINDS[kind]
 
 
 def sound(kind: str, depth: int, group: int) -> bool:
@@ -70,14 +77,22 @@ def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
             return wide
         if not same_order(matrix, first):
             return wide
-    if all_round_rows(matrices) and all(map(_fits_dots, matrices)):
-        return INT8_DOTS
+    if row_group_of(quantized):
+        if first.row_codes == GROUPED_ROWS:
+            names = [kind.name for kind in DOT_KINDS.values() if kind.coding == first.coding]
+            return _smallest(names, quantized)
+        if all(map(_fits_dots, matrices)):
+            return INT8_DOTS
     codes = codes_of(first.coding, (matrix.codes for matrix in quantized))
-    for name in (f"{codes}_half", f"{first.coding}_half"):
-        kind = CODE_KINDS.get(name)
-        if kind and all(_holds(kind, part) for matrix in quantized for part in _constants(matrix, kind)):
+    return _smallest([codes, f"{codes}_half", f"{first.coding}_half"], quantized)
+
+
+def _smallest(names: Sequence[str], matrices: Sequence[QuantizedMatrix]) -> str:
+    """Returns the first of the kinds with float16 constants that hold the matrices' exactly; else the first of all."""
+    for name in names[1:]:
+        if name in KINDS and all(_holds(name, part) for one in matrices for part in _constants(one, name)):
             return name
-    return codes
+    return names[0]
 
 
 def _fits_dots(matrix: Matrix) -> bool:
@@ -97,7 +112,7 @@ def pack_quantized(matrices: Sequence[Matrix], kind: str, offsets: bool) -> Pack
     assert len(few) == len(matrices)
     first = few[0]
     offsets = offsets or any(has_offsets(matrix, kind) for matrix in few)
-    packed = _pack_dots(few, offsets) if kind == INT8_DOTS else _pack_codes(few, kind, offsets)
+    packed = _pack_dots(few, offsets) if kind == INT8_DOTS else _pack_groups(few, kind, offsets)
     if first.order is None:
         return packed
     return replace(packed, order=torch.cat((first.order, torch.arange(first.shape[1], packed.depth))).to(torch.int32))
@@ -105,8 +120,8 @@ def pack_quantized(matrices: Sequence[Matrix], kind: str, offsets: bool) -> Pack
 
 def unpack_quantized(packed: PackedWeight) -> torch.Tensor:
     """Returns the columns of a packed matrix [pairs * 32, depth] in packed order, in float64."""
-    if packed.kind in CODE_KINDS:
-        return _unpack_codes(packed)
+    if packed.kind != INT8_DOTS:
+        return _unpack_groups(packed)
     scales, *offsets, codes = _dots_parts(packed)
     wide = (codes - 128.0).double() * scales.view(torch.float32).double()[..., None]
     return (wide + offsets[0].view(torch.float32).double()[..., None] if offsets else wide).flatten(0, 1)
@@ -143,21 +158,29 @@ def _dots_parts(packed: PackedWeight) -> tuple[torch.Tensor, ...]:
     return *(part.contiguous() for part in torch.split(whole[:, :constants], TOTALS_BYTES, 1)), codes
 
 
-def _pack_codes(matrices: Sequence[QuantizedMatrix], kind_name: str, offsets: bool) -> PackedWeight:
-    first, kind = matrices[0], CODE_KINDS[kind_name]
+def _pack_groups(matrices: Sequence[QuantizedMatrix], kind_name: str, offsets: bool) -> PackedWeight:
+    first, kind = matrices[0], _grouped(kind_name)
     inputs = first.shape[1]
     depth = inputs + -inputs % DEPTH_MULTIPLE
-    group = min(_packed_group(first), depth)
+    group = min(_packed_group(first) if isinstance(kind, CodeKind) else first.row_group, depth)
     source = (torch.arange(0, depth, group) // first.group).clamp(max=first.scales.shape[1] - 1)
-    codes = _panels([pad(kept_codes(first.coding, matrix.codes, kind), (0, depth - inputs)) for matrix in matrices])
-    units = pack_codes(codes.view(len(codes), PANEL_COLUMNS, -1, UNIT_INPUTS).transpose(1, 2), kind.bits)
-    parts = list(zip(*(_constants(matrix, kind) for matrix in matrices), strict=True))[: 2 if offsets else 1]
+    parts = list(zip(*(_constants(matrix, kind_name) for matrix in matrices), strict=True))[: 2 if offsets else 1]
+    kept = [
+        kept_codes(first.coding, matrix.codes, kind) if isinstance(kind, CodeKind) else matrix.codes
+        for matrix in matrices
+    ]
+    codes = _panels([pad(part, (0, depth - inputs)) for part in kept])
+    units = _units(codes.view(len(codes), PANEL_COLUMNS, -1, UNIT_INPUTS).transpose(1, 2), kind)
     constants = [_panels([matrix[:, source] for matrix in part]).to(kind.constant_dtype) for part in parts]
     before = torch.cat([part.transpose(1, 2).contiguous().view(torch.uint8) for part in constants], 2)
     stream, step = units.flatten(1), group // UNIT_INPUTS * kind.unit_bytes
     pieces = [piece for number in range(len(source))
               for piece in (before[:, number], stream[:, number * step : (number + 1) * step])]  # fmt: skip
     return PackedWeight(kind.name, torch.cat(pieces, 1).flatten(), depth, len(units), group, offsets)
+
+
+def _units(codes: torch.Tensor, kind: CodeKind | DotKind) -> torch.Tensor:
+    return pack_codes(codes, kind.bits) if isinstance(kind, CodeKind) else pack_units(codes, kind)
 
 
 def _packed_group(matrix: QuantizedMatrix) -> int:
@@ -169,32 +192,34 @@ def _packed_group(matrix: QuantizedMatrix) -> int:
     return max((size for size in fitting if not matrix.group % size), default=0)
 
 
-def _constants(matrix: QuantizedMatrix, kind: CodeKind) -> tuple[torch.Tensor, torch.Tensor]:
+def _constants(matrix: QuantizedMatrix, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the scales and offsets [N, groups] of kept codes, float32."""
-    return matrix.scales * kind.scale, _offsets(matrix, kind.name)
+    return matrix.scales * _grouped(kind).scale, _offsets(matrix, kind)
 
 
 def _offsets(matrix: QuantizedMatrix, kind: str) -> torch.Tensor:
     offsets = torch.zeros_like(matrix.scales) if matrix.offsets is None else matrix.offsets
-    shifted = matrix.coding == "uint4" and CODE_KINDS[kind].codes == "int4"
+    shifted = matrix.coding == "uint4" and kind in CODE_KINDS and CODE_KINDS[kind].codes == "int4"
     return offsets + 8 * matrix.scales if shifted else offsets
 
 
-def _holds(kind: CodeKind, constants: torch.Tensor) -> bool:
+def _holds(kind: str, constants: torch.Tensor) -> bool:
     """Returns whether the type in which a kind stores scales and offsets holds these exactly."""
-    return torch.equal(constants.to(kind.constant_dtype).float(), constants)
+    return torch.equal(constants.to(_grouped(kind).constant_dtype).float(), constants)
 
 
-def _unpack_codes(packed: PackedWeight) -> torch.Tensor:
-    kind, parts = CODE_KINDS[packed.kind], 2 if packed.offsets else 1
+def _unpack_groups(packed: PackedWeight) -> torch.Tensor:
+    kind, parts = _grouped(packed.kind), 2 if packed.offsets else 1
     rest = packed.data.view(packed.pairs, -1)
-    values, found = torch.tensor(kind.values).double(), []
+    values, found = torch.as_tensor(kind.values).double(), []
     for begin in range(0, packed.depth, packed.group):
         inputs = min(packed.group, packed.depth - begin)
         sizes = [parts * PANEL_COLUMNS * kind.constant_bytes, inputs // UNIT_INPUTS * kind.unit_bytes]
         before, codes, rest = torch.split(rest, [*sizes, rest.shape[1] - sum(sizes)], 1)
         constants = before.contiguous().view(kind.constant_dtype).double().view(packed.pairs, parts, PANEL_COLUMNS, 1)
-        plain_codes = unpack_codes(codes.reshape(packed.pairs, -1, kind.unit_bytes), kind.bits).transpose(1, 2)
+        units = codes.reshape(packed.pairs, -1, kind.unit_bytes)
+        unpacked = unpack_codes(units, kind.bits) if isinstance(kind, CodeKind) else unpack_units(units, kind)
+        plain_codes = unpacked.transpose(1, 2)
         wide = values[plain_codes.flatten(2).long()] * constants[:, 0]
         found.append(wide + constants[:, 1] if packed.offsets else wide)
     return torch.cat(found, 2).flatten(0, 1)

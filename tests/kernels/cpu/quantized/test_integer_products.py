@@ -18,7 +18,7 @@ from pillion.kernels.cpu.products.packed_weight import PackedWeight
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES, CodeInputs
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, packed_kind
-from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, rounded_rows, stack_rows
+from pillion.kernels.torch.quantized_matrix import WHOLE_ROWS, QuantizedMatrix, rounded_rows, stack_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close
 from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm
 from tests.support.examples import examples
@@ -55,7 +55,7 @@ def rounded_by(runner: Any, spec: CodeInputs, x: torch.Tensor, threads: int = 3)
     """Codes and the constants of rows; fails if something was written after them."""
     count, depth = x.shape
     out, constants = torch.full((count + 1, depth + 64), 7, dtype=torch.int8), torch.full((count + 1, 3), 7.0)
-    values = {"x": x, "out": out, "constants": constants, "depth": depth, "x_stride": stride(x)}
+    values = {"x": x, "out": out, "constants": constants, "depth": depth, "inputs": depth, "x_stride": stride(x)}
     values |= {"out_stride": stride(out), "constants_stride": ROW_CONSTANTS_BYTES}
     runner.run(spec, values, rows_step(count // spec.each), threads)
     assert (out[count] == 7).all()
@@ -170,7 +170,7 @@ def _matrix(columns: int, inputs: int, shifted: bool, seed: int) -> QuantizedMat
     codes[0, 0], codes[-1, -1] = 128, 127
     scales = (normal(columns, 1, seed=seed + 50).abs() + 0.5) / (74 * inputs**0.5)
     offsets = normal(columns, 1, seed=seed + 60) / inputs**0.5 if shifted else None
-    return QuantizedMatrix("int8", codes, scales, inputs, offsets, rounds_rows=True)
+    return QuantizedMatrix("int8", codes, scales, inputs, offsets, row_codes=WHOLE_ROWS)
 
 
 @pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
@@ -216,7 +216,7 @@ def test_no_sum_is_too_large(runner, ends):
     """All codes at their ends, in a depth at which neither 16 bits nor float32's 24 hold a sum."""
     of_weights, of_rows = ends
     codes = torch.full((32, 16_384), of_weights, dtype=torch.int8).view(torch.uint8)
-    matrix = QuantizedMatrix("int8", codes, torch.ones(32, 1), 16_384, rounds_rows=True)
+    matrix = QuantizedMatrix("int8", codes, torch.ones(32, 1), 16_384, row_codes=WHOLE_ROWS)
     packed = pack_linear(matrix, INT8_DOTS)
     one = Product(PRODUCTS[0], 3, 32, 16)
     one.packed = [packed]
@@ -285,7 +285,7 @@ def test_parts_of_one_projection_round_rows_together_or_not():
     assert isinstance(stack_rows([part, taken], torch.float32), torch.Tensor)
     both = stack_rows([part, part], torch.float32)
     assert isinstance(both, QuantizedMatrix)
-    assert both.rounds_rows
+    assert both.row_codes == WHOLE_ROWS
 
 
 def test_specs_have_names_of_their_own():
