@@ -55,14 +55,15 @@ CPU_KERNEL_CHOICES = (
 )  # fmt: skip
 QUANTIZATION_CHOICES = ("none", "int8", "int8-dynamic", "int4")
 QUANTIZATION_GROUP_CHOICES = ("auto", "32", "128")
+ACTIVATION_QUANTIZATION_CHOICES = ("auto", "int8")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 # With float16, alias half, a model is computed in float32, which holds its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = (
     "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,tokenizer=T][,quantization=Q]"
-    "[,quantization-group-size=G][,tool-call-parser=P][,reasoning-parser=P][,generation-config=C]"
-    "[,chat-template=F]. Repeat it for more."
+    "[,quantization-group-size=G][,activation-quantization=A][,tool-call-parser=P][,reasoning-parser=P]"
+    "[,generation-config=C][,chat-template=F]. Repeat it for more."
 )
 
 ALLOWED_ORIGINS = (
@@ -313,6 +314,12 @@ class ModelFlags:
         "auto",
         "Weights that share a scale; auto: 32 in int4, all of an output in int8.",
         choices=QUANTIZATION_GROUP_CHOICES,
+    )
+    activation_quantization: str = flag(
+        "auto",
+        "int8: inputs of linear layers with quantized weights in 8 bits, with a scale for each group (CPU). auto: as"
+        " --quantization or the checkpoint says.",
+        choices=ACTIVATION_QUANTIZATION_CHOICES,
     )
     max_model_len: int = size_flag(
         0,

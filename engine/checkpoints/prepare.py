@@ -40,10 +40,11 @@ from pillion.engine.checkpoints.model_files import (
 )
 from pillion.engine.checkpoints.work_report import WorkReport
 from pillion.engine.models.config_json import MAX_LAYERS, read_json, vocabulary_ids
-from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config, passed_over, without_keys
+from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config, passed_over, read_config, without_keys
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope_config import original_tokens
 from pillion.engine.quantized.gguf_files import convert_gguf, quantized_types
+from pillion.engine.quantized.quantization import GROUPED_ROWS, QUANTIZATION_KEYS
 from pillion.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -158,12 +159,29 @@ class WeightKind:
     dtype: str
     quantization: str
     quantization_group_size: str
+    activation_quantization: str = "auto"
 
     @classmethod
     def of(cls, flags: ModelFlags) -> WeightKind:
         """Returns the kind of weights that flags ask for, with an "auto" of --dtype resolved. Raises ConfigError for a
         type that is not supported."""
-        return cls(choose_dtype(flags.dtype)[0], flags.quantization, flags.quantization_group_size)
+        return cls(
+            choose_dtype(flags.dtype)[0],
+            flags.quantization,
+            flags.quantization_group_size,
+            flags.activation_quantization,
+        )
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Says whether the inputs of layers are to be rounded. Raises ConfigError where they would be rounded twice."""
+        if self.activation_quantization != "auto" and self.quantization == "int8-dynamic":
+            raise ConfigError(
+                f"--activation-quantization {self.activation_quantization} and --quantization int8-dynamic both round"
+                " inputs; choose int8 weights with the first, which has a scale for each group and is nearer, or the"
+                " second alone"
+            )
+        return self.activation_quantization != "auto"
 
     @property
     def group(self) -> int:
@@ -177,6 +195,11 @@ class WeightKind:
         return chosen if self.quantization_group_size == "auto" else int(self.quantization_group_size)
 
     def __str__(self) -> str:
+        return self.weights + f"-inputs-{self.activation_quantization}" * self.rounds_rows
+
+    @property
+    def weights(self) -> str:
+        """Gives a name to what decides the weights alone."""
         return self.dtype if self.quantization == "none" else f"{self.dtype}-{self.quantization}-{self.group}"
 
 
@@ -245,6 +268,9 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     if kind.quantization != "none":
         sources += _small_files(folder) + list(weight_files(folder))
         folder = _quantized(cache, source, folder, kind, progress)
+    if kind.rounds_rows:
+        sources += _small_files(folder)
+        folder = _rounding_rows(cache, source, folder, kind, progress)
     config = load_config(folder)
     weights = weight_files(folder)
     end = try_tokenizer(folder).end_id
@@ -274,7 +300,7 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
     texts = (folder / name for name in TEXT_FILES)
     files = (*weight_files(folder), *(path for path in texts if path.is_file()))
     fingerprinted = WorkReport(progress, "fingerprinting weights", _bytes_of(files))
-    digest = fingerprint(files, config, f"{kind} {TEXTS_VERSION}", fingerprinted.add)[:32]
+    digest = fingerprint(files, config, f"{kind.weights} {TEXTS_VERSION}", fingerprinted.add)[:32]
 
     def fill(into: Path) -> None:
         from pillion.engine.quantized.quantizer import quantize_folder
@@ -282,6 +308,25 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
         quantize_folder(folder, into, kind.quantization, kind.group, progress)
 
     return cache.folder(digest, fill, progress)
+
+
+def _rounding_rows(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
+    """Returns a folder of links to a quantized model's files, whose config says that inputs are rounded."""
+    raw = read_config(folder)
+    if load_config(folder).quantization is None:
+        raise ConfigError(
+            f"--activation-quantization {kind.activation_quantization} is for quantized weights, and those of"
+            f" {source.name} are plain; add --quantization int8 or int4"
+        )
+    key = next(key for key in QUANTIZATION_KEYS if raw.get(key))
+    digest = hashlib.sha256(json.dumps([str(folder), _stamps(folder), GROUPED_ROWS]).encode()).hexdigest()[:32]
+
+    def fill(into: Path) -> None:
+        config = {**raw, key: {**raw[key], "row_codes": GROUPED_ROWS}}
+        (into / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+        link_with_tokenizer(folder, into, progress)
+
+    return cache.folder(f"{digest}-inputs", fill, progress)
 
 
 def _refuse_twice(source: ModelSource, kind: WeightKind, found: str) -> None:
@@ -299,6 +344,8 @@ def _record_of_dummy(source: ModelSource, kind: WeightKind) -> ModelRecord:
         raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
     if kind.quantization != "none":
         raise ConfigError(f"--quantization {kind.quantization} needs weights, which --load-format dummy does not read")
+    if kind.rounds_rows:
+        raise ConfigError("--activation-quantization needs quantized weights, which --load-format dummy does not read")
     config = load_config(source.path)
     return _record_of(source.path, config, fingerprint((), config, f"{kind.dtype} dummy"), ())
 

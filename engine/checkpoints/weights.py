@@ -21,7 +21,14 @@ from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.llama_layer import norm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import partial_order
-from pillion.kernels.torch.quantized_matrix import GROUPED_ROWS, Matrix, QuantizedMatrix, plain, row_group_of, select_rows
+from pillion.kernels.torch.quantized_matrix import (
+    GROUPED_ROWS,
+    Matrix,
+    QuantizedMatrix,
+    plain,
+    row_group_of,
+    select_rows,
+)
 from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
 

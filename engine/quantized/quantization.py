@@ -23,6 +23,9 @@ _WORDS = {"fp8": "8-bit floats", "fp4": "4-bit floats", "nf4": "NF4"}
 ANY_MODULE = ""
 # Checkpoints say under these keys how their weights are quantized; the last is MLX's.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+# What a config says of the rounding of layers' inputs on CPUs: one scale for each row, or one for each group of inputs
+# of a row, which only --activation-quantization asks for.
+WHOLE_ROWS, GROUPED_ROWS = "dynamic", "grouped"
 # Checkpoints that Pillion itself converts or quantizes have this quant_method.
 OWN_METHOD = "pillion"
 
@@ -42,7 +45,7 @@ class MatrixScheme:
         ordered: whether inputs of a group do not follow each other (act-order), so that a tensor says their groups.
         activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8", "fp4") where no product
             here does, or "".
-        row_codes: "dynamic" where products on CPUs round a layer's inputs to int8
+        row_codes: WHOLE_ROWS where products on CPUs round a layer's inputs to int8
             (:func:`pillion.kernels.torch.quantized_matrix.rounded_rows`), or "".
         fp8_rows: whether the producer rounds a layer's inputs to FP8 by their own sizes (dynamic activations), as GPUs
             do.
@@ -77,7 +80,7 @@ class Quantization:
         schemes: pairs of a regular expression and the scheme of modules whose names it matches from their first letter
             on. The first match decides. In Pillion's own format the tensors themselves say all.
         weights: the config's words about its weights, where there are no schemes.
-        row_codes: as in a scheme, for all modules, where there are no schemes.
+        row_codes: WHOLE_ROWS, GROUPED_ROWS or "", for all modules, whatever their schemes say; "" leaves it to these.
     """
 
     method: str
@@ -88,9 +91,10 @@ class Quantization:
     @property
     def words(self) -> str:
         """Gives the format in a few words: "awq, 4 bits in groups of 128"."""
-        return (
+        weights = (
             self.weights or f"{self.method}, {' and '.join(dict.fromkeys(scheme.words for _, scheme in self.schemes))}"
         )
+        return f"{weights}; inputs in 8 bits" if self.row_codes == GROUPED_ROWS else weights
 
     @property
     def activations(self) -> frozenset[str]:
@@ -111,22 +115,23 @@ class Quantization:
     def rounding_notes(self, device: str, *, latents: bool) -> Iterator[str]:
         """Yields a sentence for each difference from the arithmetic of the checkpoint's producer. ``latents`` says
         whether the model has attention over latents."""
-        rounded = self.activations
-        if device == "cuda" and self.method == OWN_METHOD and self.rounds_rows:
+        rounded, grouped = self.activations, self.row_codes == GROUPED_ROWS
+        if device == "cuda" and (grouped or (self.method == OWN_METHOD and self.rounds_rows)):
+            flag = "--activation-quantization int8" if grouped else "--quantization int8-dynamic"
             yield (
-                "--quantization int8-dynamic rounds the inputs of linear layers on CPUs only; here they are not"
-                " rounded, which is nearer to the unquantized model"
+                f"{flag} rounds the inputs of linear layers on CPUs only; here they are not rounded, which is nearer"
+                " to the unquantized model"
             )
         elif device == "cuda" and self.rounds_rows:
             rounded |= {"int8"}
         if device == "cuda" and self.fp8_rows:
             rounded -= {"fp8"}  # A worker that does not do the same says so.
-        if rounded:
+        if rounded and not (grouped and device == "cpu"):
             yield (
                 "the checkpoint's producer also rounds the inputs of quantized layers to"
                 f" {' and '.join(sorted(rounded))}; here they are not rounded, which is nearer to the unquantized model"
             )
-        if device == "cpu" and latents and self.rounds_rows and self.method != OWN_METHOD:
+        if device == "cpu" and latents and self.rounds_rows and not grouped and self.method != OWN_METHOD:
             yield (
                 "latents are not rounded to int8 where keys and values are made of them, which is nearer to the"
                 " unquantized model"

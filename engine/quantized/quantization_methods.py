@@ -10,8 +10,10 @@ from pillion.engine.quantized.auto_round_config import SEARCH_KEYS, WHOLE_NUMBER
 from pillion.engine.quantized.compressed_tensors_config import parse_compressed_tensors
 from pillion.engine.quantized.quantization import (
     ANY_MODULE,
+    GROUPED_ROWS,
     OWN_METHOD,
     QUANTIZATION_KEYS,
+    WHOLE_ROWS,
     MatrixScheme,
     Quantization,
     Raw,
@@ -40,7 +42,13 @@ def parse_quantization(name: str, config: Raw) -> Quantization | None:
         if not isinstance(raw, Mapping) or method not in METHODS:
             bits = isinstance(raw, Mapping) and (raw.get("bits") or raw.get("w_bit"))
             raise unsupported(method + (f", {bits} bits" if bits else ""))
-        return METHODS[method](raw)
+        row_codes = raw.get("row_codes", "")
+        if row_codes not in ("", WHOLE_ROWS, GROUPED_ROWS):
+            raise ConfigError(
+                f"config.json: quantization_config: row_codes must be {WHOLE_ROWS} or {GROUPED_ROWS}, not {row_codes!r}"
+            )
+        found = METHODS[method]({key: value for key, value in raw.items() if key != "row_codes"})
+        return replace(found, row_codes=row_codes)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error.message}") from None
 
@@ -194,11 +202,8 @@ def _mxfp4(raw: Raw) -> Quantization:
 
 
 def _own(raw: Raw) -> Quantization:
-    refuse_others(raw, "quant_method weights row_codes", "quantization_config")
-    row_codes = raw.get("row_codes", "")
-    if row_codes not in ("", "dynamic"):
-        raise ConfigError(f"config.json: quantization_config: row_codes must be dynamic, not {row_codes!r}")
-    return Quantization(method=OWN_METHOD, weights=str(raw.get("weights", "")) or OWN_METHOD, row_codes=row_codes)
+    refuse_others(raw, "quant_method weights", "quantization_config")
+    return Quantization(method=OWN_METHOD, weights=str(raw.get("weights", "")) or OWN_METHOD)
 
 
 METHODS: Mapping[str, Callable[[Raw], Quantization]] = {

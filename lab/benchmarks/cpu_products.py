@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +42,19 @@ SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
 CASES = (
     ("bf16", 0, False),
     (INT8_DOTS, 0, False),
-    *((f"{codes}_dots_by_group{half}", group, offsets) for codes, half, group, offsets in (
-        ("int8", "_half", 32, False), ("int8", "", 128, False), ("int8", "", 16, False),
-        ("int4", "_half", 32, False), ("int4", "", 128, False), ("uint4", "_half", 32, True), ("uint4", "", 32, True),
-        ("fp4_e2m1", "_half", 32, False),
-    )),
+    *(
+        (f"{codes}_dots_by_group{half}", group, offsets)
+        for codes, half, group, offsets in (
+            ("int8", "_half", 32, False),
+            ("int8", "", 128, False),
+            ("int8", "", 16, False),
+            ("int4", "_half", 32, False),
+            ("int4", "", 128, False),
+            ("uint4", "_half", 32, True),
+            ("uint4", "", 32, True),
+            ("fp4_e2m1", "_half", 32, False),
+        )
+    ),
     ("int8", 512, False),
     ("int8_half", 32, False),
     ("fp8_e4m3", 128, False),
@@ -74,7 +83,7 @@ def operations(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) 
     if spec.weights == INT8_DOTS or spec.weights in DOT_KINDS:
         # A row of codes has its constants where other rows have sums of groups.
         sums, codes = torch.ones(rows, groups * ROW_CONSTANTS_BYTES // 4), torch.zeros(x.shape, dtype=torch.int8)
-        values = {"x": x, "out": codes, "constants": sums, "depth": depth, "inputs": group or depth}
+        values: dict[str, Any] = {"x": x, "out": codes, "constants": sums, "depth": depth, "inputs": group or depth}
         strides = {"x_stride": x, "out_stride": codes, "constants_stride": sums}
         values |= {name: each.stride(0) * each.element_size() for name, each in strides.items()}
         yield Operation(rounding(spec), values)

@@ -31,16 +31,20 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 
 BLOCK_SIZE = 16
-# Rows of the table by name: --quantization, --quantization-group-size and --kv-cache-dtype.
+# Rows of the table by name: --quantization, --quantization-group-size, --kv-cache-dtype and --activation-quantization.
 KINDS = {
-    "bfloat16": ("none", "auto", "auto"),
-    "int8": ("int8", "auto", "auto"),
-    "int8, groups of 32": ("int8", "32", "auto"),
-    "int8-dynamic": ("int8-dynamic", "auto", "auto"),
-    "int4, groups of 32": ("int4", "32", "auto"),
-    "int4, groups of 128": ("int4", "128", "auto"),
-    "bfloat16, KV fp8": ("none", "auto", "fp8"),
-    "bfloat16, KV int8": ("none", "auto", "int8"),
+    "bfloat16": ("none", "auto", "auto", "auto"),
+    "int8": ("int8", "auto", "auto", "auto"),
+    "int8, groups of 32": ("int8", "32", "auto", "auto"),
+    "int8-dynamic": ("int8-dynamic", "auto", "auto", "auto"),
+    "int4, groups of 32": ("int4", "32", "auto", "auto"),
+    "int4, groups of 128": ("int4", "128", "auto", "auto"),
+    "int8, inputs int8": ("int8", "auto", "auto", "int8"),
+    "int8, groups of 32, inputs int8": ("int8", "32", "auto", "int8"),
+    "int4, groups of 32, inputs int8": ("int4", "32", "auto", "int8"),
+    "int4, groups of 128, inputs int8": ("int4", "128", "auto", "int8"),
+    "bfloat16, KV fp8": ("none", "auto", "fp8", "auto"),
+    "bfloat16, KV int8": ("none", "auto", "int8", "auto"),
 }
 
 
@@ -70,9 +74,13 @@ def main() -> None:
         exact = prepare(ModelFlags(model=str(folder), dtype="float32"), print)
         scorers = {"float32, torch": TextScorer(TorchBackend(exact, BLOCK_SIZE, args.threads))}
         for kind in args.kinds:
-            quantization, group, kv = KINDS[kind]
+            quantization, group, kv, inputs = KINDS[kind]
             flags = ModelFlags(
-                model=str(folder), dtype="bfloat16", quantization=quantization, quantization_group_size=group
+                model=str(folder),
+                dtype="bfloat16",
+                quantization=quantization,
+                quantization_group_size=group,
+                activation_quantization=inputs,
             )
             prepared = prepare(flags, print)
             scorers[kind] = scorer(prepared, args.threads, kv)

@@ -19,8 +19,8 @@ COMMANDS = {
 # The groups stand in the order of the help. A flag that is in no group is listed under OTHERS; a test keeps that group
 # empty.
 GROUPS = {
-    "Model": "model tokenizer served_model_name also_model revision dtype quantization load_format ignore"
-    " max_model_len",
+    "Model": "model tokenizer served_model_name also_model revision dtype quantization activation_quantization"
+    " load_format ignore max_model_len",
     "Adapters": "enable_lora max_loras max_lora_rank lora allow_runtime_lora_updating",
     "Answers": "generation_config override_generation_config chat_template allow_special default_chat_template_kwargs"
     " tool_call_parser reasoning_parser enable_auto_tool_choice",

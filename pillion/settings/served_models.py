@@ -15,7 +15,7 @@ from pillion.errors import ConfigError
 MAX_MODELS = 64
 _SETTINGS = (
     *("dtype", "max_model_len", "quantization", "quantization_group_size", "revision", "tokenizer"),
-    *("tool_call_parser", "generation_config", "chat_template", "reasoning_parser"),
+    *("activation_quantization", "tool_call_parser", "generation_config", "chat_template", "reasoning_parser"),
 )
 _ABOUT = {field.name: field.metadata for field in fields(ServedModelFlags)}
 

@@ -85,6 +85,7 @@ class SpeculativeConfig:
             revision=self.revision,
             quantization=self.quantization,
             quantization_group_size="auto",
+            activation_quantization="auto",
             served_model_name=(),
             ignore_config_key=(),
             max_model_len=0,

@@ -293,9 +293,7 @@ def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation
     depth, inputs = linear.depth, linear.group or linear.depth
     groups = -(-depth // inputs)
     out = replace(builder.buffer(f"codes{depth}x{x.each}", depth, x.dtype, x.each), dtype="int8")
-    constants = builder.buffer(
-        f"row_constants{groups}x{x.each}", groups * ROW_CONSTANTS_BYTES // 4, "float32", x.each
-    )
+    constants = builder.buffer(f"row_constants{groups}x{x.each}", groups * ROW_CONSTANTS_BYTES // 4, "float32", x.each)
     values = {"x": x, "out": out, "constants": constants, "depth": depth, "inputs": inputs}
     bias = CODE_BIAS if linear.kind == INT8_DOTS else DOT_KINDS[linear.kind].bias
     spec = CodeInputs(x.dtype != "float32", builder.rows_of, x.each, bias)

@@ -80,7 +80,9 @@ class ConfiguredFormat:
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
         scheme = self._scheme(stem(name))
         assert scheme is not None
-        return replace(LAYOUTS[scheme.layout].read(name, shape, scheme, get), row_codes=self._row_codes or scheme.row_codes)
+        return replace(
+            LAYOUTS[scheme.layout].read(name, shape, scheme, get), row_codes=self._row_codes or scheme.row_codes
+        )
 
     def _scheme(self, module: str) -> MatrixScheme | None:
         """Returns the scheme whose pattern is the first to match a module's name; None if the config has none for

@@ -25,6 +25,7 @@ from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
 from pillion.kernels.cpu.quantized.codes import CODE_KINDS, UNIT_INPUTS
 from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
+from pillion.kernels.cpu.quantized.dot_matrix_tiles import MatrixDots
 from pillion.kernels.cpu.quantized.dot_tiles import DotProduct, DotRows
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, dots_constants_bytes
@@ -85,8 +86,8 @@ class Gemm(KernelSpec):
 
     Attributes:
         weights: one of :data:`pillion.kernels.cpu.products.packing.KINDS`.
-        rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32". With ``INT8_DOTS`` and DOT_KINDS it is the type
-            that rows had before they became codes.
+        rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32". With ``INT8_DOTS`` and DOT_KINDS it is
+            the type that rows had before they became codes.
         epilogue: "store": out = sum + bias. "add": out += factor * (sum + bias). "gated_silu",
             "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``.
             "gated_clamped" (gpt-oss): the same with (up + 1) * gate * sigmoid(alpha * gate), gate being at most limit,
@@ -448,7 +449,15 @@ class GroupDotPanels(Panels):
         def finish(row: Int, totals: Ptr) -> None:
             body.finish(begin + row, panel, loaded(body.k, totals), out, constants)
 
-        self.product.multiply(cut.begin(cut.last) - begin, rows, finish)
+        count = cut.begin(cut.last) - begin
+        if not body.k.isa.matrix_tiles:
+            self.product.multiply(count, rows, finish)
+            return
+        with body.k.builder.if_else((count <= self.product.most_rows()).ir) as (few, many):
+            with few:
+                self.product.multiply(count, rows, finish)
+            with many:
+                MatrixDots(self.product, rows).multiply(count, finish)
 
 
 def loaded(k: Kernel, sums: Ptr) -> list[Vec]:

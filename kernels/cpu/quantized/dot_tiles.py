@@ -85,6 +85,33 @@ class DotProduct:
         """Returns the bytes of a panel."""
         return units * self.kind.unit_bytes + (units + (group_units - 1)) // group_units * self.constants_bytes
 
+    def group_bytes(self, units: Int) -> Int:
+        """Returns the bytes of a group."""
+        return units * self.kind.unit_bytes + self.constants_bytes
+
+    def constants(self, panel: Ptr, halves: range) -> list[list[Vec]]:
+        """Loads a group's scales, and its offsets, for some halves of a panel."""
+        parts = range(2 if self.offsets else 1)
+        return [[self._constants(panel, half + 2 * part) for half in halves] for part in parts]
+
+    def _constants(self, panel: Ptr, number: int) -> Vec:
+        k, kind = self.k, self.kind
+        at = panel + number * LANES * kind.constant_bytes
+        return k.load_half(at) if kind.constant_bytes == 2 else k.load(at)
+
+    def fold(self, constants: list[list[Vec]], about: Ptr, halves: range, sums: list[Quads], totals: Ptr) -> None:
+        """Adds a row's sums of a group, times the scales of both sides, to the row's totals. ``about`` are the
+        ROW_CONSTANTS."""
+        k = self.k
+        scales, *offsets = constants
+        scale = k.broadcast(about + ROW_CONSTANTS["scale"])
+        for at, half in enumerate(halves):
+            place = totals + half * VECTOR_BYTES
+            total = k.fma(scales[at] * scale, k.real_lanes(sums[at]), k.load(place))
+            for offset in offsets:
+                total = k.fma(offset[at], k.broadcast(about + ROW_CONSTANTS["sum"]), total)
+            k.store(place, total)
+
     def multiply(self, rows: Int, args: DotRows, finish: Callable[[Int, Ptr], None]) -> None:
         """Multiplies ``rows`` rows by a panel, in tiles of even height, and calls ``finish`` with each row's number and
         totals. Each tile prefetches its share of the memory ahead."""
@@ -138,7 +165,7 @@ class _DotTile:
 
     def write(self) -> None:
         k, args, product = self.product.k, self.args, self.product
-        stride = args.group_units * product.kind.unit_bytes + product.constants_bytes
+        stride = product.group_bytes(args.group_units)
         with k.range(args.groups) as group:
             begin, panel = group * args.group_units, args.panel + group * stride
             sums = [[k.variable(start) for _ in self.halves] for start in self._starts(group)]
@@ -168,24 +195,11 @@ class _DotTile:
 
     def _fold(self, panel: Ptr, group: Int, sums: list[list[Any]]) -> None:
         """Adds a group's sums, times the scales of both sides, to the totals."""
-        k, args = self.product.k, self.args
-        scales = [self._constants(panel, half) for half in self.halves]
-        offsets = [self._constants(panel, half + 2) for half in self.halves] if self.product.offsets else []
+        args, constants = self.args, self.product.constants(panel, self.halves)
         for row, mine in enumerate(sums):
             about = args.about + (args.about_stride * row + group * ROW_CONSTANTS_BYTES)
-            scale = k.broadcast(about + ROW_CONSTANTS["scale"])
-            for at, half in enumerate(self.halves):
-                place = args.totals + (row * TOTALS_BYTES + half * VECTOR_BYTES)
-                total = k.fma(scales[at] * scale, k.real_lanes(mine[at].value), k.load(place))
-                if offsets:
-                    total = k.fma(offsets[at], k.broadcast(about + ROW_CONSTANTS["sum"]), total)
-                k.store(place, total)
-
-    def _constants(self, panel: Ptr, number: int) -> Vec:
-        """Loads 16 of a group's scales or offsets."""
-        k, kind = self.product.k, self.product.kind
-        at = panel + number * LANES * kind.constant_bytes
-        return k.load_half(at) if kind.constant_bytes == 2 else k.load(at)
+            found = [total.value for total in mine]
+            self.product.fold(constants, about, self.halves, found, args.totals + row * TOTALS_BYTES)
 
     def _prefetch(self, offset: Int) -> None:
         size = self.product.kind.unit_bytes * len(self.halves) // 2

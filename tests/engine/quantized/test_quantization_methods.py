@@ -158,7 +158,7 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 must have a list of targets"),
         ({**PACKED, "config_groups": {"group_0": {**GROUP, "targets": ["re:("]}}}, "no regular expression"),
         (with_group({"num_bits": 3, "group_size": 128}), "3 bits of type int"),
-        ({"quant_method": "pillion", "row_codes": "static"}, "row_codes must be dynamic, not 'static'"),
+        ({"quant_method": "pillion", "row_codes": "static"}, "row_codes must be dynamic or grouped, not 'static'"),
         (with_group({"num_bits": 4, "type": "float", "group_size": 32}), "4 bits of type float"),
         (with_group({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}), "strategy tensor_group"),
         (with_group({"num_bits": 4, "strategy": "group"}), "group_size must be a whole number"),

@@ -78,6 +78,7 @@ PILLION_BLOCK_SIZE: {{ .Values.model.blockSize | int | toString | quote }}
 PILLION_CPU_KERNELS: {{ .Values.model.cpuKernels | quote }}
 PILLION_QUANTIZATION: {{ .Values.model.quantization | quote }}
 PILLION_QUANTIZATION_GROUP_SIZE: {{ .Values.model.quantizationGroupSize | toString | quote }}
+PILLION_ACTIVATION_QUANTIZATION: {{ .Values.model.activationQuantization | quote }}
 PILLION_KV_CACHE_DTYPE: {{ .Values.model.kvCacheDtype | quote }}
 {{- if .Values.adapters.enabled }}
 PILLION_ENABLE_LORA: "true"

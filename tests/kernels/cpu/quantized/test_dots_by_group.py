@@ -24,6 +24,7 @@ from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm
 from tests.support.examples import examples
 from tests.support.kernel_runner import (
     ALL_MODES,
+    TILE_MODES,
     Runner,
     isa_or_skip,
     normal,
@@ -109,9 +110,7 @@ class Product:
         self.spec, self.gated = spec, spec.epilogue in GATED
         self.packed: list[PackedWeight] = []
         for seed in range(0, 2 * len(groups or [0]), 2):
-            gate, up = (
-                matrix_of(spec.weights, columns, inputs, group, spec.offsets, seed + half) for half in range(2)
-            )
+            gate, up = (matrix_of(spec.weights, columns, inputs, group, spec.offsets, seed + half) for half in range(2))
             assert packed_kind([gate, up], "fp32") == spec.weights
             assert has_offsets(gate, spec.weights) == spec.offsets
             packed = pack_gated(gate, up, spec.weights) if self.gated else pack_linear(gate, spec.weights)
@@ -293,6 +292,26 @@ def test_all_rows_of_the_table_give_the_same_bits(name, spec):
         found.append(one.run(runner, threads=1))
         runner.close()
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("group", [16, 32, 48, 80, 128])
+@pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
+def test_matrix_tiles_give_the_bits_of_registers(spec, group):
+    """Whole groups of all numbers of steps, a shorter last one, and rows for one pass over the scratch and for two."""
+    one, found = Product(spec, 530 if group == 32 else 45, 64, 176, group), []
+    for row in ("avx512_bf16", TILE_MODES[0][0]):
+        runner = Runner([spec, *CODES.values()], isa_or_skip(row), checked=False)
+        found.append(one.run(runner))
+        runner.close()
+    assert torch.equal(found[0], found[1])
+
+
+def test_many_rows_meet_codes_in_matrix_tiles():
+    """In code for a processor that has them, which any machine can make."""
+    for spec in PRODUCTS:
+        tiles = {name: text for name, text in assembly([spec], BY_NAME["amx"]).items() if "_matrix_tile_" in name}
+        assert len(tiles) == 2
+        assert all("tdpbsud" in text for text in tiles.values())
 
 
 def test_specs_have_names_of_their_own():
