@@ -17,11 +17,23 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
 from tests.engine.quantized.test_gguf import FILES, HALVES, MADE, prepared_from
 from tests.support.cpu_model import CpuDriver, needs_kernels
-from tests.support.families import tokens_of
+from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver
 
 pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture
+def plain_folder(tmp_path):
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = make_model(tmp_path / "plain" / family, FAMILIES[family])[0]
+        return made[family]
+
+    return make
 
 
 def rounding(model: Any, **flags: Any) -> PreparedModel:
@@ -79,8 +91,7 @@ def test_a_gguf_file(kinds, tmp_path, monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("producer", ["awq", "gptq", "w4a16", "mxfp4-packed"])
 def test_stored_formats(producer, plain_folder, tmp_path):
-    producer = producer if producer in PRODUCERS else next(name for name in PRODUCERS if "mxfp4" in name)
-    few, _ = quantize_folder(plain_folder("qwen2-bias"), tmp_path, PRODUCERS[producer](32 if "fp4" in producer else 16))
+    few, _ = quantize_folder(plain_folder("qwen2-bias"), tmp_path, PRODUCERS[producer](16))
     prepared = rounding(few)
     check_alike(prepared, prepare(ModelFlags(model=str(few), dtype="float32")))
     assert kinds_of(packed(prepared)) <= DOT_KINDS.keys()
