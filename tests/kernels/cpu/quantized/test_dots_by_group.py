@@ -101,7 +101,7 @@ def matrix_of(kind: str, columns: int, inputs: int, group: int, shifted: bool, s
     return QuantizedMatrix(coding, codes, constants(1 / size, seed + 50), group, offsets, row_codes=GROUPED_ROWS)
 
 
-class Product:
+class GroupedCodes:
     """A product of random rows with random codes."""
 
     def __init__(
@@ -182,7 +182,7 @@ class Product:
     ("rows", "columns", "inputs", "group"), [(1, 64, 160, 32), (5, 40, 48, 16), (37, 96, 272, 272), (3, 32, 256, 256)]
 )
 def test_product(runner, spec, rows, columns, inputs, group):
-    one = Product(spec, rows, columns, inputs, group)
+    one = GroupedCodes(spec, rows, columns, inputs, group)
     assert one.packed[0].group == min(group, 128)
     assert_close(one.run(runner), one.expected())
 
@@ -197,14 +197,14 @@ def test_product(runner, spec, rows, columns, inputs, group):
     threads=st.sampled_from((1, 3)),
 )
 def test_ragged_products(runner, spec, rows, columns, inputs, group, threads):
-    one = Product(spec, rows, columns, inputs, group)
+    one = GroupedCodes(spec, rows, columns, inputs, group)
     assert_close(one.run(runner, threads=threads), one.expected())
 
 
 @pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
 def test_a_row_does_not_depend_on_the_others(runner, spec):
     """Alone, among any number of rows, at any place, with any number of threads: the same bits."""
-    one = Product(spec, 80, 40, 208, 32)
+    one = GroupedCodes(spec, 80, 40, 208, 32)
     whole = one.run(runner)
     for rows in (1, 2, 3, 4, 7, 14, 15, 31, 64):
         for begin in (0, 39, 80 - rows):
@@ -216,7 +216,7 @@ def test_a_row_does_not_depend_on_the_others(runner, spec):
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("groups", [[3, 0, 37, 1], [0, 0]], ids=str)
 def test_experts_meet_their_own_rows(runner, spec, groups):
-    one = Product(spec, sum(groups), 72, 80, 16, groups)
+    one = GroupedCodes(spec, sum(groups), 72, 80, 16, groups)
     assert_close(one.run(runner), one.expected())
 
 
@@ -229,7 +229,7 @@ def test_sums_at_the_ends_of_codes_are_exact(runner, spec):
     for code in (len(kind.values) // 2 - 1, len(kind.values) // 2, len(kind.values) - 1, 0):
         codes = torch.full((32, 256), code, dtype=torch.uint8)
         matrix = QuantizedMatrix(kind.coding, codes, torch.full((32, 2), 2.0), 128, row_codes=GROUPED_ROWS)
-        one = Product(spec, 2, 32, 16, 16)
+        one = GroupedCodes(spec, 2, 32, 16, 16)
         one.packed = [pack_linear(matrix, spec.weights)]
         one.x = torch.tensor([[127.5], [-127.5]]).repeat(1, 256).to(one.x.dtype)
         value = float(CODINGS[kind.coding][code]) * 2 * 256
@@ -254,7 +254,7 @@ def test_packed_codes_stand_for_the_same_numbers(kind, shifted):
 @pytest.mark.parametrize("short", ["x", "weights", "input_sums", "bias", "out"])
 def test_strays_are_noted(runner, short, rows):
     """A checked product whose memory is too small is reported, and touches no other memory."""
-    one = Product(PRODUCTS[1], rows, 64, 96, 32)
+    one = GroupedCodes(PRODUCTS[1], rows, 64, 96, 32)
     values = one.values(runner, one.x, one.new_out(0, rows))
     values["x"] = values["x"][:rows]
     buffer = values[short].contiguous()
@@ -286,7 +286,7 @@ def test_all_rows_of_the_table_give_the_same_bits(name, spec):
     """Sums are whole numbers, and scales are applied in one order."""
     if spec.epilogue in GATED:
         spec = Gemm(spec.weights, "fp32", "store", offsets=spec.offsets)
-    one, found = Product(spec, 37, 64, 208, 32), []
+    one, found = GroupedCodes(spec, 37, 64, 208, 32), []
     for row in ("avx512_bf16", name):
         runner = Runner([spec, *CODES.values()], isa_or_skip(row), checked=False)
         found.append(one.run(runner, threads=1))
@@ -298,7 +298,7 @@ def test_all_rows_of_the_table_give_the_same_bits(name, spec):
 @pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
 def test_matrix_tiles_give_the_bits_of_registers(spec, group):
     """Whole groups of all numbers of steps, a shorter last one, and rows for one pass over the scratch and for two."""
-    one, found = Product(spec, 530 if group == 32 else 45, 64, 176, group), []
+    one, found = GroupedCodes(spec, 530 if group == 32 else 45, 64, 176, group), []
     for row in ("avx512_bf16", TILE_MODES[0][0]):
         runner = Runner([spec, *CODES.values()], isa_or_skip(row), checked=False)
         found.append(one.run(runner))
