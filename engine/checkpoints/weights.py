@@ -88,8 +88,9 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
 
 def _exact_rows(head: Matrix) -> Matrix:
     """Returns the output projection, whose rows the grouped rounding leaves out: it would move logits directly."""
-    grouped = isinstance(head, QuantizedMatrix) and head.row_codes == GROUPED_ROWS
-    return replace(head, row_codes="") if grouped else head
+    if isinstance(head, QuantizedMatrix) and head.row_codes == GROUPED_ROWS:
+        return replace(head, row_codes="")
+    return head
 
 
 def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:

@@ -75,7 +75,7 @@ def rounded_rows(rows: torch.Tensor, group: int = 0) -> torch.Tensor:
     returns the numbers that the codes stand for, of the same shape and type."""
     columns = rows.shape[-1]
     group = min(group or columns, columns)
-    wide = pad(rows.float(), (0, -columns % group)).reshape(*rows.shape[:-1], -1, group)
+    wide = pad(rows.float(), (0, -columns % group)).reshape(*rows.shape[:-1], -(-columns // group), group)
     scale = wide.abs().amax(-1, keepdim=True) / LARGEST_SIZE
     codes = (wide / scale).round().clamp(LEAST_CODE, MOST_CODE)
     return torch.where(scale == 0, 0.0, codes * scale).flatten(-2)[..., :columns].to(rows.dtype)

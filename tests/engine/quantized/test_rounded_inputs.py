@@ -51,14 +51,15 @@ def kinds_of(weights: CpuWeights) -> set[str]:
 
 
 def check_alike(prepared: PreparedModel, exact: PreparedModel) -> None:
-    """Logits of the kernels are torch's, but for values between two codes, which fall on either; and those of the
-    weights alone are others. A prompt that was cut into other batches has the same bits."""
+    """Logits of the kernels are torch's, but for the largest value of each group, which lies between two codes and
+    falls on either: one in 16 here. Those of the weights alone are farther away. A prompt that was cut into other
+    batches has the same bits."""
     assert prepared.fingerprint != exact.fingerprint
     text = tokens_of(40, 7)
     drivers = [CpuDriver(prepared), BackendDriver(prepared), BackendDriver(exact)]
     ours, theirs, unrounded = (driver.run_all(driver.sequences.add()[0], text, [17]) for driver in drivers)
     assert theirs.std() > 0.1  # Flat logits would prove nothing.
-    assert (ours - theirs).abs().mean() < 0.4 * (theirs - unrounded).abs().mean()
+    assert (ours - theirs).abs().mean() < 0.6 * (theirs - unrounded).abs().mean()
     assert (theirs - unrounded).abs().mean() < 0.1 * unrounded.std()
     assert torch.equal(drivers[0].run_all(drivers[0].sequences.add()[0], text, [1] * 20), ours)
 
