@@ -274,9 +274,10 @@ def test_sums_stay_in_registers_and_are_dot_products(name, spec):
     texts = {text: code for text, code in assembly([spec], isa).items() if "_tile_" in text}
     instruction = isa.int8_dot or {"x86_64": "pmaddwd", "aarch64": "mla"}[isa.machine]
     assert len(texts) == isa.dot_tiles.most + max(0, isa.dot_tiles.narrow - isa.dot_tiles.wide)
+    # A row alone waits for memory. A table of values takes registers, of which this row of the table has 16.
+    spilling = name == "avx2" and "fp4" in spec.weights
     for tile, text in texts.items():
-        # A row alone waits for memory.
-        assert "_1x" in tile or not [line for line in text.splitlines() if SPILL.search(line)], tile
+        assert "_1x" in tile or spilling or not [line for line in text.splitlines() if SPILL.search(line)], tile
         assert instruction in text, tile
 
 
