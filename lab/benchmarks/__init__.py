@@ -3,7 +3,8 @@
 Each module is a program, `python -m lab.benchmarks.NAME`, which prints a table and writes `results/NAME.json`. What is
 claimed of a result stands in lab/docs/measurements.md; a benchmark whose figure has left that page is deleted.
 
-- Clusters: `cluster` (against transformers), `capacity` (requests a second within an objective), `fairness`
+- Clusters: `cluster` (against transformers), `capacity` and `capacity_sim` (requests a second within an objective,
+  measured and in simulated time), `fairness`
   (tenants), `upgrade` (workers that are replaced under load), `deadlines` (what is refused early), `second_turns`
   (chats beside a peer), `budget` and `chunks` (the step's token budget), `split_sim`, `split_fit` and `split_load`
   (the split policies in simulated time, the costs of their steps, and their load), `simulation_error` (the simulated

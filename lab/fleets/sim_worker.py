@@ -74,6 +74,7 @@ class WorkerSettings:
             for each step. No other core makes it shorter.
         call_s: seconds of a call to the KV node.
         known_cost: the worker knows ``cost_s``, instead of learning it from its steps.
+        first_come: the worker knows no cost, and so serves prompts in order of arrival.
         macro_steps: see the module; needs ``known_cost`` and cores of its own.
         states: what keeps states where prompts end and part, for a model whose layers carry one.
     """
@@ -86,6 +87,7 @@ class WorkerSettings:
     call_s: float
     residuals_s: tuple[float, ...] = ()
     known_cost: bool = False
+    first_come: bool = False
     macro_steps: bool = False
     state_pages: int = 0
 
@@ -189,6 +191,8 @@ class SimWorker:
         )
         if settings.known_cost:
             self._scheduler.budget.cost = KnownCost(settings.cost_s)
+        elif settings.first_come:
+            self._scheduler.budget.cost = KnownCost([0.0] * len(SCALES))
         self._slots = itertools.count()
         self._ids = itertools.count(1)
         self._jobs: dict[int, WorkerJob] = {}

@@ -18,6 +18,7 @@ FOLDER = "FOLDER"
 # The smallest arguments of each benchmark, with which it computes for some seconds. FOLDER stands for a new folder.
 SMALLEST = {
     "autoscaling": "--start-s 10 --day-s 60 --first 1 1 --most 4 --jobs 1 --bursts 0.5 --burst-s 10",
+    "capacity_sim": "--loads turns --machines amx --seeds 1 --seconds 1 --start 16 --peer-tokens 2048",
     "chunks": "--requests 20 --targets 50",
     "cpu_products": "--rows 1 --layers 1 --repeats 1 --threads 1",
     "cpu_states": "--rounds 1 --threads 1",
