@@ -315,6 +315,13 @@ class SchedulerQueues:
         tails.sort(key=_service_order)
         return tails
 
+    def line(self, prompt_tails: Iterable[Sequence]) -> list[tuple[int, int]]:
+        """Returns the tokens start .. end of the prompt tails that may lengthen steps: none of background requests, and
+        none where several tenants share the worker, since one's prompts must not slow another's streams."""
+        if self.flows.several:
+            return []
+        return [(tail.next_start, tail.num_tokens) for tail in prompt_tails if not _in_background(tail)]
+
     def _in_turn(self, sequences: list[Sequence], most: int) -> list[Sequence]:
         counters = self.flows.counters(chain(self.running, self.preempted))
         return self.flows.in_turn(sorted(sequences, key=_service_order), counters, most)

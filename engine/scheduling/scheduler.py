@@ -291,7 +291,8 @@ class Scheduler:
         if prompt_tails:
             streams = sum(sequence.decoding for sequence in queues.running)
             first = prompt_tails[0].next_start
-            room = self.budget.room(scheduled, first, len(prompt_tails), streams=streams)
+            line = queues.line(prompt_tails)
+            room = self.budget.room(scheduled, first, len(prompt_tails), streams=streams, line=line)
             most = sum(chunk.count for chunk in scheduled) + room.at(first)
             tails = list(self._tail_chunks(prompt_tails, room, now))
             scheduled += tails

@@ -22,9 +22,11 @@ from operator import add, mul
 
 from pillion.config import AUTO
 from pillion.engine.scheduling.step_model import (
+    LINE_STEP_TOKENS,
     MIN_TAIL_TOKENS,
     StepModel,
     seconds_beside,
+    seconds_for_line,
 )
 from pillion.engine.scheduling.step_plan import ScheduledChunk
 
@@ -191,14 +193,26 @@ class StepCost:
         self._weights = _not_negative(squares, products)
 
     def seconds_beside(
-        self, decodes: Seq[ScheduledChunk], target_steps: float, waiting: int, streams: int, start: int, most: int
+        self,
+        decodes: Seq[ScheduledChunk],
+        target_steps: float,
+        waiting: int,
+        streams: int,
+        start: int,
+        most: int,
+        line: Iterable[tuple[int, int]],
     ) -> float:
         """Returns the seconds that a step may take which has tokens of a prompt tail at ``start``, at most ``most``,
-        beside ``decodes`` (:func:`pillion.engine.scheduling.step_model.seconds_beside`)."""
+        beside ``decodes`` and a ``line`` of tails (:mod:`pillion.engine.scheduling.step_model`)."""
         model, plain_s = self.model, self.predict(features(decodes))
         chunk_s = model.chunk_s(start)
-        longest_s = plain_s + chunk_s + most * model.tail_token_s(start + most / 2)
-        return seconds_beside(plain_s, target_steps, waiting, streams, model.step_s + chunk_s, longest_s)
+
+        def with_tail_s(tokens: int) -> float:
+            return plain_s + chunk_s + tokens * model.tail_token_s(start + tokens / 2)
+
+        fair_s = seconds_beside(plain_s, target_steps, waiting, streams, model.step_s + chunk_s, with_tail_s(most))
+        most_s = with_tail_s(min(most, LINE_STEP_TOKENS))
+        return max(fair_s, seconds_for_line(plain_s, target_steps, model.line_s(line), most_s))
 
     def room(self, seconds: float, decodes: Seq[ScheduledChunk], tokens: int, least_tokens: int) -> TailRoom:
         """Returns what is left for prompt tails beside ``decodes`` in a step of ``seconds``."""
@@ -312,12 +326,14 @@ class TokenBudget:
         *,
         streams: int = 0,
         least_tokens: int = MIN_TAIL_TOKENS,
+        line: Iterable[tuple[int, int]] = (),
     ) -> TailRoom:
         """Returns what is left for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at ``start``.
 
         A caller that asks for a draft model's chunks passes ``waiting`` 0. ``streams`` is the number of running
         streams, where some have no chunk in this step, such as one whose mask is late. ``least_tokens`` are granted
-        however late the decodes are.
+        however late the decodes are. ``line`` has the tokens start .. end of the tails that may
+        lengthen the step (:meth:`SchedulerQueues.line`).
         """
         used = sum(chunk.count for chunk in decodes)
         most = self.max_tokens - used
@@ -330,7 +346,9 @@ class TokenBudget:
         tokens = min(most, max(max(first, MAX_GROWTH * self.largest_step_tokens) - used, least_tokens))
         if not (self.cost.steps or self.cost.expects):
             return TailRoom(tokens)
-        seconds = self.target_s or self.cost.seconds_beside(decodes, self.target_steps, waiting, streams, start, most)
+        seconds = self.target_s or self.cost.seconds_beside(
+            decodes, self.target_steps, waiting, streams, start, most, line
+        )
         return self.cost.room(seconds, decodes, tokens, least_tokens)
 
     def _even_room(self, most: int) -> TailRoom:

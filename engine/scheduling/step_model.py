@@ -10,6 +10,7 @@ numpy, whose calls would take longer than the formula: a gateway prices a few ro
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 # However late the decodes are, a prompt tail gets this many tokens of each step, so that it is never starved.
@@ -20,6 +21,12 @@ MIN_TAIL_TOKENS = 16
 # LEAST_THROUGHPUT of the work that the largest step would do in the same time.
 BACKLOG_WEIGHT = 16.0
 LEAST_THROUGHPUT = 0.94
+# A line of prompts lengthens steps in proportion to the seconds that it takes; LINE_S seconds get the target. The
+# limits are MOST_LINE_STEPS plain steps, beyond which the line gains at most a seventh, and LINE_STEP_TOKENS prompt
+# tokens, vLLM's default chunk beside decodes.
+LINE_S = 0.5
+MOST_LINE_STEPS = 8.0
+LINE_STEP_TOKENS = 2048
 
 
 class StepModel(NamedTuple):
@@ -61,6 +68,12 @@ class StepModel(NamedTuple):
             count = left_s / linear if linear > 0 else most
         return int(min(count, most))
 
+    def line_s(self, tails: Iterable[tuple[int, int]]) -> float:
+        """Returns the seconds that the tokens start .. end of several prompt tails take, without the longest tail: one
+        long prompt is no line."""
+        each = [(end - start) * self.tail_token_s((start + end) / 2) for start, end in tails]
+        return sum(each) - max(each, default=0.0)
+
     def range_s(self, start: int, end: int, step_tokens: int) -> float:
         """Returns the seconds of computing the tokens start .. end alone, ``step_tokens`` in each step: every step
         reads the KV before it again."""
@@ -89,3 +102,9 @@ def seconds_beside(
         return target_s
     enough_s = fixed_s / (1 - LEAST_THROUGHPUT * (1 - fixed_s / longest_s))
     return max(target_s, min(fair_s, enough_s))
+
+
+def seconds_for_line(plain_s: float, target_steps: float, line_s: float, longest_s: float) -> float:
+    """Returns the seconds that a step beside streams may take for a line of prompts that takes ``line_s`` seconds:
+    ``target_steps`` plain steps for LINE_S, and in proportion, up to MOST_LINE_STEPS plain steps and ``longest_s``."""
+    return min(plain_s * min(target_steps * line_s / LINE_S, MOST_LINE_STEPS), longest_s)

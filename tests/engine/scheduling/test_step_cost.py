@@ -27,11 +27,17 @@ from pillion.engine.scheduling.step_cost import (
 from pillion.engine.scheduling.step_model import (
     BACKLOG_WEIGHT,
     LEAST_THROUGHPUT,
+    LINE_S,
+    LINE_STEP_TOKENS,
     MIN_TAIL_TOKENS,
+    MOST_LINE_STEPS,
+    StepModel,
     seconds_beside,
+    seconds_for_line,
 )
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import Sampled
+from pillion.rules.priority import MAX_PRIORITY
 from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
@@ -349,6 +355,112 @@ def test_prompts_share_the_time_with_streams(
     assert 0 <= step_s(waiting + more) - found <= BACKLOG_WEIGHT * more / streams * plain_s * (1 + 1e-9) + 1e-12
     # Nothing is to be gained where a step has no fixed cost.
     assert seconds_beside(plain_s, AUTO_TARGET_STEPS, waiting, streams, 0.0, longest_s) == target_s
+
+
+@given(
+    plain_s=st.floats(1e-3, 0.1),
+    longest_s=st.floats(1e-3, 1.0),
+    line_s=st.floats(0, 20),
+    more_s=st.floats(0, 5),
+)
+@settings(max_examples=examples(300))
+def test_steps_grow_with_the_line(plain_s: float, longest_s: float, line_s: float, more_s: float) -> None:
+    """In proportion, without a jump that could make steps swing, and within both limits."""
+
+    def step_s(line_s: float) -> float:
+        return seconds_for_line(plain_s, AUTO_TARGET_STEPS, line_s, longest_s)
+
+    target_s, found = AUTO_TARGET_STEPS * plain_s, step_s(line_s)
+    most_s = min(MOST_LINE_STEPS * plain_s, longest_s)
+    assert found == pytest.approx(min(target_s * line_s / LINE_S, most_s))
+    assert step_s(0.0) == 0.0
+    assert 0 <= step_s(line_s + more_s) - found <= target_s * more_s / LINE_S * (1 + 1e-9) + 1e-12
+
+
+TAILS = st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 4000)), max_size=20)
+
+
+@given(tails=TAILS, more=st.tuples(st.integers(0, 4000), st.integers(1, 4000)))
+@settings(max_examples=examples(100))
+def test_the_longest_prompt_is_in_no_line(tails: list[tuple[int, int]], more: tuple[int, int]) -> None:
+    model = StepModel(5e-3, 6e-4, 2e-4, 3e-7, 2e-7)
+    line = [(start, start + count) for start, count in tails]
+    added = (more[0], sum(more))
+    assert model.line_s(line[:1]) == 0.0
+    assert model.line_s([*line, added]) >= model.line_s(line) - 1e-9
+    if line:
+        # However long the added one is, the line is what else waits.
+        assert model.line_s([*line, (0, 1_000_000)]) == pytest.approx(
+            sum(model.line_s([one, (0, 10**6)]) for one in line)
+        )
+
+
+@pytest.mark.parametrize("budget_tokens", [256, 8192])
+def test_a_line_lengthens_steps_and_short_ones_come_back(budget_tokens: int) -> None:
+    machine, budget = SimulatedMachine(), TokenBudget(budget_tokens, target_steps=AUTO_TARGET_STEPS)
+    trained(machine, budget, (500,))
+    plain = decodes(16, 500)
+    for _ in range(8):
+        run(budget, machine, [*plain, chunk(0, budget_tokens - 16)], 500, 1)
+    plain_s = budget.cost.predict(features(plain))
+
+    def step_s(line: list[tuple[int, int]]) -> float:
+        count = budget.room(plain, 0, 1, line=line).at(0)
+        return budget.cost.predict(features([*plain, chunk(0, count)]))
+
+    long, short = [(0, 60_000)], [(0, 1000)] * 200
+    target_s = AUTO_TARGET_STEPS * plain_s
+    most_s = budget.cost.predict(features([*plain, chunk(0, min(budget_tokens - 16, LINE_STEP_TOKENS))]))
+    assert step_s(long) == pytest.approx(target_s, rel=0.02)
+    assert step_s(short) == pytest.approx(min(MOST_LINE_STEPS * plain_s, most_s), rel=0.02)
+    assert step_s([]) == pytest.approx(target_s, rel=0.02)
+
+
+@pytest.mark.parametrize(("flow", "priority"), [(1, 0), (2, 0), (1, MAX_PRIORITY)])
+def test_only_a_line_of_the_same_tenant_lengthens_steps(flow: int, priority: int) -> None:
+    """Sixteen streams of a tenant; then a long prompt, many short ones, and a long prompt again."""
+    harness = SchedulerHarness(slots=3000, budget=400, max_num_seqs=64)
+    scheduler = harness.scheduler
+    scheduler.budget.target_steps = AUTO_TARGET_STEPS
+
+    def step() -> float:
+        """Runs a step; returns its tokens over those of its decodes."""
+        plan = scheduler.schedule(harness.now)
+        decodes = sum(chunk.sequence.decoding for chunk in plan.scheduled)
+        sampled = harness.run_plan(plan)
+        harness.now += 0.01 * plan.num_tokens
+        harness.receive(scheduler.commit(plan, sampled, harness.now))
+        while harness.answer():
+            pass
+        harness.receive_flush()
+        return plan.num_tokens / max(1, decodes)
+
+    def longest(prompts: list[list[int]], flow: int, priority: int = 0) -> float:
+        """The longest step until these prompts are computed, in plain ones."""
+        for one in prompts:
+            harness.submit(one, 1, flow=flow, priority=priority)
+        found = [0.0]
+        while scheduler.queues.prompt_tails():
+            found.append(step())
+        return max(found)
+
+    for number in range(16):
+        harness.submit(prompt(number, 5), 200, flow=1)
+    for _ in range(60):
+        step()
+    short = [prompt(100 + number, 40) for number in range(30)]
+    assert longest([prompt(50, 400)], 1) <= AUTO_TARGET_STEPS * 1.05
+    grown = longest(short, flow, priority)
+    assert grown > 0.9 * MOST_LINE_STEPS if (flow, priority) == (1, 0) else grown <= AUTO_TARGET_STEPS * 1.05
+    assert longest([prompt(51, 400)], 1) <= AUTO_TARGET_STEPS * 1.05
+
+
+def test_a_target_in_seconds_is_kept_whatever_waits() -> None:
+    machine, budget = SimulatedMachine(), TokenBudget(2048, 0.030)
+    trained(machine, budget, (500,))
+    plain = decodes(16, 500)
+    count = budget.room(plain, 500, 1).at(500)
+    assert budget.room(plain, 500, 200, line=[(0, 1000)] * 200).at(500) == count < 2032
 
 
 def test_a_queue_lengthens_steps_before_it_is_as_long_as_the_streams() -> None:
