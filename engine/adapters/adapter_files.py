@@ -31,7 +31,7 @@ from pillion.engine.adapters.adapter_config import CONFIG_NAME, MERGE, AdapterCo
 from pillion.engine.adapters.adapter_forms import Bits, Bytes
 from pillion.engine.adapters.adapter_targets import FLAG, are_targets, targeted_outputs
 from pillion.engine.models.families import FAMILIES, ModelFamily, layers_of
-from pillion.engine.models.layer_operations import Layer, Role, tensors_of
+from pillion.engine.models.layer_operations import MATRICES, Layer, Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.host.adapter_folders import MAX_HEADER_BYTES
@@ -70,7 +70,6 @@ _REFUSED = (
         (name, "convolutions have no adapters here")
         for name in ("conv.conv", "conv1d", "q_conv1d", "k_conv1d", "v_conv1d")
     ),
-    ("kv_b_proj", "what makes keys and values of latents has no adapters here"),
 )
 _REFUSED_PARTS = (
     ("lora_embedding", "embeddings have no adapters here"),
@@ -139,7 +138,7 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
     family has either a layer such as qkv_proj or its parts. In the names of an expert's, {} stands for its number."""
     found = {}
     for tensor in tensors_of(layer):
-        if tensor.role not in (Role.MATRIX, Role.EXACT_MATRIX):
+        if tensor.role not in MATRICES:
             continue
         name, inputs = f"layers.{index}.{tensor.name}", tensor.shape[1]
         exact = tensor.role is Role.EXACT_MATRIX

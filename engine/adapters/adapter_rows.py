@@ -1,26 +1,34 @@
 """Says which layers of a model adapters may change, whether an adapter fits them, and which rows of a step have one.
 
+A layer with a matrix for each head runs as two products, and so does its pair (A, B):
+
+    queries --keys--> latents      q W + (q B) A    with the head's rows of W and B that make keys
+    latents --values--> values     W x + B (A x)    with those that make values
+
 Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from pillion.engine.adapters.adapter_targets import FLAG, targeted_outputs
 from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import LayerTensor, Role, tensors_of
+from pillion.engine.models.layer_operations import MATRICES, LayerTensor, Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.step import Int32, StepBatch
 
 if TYPE_CHECKING:
-    from pillion.engine.adapters.adapter_weights import AdapterWeights
+    from pillion.engine.adapters.adapter_forms import PairBits
+    from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
+
+Pair = TypeVar("Pair", "PairBits", "LowRank")
 
 
 def row_slots(batch: StepBatch, max_adapters: int) -> Int32:
@@ -50,13 +58,53 @@ def adapted_runs(slots: Int32, most_rows: int) -> tuple[Int32, Int32]:
 class LayerShape:
     """Describes a fused layer that adapters may change, or those of all ``experts``; 0 for a layer that all rows pass.
     ``exact`` says that its rows and its matrices are float32 in every type of the model. ``ends`` are the ends of the
-    projections that have a pair of matrices each."""
+    projections that have a pair of matrices each. ``by_head`` are the outputs of a head that make keys, and those that
+    make values, where each of ``heads`` has a matrix; None in the shape of a product."""
 
     outputs: int
     inputs: int
     experts: int
     exact: bool
     ends: tuple[int, ...]
+    by_head: tuple[int, int] | None = None
+    heads: int = 0
+
+
+def product_shapes(shapes: Mapping[str, LayerShape]) -> dict[str, LayerShape]:
+    """Returns the shape of each product. A layer with a matrix for each head has two, NAME.keys and NAME.values, with
+    the shapes of one head."""
+    found = {}
+    for name, shape in shapes.items():
+        if shape.by_head is None:
+            found[name] = shape
+            continue
+        keys, values = shape.by_head
+        for part, outputs, inputs in (("keys", shape.inputs, keys), ("values", values, shape.inputs)):
+            found[f"{name}.{part}"] = LayerShape(outputs, inputs, 0, shape.exact, (outputs,), heads=shape.heads)
+    return found
+
+
+def product_pairs(
+    layers: Mapping[str, Sequence[Pair]], by_heads: Mapping[str, Sequence[int]]
+) -> dict[str, Sequence[Pair]]:
+    """Returns the pairs of each product, by the names of :func:`product_shapes`. ``by_heads`` maps layers with a matrix
+    for each head to their :attr:`LayerShape.by_head`."""
+    found = dict(layers)
+    for name in by_heads.keys() & layers.keys():
+        both = [by_head(pair, *by_heads[name]) for pair in found.pop(name)]
+        found[f"{name}.keys"], found[f"{name}.values"] = zip(*both, strict=True)
+    return found
+
+
+def by_head(pair: Pair, keys: int, values: int) -> tuple[Pair, Pair]:
+    """Splits the pair of a matrix for each head into that of queries, a [heads, rank, keys] and b [latents, rank], and
+    that of sums of latents, a [rank, latents] and b [heads, values, rank]; ``keys`` and ``values`` are outputs of one
+    head. Nothing is copied."""
+    heads = pair.b.reshape(-1, keys + values, pair.b.shape[-1])
+    return (
+        replace(pair, a=heads[:, :keys].swapaxes(1, 2), b=pair.a.swapaxes(0, 1)),
+        replace(pair, b=heads[:, keys:]),
+    )
 
 
 def check_adapter(weights: AdapterWeights, shapes: Mapping[str, LayerShape], max_rank: int) -> None:
@@ -89,11 +137,15 @@ def adapter_shapes(config: ModelConfig, targets: Sequence[str] = ()) -> dict[str
     targeted, found = targeted_outputs(config, targets) if targets else None, {}
     for index, layer in enumerate(layers_of(config)):
         for tensor in tensors_of(layer):
-            if tensor.role in (Role.MATRIX, Role.EXACT_MATRIX):
+            if tensor.role in MATRICES:
                 name, (outputs, inputs) = f"layers.{index}.{tensor.name}", tensor.shape
                 if targeted is None or name in targeted:
                     exact = tensor.role is Role.EXACT_MATRIX
                     found[name] = LayerShape(outputs, inputs, tensor.experts, exact, _ends(tensor))
+                    if tensor.role is Role.HEAD_MATRICES:
+                        assert config.latents is not None
+                        both = config.latents.still, config.latents.values
+                        found[name] = replace(found[name], by_head=both, heads=outputs // sum(both))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pillion.engine.adapters.adapter_forms import Bytes
-from pillion.engine.adapters.adapter_rows import LayerShape
+from pillion.engine.adapters.adapter_rows import LayerShape, product_shapes
 from pillion.engine.adapters.cpu_adapter_form import CpuAdapterForm
 from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT
 from pillion.kernels.cpu.language.records import Words
@@ -34,7 +34,7 @@ class AdapterTable:
     Attributes:
         step: the record by which the kernels of a step find the adapters.
         form: describes how an adapter's matrices are packed for the model's kernels.
-        slots: for each matrix that adapters may change, by name, the record of each adapter slot, int64 [max_adapters,
+        slots: for each product that adapters may change, by name, the record of each adapter slot, int64 [max_adapters,
             SLOT.num_words].
     """
 
@@ -47,11 +47,15 @@ class AdapterTable:
         max_rank: int,
     ) -> None:
         """Makes empty adapter slots; the arguments are those of :class:`CpuAdapterForm`."""
-        sizes = {name: (shape.outputs, shape.inputs, shape.experts) for name, shape in shapes.items()}
-        self.form = CpuAdapterForm(sizes, gated, inner_orders, max_rank, SLOT.place, SLOT.num_words)
+        sizes = {
+            name: (shape.outputs, shape.inputs, shape.experts or shape.heads)
+            for name, shape in product_shapes(shapes).items()
+        }
+        heads = {name: shape.by_head for name, shape in shapes.items() if shape.by_head is not None}
+        self.form = CpuAdapterForm(sizes, heads, gated, inner_orders, max_rank, SLOT.place, SLOT.num_words)
         self.step = CpuStepRecord(ADAPTED)
-        self._words = np.zeros((len(shapes), max_adapters, SLOT.num_words), np.int64)
-        self.slots = dict(zip(shapes, self._words, strict=True))
+        self._words = np.zeros((len(sizes), max_adapters, SLOT.num_words), np.int64)
+        self.slots = dict(zip(sizes, self._words, strict=True))
 
     def take(self, about: list[Any], data: Bytes) -> CpuAdapter:
         """Makes an adapter of what :class:`CpuAdapterForm` has packed. ``data`` begins at a cache line."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pillion.engine.models.families import FAMILIES, ModelFamily, layers_of
-from pillion.engine.models.layer_operations import LayerTensor, Role, tensors_of
+from pillion.engine.models.layer_operations import MATRICES, LayerTensor, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
@@ -33,7 +33,7 @@ def targeted_outputs(model: ModelConfig, targets: Sequence[str]) -> TargetedOutp
     family, found, left = FAMILIES[model.family], TargetedOutputs(), set(targets)
     for index, layer in enumerate(layers_of(model)):
         for tensor in tensors_of(layer):
-            if tensor.role in (Role.MATRIX, Role.EXACT_MATRIX):
+            if tensor.role in MATRICES:
                 for outputs, names in _named(family, tensor, index):
                     meant = {target for target in targets for name in names if f".{name}".endswith(f".{target}")}
                     left -= meant

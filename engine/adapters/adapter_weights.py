@@ -44,9 +44,10 @@ class AdapterWeights:
         digest: SHA-256 of the adapter's content in hexadecimal, which is its identity everywhere (I2).
         rank: the greatest rank of a pair; 1 where there is none.
         layers: what is added to each fused layer, by the layer's name: "layers.3.qkv", "layers.3.o",
-            "layers.3.gate_up" (gate before up), "layers.3.down", "layers.3.linear.in" (of a layer with a state),
-            "layers.3.experts.gate_up" and "layers.3.experts.down" of all experts, "layers.3.router". Layers that the
-            adapter does not change are missing. Outputs of the pairs of one layer do not overlap, and rise.
+            "layers.3.latent_up" (of each head keys, then values), "layers.3.gate_up" (gate before up), "layers.3.down",
+            "layers.3.linear.in" (of a layer with a state), "layers.3.experts.gate_up" and "layers.3.experts.down" of
+            all experts, "layers.3.router". Layers that the adapter does not change are missing. Outputs of the pairs
+            of one layer do not overlap, and rise.
     """
 
     digest: str

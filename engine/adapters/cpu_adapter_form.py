@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.adapters.adapter_forms import LINE_BYTES, Bits, Bytes, Layers, PairBits, line_bytes
+from pillion.engine.adapters.adapter_rows import product_pairs
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
@@ -26,8 +27,10 @@ class CpuAdapterForm:
     """Packs an adapter as records of its layers, and the bytes that they point into.
 
     Attributes:
-        shapes: (outputs, inputs, experts) of the layers that adapters may change; no experts where all rows pass a
-            layer.
+        shapes: (outputs, inputs, matrices) of the products that adapters may change; matrices are those of experts or
+            heads, 0 where the product has one.
+        heads: the numbers of outputs of a head for keys and for values, by the names of layers with a matrix for each
+            head.
         gated: the names of those layers that make gate and up, whose outputs take turns in the packed order.
         inner_orders: the order of the inner values of an MLP, or of each expert, where quantized weights have changed
             it, by the prefix of the layer's name.
@@ -37,14 +40,17 @@ class CpuAdapterForm:
     """
 
     shapes: Mapping[str, Sequence[int]]
+    heads: Mapping[str, Sequence[int]]
     gated: Sequence[str]
     inner_orders: Mapping[str, Sequence[Any]]
     max_rank: int
     record: Mapping[str, int]
     record_words: int
 
-    def width(self, *, experts: bool) -> int:
+    def width(self, *, experts: bool, heads: int = 0) -> int:
         """Returns the number of values that a row of inputs has after its product with A, at the highest rank."""
+        if heads:
+            return heads * padded(self.max_rank, TILE_COLUMNS)
         return (MAX_EXPERT_PAIRS if experts else MAX_PAIRS) * padded(self.max_rank, RANK_MULTIPLE)
 
     def depth(self, name: str) -> int:
@@ -54,6 +60,7 @@ class CpuAdapterForm:
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
         """Packs an adapter as a record for each layer, of zeros for a layer without pairs. Raises ConfigError for more
         pairs in a layer than adapters have."""
+        layers = product_pairs(layers, self.heads)
         parts: list[tuple[int, Bits]] = []
         words = np.zeros((len(self.shapes), self.record_words), np.int64)
         end = 0
@@ -67,16 +74,19 @@ class CpuAdapterForm:
                 record[at : at + 2] = end, part.nbytes
                 parts.append((end, part))
                 end += padded(part.nbytes, LINE_BYTES)
-            record[self.record["a_tiles"]] = len(a) // (self.depth(name) * TILE_COLUMNS * (self.shapes[name][2] or 1))
+            every_a, every_b = map(_matrices, (pairs[0].a, pairs[0].b))
+            record[self.record["a_tiles"]] = len(a) // (self.depth(name) * TILE_COLUMNS * every_a)
             record[self.record["b_steps"]] = b.nbytes // len(first_ranks) // LINE_BYTES
+            record[self.record["a_stride"]] = a.nbytes // every_a if every_a > 1 else 0
+            record[self.record["b_stride"]] = b.nbytes // every_b if every_b > 1 else 0
         data = line_bytes(end)
         for begin, part in parts:
             data[begin : begin + part.nbytes] = part.reshape(-1).view(np.uint8)
         return words.tolist(), data
 
     def _packed_layer(self, name: str, pairs: Sequence[PairBits]) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
-        """Packs a layer's pairs, those of each expert after those of the one before; returns what :meth:`_packed`
-        returns."""
+        """Packs a layer's pairs, those of each expert or head after those of the one before; returns what
+        :meth:`_packed` returns. A matrix that all heads share is packed once."""
         order = self.inner_orders.get(name.rpartition(".")[0])
         inner = None if order is None else np.array(order)
         if not self.shapes[name][2]:
@@ -84,13 +94,14 @@ class CpuAdapterForm:
         each = [
             self._packed(
                 name,
-                [replace(pair, a=pair.a[number], b=pair.b[number]) for pair in pairs],
+                [replace(pair, a=_of(pair.a, number), b=_of(pair.b, number)) for pair in pairs],
                 None if inner is None else inner[number],
             )
             for number in range(self.shapes[name][2])
         ]
         a, b, first_ranks = zip(*each, strict=True)
-        return np.concatenate(a), np.concatenate(b), np.concatenate(first_ranks)
+        every_a, every_b = map(_matrices, (pairs[0].a, pairs[0].b))
+        return np.concatenate(a[:every_a]), np.concatenate(b[:every_b]), np.concatenate(first_ranks[:every_b])
 
     def _packed(
         self, name: str, pairs: Sequence[PairBits], order: npt.NDArray[np.int64] | None
@@ -125,6 +136,16 @@ class CpuAdapterForm:
         # A tile of B without a pair has only zeros, so it does not matter which ranks it is multiplied by.
         first_ranks = first.clip(0) * np.int32(rank * kind.itemsize)
         return pack_tiles(a), pack_tiles(b), first_ranks
+
+
+def _of(part: Bits, number: int) -> Bits:
+    """Returns the matrix of an expert or head, or the one that all heads share."""
+    return part[number] if part.ndim == 3 else part
+
+
+def _matrices(part: Bits) -> int:
+    """Returns the number of matrices of experts or heads; 1 for one that rows or heads share."""
+    return len(part) if part.ndim == 3 else 1
 
 
 def _meet(pair: PairBits, following: PairBits) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pillion.engine.adapters.adapter_rows import adapter_shapes
+from pillion.engine.adapters.adapter_rows import adapter_shapes, by_head
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.adapters.plain_adapters import PlainAdapter, PlainAdapters
 from pillion.engine.models.model_config import ModelConfig
@@ -38,6 +38,17 @@ class StepAdapters:
                 columns = torch.arange(pair.first_output, pair.first_output + len(b))
                 # One indexed addition adds to these columns of these rows, and to no others.
                 outputs[rows[:, None], columns] += added
+
+    def add_by_head(
+        self, layer: str, sizes: tuple[int, int], part: int, inputs: torch.Tensor, outputs: torch.Tensor
+    ) -> None:
+        """Adds to the outputs [T, heads, out] of a layer with a matrix for each head the products of its inputs [T,
+        heads, in] with the rows' adapters. ``sizes`` are a head's outputs for keys and for values; ``part`` is 0 for
+        the product that takes queries to latents, and 1 for that of values."""
+        for slot, rows in self._rows.items():
+            for pair in self._adapters[slot].layers.get(layer, ()):
+                own = by_head(pair, *sizes)[part]
+                outputs[rows] += (inputs[rows].transpose(0, 1) @ own.a.mT @ own.b.mT).transpose(0, 1)
 
 
 class TorchAdapters(PlainAdapters):

@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from pillion.engine.adapters.adapter_rows import LayerShape, adapted_runs, adapter_shapes, row_slots
+from pillion.engine.adapters.adapter_rows import (
+    LayerShape,
+    adapted_runs,
+    adapter_shapes,
+    product_pairs,
+    product_shapes,
+    row_slots,
+)
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, shard_adapter
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import PackedAdapter, check_slot
@@ -82,7 +89,9 @@ class GpuAdapters(PlainAdapters):
         self._max_tokens, self._rank = max_tokens, padded_rank(max_rank)
         own = tuple(f"layers.{index}." for index in shard.own_layers(config))
         shapes = adapter_shapes(config, targets)
-        self._lay_slots({name: shape for name, shape in shapes.items() if name.startswith(own)}, device)
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith(own)}
+        self._by_heads = {name: shape.by_head for name, shape in shapes.items() if shape.by_head is not None}
+        self._lay_slots(product_shapes(shapes), device)
         mixtures = {
             f"layers.{index}.{how.router.name}": how
             for index, layer in enumerate(layers_of(config))
@@ -113,9 +122,9 @@ class GpuAdapters(PlainAdapters):
         if self._inner_values is not None:
             weights = shard_adapter(weights, self._whole, self._shard, self._inner_values)
         flats = tuple(torch.zeros(slots.shape[1], dtype=slots.dtype) for slots in self.slots)
-        layers = {name: pairs for name, pairs in weights.layers.items() if name in self._layers}
-        for name, pairs in layers.items():
-            self._lay_out(flats[self._layers[name].exact], name, pairs)
+        for name, pairs in product_pairs(weights.layers, self._by_heads).items():
+            if name in self._layers:
+                self._lay_out(flats[self._layers[name].exact], name, pairs)
         device = self._device.device
         if device.type != "cuda":
             return GpuAdapter(flats)
@@ -170,8 +179,8 @@ class GpuAdapters(PlainAdapters):
         self._device.copy_(host, non_blocking=True)
 
     def add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
-        """Adds to a layer's outputs [T, outputs] the products of its inputs [T, inputs] with the rows' adapters.
-        ``sampled`` says that the rows are those of the step's samples."""
+        """Adds to a layer's outputs [T, outputs] the products of its inputs [T, inputs] with the rows' adapters; of
+        heads, both are [T, heads, ...]. ``sampled`` says that the rows are those of the step's samples."""
         if name not in self._layers:
             return
         layer, (runs_at, rows_at, _) = self._layers[name], self._begins(sampled=sampled)
@@ -208,12 +217,12 @@ class GpuAdapters(PlainAdapters):
         """Returns the largest number of runs that so many rows can have: each adapter may have one that is not full."""
         return min(rows, rows // RUN_ROWS + self.max_adapters)
 
-    def _lay_out(self, flat: torch.Tensor, name: str, pairs: tuple[LowRank, ...]) -> None:
+    def _lay_out(self, flat: torch.Tensor, name: str, pairs: Sequence[LowRank]) -> None:
         """Writes a layer's pairs of matrices into a slot. A pair for several projections is written into each of their
         slices."""
-        layer, taken, experts = self._layers[name], set(), max(1, self._layers[name].experts)
-        a = flat[layer.a_at : layer.b_at].view(experts, len(layer.ends), layer.rank, layer.inputs)
-        b = flat[layer.b_at : layer.a_at + layer.values].view(experts, layer.outputs, layer.rank)
+        layer, taken = self._layers[name], set()
+        a = flat[layer.a_at : layer.b_at].view(-1, len(layer.ends), layer.rank, layer.inputs)
+        b = flat[layer.b_at : layer.a_at + layer.values].view(-1, layer.outputs, layer.rank)
         for place, pair in enumerate(pairs):
             rank, last = pair.a.shape[-2], pair.first_output + pair.b.shape[-2]
             if layer.rank > self._rank:
@@ -235,11 +244,12 @@ class GpuAdapters(PlainAdapters):
         """Runs the kernels of each kind of layer, but for experts, over no rows, which compiles them."""
         seen = set()
         for name, layer in self._layers.items():
-            key = layer.inputs, layer.ends, layer.rank, layer.exact, name in self._routers
+            key = layer.inputs, layer.ends, layer.rank, layer.exact, layer.heads, name in self._routers
             if layer.experts or key in seen:
                 continue
             seen.add(key)
-            x, out = (self.slots[0].new_zeros(1, width) for width in (layer.inputs, layer.outputs))
+            heads = (layer.heads,) if layer.heads else ()
+            x, out = (self.slots[0].new_zeros(1, *heads, width) for width in (layer.inputs, layer.outputs))
             for sampled in (False, True):
                 if name in self._routers:
                     self.routed(name, x, sampled=sampled)
@@ -256,9 +266,11 @@ class GpuAdapters(PlainAdapters):
                 # No tile of outputs lies in one projection: each has ranks of its own in one slice.
                 ends, rank = (shape.outputs,), padded_rank(len(ends) * self._rank)
             experts, begin = len(self._shard.experts(shape.experts)), sizes[shape.exact]
+            heads = shape.heads
+            shares_b = heads > 0 and name.endswith(".keys")
+            layer = LayerSlot(begin, 0, shape.inputs, shape.outputs, ends, rank, experts, shape.exact, heads, shares_b)
             # Both matrices begin at multiples of 16 values, because the padded rank is one.
-            b_at = begin + max(1, experts) * len(ends) * rank * shape.inputs
-            layer = LayerSlot(begin, b_at, shape.inputs, shape.outputs, ends, rank, experts, shape.exact)
+            layer = replace(layer, b_at=begin + layer.a_values)
             self._layers[name] = layer
             sizes[shape.exact] += layer.values
         try:
@@ -276,11 +288,14 @@ class GpuAdapters(PlainAdapters):
     def _make_rooms(self, mixtures: Sequence[Experts]) -> None:
         """Makes the buffers of a step: rows of all ranks, in both types; what routers get; and rows of pairs."""
         tokens, ranks = self._max_tokens, MAX_SLICES * self._rank
+        heads = max((layer.heads for layer in self._layers.values()), default=0)
         # An MLP beside the experts is a choice of each row.
         beside = int(self._config.moe is not None and self._config.moe.shared > 0)
         pairs = min(tokens, MAX_MIXED_ROWS) * max((how.per_token + beside for how in mixtures), default=0)
         routed = tokens * max((how.router.shape[0] for how in mixtures), default=0)
-        self._shrunk = tuple(slots.new_zeros(tokens if slots.shape[1] else 0, ranks) for slots in self.slots)
+        self._shrunk = tuple(
+            slots.new_zeros(tokens if slots.shape[1] else 0, max(ranks, heads * self._rank)) for slots in self.slots
+        )
         self._routed = self.slots[1].new_zeros(routed)
         self._pairs = self.slots[0].new_zeros(pairs * ranks)
 

@@ -377,6 +377,9 @@ class LayerRun:
             return
         # Each head's part of a key is taken over to its queries.
         absorbed = torch.bmm(still.transpose(0, 1), key_up).transpose(0, 1)
+        up, sizes = f"layers.{self.index}.{operation.up.name}", (latents.still, latents.values)
+        if self.adapters is not None:
+            self.adapters.add_by_head(up, sizes, 0, still, absorbed)
         queries = torch.cat((absorbed, turned[:, :-1]), -1)
         if operation.index is not None:
             self._select(operation, operation.index, rows)
@@ -384,7 +387,10 @@ class LayerRun:
         found = self.attention.attend(self.index, queries)
         self.rows = found.view(count, -1, self.config.head_dim)[..., : latents.rank]
         self._go_on_with_sampled()
-        self.rows = torch.bmm(self.rows.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
+        values = torch.bmm(self.rows.transpose(0, 1), value_up.mT).transpose(0, 1)
+        if self.adapters is not None:
+            self.adapters.add_by_head(up, sizes, 1, self.rows, values)
+        self.rows = values.flatten(1)
 
     def _index_keys(self, operation: AttendLatents) -> torch.Tensor:
         """Returns the step's index keys [T, dim]; zeros in a layer that selects nothing itself."""

@@ -75,6 +75,10 @@ class Role(Enum):
     EXACT_VECTOR = "numbers that stay float32, because a choice depends on them"
 
 
+# Roles of tensors that are multiplied by rows.
+MATRICES = (Role.MATRIX, Role.EXACT_MATRIX, Role.HEAD_MATRICES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTensor:
     """Describes a tensor of a layer.

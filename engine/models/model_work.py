@@ -6,11 +6,8 @@ from collections.abc import Iterable
 from math import prod
 
 from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import Experts, Role, tensors_of
+from pillion.engine.models.layer_operations import MATRICES, Experts, tensors_of
 from pillion.engine.models.model_config import ModelConfig
-
-# Tensors of these roles are multiplied by rows.
-_MATRICES = (Role.MATRIX, Role.EXACT_MATRIX, Role.HEAD_MATRICES)
 
 
 def model_weights(config: ModelConfig) -> tuple[int, int]:
@@ -19,7 +16,7 @@ def model_weights(config: ModelConfig) -> tuple[int, int]:
     every = met = 0 if inputs is None else config.num_layers * inputs.width * config.hidden_size
     for operation in (operation for layer in layers_of(config) for operation in layer):
         for tensor in tensors_of((operation,)):
-            if tensor.role in _MATRICES:
+            if tensor.role in MATRICES:
                 size = prod(tensor.shape)
                 every += size * max(1, tensor.experts)
                 met += size * (operation.per_token if isinstance(operation, Experts) and tensor.experts else 1)

@@ -414,7 +414,7 @@ def low_rank_product_specs() -> list[BuildSpec]:
                     BuildSpec(
                         name=f"low_rank_shrink-{dtype}",
                         kernel=low_rank_product._shrink,
-                        signature=f"{pointers}, i32:16, i32:16, i32:16",
+                        signature=pointers + 7 * ", i32:16",
                         constants=low_rank_product._shrink_constants(),
                     )
                 )
@@ -422,7 +422,7 @@ def low_rank_product_specs() -> list[BuildSpec]:
                 BuildSpec(
                     name=f"low_rank_expand-{rank}-{dtype}",
                     kernel=low_rank_product._expand,
-                    signature=f"{pointers}, i32:16, i32:16, i32:16, i32:16, i32:16, i32:16",
+                    signature=pointers + 10 * ", i32:16",
                     constants=low_rank_product._expand_constants(layer, 4 if dtype == "fp32" else 2),
                 )
             )
@@ -430,7 +430,7 @@ def low_rank_product_specs() -> list[BuildSpec]:
     exact = BuildSpec(
         name="low_rank_shrink-exact",
         kernel=low_rank_product._shrink,
-        signature="*bf16:16, *fp32:16, *i32:16, *i32:16, *fp32:16, i32:16, i32:16, i32:16",
+        signature="*bf16:16, *fp32:16, *i32:16, *i32:16, *fp32:16" + 7 * ", i32:16",
         constants=low_rank_product._shrink_constants(),
     )
     return [*specs, exact]

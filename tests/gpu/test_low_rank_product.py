@@ -134,6 +134,15 @@ def test_projections_that_fill_no_tile(tmp_path):
     torch.testing.assert_close(found.cpu(), wanted, atol=1e-3, rtol=1e-3)
 
 
+def test_a_matrix_for_each_head(tmp_path):
+    """Of a model of latents, whose rows have more values than those that a product of heads reads or writes."""
+    prepared, text = prepare(make_model(tmp_path / "model", FAMILIES["youtu"])[1]), tokens_of(18, 2)
+    wanted = mixed_steps(with_adapters(BackendDriver(prepared)), text)
+    found = mixed_steps(with_adapters(GpuDriver(prepared, num_slots=16)), text)
+    torch.testing.assert_close(found.cpu(), wanted, atol=1e-3, rtol=1e-3)
+    assert (wanted[:, 1] - wanted[:, 0]).abs().mean() > 0.1 * wanted.std()
+
+
 def test_steps_with_adapters_have_graphs_of_their_own():
     graphs = StepGraphs(lambda shape: torch.zeros(0), 4, 4, torch.device("cpu"), eager=False, adapters=True)
     assert {shape.adapters for shape in graphs.shapes()} == {True, False}

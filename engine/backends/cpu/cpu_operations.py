@@ -191,7 +191,8 @@ class OperationBuilder:
         added: dict[str, Any] = {}
         if self.adapters is not None and name in self.adapters.slots:
             spec_type = AdapterGemm
-            before, added = self._shrink(self.adapters, name, x, groups)
+            heads = linear.num_matrices if steps[0] else 0
+            before, added = self._shrink(self.adapters, name, x, groups, heads, steps[0])
             yield before
         rows = "fp32" if x.dtype == "float32" else "bf16"
         ready = MatrixRows(x)
@@ -232,17 +233,17 @@ class OperationBuilder:
         yield Operation(spec, values, self.when)
 
     def _shrink(
-        self, adapters: AdapterTable, name: str, x: Buffer, groups: ExpertGroups | None
+        self, adapters: AdapterTable, name: str, x: Buffer, groups: ExpertGroups | None, heads: int, x_step: int
     ) -> tuple[Operation, dict[str, Any]]:
         """Returns the operation shrunk = A x for the rows with an adapter, before the product of ``x`` with the matrix
-        ``name``, or with those of experts, and the further arguments of that product."""
+        ``name``, or with those of experts or of ``heads``, and the further arguments of that product."""
         kind, each = "fp32" if x.dtype == "float32" else "bf16", 1 if groups is None else groups.chosen
-        width = adapters.form.width(experts=groups is not None)
+        width = adapters.form.width(experts=groups is not None, heads=heads)
         shrunk = self.buffer(f"shrunk_{kind}_{width}_{each}", width, x.dtype, each)
         own = None if groups is None else self.buffer("place_slots", 1, "int32", each)
         both = {"slots": adapters.slots[name], "shrunk": shrunk, "adapted": adapters.step.words}
         values = {**both, "x": x, "depth": adapters.form.depth(name)}
-        spec: KernelSpec = Shrink(kind, self.rows_of)
+        spec: KernelSpec = Shrink(kind, self.rows_of, heads, x_step)
         if groups is not None:
             values |= {"experts": groups.experts, "places": groups.places, "place_slots": own}
             values |= {"most_tiles": -(-width // TILE_COLUMNS)}

@@ -430,6 +430,7 @@ class GpuDecoder:
         rows, step.rows = step.rows, buffers.found[: len(step.rows)]
         by_head, out = (each.view(len(rows), heads, -1) for each in (rows, step.rows))
         model.by_head(by_head, value_up, out)
+        self._adapt(index, f"{operation.up.name}.values", by_head, out, shape)
 
     def _write_latents(
         self,
@@ -455,7 +456,9 @@ class GpuDecoder:
         if operation.grows:
             projected.mul_(self._growth(count))
         projected, queries = projected.view(by_head), model.qkv[:count].view(by_head)
-        model.by_head(projected[..., : latents.still], key_up.mT, queries[..., : latents.rank])
+        still, absorbed = projected[..., : latents.still], queries[..., : latents.rank]
+        model.by_head(still, key_up.mT, absorbed)
+        self._adapt(index, f"{operation.up.name}.keys", still, absorbed, shape)
         if operation.rope is None:
             rotary = model.no_rope._replace(positions=model.no_rope.positions[:count])
         else:

@@ -2,6 +2,9 @@
 
     Shrink: shrunk = A x for each row that has an adapter     AdapterGemm: out = epilogue(W x + B shrunk)
 
+In a product with a matrix for each head, heads share one matrix of a pair, and each has its part of the other. A row's
+shrunk values are then those of its heads, one after the other.
+
 ExpertShrink does what Shrink does for the rows of experts, each of which has matrices of its own: which rows meet which
 expert is known only within the step, so that it has no runs, and takes a row at a time.
 
@@ -42,8 +45,11 @@ SLOT = RecordLayout(
         "first_ranks",
     ),
     numbers=(
-        "a_tiles",  # those of one expert
+        "a_tiles",  # those of one expert or head
         "b_steps",  # a tile of B has this many steps
+        # bytes from a head's A to the next head's, and from its B; 0 where heads share it
+        "a_stride",
+        "b_stride",
     ),
 )
 # All kernels of a step's adapters read this record: for all rows and for the sampled ones, each row's slot or -1; the
@@ -84,6 +90,8 @@ class Shrink(KernelSpec):
     Attributes:
         rows: "bf16" or "fp32", the type of x and A. Sums are float32 and are rounded once.
         rows_of: "tokens" or "samples".
+        heads: the number of heads; 0 for a product with one matrix.
+        x_step: bytes from the columns of x of a head to those of the next.
     """
 
     layout = RecordLayout(
@@ -94,6 +102,8 @@ class Shrink(KernelSpec):
 
     rows: str
     rows_of: str = "tokens"
+    heads: int = 0
+    x_step: int = 0
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
@@ -103,19 +113,23 @@ class Shrink(KernelSpec):
         def slot_of(run: Int) -> RecordView:
             return RecordView(SLOT, k, slots + k.load_int(runs + run * (4 * RUN_WORDS), 32) * SLOT_BYTES)
 
-        # A work item is a tile of A with a run. A slot has as many tiles as its rank needs, so every call counts the
-        # tiles.
+        # A work item is a tile of A, or of a head's, with a run. A slot has as many tiles as its rank needs, so every
+        # call counts the tiles.
         total = k.variable(k.int(0))
         with k.range(count) as run:
-            total.value = total.value + slot_of(run).number("a_tiles")
+            total.value = total.value + self._tiles(slot_of(run))
         first, behind = (total.value * (call.thread + number) // call.threads for number in (0, 1))
         before = k.variable(k.int(0))
         with k.range(count) as run:
             slot, begin = slot_of(run), before.value
-            tiles = slot.number("a_tiles")
+            tiles = self._tiles(slot)
             with k.range(k.least(behind - begin, tiles), k.most(first - begin, 0)) as tile:
                 self._multiply(call, step, slot, runs + run * (4 * RUN_WORDS), tile)
             before.value = begin + tiles
+
+    def _tiles(self, slot: RecordView) -> Int:
+        tiles = slot.number("a_tiles")
+        return tiles * self.heads if self.heads else tiles
 
     def _multiply(self, call: KernelCall, step: RecordView, slot: RecordView, run: Ptr, tile: Int) -> None:
         """Multiplies a run of rows by one tile of A."""
@@ -128,7 +142,12 @@ class Shrink(KernelSpec):
         size = 2 if self.rows == "bf16" else 4
         row_bytes, out_at, out_bytes = args.number("depth") * size, tile * (TILE_COLUMNS * size), TILE_COLUMNS * size
         steps = row_bytes // _ROW_STEP_BYTES
-        a = slot.pointer("a") + tile * (steps * VECTOR_BYTES)
+        a = slot.pointer("a")
+        if self.heads:
+            head = tile // slot.number("a_tiles")
+            tile = tile - head * slot.number("a_tiles")
+            x, a = x + head * self.x_step, a + head * slot.number("a_stride")
+        a = a + tile * (steps * VECTOR_BYTES)
         inside = k.variable(k.int(1))
         inside.value = k.select(k.holds(a, steps * VECTOR_BYTES) & k.holds(numbers, rows * 4), k.int(1), k.int(0))
         with k.range(rows) as number:
@@ -248,7 +267,8 @@ class Expand:
     """Emits the code by which :class:`AdapterGemm` adds the adapters' part to a panel's sums."""
 
     def __init__(self, spec: AdapterGemm, call: KernelCall) -> None:
-        self._k, self._rows = call.k, spec.rows
+        self._k, self._rows, self._by_head = call.k, spec.rows, spec.x_step > 0
+        self._pairs = call.args.number("pairs")
         step = RecordView(ADAPTED, call.k, call.args.pointer("adapted"))
         self._slots, self._shrunk = call.args.pointer("slots"), call.args.pointer("shrunk")
         self._shrunk_stride = call.args.number("shrunk_stride")
@@ -263,13 +283,24 @@ class Expand:
         """Asks for the tiles of B of ``panel`` of all adapters of the step: they are multiplied once the panel's sums
         are there."""
         k = self._k
+        head, panel = self._place(panel)
         with k.range(self._num_used) as number:
             slot = self._slot(k.load_int(self._used + number * 4, 32))
             lines = slot.number("b_steps") * 2
-            tiles = slot.pointer("b") + panel * lines * VECTOR_BYTES
+            tiles = self._b(slot, head) + panel * lines * VECTOR_BYTES
             with k.range(lines, step=2 * _STEPS_PER_ITERATION) as first:
                 for line in range(2 * _STEPS_PER_ITERATION):
                     k.prefetch(tiles + (first + line) * VECTOR_BYTES, near=False)
+
+    def _place(self, panel: Int) -> tuple[Int | None, Int]:
+        """Returns the head of ``panel``, which is one among those of all heads, and its place among the head's."""
+        if not self._by_head:
+            return None, panel
+        head = panel // self._pairs
+        return head, panel - head * self._pairs
+
+    def _b(self, slot: RecordView, head: Int | None) -> Ptr:
+        return slot.pointer("b") if head is None else slot.pointer("b") + head * slot.number("b_stride")
 
     def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
         """Returns the sums of both tiles of ``panel`` after adding the adapter's part for ``row``."""
@@ -280,8 +311,12 @@ class Expand:
             view = self._slot(slot)
             steps = view.number("b_steps")
             with k.when(steps > 0):
-                tile, shrunk = panel * 2, self._shrunk + row * self._shrunk_stride
-                weights = view.pointer("b") + tile * (steps * VECTOR_BYTES)
+                head, own = self._place(panel)
+                tile, shrunk = own * 2, self._shrunk + row * self._shrunk_stride
+                if head is not None:
+                    size = 2 if self._rows == "bf16" else 4
+                    shrunk = shrunk + head * (view.number("a_tiles") * (TILE_COLUMNS * size))
+                weights = self._b(view, head) + tile * (steps * VECTOR_BYTES)
                 first_ranks = view.pointer("first_ranks") + tile * 4
                 halves = [
                     (total, shrunk + k.load_int(first_ranks + half * 4, 32), weights + steps * (half * VECTOR_BYTES))

@@ -12,8 +12,9 @@ An adapter's matrices of a layer lie in its slot's slice of one buffer, at an of
     A [slices, max_rank, inputs]      B [outputs, max_rank]
 
 A slice is one projection of a fused layer, such as the keys of QKV. The outputs of a slice are computed from the rows
-of A that belong to this slice only. Matrices of routers and gates, which choose or weigh whole rows, are float32, and
-lie in a buffer of their own.
+of A that belong to this slice only. In a product with a matrix for each head, heads share A or B, each has its own of
+the other one, and a row's shrunk values are those of its heads. Matrices of routers and gates, which choose or weigh
+whole rows, are float32, and lie in a buffer of their own.
 """
 
 from __future__ import annotations
@@ -51,30 +52,35 @@ def _run_of(runs, rows, run, RUN_ROWS: tl.constexpr):
 
 @triton.jit
 def _shrink(
-    x, matrices, runs, rows, shrunk, inputs, width, slot_values,
+    x, matrices, runs, rows, shrunk, inputs, width, slot_values, x_stride, x_head, head_values, head_ranks,
     RUN_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
     slot, row, inside = _run_of(runs, rows, tl.program_id(0), RUN_ROWS)
     if slot >= 0:
+        head = tl.program_id(2)
         ranks = tl.program_id(1) * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
         columns = tl.arange(0, BLOCK_INPUTS)
-        a = matrices + slot.to(tl.int64) * slot_values + ranks[:, None].to(tl.int64) * inputs
+        a = matrices + slot.to(tl.int64) * slot_values + head * head_values + ranks[:, None].to(tl.int64) * inputs
+        source = x + row[:, None] * x_stride + head * x_head
         sums = tl.zeros((RUN_ROWS, BLOCK_RANKS), tl.float32)
         for begin in range(0, inputs, BLOCK_INPUTS):
             here = begin + columns < inputs
-            values = tl.load(x + row[:, None] * inputs + begin + columns, mask=inside[:, None] & here, other=0.0)
+            values = tl.load(source + begin + columns, mask=inside[:, None] & here, other=0.0)
             weights = tl.load(a + begin + columns, mask=here[None, :], other=0.0)
             sums = dot(values.to(weights.dtype), tl.trans(weights), sums)
-        tl.store(shrunk + row[:, None] * width + ranks, sums.to(shrunk.dtype.element_ty), mask=inside[:, None])
+        target = shrunk + row[:, None] * width + head * head_ranks + ranks
+        tl.store(target, sums.to(shrunk.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
 def _expand(
     shrunk, matrices, runs, rows, out, outputs, width, slot_values, first_end, second_end, third_end,
+    out_stride, out_head, head_values, head_ranks,
     RUN_ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     slot, row, inside = _run_of(runs, rows, tl.program_id(0), RUN_ROWS)
     if slot >= 0:
+        head = tl.program_id(2)
         begin = tl.program_id(1) * BLOCK_OUTPUTS
         columns = begin + tl.arange(0, BLOCK_OUTPUTS)
         ranks = tl.arange(0, BLOCK_RANKS)
@@ -82,14 +88,15 @@ def _expand(
         part = (
             (begin >= first_end).to(tl.int32) + (begin >= second_end).to(tl.int32) + (begin >= third_end).to(tl.int32)
         )
-        b = matrices + slot.to(tl.int64) * slot_values + columns[:, None].to(tl.int64) * RANK + ranks
-        source = shrunk + row[:, None] * width + part * RANK + ranks
+        b = matrices + slot.to(tl.int64) * slot_values + head * head_values
+        b += columns[:, None].to(tl.int64) * RANK + ranks
+        source = shrunk + row[:, None] * width + head * head_ranks + part * RANK + ranks
         sums = tl.zeros((RUN_ROWS, BLOCK_OUTPUTS), tl.float32)
         for begin_rank in range(0, RANK, BLOCK_RANKS):
             weights = tl.load(b + begin_rank, mask=columns[:, None] < outputs, other=0.0)
             values = tl.load(source + begin_rank, mask=inside[:, None], other=0.0)
             sums = dot(values, tl.trans(weights), sums)
-        target = out + row[:, None] * outputs + columns
+        target = out + row[:, None] * out_stride + head * out_head + columns
         there = inside[:, None] & (columns < outputs)
         found = tl.load(target, mask=there, other=0.0).to(tl.float32) + sums
         tl.store(target, found.to(out.dtype.element_ty), mask=there)
@@ -101,12 +108,15 @@ class LayerSlot:
 
     Attributes:
         a_at, b_at: values from the begin of a slot to A [slices * rank, inputs] and to B [outputs, rank]; of the layers
-            of all experts, to those of one expert after another.
+            of all experts, to those of one expert after another; of heads, to those of one head after another where
+            they do not share it.
         inputs, outputs: sizes of the layer.
         ends: for each slice, the number of the output after its last one; the last slice ends at ``outputs``.
         rank: the rank that slots have room for, a multiple of RANK_MULTIPLE.
         experts: how many experts have such a layer; 0 for a layer that all rows pass.
         exact: whether the matrices are float32 in every type of the model, and lie in slots of that type.
+        heads: how many heads have such a product; 0 for one matrix.
+        shares_b: whether heads share B; else they share A.
     """
 
     a_at: int
@@ -117,11 +127,20 @@ class LayerSlot:
     rank: int
     experts: int = 0
     exact: bool = False
+    heads: int = 0
+    shares_b: bool = False
+
+    @property
+    def a_values(self) -> int:
+        """Returns the number of values of A in a slot, of all experts or heads."""
+        every = self.experts or (self.heads if self.shares_b else 1)
+        return every * self.rank * len(self.ends) * self.inputs
 
     @property
     def values(self) -> int:
-        """Returns how many values both matrices of a slot have, those of all experts."""
-        return max(1, self.experts) * self.rank * (len(self.ends) * self.inputs + self.outputs)
+        """Returns the number of values of both matrices in a slot, of all experts or heads."""
+        every = self.experts or (1 if self.shares_b else max(1, self.heads))
+        return self.a_values + every * self.rank * self.outputs
 
     @property
     def block_outputs(self) -> int:
@@ -143,33 +162,46 @@ class RunRecord:
 def add_low_rank(
     x: torch.Tensor, slots: torch.Tensor, layer: LayerSlot, record: RunRecord, shrunk: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Adds to ``out`` [T, outputs] the products of ``x`` [T, inputs] with the adapters of the rows in ``record``.
+    """Adds to ``out`` [T, outputs] the products of ``x`` [T, inputs] with the adapters of the rows in ``record``; of
+    heads, both are [T, heads, ...], and only the values of a head need be contiguous.
 
     slots: [P, values], one slot after another, of x's type or float32, which is the type of ``shrunk`` [T or more, at
-    least slices * rank], too, that is overwritten; ``out`` is of either type. Raises Internal for misshapen tensors.
+    least heads * slices * rank], too, that is overwritten; ``out`` is of either type. Raises Internal for misshapen
+    tensors.
     """
-    check_tensor("x", x, (None, layer.inputs), _DTYPES)
-    check_tensor("out", out, (len(x), layer.outputs), (x.dtype, torch.float32), x.device)
+    heads = max(1, layer.heads)
+    if layer.heads:
+        check(x.shape[1:] == (heads, layer.inputs), "x is {}", x.shape)
+        check(out.shape == (len(x), heads, layer.outputs) and out.dtype == x.dtype, "out is {}", out.shape)
+        check(x.stride(2) == out.stride(2) == 1, "the values of a head are not contiguous")
+    else:
+        check_tensor("x", x, (None, layer.inputs), _DTYPES)
+        check_tensor("out", out, (len(x), layer.outputs), (x.dtype, torch.float32), x.device)
     check_tensor("slots", slots, (None, None), torch.float32 if layer.exact else x.dtype, x.device)
     check_tensor("runs", record.runs, (None, RUN_WORDS), torch.int32, x.device)
     check_tensor("shrunk", shrunk, (None, None), slots.dtype, x.device)
     ranks = len(layer.ends) * layer.rank
-    check(len(shrunk) >= len(x) and shrunk.shape[1] >= ranks, "shrunk is {}", shrunk.shape)
+    check(len(shrunk) >= len(x) and shrunk.shape[1] >= heads * ranks, "shrunk is {}", shrunk.shape)
     check(all(end % layer.block_outputs == 0 for end in layer.ends[:-1]), "slices end at {}", layer.ends)
     check(layer.rank % RANK_MULTIPLE == 0 and layer.ends[-1] == layer.outputs, "{} does not fit together", layer)
     if not len(record.runs):
         return
     slot_values, width = slots.shape[1], shrunk.shape[1]
+    x_strides, out_strides = (
+        rows.stride()[:2] if layer.heads else (size, 0) for rows, size in ((x, layer.inputs), (out, layer.outputs))
+    )
+    of_a, of_b = (ranks * layer.inputs, 0) if layer.shares_b else (0, layer.outputs * layer.rank)
     # Matrices have pointers of their own, for offsets may exceed 32 bits, which would need other kernels.
     constants = _shrink_constants()
-    _shrink[(len(record.runs), ranks // constants["BLOCK_RANKS"])](
-        x, slots[0, layer.a_at :], record.runs, record.rows, shrunk, layer.inputs, width, slot_values, **constants
-    )
+    _shrink[(len(record.runs), ranks // constants["BLOCK_RANKS"], heads)](
+        x, slots[0, layer.a_at :], record.runs, record.rows, shrunk, layer.inputs, width, slot_values,
+        *x_strides, of_a, ranks, **constants,
+    )  # fmt: skip
     ends = (*layer.ends[:-1], layer.outputs, layer.outputs, layer.outputs)
     constants = _expand_constants(layer, slots.element_size())
-    _expand[(len(record.runs), cdiv(layer.outputs, constants["BLOCK_OUTPUTS"]))](
+    _expand[(len(record.runs), cdiv(layer.outputs, constants["BLOCK_OUTPUTS"]), heads)](
         shrunk, slots[0, layer.b_at :], record.runs, record.rows, out, layer.outputs, width, slot_values,
-        *ends[: MAX_SLICES - 1], **constants,
+        *ends[: MAX_SLICES - 1], *out_strides, of_b, ranks, **constants,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,13 +48,14 @@ def model_of(kind: str, folder) -> ModelFlags:
         "qwen3-moe-some-dense",
         "gpt-oss",
         "qwen2-moe",
+        "deepseek-v3",
         "gptq-act-order",
         "gptq-act-order-experts",
     ],
 )
 def test_mixed_steps_are_those_of_torch(kind, tmp_path):
-    """Widths that fill no tile, norms after products, experts beside dense layers and beside an MLP with a gate, inputs
-    in another order, also in each expert."""
+    """Widths that fill no tile, norms after products, experts beside dense layers and beside an MLP with a gate, a
+    matrix for each head, inputs in another order, also in each expert."""
     prepared, text = prepare(model_of(kind, tmp_path)), tokens_of(20, 3)
     backend = cpu_backend(prepared, threads=2)
     found = mixed_steps(with_adapters(CpuDriver(prepared, backend=backend), experts=True), text)
@@ -74,9 +76,13 @@ def test_bfloat16_is_close_on_each_instruction_set(llama, kernels):
     assert (found - wanted).abs().mean() < 0.03 * wanted.std()
 
 
-def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(llama):
-    """I6: a stream with an adapter, and one without beside streams that have one."""
+@pytest.mark.parametrize("kind", ["llama", "youtu"])
+def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(kind, llama, tmp_path):
+    """I6: a stream with an adapter, and one without beside streams that have one; also where heads have matrices."""
     text = tokens_of(150, 1)
+    if kind != "llama":
+        flags = make_model(tmp_path / "model", {**FAMILIES[kind], "max_position_embeddings": 512})[1]
+        llama = prepare(replace(flags, dtype="bfloat16"))
     plain = CpuDriver(llama, num_slots=200)
     base = plain.run_all(plain.sequences.add()[0], text, [])
     alone = with_adapters(CpuDriver(llama, num_slots=200))
@@ -92,6 +98,21 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(llama):
             driver.check_among_others(mine, text, chunks, logits, others)
         driver.backend.check_integrity()
         driver.backend.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_head_has_all_tiles_of_ranks(dtype, tmp_path):
+    """Beside an adapter of one tile."""
+    prepared = prepare(replace(make_model(tmp_path / "model", FAMILIES["youtu"])[1], dtype=dtype))
+    config, text, found = load_config(prepared.folder), tokens_of(20, 3), []
+    for driver in (CpuDriver(prepared, backend=cpu_backend(prepared, threads=2)), BackendDriver(prepared)):
+        driver.backend.bind_adapters(3, 48)
+        for slot, rank in enumerate((5, 40, 16)):
+            weights = random_adapter(config, slot, (rank,), getattr(torch, dtype))
+            driver.backend.adapters.place(slot, driver.backend.adapters.pack(weights))
+        found.append(mixed_steps(driver, text))
+    mean = (found[0] - found[1]).abs().mean() / found[1].std()
+    assert mean < (1e-5 if dtype == "float32" else 0.03)
 
 
 def test_a_slot_takes_another_adapter(llama):

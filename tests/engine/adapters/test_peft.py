@@ -170,7 +170,7 @@ def test_attention_of_every_family_on_the_kernels(family, tmp_path):
 
 
 # All linear layers of MLA that have adapters. Where MLPs are targets, PEFT adapts experts, too.
-LATENT_TARGETS = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+LATENT_TARGETS = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
 @pytest.mark.parametrize(
@@ -284,11 +284,50 @@ def test_convolutions_have_no_adapters(tmp_path):
         driver_with(flags, adapter)
 
 
-def test_what_makes_keys_of_latents_has_no_adapters(tmp_path):
-    folder, flags = make_model(tmp_path / "model", FAMILIES["youtu"])
-    adapter = make_adapter(folder, tmp_path / "adapter", r=4, target_modules=["kv_b_proj"])
-    with pytest.raises(ConfigError, match="kv_b_proj, which cannot be served: what makes keys and values of latents"):
-        driver_with(flags, adapter)
+# All linear layers of two ranks, and what makes keys and values of latents alone.
+LATENT_ADAPTERS = ({"r": 6, "lora_alpha": 12}, {"r": 16, "target_modules": ["kv_b_proj"]}, {"r": 3, "lora_alpha": 9})
+
+
+@pytest.fixture(scope="module")
+def adapted_latents(own_cache, tmp_path_factory):
+    """Makes a model and its adapters, once for all backends, with a text's logits of each slot."""
+
+    @functools.lru_cache(maxsize=1)
+    def make(family):
+        place, text = tmp_path_factory.mktemp("latents"), tokens_of(PROMPT_TOKENS, 2)
+        folder, flags = make_model(place / "model", FAMILIES[family])
+        adapters = [
+            make_adapter(folder, place / str(seed), seed=seed, **config) for seed, config in enumerate(LATENT_ADAPTERS)
+        ]
+        models = {slot: adapted_model(folder, adapter) for slot, adapter in enumerate(adapters)}
+        models[-1] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return flags, adapters, {slot: logits_of(model, text) for slot, model in models.items()}
+
+    return make
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek-v3",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("deepseek-v2", "deepseek-v32", "mistral4", "glm-moe-dsa", "glm4-moe-lite", "minicpm3", "axk1")
+        ),
+    ],
+)
+def test_all_linear_layers_of_latents(family, make, adapted_latents):
+    """Adapters of kv_b_proj, which runs as two products for each head, in steps with others and with none."""
+    flags, adapters, wanted = adapted_latents(family)
+    driver, text = driver_with(flags, *adapters, num_slots=100, make=make), tokens_of(PROMPT_TOKENS, 2)
+    numbers = {driver.sequences.add(adapter=slot)[0]: slot for slot in (1, -1, 0, 2, 1)}
+    for begin, end in ((0, 17), (17, 18), (18, PROMPT_TOKENS)):
+        found = driver.step(*((number, text[begin:end]) for number in numbers))
+        for slot, logits in zip(numbers.values(), found, strict=True):
+            torch.testing.assert_close(logits, wanted[slot][end - 1], atol=TOLERANCE, rtol=TOLERANCE)
+    for slot in range(len(adapters)):
+        assert (wanted[slot] - wanted[-1]).std() > 0.1 * wanted[-1].std()
 
 
 @pytest.mark.parametrize(

@@ -354,9 +354,12 @@ def test_quantized_latents(tmp_path):
     group.close()
 
 
-@pytest.mark.parametrize("kind", ["nine-heads", "gptq-act-order", "gpt-oss", "qwen2-moe", "gptq-act-order-experts"])
+@pytest.mark.parametrize(
+    "kind",
+    ["nine-heads", "latents-six-heads", "gptq-act-order", "gpt-oss", "qwen2-moe", "gptq-act-order-experts"],
+)
 def test_adapters(kind, prepared_of, tmp_path):
-    """A or B of each pair is cut as its layer is, also of each expert; each rank packs its own share."""
+    """A or B of each pair is cut as its layer is, also of each expert or head; each rank packs its own share."""
     if kind.startswith("gptq"):
         plain, _ = make_model(tmp_path / "plain", FAMILIES["qwen2-moe" if "experts" in kind else "llama-gqa-tied"])
         folder, _ = quantize_folder(plain, tmp_path / "few", PRODUCERS["gptq-act-order"](16))

@@ -23,6 +23,8 @@ from tests.support.kernel_runner import normal, padded, registers_of, rows_step,
 from tests.support.machine_code import assembly
 
 DEPTH, COLUMNS = 80, 96
+# Of products with a matrix for each head only, which tests of whole steps run.
+SIZES = {"a_stride": 0, "b_stride": 0}
 # Weights of the base, type of the rows, epilogue, and which rows.
 CASES = [
     ("bf16", "bf16", "store", "tokens"),
@@ -78,7 +80,7 @@ class LayerCase:
             parts = self._tiles(a), self._tiles(b), first
             steps = wide // (2 if self.rows == "bf16" else 1)
             values = {"a": parts[0], "b": parts[1], "first_ranks": parts[2]}
-            SLOT.fill(self.words[slot], {**values, "a_tiles": len(a) // TILE_COLUMNS, "b_steps": steps})
+            SLOT.fill(self.words[slot], {**values, **SIZES, "a_tiles": len(a) // TILE_COLUMNS, "b_steps": steps})
             self.kept.append(parts)
 
     def _tiles(self, matrix: torch.Tensor) -> Any:
@@ -219,7 +221,7 @@ class ExpertCase:
             )
             values = dict(zip(("a", "b", "first_ranks"), parts, strict=True))
             steps = wide // (2 if rows == "bf16" else 1)
-            SLOT.fill(words, {**values, "a_tiles": tall // TILE_COLUMNS, "b_steps": steps})
+            SLOT.fill(words, {**values, **SIZES, "a_tiles": tall // TILE_COLUMNS, "b_steps": steps})
             self.kept.append(parts)
 
     def _tiles(self, matrices: torch.Tensor) -> Any:
