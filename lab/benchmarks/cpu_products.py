@@ -1,10 +1,10 @@
-"""Products with quantized weights beside bfloat16 and beside a streaming read of the same bytes.
+"""Products with quantized weights beside bfloat16, torch's linear layers, and a streaming read of the same bytes.
 
-A program is the products of some layers of Llama-3.2-1B's shape, one matrix after the other, as a step runs them: with
-one row it reads all weights once. Runs of all kinds alternate, and a figure is the quickest run. Run it on a quiet
-machine:
+A program is the products of some layers of a model's shape, one matrix after the other, as a step runs them: with one
+row it reads all weights once. Runs of all kinds alternate, and a figure is the quickest run. Run it on a quiet machine:
 
-    python -m lab.benchmarks.cpu_products --rows 1,4,16,32,256
+    python -m lab.benchmarks.cpu_products --rows 1,4,16,32,256,512
+    python -m lab.benchmarks.cpu_products --shapes smollm2 --layers 16 --kinds bf16 --rows 32,256,512
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from lab.benchmarks.cpu_limits import PeakDots, ReadAll
 from lab.benchmarks.cpu_steps import PEAK_ROUNDS
 from lab.benchmarks.report import show_table
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
 from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.packing import panel_bytes
@@ -36,8 +37,14 @@ from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernel
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 
-# Outputs and inputs of a layer's products: queries, keys and values; attention's output; gate and up; down.
-SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
+# Outputs and inputs of a layer's products: queries, keys and values; attention's output; gate and up; down. "square"
+# is a single deep matrix.
+MODEL_SHAPES = {
+    "llama": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+    "smollm2": ((960, 576), (576, 576), (3072, 576), (576, 1536)),
+    "square": ((4096, 4096),),
+}
+READ, LINEAR = "a streaming read", "torch's linear layers"
 # Kinds of weights, inputs of a group, and whether groups have offsets.
 CASES = (
     ("bf16", 0, False),
@@ -93,12 +100,12 @@ def operations(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) 
         "weights": weights,
         "input_sums": sums,
         "bias": None,
-        "out": torch.zeros(rows, columns),
+        "out": torch.zeros(rows, columns + LINE_BYTES // 4)[:, :columns],
         "group_starts": None,
         "x_stride": x.stride(0) * x.element_size(),
         "depth": depth,
         "pairs": pairs,
-        "out_stride": columns * 4,
+        "out_stride": columns * 4 + LINE_BYTES,
         "num_groups": 1,
         "group_bytes": size,
         "inputs": group,
@@ -123,6 +130,19 @@ def runner(operations: list[Operation], kernels: CompiledKernels, pool: ThreadPo
     program, step = Program(operations, kernels, Workspace()), CpuStepRecord()
     step.count("num_tokens", rows)
     return lambda: pool.run(program.entries, step.words)
+
+
+def linear(shapes: Sequence[tuple[int, int]], layers: int, x: torch.Tensor) -> Callable[[], None]:
+    """Returns a call of torch's linear layers, with weights of their own."""
+    weights = [torch.randn(shape).to(x.dtype) for _ in range(layers) for shape in shapes]
+    inputs = [x[:, : weight.shape[1]].contiguous() for weight in weights]
+
+    def call() -> None:
+        with torch.inference_mode():
+            for rows, weight in zip(inputs, weights, strict=True):
+                torch.nn.functional.linear(rows, weight)
+
+    return call
 
 
 def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
@@ -151,10 +171,33 @@ def _chosen(kernels: str, codes: str) -> Isa:
     return isa if codes == "auto" else replace(isa, rounds_codes=codes == "rounded")
 
 
+def _show(title: str, found: Mapping[str, float], sizes: Mapping[str, int], work: float, alone: float) -> None:
+    """Prints a table of the milliseconds of each call, whose weights have ``sizes`` bytes and which computes ``work``
+    million operations; ``alone`` is the rate of registers in G operations/s."""
+    table, rate = Table(title=title), sizes[READ] / found[READ]
+    headings = ("weights", "ms", "G operations/s", "share of registers alone", "GB/s", "share of the read's rate")
+    for heading in (*headings, "bf16's time / this time"):
+        table.add_column(heading, justify="right")
+    for name, middle in found.items():
+        speed, done = sizes[name] / middle, 0 if name == READ else work / middle
+        cells = (
+            f"{middle:.3f}",
+            f"{done:.0f}",
+            f"{done / alone:.2f}",
+            f"{speed / 1e6:.1f}",
+            f"{speed / rate:.2f}",
+            f"{found['bf16'] / middle:.2f}",
+        )
+        table.add_row(name, *cells)
+    show_table(table)
+
+
 def main() -> None:
     """Prints a table for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default="1,16,256")
+    parser.add_argument("--shapes", choices=MODEL_SHAPES, default="llama")
+    parser.add_argument("--kinds", default="", help="of weights beside bf16, with commas (default: all)")
     parser.add_argument("--row-type", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--codes", choices=("auto", "exact", "rounded"), default="auto", help="auto: as they serve")
@@ -163,7 +206,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     isa = _chosen(args.kernels, args.codes)
-    specs = {case: Gemm(case[0], args.row_type, "store", offsets=case[2]) for case in CASES}
+    shapes, kinds = MODEL_SHAPES[args.shapes], ["bf16", *filter(None, args.kinds.split(","))]
+    cases = [case for case in CASES if not args.kinds or case[0] in kinds]
+    specs = {case: Gemm(case[0], args.row_type, "store", offsets=case[2]) for case in cases}
+    torch.set_num_threads(args.threads)
     read = ReadAll()
     peaks = [PeakDots(rows) for rows in (args.row_type, "int8")]
     roundings = {rounding(spec) for spec in specs.values() if spec.weights == INT8_DOTS or spec.weights in DOT_KINDS}
@@ -175,12 +221,12 @@ def main() -> None:
     for rows in map(int, args.rows.split(",")):
         dtype = torch.bfloat16 if args.row_type == "bf16" else torch.float32
         # A row has an odd number of cache lines, as in a worker's buffers, so that rows do not share places in a cache.
-        x = torch.randn(rows, max(depth for _, depth in SHAPES) + 64 // dtype.itemsize).to(dtype)
+        x = torch.randn(rows, max(depth for _, depth in shapes) + 64 // dtype.itemsize).to(dtype)
         calls, sizes = {}, {}
         for case, spec in specs.items():
             kind, group, offsets = case
             name = f"{kind}{f', groups of {group}' * bool(group)}{', offsets' * offsets}"
-            every = [one for _ in range(args.layers) for shape in SHAPES for one in operations(spec, shape, group, x)]
+            every = [one for _ in range(args.layers) for shape in shapes for one in operations(spec, shape, group, x)]
             calls[name] = runner(every, kernels, pool, rows)
             products = [one for one in every if isinstance(one.spec, Gemm)]
             sizes[name] = sum(product.values["group_bytes"] for product in products)
@@ -192,33 +238,13 @@ def main() -> None:
                     )
                     for product in products
                 ]
-                calls["a streaming read"], sizes["a streaming read"] = runner(reads, kernels, pool, rows), sizes[name]
+                calls[READ], sizes[READ] = runner(reads, kernels, pool, rows), sizes[name]
+                calls[LINEAR], sizes[LINEAR] = linear(shapes, args.layers, x), sizes[name]
         found = fastest_ms(calls, args.repeats)
-        rate = sizes["a streaming read"] / found["a streaming read"]
-        table = Table(
-            title=f"{rows} rows of {args.row_type}, {isa.label}, {args.threads} threads, {args.layers} layers"
-        )
-        for heading in (
-            "weights",
-            "ms",
-            "G operations/s",
-            "GB/s",
-            "share of the read's rate",
-            "bf16's time / this time",
-        ):
-            table.add_column(heading, justify="right")
-        for name, middle in found.items():
-            speed = sizes[name] / middle
-            work = 0 if "read" in name else 2e-6 * args.layers * rows * sum(math.prod(shape) for shape in SHAPES)
-            cells = (
-                f"{middle:.3f}",
-                f"{work / middle:.0f}",
-                f"{speed / 1e6:.1f}",
-                f"{speed / rate:.2f}",
-                f"{found['bf16'] / middle:.2f}",
-            )
-            table.add_row(name, *cells)
-        show_table(table)
+        work = 2e-6 * args.layers * rows * sum(math.prod(shape) for shape in shapes)
+        layers = f"{args.layers} layers of {args.shapes}"
+        title = f"{rows} rows of {args.row_type}, {isa.label}, {args.threads} threads, {layers}"
+        _show(title, found, sizes, work, alone[args.row_type])
     pool.close()
 
 

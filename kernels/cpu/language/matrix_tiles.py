@@ -10,7 +10,8 @@ additions are fused, round to nearest even, and flush denormals to zero, of oper
 
 A thread gives its tiles their shapes, which zeroes them, and releases them at last: the system then need not save them
 when it takes the thread's core away, and other instructions run at full speed. The kernels' language does not know
-which tiles are in use; a function that has shaped tiles calls no other function that does.
+which tiles are in use: a function that has shaped tiles calls no other function that does, but may have subroutines
+use its tiles.
 
 Tests on processors without tiles emulate them in the function's frame (:attr:`Isa.emulated_tiles`): the description of
 all shapes, then each tile with 16 rows of 64 bytes. As on a processor, an instruction whose operands' shapes do not fit
@@ -46,7 +47,8 @@ class MatrixTiles:
     """Appends instructions on tiles, which are named by their numbers, to a kernel."""
 
     k: Kernel
-    _shapes: Ptr
+    # The description of shapes, and emulated tiles; a subroutine gets it from its caller to use the caller's tiles.
+    memory: Ptr
 
     @classmethod
     def of(cls, k: Kernel) -> MatrixTiles:
@@ -69,8 +71,8 @@ class MatrixTiles:
                 word, place = divmod(begin + size * tile, 8)
                 words[8 * word] = k.int(value) * (1 << 8 * place) + words[8 * word]
         for at, bits in words.items():
-            k.store_int(self._shapes + at, bits)
-        self._run("ldtilecfg", self._shapes)
+            k.store_int(self.memory + at, bits)
+        self._run("ldtilecfg", self.memory)
 
     def release(self) -> None:
         """Takes all tiles' shapes away."""
@@ -101,7 +103,7 @@ class MatrixTiles:
         k, b = self.k, self.k.builder
         if k.isa.emulated_tiles:
             values = [k.int(each) if isinstance(each, int) else each for each in operands]
-            k.call_subroutine(f"emulated_{name}", (self._shapes, *values), _EMULATED[name])
+            k.call_subroutine(f"emulated_{name}", (self.memory, *values), _EMULATED[name])
             return
         raw = [
             I8(each) if isinstance(each, int) else b.inttoptr(each.ir, _ANY) if isinstance(each, Ptr) else each.ir

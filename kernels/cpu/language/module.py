@@ -26,7 +26,7 @@ SIGNATURE = ir.FunctionType(ir.VoidType(), [I64] * 6)
 # The counter of an operation has a cache line of its own, so that threads do not contend for other data in that line.
 COUNTER_BYTES = 64
 # Each thread has this many bytes of scratch memory.
-SCRATCH_BYTES = 2**20
+SCRATCH_BYTES = 2**21
 # The fault cell has this name in compiled code.
 FAULT_CELL = "fault_cell"
 

@@ -5,7 +5,8 @@
 Threads draw ranges of panels. All rows are multiplied by a panel, in tiles of even height: the first tile streams it
 from memory, the others find it in the cache, and each of them prefetches a part of the panel that this thread works on
 next, so that memory and arithmetic are busy at the same time. Quantized weights have tiles of their own
-(:mod:`pillion.kernels.cpu.quantized.quantized_tiles`).
+(:mod:`pillion.kernels.cpu.quantized.quantized_tiles`), and so have many rows in matrix tiles
+(:mod:`pillion.kernels.cpu.products.many_rows`).
 
 A row's result has the same bits whatever the other rows are and however many: each output is one chain of additions
 over rising inputs (gemm_tiles), and all rows share the epilogue's code.
@@ -14,13 +15,23 @@ over rising inputs (gemm_tiles), and all rows share the epilogue's code.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr, Vec
-from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, TileKind, multiply_rows
+from pillion.kernels.cpu.products.many_rows import (
+    MOST_PANELS,
+    MOST_ROW_TILES,
+    SCRATCH_NEEDED,
+    SUMS_PLACE,
+    TILED_ROWS,
+    Epilogue,
+    ManyRows,
+    PanelRange,
+)
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
 from pillion.kernels.cpu.quantized.codes import CODE_KINDS, UNIT_INPUTS
@@ -71,6 +82,10 @@ RANGES_PER_THREAD = 16
 GROUP_RANGES_PER_THREAD = 4
 # Each thread has this many work items, where there are rows enough to cut a panel's work into blocks of rows.
 ITEMS_PER_THREAD = 2
+# In matrix tiles, work items per thread where threads copy rows once, and the least panels and times 32 rows of an item
+# where there are more: each item may copy its rows, and reads its weights.
+_SHALLOW_ITEMS_PER_THREAD = 4
+_LEAST_PANELS, _LEAST_ROW_TILES = 8, 2
 # gelu(x) by its tanh approximation is x * sigmoid(x * (a + b * x * x)).
 _GELU_A = 1.5957691216057308
 _GELU_B = 0.0713548162726009
@@ -120,7 +135,9 @@ class Gemm(KernelSpec):
 
     def emit(self, call: KernelCall) -> None:
         body = GemmBody(self, call)
-        if self.x_step:
+        if body.panels.many is not None:
+            body.emit_ranges(body.panels.many)
+        elif self.x_step:
             body.emit_heads()
         elif self.grouped:
             body.emit_groups()
@@ -214,6 +231,71 @@ class GemmBody:
             self.x, self.out = x + head * self.spec.x_step, out + head * self.spec.out_step
             self._panel(RowCut(k.int(0), rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
 
+    def emit_ranges(self, many: ManyRows) -> None:
+        """Emits any product of rows that meet weights in matrix tiles. A work item is a range of a matrix's panels with
+        a block of its rows; with all of them in a grouped product, and of few rows a single panel."""
+        k, call, spec, x, out = self.k, self.call, self.spec, self.x, self.out
+        matrices = call.args.number("num_groups") if spec.grouped or spec.x_step else k.int(1)
+        starts = call.args.pointer("group_starts") if spec.grouped else None
+        cut = self._range_cut(many, matrices)
+        panel_bytes, group_bytes = self.panels.panel_bytes, call.args.number("group_bytes")
+        with call.items_ahead(matrices * cut.blocks * cut.ranges, cut.draw) as (item, after):
+            matrix, block, first, last = cut.place(item, self.pairs)
+            next_matrix, _, next_first, _ = cut.place(after, self.pairs)
+            ahead = self.weights + (next_matrix * group_bytes + next_first * panel_bytes)
+            begin, rows = cut.block(block)
+            if starts is not None:
+                begin = k.load_int(starts + matrix * 4, 32)
+                rows = k.load_int(starts + matrix * 4 + 4, 32) - begin
+            self.x, self.out = x + matrix * spec.x_step, out + matrix * spec.out_step
+            panels = PanelRange(first, last, self.weights + matrix * group_bytes, panel_bytes, ahead)
+            with k.when(rows > 0), k.builder.if_else((rows <= TILED_ROWS).ir) as (few_rows, many_rows):
+                with few_rows, k.range(last, first) as panel:
+                    weights = panels.weights + panel * panel_bytes
+                    following = k.either(panel + 1 < last, weights + panel_bytes, ahead)
+                    one = RowCut(begin, rows, k.int(1), k.int(0), k.int(1))
+                    self._panel(one, panel, matrix * self.pairs + panel, weights, following)
+                with many_rows:
+                    self._multiply_many(many, begin, rows, matrix * self.pairs, panels)
+
+    def _range_cut(self, many: ManyRows, matrices: Int) -> RangeCut:
+        """Returns how the rows and panels of each matrix are cut, so that each thread has some work items."""
+        k, pairs, threads = self.k, self.pairs, self.call.threads
+        least_ranges = (pairs + (MOST_PANELS - 1)) // MOST_PANELS
+        if self.spec.grouped:
+            # One group may have all the work.
+            ranges = k.most(k.least(pairs, threads * GROUP_RANGES_PER_THREAD), least_ranges)
+            return RangeCut(k.int(0), k.int(0), k.int(1), ranges, k.int(1))
+        rows = self.call.step.number(self.spec.rows_of)
+        tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
+        wanted = threads * k.select(many.deep, k.int(ITEMS_PER_THREAD), k.int(_SHALLOW_ITEMS_PER_THREAD))
+        wanted = (wanted + (matrices - 1)) // matrices
+        ranges = k.most(k.least(wanted, pairs // _LEAST_PANELS), least_ranges)
+        blocks = k.least((wanted + (ranges - 1)) // ranges, tiles // _LEAST_ROW_TILES)
+        blocks = k.most(blocks, (tiles + (MOST_ROW_TILES - 1)) // MOST_ROW_TILES)
+        few = tiles < 2
+        draw = k.select(few, matrices * pairs // (threads * RANGES_PER_THREAD), k.int(1))
+        return RangeCut(rows, tiles, k.select(few, k.int(1), blocks), k.select(few, pairs, ranges), draw)
+
+    def _multiply_many(self, many: ManyRows, begin: Int, rows: Int, first_column: Int, panels: PanelRange) -> None:
+        """Multiplies many rows by a range of panels; ``first_column`` is the place of panel 0 among all groups'."""
+        k = self.k
+
+        def prefetch(panel: Int) -> None:
+            if self.addition is not None:
+                self.addition.prefetch(first_column + panel)
+
+        def finish(first: Int, count: Int, panel: Int, sums: Ptr) -> None:
+            self.column = first_column + panel
+            out, constants = self._panel_out(panel), self._constants(self.column * TOTALS_BYTES)
+            weights = panels.weights + panel * panels.panel_bytes
+            with k.range(count) as row:
+                totals = self.panels.totals(sums + row * TOTALS_BYTES, weights, begin + first + row)
+                self.finish(begin + first + row, panel, totals, out, constants)
+
+        lines = replace(panels, weights=panels.weights + self.panels.before_bytes)
+        many.multiply(self.x + begin * self.x_stride, self.x_stride, rows, lines, Epilogue(prefetch, finish))
+
     def _tiles(self, rows: Int) -> Int:
         """Returns into how many tiles so many rows are cut."""
         highest = self.panels.most_rows()
@@ -223,11 +305,14 @@ class GemmBody:
         """Multiplies some tiles of rows by one panel. ``panel`` is its number in out, ``column`` its place among the
         panels of all groups, which have their biases one after the other."""
         self.column = column
-        out = self.out + panel * (self._out_bytes() * PANEL_COLUMNS)
         constants = self._constants(column * TOTALS_BYTES)
         if self.addition is not None:
             self.addition.prefetch(column)
-        self.panels.multiply(cut, panel, out, weights, ahead, constants)
+        self.panels.multiply(cut, panel, self._panel_out(panel), weights, ahead, constants)
+
+    def _panel_out(self, panel: Int) -> Ptr:
+        """Returns the place of a panel in the first row of out."""
+        return self.out + panel * (self._out_bytes() * PANEL_COLUMNS)
 
     def _constants(self, offset: Int) -> tuple[Vec, Vec] | None:
         """Returns the bias for a panel's two tiles, where the spec has one."""
@@ -285,12 +370,20 @@ class Panels:
 
     # The weights of a panel begin this many bytes after the panel's own beginning.
     before_bytes = 0
+    # How many rows are multiplied, where that is in matrix tiles.
+    many: ManyRows | None = None
 
     def __init__(self, body: GemmBody) -> None:
         self.body = body
         self.kind = self.tile_kind()
         self.steps = body.call.args.number("depth") // self.kind.inputs
         self.panel_bytes = self.steps * PANEL_STEP_BYTES + self.before_bytes
+        self.sums = body.call.scratch
+        if self.kind.in_matrix_tiles(body.k.isa):
+            assert SCRATCH_NEEDED <= SCRATCH_BYTES
+            self.many = ManyRows(body.k, self.kind, self.steps, body.call.scratch)
+            # Few rows leave copies of other rows in scratch memory as they are.
+            self.sums = body.call.scratch + SUMS_PLACE
 
     def tile_kind(self) -> TileKind:
         """Returns the kind of rows and weights that a tile multiplies."""
@@ -314,7 +407,7 @@ class Panels:
         with k.range(cut.last, cut.first) as tile:
             begin, rows = cut.begin(tile), cut.begin(tile + 1) - cut.begin(tile)
             wanted = ahead + (tile - cut.first) * self.steps * step_bytes
-            x, sums = body.x + begin * body.x_stride, body.call.scratch
+            x, sums = body.x + begin * body.x_stride, self.sums
             args = TileArgs(x, body.x_stride, weights + self.before_bytes, self.steps, wanted, step_bytes, sums)
             multiply_rows(k, self.kind, rows, args)
             with k.range(rows) as row:
@@ -462,6 +555,35 @@ class GroupDotPanels(Panels):
 
 def loaded(k: Kernel, sums: Ptr) -> list[Vec]:
     return [k.load(sums + half * VECTOR_BYTES) for half in range(2)]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeCut:
+    """Cuts each matrix's rows into ``blocks`` of whole tiles, and its panels into ``ranges``.
+
+    Attributes:
+        rows, tiles: number of rows, and of tiles of 32 rows; 0 where the groups' starts say which rows a matrix meets.
+        draw: work items to draw at a time.
+    """
+
+    rows: Int
+    tiles: Int
+    blocks: Int
+    ranges: Int
+    draw: Int
+
+    def place(self, item: Int, panels: Int) -> tuple[Int, Int, Int, Int]:
+        """Returns an item's matrix, block of rows, first panel, and the panel after its last one. Items of one block
+        follow each other."""
+        blocks = item // self.ranges
+        matrix, number = blocks // self.blocks, item - blocks * self.ranges
+        first, last = (panels * each // self.ranges for each in (number, number + 1))
+        return matrix, blocks - matrix * self.blocks, first, last
+
+    def block(self, number: Int) -> tuple[Int, Int]:
+        """Returns the first row of a block, and its number of rows."""
+        first, behind = (self.tiles * each // self.blocks * TILED_ROWS for each in (number, number + 1))
+        return first, first.k.least(behind, self.rows) - first
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 PANEL_STEP_BYTES = 128
 _STEPS_PER_ITERATION = 2
 # A group of rows has 16 rows in matrix tiles, and so many such groups share what is loaded of a panel.
-_ROW_GROUPS = 2
+ROW_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class TileKind:
     def tiles(self, isa: Isa) -> TileRows:
         """Returns the limits on the rows of such tiles."""
         if self.in_matrix_tiles(isa):
-            return TileRows(_ROW_GROUPS * TILE_ROWS)
+            return TileRows(ROW_GROUPS * TILE_ROWS)
         return self.register_tiles(isa)
 
     def register_tiles(self, isa: Isa) -> TileRows:
@@ -221,7 +221,7 @@ class _Tile:
 def _call_matrix_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
     """Multiplies 1 to 32 rows with a panel in matrix tiles."""
     values = (rows, args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
-    for groups, wanted in ((1, rows <= TILE_ROWS), (_ROW_GROUPS, rows > TILE_ROWS)):
+    for groups, wanted in ((1, rows <= TILE_ROWS), (ROW_GROUPS, rows > TILE_ROWS)):
 
         def body(inner: Kernel, rows: Int, *seen: Any, groups: int = groups) -> None:
             MatrixTile(inner, kind, groups, rows, TileArgs(*seen), MatrixTiles.of(inner)).write()

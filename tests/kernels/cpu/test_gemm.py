@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from pillion.kernels.cpu.products.gemm import ACTIVATED, GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear, unpack
+from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS
 from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm, reference_sum_inputs
 from tests.support.examples import examples
 from tests.support.kernel_runner import (
@@ -26,6 +28,7 @@ from tests.support.kernel_runner import (
     TILE_MODES,
     Runner,
     isa_or_skip,
+    kernel_modes,
     normal,
     padded,
     rows_step,
@@ -34,6 +37,7 @@ from tests.support.kernel_runner import (
     with_checks,
 )
 from tests.support.machine_code import assembly
+from tests.support.matrix_tile import add_pairs
 
 # The kind of the weights, and the type of the rows.
 KINDS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))
@@ -52,7 +56,13 @@ PLAIN += [
 GROUPED = [Gemm(*kind, epilogue, grouped=True) for kind in KINDS for epilogue in ("store", "gated_silu")]
 GROUPED += [Gemm("bf16", "fp32", epilogue, grouped=True, bias=True) for epilogue in ("store", "gated_clamped")]
 SAMPLED = Gemm("bf16", "bf16", "store", "num_samples", bias=True)
-SPECS = [*PLAIN, *GROUPED, SAMPLED]
+# Matrices of two heads, whose columns lie side by side in a row of x and of out.
+HEAD_COLUMNS, HEAD_INPUTS = 32, 48
+HEADS = [
+    Gemm("bf16", rows, "store", x_step=HEAD_INPUTS * (2 if rows == "bf16" else 4), out_step=HEAD_COLUMNS * 4)
+    for rows in ("bf16", "fp32")
+]
+SPECS = [*PLAIN, *GROUPED, SAMPLED, *HEADS]
 FACTOR = 0.5
 # A vector register that an instruction keeps on the stack, or gets from there.
 SPILL = re.compile(r"[yz]mm\d.*\(%rsp|\(%rsp.*[yz]mm\d|\b(q|v)\d.*\[sp")
@@ -98,7 +108,7 @@ class GemmCase:
             "depth": first.depth,
             "pairs": first.pairs,
             "out_stride": stride(out),
-            "num_groups": len(self.packed) if self.spec.grouped else 0,
+            "num_groups": len(self.packed) if self.spec.grouped or self.spec.x_step else 0,
             "group_bytes": first.nbytes,
             "inputs": first.group,
             "input_sums_stride": 0 if sums is None else stride(sums),
@@ -207,8 +217,37 @@ def test_a_row_does_not_depend_on_the_others(runner, spec):
             assert torch.equal(part, whole[begin:end]), (begin, end)
 
 
+@pytest.mark.parametrize("runner", kernel_modes(TILE_MODES), indirect=True)
+@pytest.mark.parametrize("spec", [spec for spec in PLAIN[: len(EPILOGUES)] if "gelu" not in spec.epilogue], ids=str)
+@pytest.mark.parametrize(("columns", "depth"), [(600, 48), (72, 2096), (33, 16)])
+def test_many_rows_in_matrix_tiles_have_the_bits_of_each_alone(runner, spec, columns, depth):
+    """Rows of several blocks, and panels of several ranges; a depth of two blocks of inputs and a rest, and one of a
+    rest alone."""
+    one = case(spec, 300, columns, depth)
+    start = one.new_out(300)
+    alone = torch.cat([one.run(runner, one.x[row : row + 1], start[row : row + 1]) for row in range(0, 300, 7)])
+    for rows, threads in ((33, 3), (48, 1), (65, 3), (256, 3), (257, 1), (300, 3)):
+        found = one.run(runner, one.x[:rows], start[:rows], threads=threads)[::7]
+        assert torch.equal(found, alone[: len(found)]), rows
+
+
+@pytest.mark.parametrize("spec", HEADS, ids=str)
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_heads_meet_their_own_matrix(runner, spec, rows):
+    one = case(replace(spec, x_step=0), rows, HEAD_COLUMNS, HEAD_INPUTS, groups=[rows, 0])
+    x = normal(rows, 2 * HEAD_INPUTS, seed=9).to(one.x.dtype)
+    out = torch.full((rows, 2 * HEAD_COLUMNS), FILLER)
+    heads = replace(one, spec=spec, starts=None)
+    runner.run(spec, heads.values(padded(x), out), rows_step(rows))
+    expected = [
+        reference_gemm(part, packed, "store", None, torch.zeros(rows, HEAD_COLUMNS))
+        for part, packed in zip(x.split(HEAD_INPUTS, 1), one.packed, strict=True)
+    ]
+    assert_close(out, torch.cat(expected, 1))
+
+
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("groups", [[3, 0, 17, 1], [0, 0, 5, 0], [0, 0]], ids=str)
+@pytest.mark.parametrize("groups", [[3, 0, 17, 1], [0, 0, 5, 0], [0, 0], [40, 2, 70]], ids=str)
 def test_groups_meet_their_own_matrix(runner, spec, groups):
     one = case(spec, sum(groups), 72, 48, groups=groups)
     assert_close(one.run(runner), one.expected())
@@ -231,16 +270,17 @@ def test_no_rows(runner, spec):
 
 
 @with_checks
+@pytest.mark.parametrize("rows", [17, 40])
 @pytest.mark.parametrize("short", ["x", "weights", "bias", "out"])
-def test_strays_are_noted(runner, short):
+def test_strays_are_noted(runner, short, rows):
     """A checked product whose memory is too small is reported, and touches no other memory."""
-    one = case(Gemm("bf16", "bf16", "add", bias=True), 17, 64, 48)
-    out = one.new_out(17)
+    one = case(Gemm("bf16", "bf16", "add", bias=True), rows, 64, 48)
+    out = one.new_out(rows)
     values = one.values(padded(one.x), out)
     buffer = values[short].contiguous()
     values[short] = (buffer.data_ptr(), buffer.nbytes - 64)
     with pytest.raises(Internal, match="gemm_bf16_bf16_add"):
-        runner.run(one.spec, values, rows_step(17))
+        runner.run(one.spec, values, rows_step(rows))
 
 
 def test_bfloat16_weights_have_the_bits_of_float32_weights(runner):
@@ -281,39 +321,55 @@ def test_sums_stay_in_registers(name, kind):
 def test_rows_of_bfloat16_meet_weights_in_matrix_tiles(kind):
     """In code for a processor that has them, which any machine can make: whatever the number of rows."""
     texts = assembly([Gemm(*kind, "store")], BY_NAME["amx"])
-    tiles = {name: text for name, text in texts.items() if "_matrix_tile_" in name}
+    tiles = {name: text for name, text in texts.items() if "_matrix_" in name}
     few = {name for name in texts if name.startswith("gemm_tile_")}
     if kind == ("bf16", "bf16"):
-        assert set(tiles) == {f"gemm_matrix_tile_bf16_bf16_{groups}" for groups in (1, 2)}
+        assert set(tiles) == {
+            f"gemm_matrix_{name}_bf16_bf16_{groups}" for name in ("tile", "block") for groups in (1, 2)
+        }
         assert not few
     else:
         assert few
         assert not tiles
-    for text in tiles.values():
+    for name, text in tiles.items():
         assert text.count("tdpbf16ps") >= 2
-        assert re.search(r"tilerelease\s.*retq", text, re.DOTALL)
+        # A block of many rows leaves the shapes of tiles to its caller.
+        assert ("ldtilecfg" in text) == bool(re.search(r"tilerelease\s.*retq", text, re.DOTALL)) == ("_tile_" in name)
 
 
-@pytest.mark.parametrize("depth", [16, 32, 48, 64, 528])
-def test_sums_in_matrix_tiles_are_one_chain_over_the_depth(depth):
+@pytest.mark.parametrize("spec", [Gemm("bf16", "bf16", "store"), Gemm(INT8_DOTS, "bf16", "store")], ids=str)
+def test_products_of_many_rows_load_one_tile_each(spec):
+    """Of the loop over the depth: two tiles of rows and two of weights for four products, no vector, no shapes, and
+    hardly anything else."""
+    name = f"gemm_matrix_block_{spec.weights}_{'bf16' if spec.weights == 'bf16' else 'int8'}_2"
+    text = assembly([spec], BY_NAME["amx"])[name]
+    (loop,) = [block for block in re.split(r"^\.L\w+:", text, flags=re.MULTILINE) if "tdp" in block]
+    instructions = re.findall(r"^\t([a-z]\w*)", loop, re.MULTILINE)
+    assert sum(each.startswith("tdp") for each in instructions) == 4
+    assert instructions.count("tileloadd") == 4
+    assert len(instructions) <= 4 + 4 + 16, instructions
+    assert not re.search(r"%[xyz]mm", loop)
+    assert text.count("tileloadd") == 8
+    assert text.count("tilestored") == 4
+
+
+@pytest.mark.parametrize("rows", [19, 300])
+@pytest.mark.parametrize("depth", [16, 32, 48, 64, 528, 2096])
+def test_sums_in_matrix_tiles_are_one_chain_over_the_depth(rows, depth):
     """What an instruction adds: the first products of 16 pairs, then the second ones, and both to the sum."""
     isa, spec = isa_or_skip(TILE_MODES[0][0]), Gemm("bf16", "bf16", "store")
-    one = case(spec, 19, 64, depth)
+    one = case(spec, rows, 64, depth)
     runner = Runner([spec], isa, checked=False)
     found = one.run(runner)
     runner.close()
-    weights = unpack(one.packed[0]).double()
-    total = torch.zeros(19, 64)
-    for first in range(0, depth, 32):
-        parts = []
-        for place in (0, 1):
-            part = torch.zeros(19, 64)
-            for at in range(first + place, min(first + 32, depth), 2):
-                # Products of two bfloat16 are exact in float64, and so is nearly every sum with a float32.
-                part = (part.double() + one.x[:, at, None].double() * weights[None, :, at]).float()
-            parts.append(part)
-        total = total + (parts[0] + parts[1])
-    assert torch.equal(found, total)
+    x, weights = (
+        values.contiguous().view(torch.uint16).numpy().reshape(len(values), -1, 2)
+        for values in (one.x, unpack(one.packed[0]))
+    )
+    total = np.zeros((rows, 64), np.float32)
+    for step in range(0, x.shape[1], 16):
+        total = add_pairs(total, x[:, step : step + 16], weights[:, step : step + 16].swapaxes(0, 1))
+    assert torch.equal(found, torch.from_numpy(total))
 
 
 def test_specs_have_names_of_their_own():

@@ -19,7 +19,7 @@ from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from tests.kernels.cpu.test_gemm import FACTOR, SPILL
 from tests.support.batches import Sequences
 from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm
-from tests.support.kernel_runner import normal, padded, registers_of, rows_step, runner_of, stride
+from tests.support.kernel_runner import MODES, TILE_MODES, normal, padded, registers_of, rows_step, runner_of, stride
 from tests.support.machine_code import assembly
 
 DEPTH, COLUMNS = 80, 96
@@ -39,7 +39,7 @@ EXPERTS, CHOSEN = 3, 2
 EXPERT_SHRINKS = [ExpertShrink(rows, "tokens", CHOSEN) for rows in ("bf16", "fp32")]
 EXPERT_PRODUCTS = [AdapterGemm(rows, rows, "store", grouped=True) for rows in ("bf16", "fp32")]
 
-runner = runner_of([*SHRINKS, *PRODUCTS, *PLAIN, *EXPERT_SHRINKS, *EXPERT_PRODUCTS])
+runner = runner_of([*SHRINKS, *PRODUCTS, *PLAIN, *EXPERT_SHRINKS, *EXPERT_PRODUCTS], [*MODES, TILE_MODES[0]])
 
 
 class LayerCase:
@@ -175,7 +175,7 @@ def test_rows_of_many_adapters(runner, layer, slots):
 
 
 def test_a_row_has_the_same_bits_in_every_batch(runner, layer):
-    slots = [0, -1, 2, 1, 3, 0, 2] * 4
+    slots = [0, -1, 2, 1, 3, 0, 2] * 6
     x, numbers = layer.inputs(len(slots)), list(range(len(slots)))
     together = layer.run(runner, x, slots, layer.out(numbers))
     for rows in ([3], [2, 6], [0, 5, 7, 12, 14, 19, 21, 26, 2], [1, 4], numbers[::-1]):

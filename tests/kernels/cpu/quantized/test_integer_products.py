@@ -226,7 +226,7 @@ def test_no_sum_is_too_large(runner, ends):
 
 
 @with_checks
-@pytest.mark.parametrize("rows", [2, 17])
+@pytest.mark.parametrize("rows", [2, 17, 40])
 @pytest.mark.parametrize("short", ["x", "weights", "input_sums", "bias", "out"])
 def test_strays_are_noted(runner, short, rows):
     """A checked product whose memory is too small is reported, and touches no other memory."""
@@ -260,8 +260,10 @@ def test_sums_stay_in_registers_and_are_dot_products(name):
 def test_many_codes_meet_codes_in_matrix_tiles():
     """In code for a processor that has them, which any machine can make."""
     texts = assembly([Gemm(INT8_DOTS, "bf16", "store")], BY_NAME["amx"])
-    tiles = {name: text for name, text in texts.items() if "_matrix_tile_" in name}
-    assert set(tiles) == {f"gemm_matrix_tile_int8_dots_int8_{groups}" for groups in (1, 2)}
+    tiles = {name: text for name, text in texts.items() if "_matrix_" in name}
+    assert set(tiles) == {
+        f"gemm_matrix_{name}_int8_dots_int8_{groups}" for name in ("tile", "block") for groups in (1, 2)
+    }
     assert all("tdpbsud" in text for text in tiles.values())
 
 

@@ -1,0 +1,229 @@
+"""Emits products of many rows with panels of packed weights in matrix tiles, over memory that stays in the second
+cache.
+
+    for each block of up to 256 rows, and for each block of up to 2,048 inputs:
+        copy the rows into tiles (once for all ranges of panels where that is the whole depth)
+        for each panel of the range, for each 32 rows:
+            add to sums of 32 x 32; after the last block of inputs: epilogue
+
+A tile has 16 rows of 64 bytes side by side, and two tiles of rows meet two of weights, so each instruction that
+multiplies needs one load of a tile. Tiles are shaped once for a block of inputs; what stands in them after the last row
+is not read. Between blocks of inputs a sum waits in memory, as float32, so it is the same chain as in
+:mod:`pillion.kernels.cpu.products.gemm_tiles`, whatever the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
+from pillion.kernels.cpu.language.emit import I32, VECTOR_BYTES, Bool, Int, Kernel, Ptr
+from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
+from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, ROW_GROUPS, TileKind
+from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
+
+# Rows whose sums are in tiles at a time. Fewer rows are not copied.
+TILED_ROWS = ROW_GROUPS * TILE_ROWS
+# Instructions in a block of the depth (of 2,048 bfloat16 inputs), and 32 rows in a block of rows: copied rows take up
+# to half of a second cache of 2 MiB.
+_BLOCK, MOST_ROW_TILES = 64, 8
+# Panels in a range of the same rows: the copy costs a few percent of their products, and their sums, which wait between
+# blocks of the depth, a quarter of the cache.
+MOST_PANELS = 16
+_INSTRUCTION_BYTES = TILED_ROWS * VECTOR_BYTES
+_SUMS_BYTES = TILED_ROWS * TOTALS_BYTES
+# Scratch memory: copied rows, then sums.
+SUMS_PLACE = MOST_ROW_TILES * _BLOCK * _INSTRUCTION_BYTES
+SCRATCH_NEEDED = SUMS_PLACE + MOST_PANELS * MOST_ROW_TILES * _SUMS_BYTES
+# A depth is a multiple of 16 codes or 16 bfloat16.
+_REST_BYTES = 16
+_REST = ir.VectorType(I32, _REST_BYTES // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelRange:
+    """Some panels of one matrix.
+
+    Attributes:
+        first, last: numbers of the first panel, and of the one after the last.
+        weights: the weights of panel 0.
+        panel_bytes: bytes from panel to panel.
+        ahead: the weights of the panel that is multiplied after the range.
+    """
+
+    first: Int
+    last: Int
+    weights: Ptr
+    panel_bytes: Int
+    ahead: Ptr
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """Emits what follows products.
+
+    Attributes:
+        prefetch: called with a panel before its last products.
+        finish: called with the first of some rows, their number, the panel, and their finished sums.
+    """
+
+    prefetch: Callable[[Int], None]
+    finish: Callable[[Int, Int, Int, Ptr], None]
+
+
+class ManyRows:
+    """Emits products of many rows in one kernel."""
+
+    def __init__(self, k: Kernel, kind: TileKind, steps: Int, scratch: Ptr) -> None:
+        self._k, self._kind = k, kind
+        self._tiles = MatrixTiles.of(k)
+        self._whole = steps // TILE_STEPS
+        self._rest = steps - self._whole * TILE_STEPS
+        self._whole_blocks = (self._whole + (_BLOCK - 1)) // _BLOCK
+        self._blocks: Int = self._whole_blocks + k.select(self._rest > 0, k.int(1), k.int(0))
+        self._copies, self._sums = scratch, scratch + SUMS_PLACE
+        # The address of the rows whose copy has all of the depth.
+        self._copied = k.variable(k.int(0))
+
+    @property
+    def deep(self) -> Bool:
+        """Returns whether rows are copied for each range of panels."""
+        return self._blocks > 1
+
+    def multiply(self, x: Ptr, x_stride: Int, rows: Int, panels: PanelRange, epilogue: Epilogue) -> None:
+        """Multiplies ``rows`` rows from ``x`` on by a range of up to MOST_PANELS panels."""
+        k = self._k
+        most = MOST_ROW_TILES * TILED_ROWS
+        with k.range(rows, step=most) as first:
+            height, begin = k.least(rows - first, most), x + first * x_stride
+            with k.range(self._blocks) as block:
+                self._shape(block)
+                self._copy(begin, x_stride, height, block)
+                with k.range(panels.last, panels.first) as panel:
+                    self._multiply_panel(first, height, block, panel, panels, epilogue)
+        self._tiles.release()
+
+    def _is_rest(self, block: Int) -> Bool:
+        return block >= self._whole_blocks
+
+    def _count(self, block: Int) -> Int:
+        """Returns the number of instructions of a block for each sum."""
+        k = self._k
+        count: Int = k.select(self._is_rest(block), k.int(1), k.least(self._whole - block * _BLOCK, _BLOCK))
+        return count
+
+    def _shape(self, block: Int) -> None:
+        k = self._k
+        steps = k.select(self._is_rest(block), self._rest, k.int(TILE_STEPS))
+        sums = 2 * ROW_GROUPS
+        self._tiles.shape(
+            [TILE_ROWS] * (sums + ROW_GROUPS) + [steps] * 2,
+            [VECTOR_BYTES] * sums + [steps * STEP_BYTES] * ROW_GROUPS + [VECTOR_BYTES] * 2,
+        )
+
+    def _offset(self, block: Int) -> Int:
+        """Returns the first instruction of a block."""
+        return self._k.least(block * _BLOCK, self._whole)
+
+    def _copy(self, x: Ptr, x_stride: Int, rows: Int, block: Int) -> None:
+        """Copies a block's values into tiles: [32 rows][instructions][32][64 bytes]."""
+        k, address = self._k, Int(self._k, x.ir)
+        count = self._count(block)
+        with k.builder.if_then(k.builder.not_(self._copied.value.equals(address).ir)):
+            with k.range(rows) as row:
+                tile = row // TILED_ROWS
+                source = x + (row * x_stride + self._offset(block) * VECTOR_BYTES)
+                target = self._copies + (tile * count * _INSTRUCTION_BYTES + (row - tile * TILED_ROWS) * VECTOR_BYTES)
+                with k.builder.if_else(self._is_rest(block).ir) as (rest, whole):
+                    with rest, k.range(self._rest * STEP_BYTES, step=_REST_BYTES) as at:
+                        k.write(target + at, k.read(source + at, _REST, 4), 4)
+                    with whole, k.range(count) as number:
+                        k.store(target + number * _INSTRUCTION_BYTES, k.load(source + number * VECTOR_BYTES))
+            self._copied.value = k.select(self._blocks < 2, address, k.int(0))
+
+    def _multiply_panel(
+        self, first: Int, rows: Int, block: Int, panel: Int, panels: PanelRange, epilogue: Epilogue
+    ) -> None:
+        """Multiplies a block of rows, from the row ``first`` on, and a block of inputs by one panel."""
+        k, count = self._k, self._count(block)
+        tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
+        begin = panels.weights + self._offset(block) * (TILE_STEPS * PANEL_STEP_BYTES)
+        lines = begin + panel * panels.panel_bytes
+        final = block + 1 >= self._blocks
+        # The first panel's next block.
+        further = begin + (panels.first * panels.panel_bytes + count * (TILE_STEPS * PANEL_STEP_BYTES))
+        ahead = k.either(panel + 1 < panels.last, lines + panels.panel_bytes, k.either(final, panels.ahead, further))
+        # What is ahead has the size of this block or less. Each tile of rows prefetches its share.
+        share = k.int(TILE_STEPS * PANEL_STEP_BYTES) // tiles
+        parked = k.select(self._blocks < 2, k.int(0), k.int(_SUMS_BYTES))
+        with k.when(final):
+            epilogue.prefetch(panel)
+        with k.range(tiles) as tile:
+            sums = self._sums + ((panel - panels.first) * tiles + tile) * parked
+            height = k.least(rows - tile * TILED_ROWS, TILED_ROWS)
+            copies = self._copies + tile * count * _INSTRUCTION_BYTES
+            inside = k.holds(copies, count * _INSTRUCTION_BYTES) & k.holds(sums, _SUMS_BYTES)
+            with k.when(inside & k.holds(lines, self._line_bytes(block))):
+                self._call(height, (copies, lines, count, ahead + tile * count * share, share, sums, block))
+            with k.when(final):
+                epilogue.finish(first + tile * TILED_ROWS, height, panel, sums)
+
+    def _line_bytes(self, block: Int) -> Int:
+        k = self._k
+        steps: Int = k.select(self._is_rest(block), self._rest, self._count(block) * TILE_STEPS)
+        return steps * PANEL_STEP_BYTES
+
+    def _call(self, height: Int, values: tuple[Int | Ptr, ...]) -> None:
+        k, kind = self._k, self._kind
+        for groups, wanted in ((1, height <= TILE_ROWS), (ROW_GROUPS, height > TILE_ROWS)):
+
+            def body(inner: Kernel, memory: Ptr, *seen: Any, groups: int = groups) -> None:
+                _write_block(MatrixTiles(inner, memory), kind, groups, *seen)
+
+            with k.when(wanted):
+                name = f"gemm_matrix_block_{kind.weights}_{kind.rows}_{groups}"
+                k.call_subroutine(name, (self._tiles.memory, *values), body)
+
+
+def _write_block(
+    tiles: MatrixTiles,
+    kind: TileKind,
+    groups: int,
+    x: Ptr,
+    lines: Ptr,
+    count: Int,
+    ahead: Ptr,
+    share: Int,
+    sums: Ptr,
+    block: Int,
+) -> None:
+    """Writes the function that adds ``count`` instructions for each tile to the sums of a block of rows and a panel,
+    which begin as zeros in block 0."""
+    k = tiles.k
+    places = [(2 * group + half, sums + (group * TILE_ROWS * TOTALS_BYTES + half * VECTOR_BYTES))
+              for group in range(groups) for half in range(2)]  # fmt: skip
+    first_rows, first_weights = 2 * ROW_GROUPS, 3 * ROW_GROUPS
+    with k.builder.if_else((block < 1).ir) as (begin, further):
+        with begin:
+            for tile, _ in places:
+                tiles.clear(tile)
+        with further:
+            for tile, place in places:
+                tiles.load(tile, place, TOTALS_BYTES)
+    add = tiles.add_codes if kind.rows == "int8" else tiles.add_pairs
+    with k.range(count) as number:
+        with k.range(share, step=LINE_BYTES) as at:
+            k.prefetch(ahead + (number * share + at), near=False)
+        line, row = lines + number * (TILE_STEPS * PANEL_STEP_BYTES), x + number * _INSTRUCTION_BYTES
+        for half in range(2):
+            tiles.load(first_weights + half, line + half * VECTOR_BYTES, PANEL_STEP_BYTES)
+        for group in range(groups):
+            tiles.load(first_rows + group, row + group * TILE_ROWS * VECTOR_BYTES, VECTOR_BYTES)
+            for half in range(2):
+                add(2 * group + half, first_rows + group, first_weights + half)
+    for tile, place in places:
+        tiles.store(tile, place, TOTALS_BYTES)
