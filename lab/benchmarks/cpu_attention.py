@@ -93,7 +93,7 @@ class AttentionBench:
         each = np.arange(streams + 1, dtype=np.int32)
         lengths = np.full(streams, context, np.int32)
         batch = StepBatch(np.full(streams, 5, np.int32), lengths - 1, each, lengths, tables, each[:-1].copy())
-        counts = row_counts(self._isa, self._shape.group)
+        counts = row_counts(self._isa, self._shape.group, self._shape.bf16)
         planner = CpuAttentionPlanner(self._shape.group, counts, self._heads, 1, PARTIAL_ROWS, self._window)
         plan = planner.plan(batch)
         step = CpuStepRecord()

@@ -59,14 +59,17 @@ def packed(pool: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """A plain pool in the layout and the type of ``shape``; in 8 bits, rows of NaN have NaN's codes and scales."""
     if not shape.codes:
         return pack_pool(pool.to(dtype_of(shape)))
-    codes, scales = quantize_rows(pool, shape.codes)
-    codes.view(torch.uint8)[~pool.isfinite()] = 0x7F
-    return pack_codes(codes, scales)
+    # The latents of a row and its rotated key have scales of their own.
+    parts = pool.split((shape.latents, shape.head_dim - shape.latents), -1)[0 if shape.latents else 1 :]
+    codes, scales = zip(*(quantize_rows(part, shape.codes) for part in parts), strict=True)
+    joined = torch.cat(codes, -1)
+    joined.view(torch.uint8)[~pool.isfinite()] = 0x7F
+    return pack_codes(joined, torch.stack(scales, -1))
 
 
 def unpacked(pool: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """The plain form of a pool."""
-    return dequantized(pool, shape.block_size, shape.codes) if shape.codes else unpack_pool(pool)
+    return dequantized(pool, shape.block_size, shape.codes, shape.latents) if shape.codes else unpack_pool(pool)
 
 
 @dataclass(frozen=True)
@@ -172,13 +175,14 @@ class AttentionCase:
         """The attended rows by torch, in float32."""
         rows = self.queries[:, : self.batch.num_tokens].float()
         shape, pool = self.shape, self.pool
+        codes = "" if shape.latents else shape.codes
         if shape.latents:
             plain = unpacked(pool, shape)
             plain[:, :, 1] = plain[:, :, 0]
-            pool = packed(plain, shape)
+            pool = pack_pool(plain)
         found = reference_attention(
             rows, pool, LAYER, self.batch, scale=shape.head_dim**-0.5, window=window, softcap=softcap,
-            chunked=chunked, sinks=sinks, codes=shape.codes, block_size=shape.block_size,
+            chunked=chunked, sinks=sinks, codes=codes, block_size=shape.block_size,
         )  # fmt: skip
         heads = found.unflatten(1, (-1, shape.head_dim))
         return heads[..., : shape.value_dim].flatten(1)

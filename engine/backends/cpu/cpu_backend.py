@@ -77,7 +77,7 @@ class CpuBackend(HostBackend):
         self._new_thread_pool = partial(ThreadPool, threads=threads, affinity=affinity, share=share)
         self._thread_pool = self._new_thread_pool(model.kernels)
         local = model.shard.local(model.config)
-        planners = attention_planners(local, model.isa, self._thread_pool.threads)
+        planners = attention_planners(local, model.dtype, model.isa, self._thread_pool.threads)
         self._planners = [(planner, _plan_fields(number)) for number, planner in enumerate(planners)]
         self._step = CpuStepRecord()
         # This says whether buffers were replaced since the program was bound to them.

@@ -270,7 +270,7 @@ def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Op
     yield Operation(MixTokenInputs(), values)
 
 
-def attention_planners(config: ModelConfig, isa: Isa, threads: int) -> tuple[CpuAttentionPlanner, ...]:
+def attention_planners(config: ModelConfig, dtype: str, isa: Isa, threads: int) -> tuple[CpuAttentionPlanner, ...]:
     """Returns the planners that cut a step's attention into items, one for each number of KV heads that layers have."""
     found = []
     for count in config.kv_head_counts:
@@ -278,5 +278,6 @@ def attention_planners(config: ModelConfig, isa: Isa, threads: int) -> tuple[Cpu
         layers = (layer for layer, heads in enumerate(every) if heads is not None and heads.kv_heads == count)
         windows = [config.sliding_windows[layer] for layer in layers]
         group, window = config.num_heads // count, max(windows) if all(windows) else 0
-        found.append(CpuAttentionPlanner(group, row_counts(isa, group), count, threads, MAX_PARTIAL_ROWS, window))
+        counts = row_counts(isa, group, dtype == "bfloat16")
+        found.append(CpuAttentionPlanner(group, counts, count, threads, MAX_PARTIAL_ROWS, window))
     return tuple(found)

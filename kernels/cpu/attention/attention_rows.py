@@ -204,6 +204,21 @@ class Visibility:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """Says where a row's weights of the first listed group are stored; those of the other groups follow. ``narrow``
+    ones are bfloat16, not float32."""
+
+    lines: PoolLines
+    begin: Ptr
+    narrow: bool
+
+    @property
+    def group_bytes(self) -> int:
+        """Returns the bytes of the weights of a group."""
+        return VECTOR_BYTES // 2 if self.narrow else VECTOR_BYTES
+
+
+@dataclass(frozen=True, slots=True)
 class RowTile:
     """Says how many rows are computed at a time, and how many of their sums stay in registers.
 
@@ -329,28 +344,20 @@ def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
 
 
 def emit_weights(
-    lines: PoolLines,
-    groups: Groups,
-    visibility: Visibility,
-    scores: Ptr,
-    factor: Vec | None,
-    maximum: Ptr,
-    total: Ptr,
-    narrow: bool,
+    groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr, weights: Weights
 ) -> None:
-    """Turns a row's scores into its weights, in the same place, and stores its maximum m and sum l. Without a
-    ``factor`` the scores are taken as they are. ``narrow`` weights are bfloat16, not float32.
+    """Turns a row's scores into its ``weights``, and stores its maximum m at ``maximum``, and then its sum l. Without a
+    ``factor`` the scores are taken as they are.
 
     Where V is stored as codes of 8 bits, the weights are multiplied by the scales of V.
     """
-    k = scores.k
+    k, lines = scores.k, weights.lines
     best = _emit_masked_maximum(groups, visibility, scores)
     top = k.larger(k.maximum(best.value), LEAST_MAXIMUM)
     if factor is not None:
         top = top * factor
     k.store(maximum, top)
     below = k.vector(0.0) - top
-    weight_bytes = VECTOR_BYTES // 2 if narrow else VECTOR_BYTES
     sums = k.variable(k.vector(0.0))
     with k.range(groups.count) as index:
         score = k.load(scores + index * VECTOR_BYTES)
@@ -358,8 +365,8 @@ def emit_weights(
         sums.value = sums.value + weight
         if lines.scaled:
             weight = weight * lines.scales(groups.at(groups.count + index))
-        k.store_float(scores + index * weight_bytes, weight, narrow)
-    k.store(total, k.sum(sums.value))
+        k.store_float(weights.begin + index * weights.group_bytes, weight, weights.narrow)
+    k.store(maximum + VECTOR_BYTES, k.sum(sums.value))
 
 
 def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> KernelVariable:
@@ -371,7 +378,12 @@ def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) ->
     whole_begin = k.int(0)
     if visibility.first is not None:
         whole_begin = k.least((k.most(visibility.first - groups.first, 0) + (LANES - 1)) // LANES, groups.count)
-    with k.range(whole_end, whole_begin) as index:
+    # A chain of single maxima would wait for each of them.
+    side_end = whole_begin + k.most(whole_end - whole_begin, 0) // SIDE_GROUPS * SIDE_GROUPS
+    with k.range(side_end, whole_begin, SIDE_GROUPS) as index:
+        one, two, three, four = (k.load(scores + index * VECTOR_BYTES + i * VECTOR_BYTES) for i in range(SIDE_GROUPS))
+        best.value = k.larger(best.value, k.larger(k.larger(one, two), k.larger(three, four)))
+    with k.range(whole_end, side_end) as index:
         best.value = k.larger(best.value, k.load(scores + index * VECTOR_BYTES))
 
     def mask(begin: Int, end: Int) -> None:
@@ -486,12 +498,10 @@ def emit_sink(shape: AttentionShape, sums: Ptr, sink: Vec) -> None:
         k.store(sums + at, k.load(sums + at) * share)
 
 
-def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr) -> None:
-    """Stores A / l, a row's attention, in the model's type. Widened values still lack a constant factor, which is
+def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr, factor: float) -> None:
+    """Stores A / l, a row's attention, in the model's type. Widened values still lack a constant ``factor``, which is
     multiplied here: applied earlier, it would have cost small weights some bits."""
     k = sums.k
-    # Rows of latents are widened to float32 on every processor.
-    factor = PoolLines(k, shape, wide=shape.latents > 0).factor
     share = k.vector(factor) / k.load(sums + (4 * shape.value_dim + VECTOR_BYTES))
     with k.range(shape.value_dim // LANES) as column:
         value = k.load(sums + column * VECTOR_BYTES) * share

@@ -1,17 +1,22 @@
-"""Emits the products of attention in matrix tiles (:mod:`pillion.kernels.cpu.language.matrix_tiles`), where queries,
-keys and values are bfloat16: of up to 16 query rows with the tokens of a partition.
+"""Emits the products of attention in matrix tiles (:mod:`pillion.kernels.cpu.language.matrix_tiles`), where queries are
+bfloat16: of up to 32 query rows with the tokens of a partition.
 
-    scores    S[r, t]: rows of queries with 32 values each, and of K the 16 lines that hold these of 16 tokens
-    weighted  A[r, c]: rows of 16 weights, and of V the 8 lines of their tokens' pairs that hold 16 columns
-    latents   A[c, r]: rows of K turned, 16 tokens each, and 8 lines of turned weights; the sums are turned back
+    scores    S[r, t]: tiles of 16 queries with 32 values each, and of K the 16 lines that have these of 16 tokens
+    weighted  A[r, c]: tiles of 16 rows of 32 weights, and of V the 16 lines of their tokens' pairs that have 16 columns
+    latents   A[c, r]: tiles of 16 latents of 32 tokens, and 16 lines of turned weights; the sums are turned back
+
+Both tiles of rows meet each tile of K and V that is loaded. V is copied into whole tiles first, one step ahead of the
+products; codes of 8 bits are widened on the way, as those of K are.
 
 Every sum is one chain of instructions. For a score an instruction adds 32 values of the key, and for a weighted sum the
-tokens of a group, so a row's bits depend neither on the rows beside it nor on the groups that are listed.
+32 tokens from a multiple of 32 on, so a row's bits depend neither on the rows beside it nor on the groups that are
+listed. Where one half of these tokens is not listed, its weights are 0, and it has the values of the other half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
@@ -22,155 +27,316 @@ from pillion.kernels.cpu.attention.attention_rows import (
     SIDE_GROUPS,
     AttentionShape,
     Groups,
+    PoolLines,
+    Weights,
 )
-from pillion.kernels.cpu.language.emit import I32, VECTOR_BYTES, VI, Int, Kernel, Ptr, Quads
+from pillion.kernels.cpu.attention.eight_bits import widen_to_pairs
+from pillion.kernels.cpu.attention.kv_layout import line_values
+from pillion.kernels.cpu.language.emit import I32, VECTOR_BYTES, VI, Bool, Int, Pairs, Ptr, Quads
 from pillion.kernels.cpu.language.isa import LANES, Isa
 from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
 
-# With fewer query heads of a KV head, a decode waits for memory alone, and vectors read a little faster.
-_LEAST_GROUP = 4
-# An instruction multiplies this many values of a key, two in each step.
-_KEY_VALUES = 2 * TILE_STEPS
-# A group of tokens has this many pairs, and a row of their weights, or of one of their values, this many bytes.
-_PAIRS = LANES // 2
-_GROUP_BYTES = _PAIRS * STEP_BYTES
-# Sums are in as many tiles; the tile for rows, and those for what they meet, come after them.
+# Query rows of an item.
+MOST_ROWS = 2 * TILE_ROWS
+# Values of a key that an instruction multiplies, and tokens of a weighted sum: two in each step.
+_STEP_VALUES = 2 * TILE_STEPS
+# Tiles of sums; those for rows come after them, and then those for what rows meet.
 _SUMS = 4
-_ROWS, _OTHERS = _SUMS, (5, 6, 7)
-# Values of this many latents are turned at a time: four tiles of sums. So many groups of them fit into the first cache.
-_LATENTS = _SUMS * TILE_ROWS
-_TURNED_GROUPS = 8
-_TURNED_BYTES = _LATENTS * _GROUP_BYTES
-_SUMS_BYTES = TILE_ROWS * VECTOR_BYTES
-# The scratch memory of latents: turned weights of all groups, turned values of some groups, and sums.
-_AT_VALUES = PARTITION_GROUPS * _PAIRS * VECTOR_BYTES
-_AT_SUMS = _AT_VALUES + _TURNED_GROUPS * _TURNED_BYTES
-LATENTS_BYTES = _AT_SUMS + _SUMS * _SUMS_BYTES
+_TILE_BYTES = TILE_ROWS * VECTOR_BYTES
+_GROUP_PAIRS = LANES // 2
+_WEIGHTS_BYTES = _GROUP_PAIRS * STEP_BYTES
+# Scratch memory: values of 32 tokens, twice; turned weights of a partition, and sums; scores of rotated keys; keys.
+_AT_TURNED = 2 * _SUMS * _TILE_BYTES
+_AT_SUMS = _AT_TURNED + (PARTITION_GROUPS // 2 + 1) * MOST_ROWS * VECTOR_BYTES
+_AT_SCORES = _AT_SUMS + _SUMS * _TILE_BYTES
+_AT_KEYS = _AT_SCORES + _SUMS * _TILE_BYTES
 
 _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
-def in_matrix_tiles(isa: Isa, shape: AttentionShape, rows: int) -> bool:
-    """Returns whether up to ``rows`` rows of this shape are multiplied in matrix tiles."""
-    plain = isa.matrix_tiles and shape.bf16 and not shape.codes and rows <= TILE_ROWS
-    whole = shape.head_dim % _KEY_VALUES == 0 and shape.latents % _LATENTS == 0
-    return plain and whole and (shape.latents > 0 or shape.group >= _LEAST_GROUP)
+def in_matrix_tiles(isa: Isa, bf16: bool) -> bool:
+    """Returns whether attention of queries of this type is multiplied in matrix tiles."""
+    return isa.matrix_tiles and bf16
 
 
-def emit_tile_scores(
-    tiles: MatrixTiles, shape: AttentionShape, groups: Groups, queries: Ptr, scores: Ptr, rows: Int
-) -> None:
-    """Emits code that computes the scores of ``rows`` queries [rows, head_dim] for all groups, and for a few more after
-    the last one, which nothing reads."""
-    k = tiles.k
-    query_bytes = 2 * shape.head_dim
-    tiles.shape([rows] * (_SUMS + 1) + [TILE_STEPS] * len(_OTHERS), [VECTOR_BYTES] * 8)
-    with k.range(groups.count, step=SIDE_GROUPS) as first:
-        here, ahead = ([groups.at(first + (far + i)) for i in range(SIDE_GROUPS)] for far in (0, SIDE_GROUPS))
-        inside = k.holds(queries, (rows - 1) * query_bytes + query_bytes)
-        for key in here:
-            inside = inside & k.holds(key, shape.lines_bytes)
-        out = scores + first * VECTOR_BYTES
-        with k.when(inside & k.holds(out, (rows - 1) * SCORE_BYTES + SIDE_GROUPS * VECTOR_BYTES)):
-            for tile in range(_SUMS):
-                tiles.clear(tile)
-            with k.range(shape.head_dim // _KEY_VALUES) as step:
-                tiles.load(_ROWS, queries + step * (TILE_STEPS * STEP_BYTES), query_bytes)
-                at = step * (TILE_STEPS * VECTOR_BYTES)
-                for tile, key in enumerate(here):
-                    other = _OTHERS[tile % len(_OTHERS)]
-                    tiles.load(other, key + at, VECTOR_BYTES)
-                    tiles.add_pairs(tile, _ROWS, other)
-                _prefetch(k, [key + at for key in ahead], range(0, TILE_STEPS * VECTOR_BYTES, VECTOR_BYTES))
-            for tile in range(_SUMS):
-                tiles.store(tile, out + tile * VECTOR_BYTES, SCORE_BYTES)
+def tiles_bytes(shape: AttentionShape) -> int:
+    """Returns the bytes of scratch memory that the products need."""
+    return _AT_KEYS + SIDE_GROUPS * shape.head_dim * VECTOR_BYTES // 2
 
 
-def emit_tile_weighted(
-    tiles: MatrixTiles, shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, rows: Int
-) -> None:
-    """Stores A, the weighted sums of V, for ``rows`` rows of bfloat16 weights, in rows of ``sum_bytes``."""
-    k = tiles.k
-    columns = shape.head_dim // LANES
-    width = max(count for count in range(1, _SUMS + 1) if columns % count == 0)
-    pair_bytes = columns * VECTOR_BYTES
-    tiles.shape(
-        [rows] * (_SUMS + 1) + [_PAIRS] * len(_OTHERS), [VECTOR_BYTES] * _SUMS + [_GROUP_BYTES] + [VECTOR_BYTES] * 3
-    )
-    with k.range(columns, step=width) as column:
-        left = column * VECTOR_BYTES
-        for tile in range(width):
-            tiles.clear(tile)
-        with k.range(groups.count) as group:
-            value, row = groups.at(groups.count + group), weights + group * _GROUP_BYTES
-            inside = k.holds(row, (rows - 1) * SCORE_BYTES + _GROUP_BYTES)
-            with k.when(inside & k.holds(value, shape.lines_bytes)):
-                tiles.load(_ROWS, row, SCORE_BYTES)
-                for tile in range(width):
-                    other = _OTHERS[tile % len(_OTHERS)]
-                    tiles.load(other, value + (left + tile * VECTOR_BYTES), pair_bytes)
-                    tiles.add_pairs(tile, _ROWS, other)
-            # The first columns ask for all columns of the groups that follow, in the order in which they lie there.
-            with k.when(column < 1):
-                _prefetch(k, [groups.at(groups.count + group + SIDE_GROUPS)], range(0, shape.lines_bytes, VECTOR_BYTES))
-        out = sums + left
-        with k.when(k.holds(out, (rows - 1) * shape.sum_bytes + width * VECTOR_BYTES)):
-            for tile in range(width):
-                tiles.store(tile, out + tile * VECTOR_BYTES, shape.sum_bytes)
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """Multiplies the ``rows`` query rows of an item, in ``height`` tiles.
 
+    Attributes:
+        queries: the queries in tiles, [steps][MOST_ROWS] of 64 bytes.
+        scratch: ``tiles_bytes`` for values on their way.
+    """
 
-def emit_tile_weighted_keys(
-    tiles: MatrixTiles, shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, scratch: Ptr
-) -> None:
-    """Stores A where values are the first values of keys: for 16 rows of bfloat16 weights, whether or not all of them
-    are wanted. ``scratch`` has LATENTS_BYTES."""
-    k = tiles.k
-    turned_weights, turned_values, turned_sums = scratch, scratch + _AT_VALUES, scratch + _AT_SUMS
-    with k.range(groups.count, step=2) as group:
-        rows = [k.load_quads(weights + (group * _GROUP_BYTES + row * SCORE_BYTES)) for row in range(TILE_ROWS)]
-        for pair, values in enumerate(_turned(rows)):
-            k.write(turned_weights + (group * (_PAIRS * VECTOR_BYTES) + pair * VECTOR_BYTES), values.ir, 4)
-    # Rows of sums are latents here. One tile has the turned weights, and the others the values of 16 latents each.
-    tiles.shape(
-        [TILE_ROWS] * _SUMS + [_PAIRS] + [TILE_ROWS] * len(_OTHERS),
-        [VECTOR_BYTES] * (_SUMS + 1) + [_GROUP_BYTES] * len(_OTHERS),
-    )
-    with k.range(shape.latents, step=_LATENTS) as latent:
+    tiles: MatrixTiles
+    shape: AttentionShape
+    rows: Int
+    height: int
+    queries: Ptr
+    scratch: Ptr
+
+    @property
+    def _side(self) -> int:
+        """Tiles of what the rows meet, whose sums are in registers."""
+        return _SUMS // self.height
+
+    @property
+    def _parts(self) -> list[tuple[int, int]]:
+        """First and last values, plus 1, of a key whose products have scales of their own."""
+        shape = self.shape
+        apart = shape.codes and shape.latents
+        return [(0, shape.latents), (shape.latents, shape.head_dim)] if apart else [(0, shape.head_dim)]
+
+    @property
+    def _width(self) -> int:
+        """Values of a key in each instruction."""
+        return min(_STEP_VALUES, self.shape.head_dim)
+
+    @property
+    def _one_shape(self) -> bool:
+        """Whether all instructions of an item take tiles of the same shapes."""
+        return self._width == _STEP_VALUES and not self.shape.latents
+
+    def copy_queries(self, source: Ptr) -> None:
+        """Copies the queries [rows, head_dim] at ``source`` into tiles. The last step of a part may begin with values
+        that an earlier one has, which are 0 there."""
+        k, step, width = self.tiles.k, 0, self._width
+        if self._one_shape:
+            self._shape(self.rows, TILE_STEPS)
+        with k.range(self.rows) as row:
+            for part, behind in self._parts:
+                for begin in range(part, behind, width):
+                    first = self._first(begin, behind)
+                    for value in range(first, first + width, LANES):
+                        at = source + row * (2 * self.shape.head_dim) + 2 * value
+                        seen = k.load_float(at, True) if begin <= value < behind else k.vector(0.0)
+                        to = self.queries + row * VECTOR_BYTES + (step * MOST_ROWS * VECTOR_BYTES + 2 * (value - first))
+                        k.store_float(to, seen, True)
+                    step += 1
+
+    def emit_scores(self, groups: Groups, scores: Ptr) -> None:
+        """Stores the scores of all groups, and a few more after the last one, which nothing reads."""
+        k, shape, lines = self.tiles.k, self.shape, PoolLines(self.tiles.k, self.shape)
+        if not self._one_shape:
+            self._shape(self.rows, self._width // 2)
+        with k.range(groups.count, step=self._side) as first:
+            keys, ahead = ([groups.at(first + (far + i)) for i in range(self._side)] for far in (0, SIDE_GROUPS))
+            out, step = scores + first * VECTOR_BYTES, 0
+            if shape.codes:
+                for place in (first, groups.count + first):
+                    for i in range(self._side):
+                        k.prefetch(groups.at(place + SIDE_GROUPS + i) + shape.lines_bytes, near=False)
+            read = self._widened(keys, ahead) if shape.codes else keys
+            for number, (begin, behind) in enumerate(self._parts):
+                steps = -(-(behind - begin) // self._width)
+                self._add_keys(read, [] if shape.codes else ahead, (begin, behind), step, steps)
+                step += steps
+                apart = self.scratch + _AT_SCORES, self._side * VECTOR_BYTES
+                into, stride = apart if number else (out, SCORE_BYTES)
+                self._store_sums(into, stride, by_rows=True)
+                if not shape.codes:
+                    continue
+                scales = [lines.scales(key, number) for key in keys]
+                with k.range(self.rows) as row:
+                    for i, scale in enumerate(scales):
+                        at = out + row * SCORE_BYTES + i * VECTOR_BYTES
+                        found = k.load(into + row * stride + i * VECTOR_BYTES) * scale
+                        k.store(at, found if number == 0 else found + k.load(at))
+
+    def weights(self, groups: Groups, scores: Ptr) -> Weights:
+        """Returns where the weights of a row come, in place of its ``scores``."""
+        begin = scores + _skipped(groups) * _WEIGHTS_BYTES
+        return Weights(PoolLines(self.tiles.k, self.shape), begin, narrow=True)
+
+    def emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
+        """Stores A, the weighted sums of a partition's values, in rows of ``sum_bytes``."""
+        k, shape = self.tiles.k, self.shape
+        tiles = shape.value_dim // LANES
+        side = min(self._side, tiles)
+        pairs = (groups.count + _skipped(groups) + 1) // 2
+        with k.range(self.rows) as row:
+            self._clear_unlisted(groups, weights + row * SCORE_BYTES)
+        if shape.latents:
+            self._turn_weights(pairs, weights)
+            # Rows of sums are latents.
+            self._shape(self.height * TILE_ROWS, TILE_STEPS)
+        elif not self._one_shape:
+            self._shape(self.rows, TILE_STEPS)
+        with k.range(tiles, step=side) as tile:
+            # The last tiles may be some of those before them, too.
+            begin = k.least(tile, tiles - side)
+            for number in range(_SUMS):
+                self.tiles.clear(number)
+            self._bring(groups, k.int(0), begin, side, tile < 1)
+            # Tiles are copied while the processor multiplies those before them.
+            with k.range(pairs) as pair:
+                with k.when(pair + 1 < pairs):
+                    self._bring(groups, pair + 1, begin, side, tile < 1)
+                self._add_values(pair, weights, side)
+            if shape.latents:
+                self._turn_sums(sums + begin * VECTOR_BYTES, side)
+            else:
+                self._store_sums(sums + begin * VECTOR_BYTES, shape.sum_bytes, by_rows=True, side=side)
+
+    def _clear_unlisted(self, groups: Groups, weights: Ptr) -> None:
+        """Sets weights of a row to 0 for the tokens before and after those that are listed."""
+        k, nothing = self.tiles.k, self.tiles.k.vector(0.0)
+        with k.when(_skipped(groups) > 0):
+            k.store_float(weights, nothing, True)
+        k.store_float(weights + (groups.count + _skipped(groups)) * _WEIGHTS_BYTES, nothing, True)
+
+    def _first(self, begin: int, behind: int) -> int:
+        return max(0, min(begin, behind - self._width))
+
+    def _shape(self, rows: Int | int, steps: int) -> None:
+        """Shapes all tiles for ``rows`` rows and instructions of ``steps`` steps."""
+        k = self.tiles.k
+        heights = [k.least(k.int(rows) - TILE_ROWS * i, TILE_ROWS) for i in range(self.height)]
+        others = 8 - _SUMS - self.height
+        self.tiles.shape(
+            [heights[tile // self._side] for tile in range(_SUMS)] + heights + [k.int(steps)] * others,
+            [VECTOR_BYTES] * _SUMS + [STEP_BYTES * steps] * self.height + [VECTOR_BYTES] * others,
+        )
+
+    def _other(self, number: int) -> int:
+        begin = _SUMS + self.height
+        return begin + number % (8 - begin)
+
+    def _add_keys(
+        self, keys: Sequence[Ptr], ahead: Sequence[Ptr], values: tuple[int, int], first_step: int, steps: int
+    ) -> None:
+        """Multiplies a part of queries by the same values of keys."""
+        k, tiles, (begin, behind) = self.tiles.k, self.tiles, values
+        size = self._width * (VECTOR_BYTES // 2)
         for tile in range(_SUMS):
             tiles.clear(tile)
-        with k.range(groups.count, step=_TURNED_GROUPS) as first:
-            behind = k.least(first + _TURNED_GROUPS, groups.count)
-            with k.range(behind, first) as group:
-                # A pair of latents has a line of each group.
-                key = groups.at(group) + latent * (VECTOR_BYTES // 2)
-                _emit_apart(k, key, turned_values + (group - first) * _TURNED_BYTES)
-            with k.range(behind, first) as group:
-                weight, value = turned_weights + group * (_PAIRS * VECTOR_BYTES), group - first
-                with k.when(k.holds(weight, _PAIRS * VECTOR_BYTES)):
-                    tiles.load(_ROWS, weight, VECTOR_BYTES)
-                    for tile in range(_SUMS):
-                        other, place = _OTHERS[tile % len(_OTHERS)], tile * (TILE_ROWS * _GROUP_BYTES)
-                        tiles.load(other, turned_values + (value * _TURNED_BYTES + place), _GROUP_BYTES)
-                        tiles.add_pairs(tile, other, _ROWS)
-        for tile in range(_SUMS):
-            tiles.store(tile, turned_sums + tile * _SUMS_BYTES, VECTOR_BYTES)
-        with k.range(_SUMS) as number:
-            begin = turned_sums + number * _SUMS_BYTES
-            found = [k.load_quads(begin + row * VECTOR_BYTES) for row in range(TILE_ROWS)]
-            for row, values in enumerate(_turned(found)):
-                out = sums + (latent * 4 + number * VECTOR_BYTES)
-                k.write(out + row * shape.sum_bytes, values.ir, 4)
+        with k.range(steps) as step:
+            at = k.least(step * self._width + begin, self._first(behind, behind)) * (VECTOR_BYTES // 2)
+            query = self.queries + (step + first_step) * (MOST_ROWS * VECTOR_BYTES)
+            inside = k.holds(query, MOST_ROWS * VECTOR_BYTES)
+            for key in keys:
+                inside = inside & k.holds(key + at, size)
+            with k.when(inside):
+                for row in range(self.height):
+                    tiles.load(_SUMS + row, query + row * _TILE_BYTES, VECTOR_BYTES)
+                for number, key in enumerate(keys):
+                    tiles.load(self._other(number), key + at, VECTOR_BYTES)
+                    for row in range(self.height):
+                        tiles.add_pairs(row * self._side + number, _SUMS + row, self._other(number))
+            for place in range(0, size, VECTOR_BYTES):
+                for key in ahead:
+                    k.prefetch(key + at + place, near=False)
+
+    def _widened(self, keys: Sequence[Ptr], ahead: Sequence[Ptr]) -> list[Ptr]:
+        """Widens the codes of some groups of K, and returns where they are."""
+        k, size = self.tiles.k, self.shape.head_dim * (VECTOR_BYTES // 2)
+        found = [self.scratch + (_AT_KEYS + i * size) for i in range(len(keys))]
+        with k.range(self.shape.lines_bytes, step=VECTOR_BYTES) as at:
+            for key, far, to in zip(keys, ahead, found, strict=True):
+                k.prefetch(far + at, near=False)
+                for i, pairs in enumerate(widen_to_pairs(k, key + at, self.shape.codes)):
+                    k.write(to + at * 2 + i * VECTOR_BYTES, pairs.ir, 4)
+        return found
+
+    def _bring(self, groups: Groups, pair: Int, begin: Int, side: int, first: Bool) -> None:
+        """Copies values of 32 tokens, of columns or latents from 16 * ``begin`` on, into ``side`` tiles. Where
+        ``first`` holds, it prefetches all columns of the groups that follow, in the order in which they lie there."""
+        k, shape = self.tiles.k, self.shape
+        to = self.scratch + (pair & 1) * (_SUMS * _TILE_BYTES)
+        indices = [k.least(k.most(pair * 2 + i - _skipped(groups), 0), groups.count - 1) for i in range(2)]
+        if shape.latents:
+            self._bring_latents([groups.at(index) for index in indices], begin, side, to)
+            return
+        places = [groups.count + index for index in indices]
+        with k.when(first):
+            for place in places:
+                ahead = groups.at(place + SIDE_GROUPS)
+                with k.range(shape.lines_bytes, step=VECTOR_BYTES) as at:
+                    k.prefetch(ahead + at, near=False)
+        row_bytes, each = shape.head_dim // LANES * VECTOR_BYTES, line_values(shape.kind) // 2
+        for half, place in enumerate(places):
+            value = groups.at(place) + begin * VECTOR_BYTES
+            for line in range(_GROUP_PAIRS // each):
+                for column in range(side):
+                    tile = to + (column * _TILE_BYTES + (half * _GROUP_PAIRS + line * each) * VECTOR_BYTES)
+                    for i, pairs in enumerate(self._pairs(value + (line * row_bytes + column * VECTOR_BYTES))):
+                        k.write(tile + i * VECTOR_BYTES, pairs.ir, 4)
+
+    def _bring_latents(self, keys: Sequence[Ptr], begin: Int, side: int, to: Ptr) -> None:
+        """Copies latents of two groups of keys so that the values of 32 tokens of one latent lie side by side."""
+        k, b, each = self.tiles.k, self.tiles.k.builder, line_values(self.shape.kind)
+        at = begin * (LANES // each * VECTOR_BYTES)
+        for line in range(side * LANES // each):
+            lines = [self._pairs(key + at + line * VECTOR_BYTES) for key in keys]
+            for i, both in enumerate(zip(*lines, strict=True)):
+                words = [b.bitcast(pairs.ir, _WORDS) for pairs in both]
+                for value in range(2):
+                    order = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(value, 4 * LANES, 2)))
+                    latent = b.bitcast(b.shuffle_vector(*words, order), VI)
+                    k.write(to + (line * each + 2 * i + value) * VECTOR_BYTES, latent, 4)
+
+    def _pairs(self, line: Ptr) -> tuple[Pairs, ...]:
+        k, codes = self.tiles.k, self.shape.codes
+        return widen_to_pairs(k, line, codes) if codes else (k.load_pairs(line),)
+
+    def _add_values(self, pair: Int, weights: Ptr, side: int) -> None:
+        """Multiplies the weights of 32 tokens by their values."""
+        k, tiles, height = self.tiles.k, self.tiles, self.height
+        values = self.scratch + (pair & 1) * (_SUMS * _TILE_BYTES)
+        if self.shape.latents:
+            turned = self.scratch + pair * (MOST_ROWS * VECTOR_BYTES) + _AT_TURNED
+            for row in range(height):
+                tiles.load(_SUMS + row, turned + row * _TILE_BYTES, VECTOR_BYTES)
+        else:
+            rows = weights + pair * VECTOR_BYTES
+            with k.when(k.holds(rows, (self.rows - 1) * SCORE_BYTES + VECTOR_BYTES)):
+                for row in range(height):
+                    tiles.load(_SUMS + row, rows + row * (TILE_ROWS * SCORE_BYTES), SCORE_BYTES)
+        for number in range(side):
+            tiles.load(self._other(number), values + number * _TILE_BYTES, VECTOR_BYTES)
+            for row in range(height):
+                operands = (_SUMS + row, self._other(number))
+                tiles.add_pairs(row * self._side + number, *(operands[::-1] if self.shape.latents else operands))
+
+    def _store_sums(self, out: Ptr, stride: int, *, by_rows: bool, side: int | None = None) -> None:
+        """Stores the sums, rows of an item ``stride`` bytes apart, or tile by tile."""
+        k, side = self.tiles.k, side or self._side
+        size = (self.rows - 1) * stride + side * VECTOR_BYTES if by_rows else k.int(_SUMS * _TILE_BYTES)
+        with k.when(k.holds(out, size)):
+            for row in range(self.height):
+                for number in range(side):
+                    at = row * TILE_ROWS * stride + number * VECTOR_BYTES
+                    tile = row * self._side + number
+                    self.tiles.store(tile, out + (at if by_rows else tile * _TILE_BYTES), stride)
+
+    def _turn_weights(self, pairs: Int, weights: Ptr) -> None:
+        k = self.tiles.k
+        with k.range(pairs) as pair, k.range(self.height) as tile:
+            rows = weights + pair * VECTOR_BYTES + tile * (TILE_ROWS * SCORE_BYTES)
+            out = self.scratch + pair * (MOST_ROWS * VECTOR_BYTES) + tile * _TILE_BYTES + _AT_TURNED
+            for i, values in enumerate(_turned([k.load_quads(rows + row * SCORE_BYTES) for row in range(TILE_ROWS)])):
+                k.write(out + i * VECTOR_BYTES, values.ir, 4)
+
+    def _turn_sums(self, sums: Ptr, side: int) -> None:
+        """Stores the sums of ``side`` tiles of latents."""
+        k, stride = self.tiles.k, self.shape.sum_bytes
+        found = self.scratch + _AT_SUMS
+        self._store_sums(found, VECTOR_BYTES, by_rows=False, side=side)
+        with k.range(self.height) as row, k.range(side) as number:
+            begin = found + (row * self._side + number) * _TILE_BYTES
+            out = sums + row * (TILE_ROWS * stride) + number * VECTOR_BYTES
+            for i, values in enumerate(_turned([k.load_quads(begin + i * VECTOR_BYTES) for i in range(TILE_ROWS)])):
+                k.write(out + i * stride, values.ir, 4)
 
 
-def _emit_apart(k: Kernel, key: Ptr, out: Ptr) -> None:
-    """Stores the values of _LATENTS latents of a group's keys so that those of one latent lie side by side."""
-    b = k.builder
-    order = [2 * lane for lane in range(LANES)] + [2 * lane + 1 for lane in range(LANES)]
-    with k.when(k.holds(key, _TURNED_BYTES)):
-        for line in range(_LATENTS // 2):
-            words = b.bitcast(k.read(key + line * VECTOR_BYTES, VI, 4), _WORDS)
-            apart = b.shuffle_vector(words, words, ir.Constant(ir.VectorType(I32, 2 * LANES), order))
-            k.write(out + line * VECTOR_BYTES, b.bitcast(apart, VI), 4)
+def _skipped(groups: Groups) -> Int:
+    """Returns how many of the 32 tokens in which the first group lies come before it, in groups."""
+    return groups.first // LANES % 2
 
 
 def _turned(rows: Sequence[Quads]) -> list[Quads]:
@@ -186,10 +352,3 @@ def _turned(rows: Sequence[Quads]) -> list[Quads]:
                 for at, order in ((row, upper), (row + width, lower)):
                     found[at] = Quads(k, k.builder.shuffle_vector(*pair, ir.Constant(VI, order)))
     return found
-
-
-def _prefetch(k: Kernel, begins: Sequence[Ptr], places: range) -> None:
-    """Asks for memory, of which the second cache has room for more than the first."""
-    for place in places:
-        for begin in begins:
-            k.prefetch(begin + place, near=False)

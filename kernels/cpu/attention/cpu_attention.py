@@ -28,6 +28,7 @@ from pillion.kernels.cpu.attention.attention_rows import (
     PoolLines,
     RowTile,
     Visibility,
+    Weights,
     emit_fold,
     emit_result,
     emit_scores,
@@ -38,11 +39,10 @@ from pillion.kernels.cpu.attention.attention_rows import (
     emit_weights,
 )
 from pillion.kernels.cpu.attention.attention_tiles import (
-    LATENTS_BYTES,
-    emit_tile_scores,
-    emit_tile_weighted,
-    emit_tile_weighted_keys,
+    MOST_ROWS,
+    QueryTiles,
     in_matrix_tiles,
+    tiles_bytes,
 )
 from pillion.kernels.cpu.attention.cpu_attention_plan import ITEM_WORDS, PARTITION_TOKENS
 from pillion.kernels.cpu.attention.token_selection import GROUP_BYTES
@@ -59,10 +59,13 @@ assert len(_PLANS) == ATTENTION_PLANS
 CODE_SUMS = 16
 
 
-def row_counts(isa: Isa, group: int) -> tuple[int, int]:
-    """Returns two limits: how many rows an item of one token has at most, and how many an item of several tokens."""
-    narrow = group if group <= isa.attention_sums else -(-group // -(-group // isa.attention_rows))
-    return narrow, max(narrow, isa.attention_rows)
+def row_counts(isa: Isa, group: int, bf16: bool) -> tuple[int, int]:
+    """Returns two limits: how many rows an item of one token has at most, and how many an item of several tokens.
+    ``bf16`` says whether rows are bfloat16, not float32."""
+    tiles = in_matrix_tiles(isa, bf16)
+    most, wide = (MOST_ROWS, MOST_ROWS) if tiles else (isa.attention_sums, isa.attention_rows)
+    narrow = group if group <= most else -(-group // -(-group // wide))
+    return narrow, max(narrow, wide)
 
 
 class AttentionScratch:
@@ -74,17 +77,61 @@ class AttentionScratch:
         scores: scores, then weights: [rows] of SCORE_BYTES.
         sums: sums of the partitions that were folded so far: [rows] of sum_bytes.
         fresh: sums of the partition that is folded next: [rows] of sum_bytes.
-        turned: LATENTS_BYTES for the products of latents in matrix tiles.
+        tiles: ``tiles_bytes`` for the products in matrix tiles, where they are.
         end: bytes of the whole layout.
     """
 
-    def __init__(self, shape: AttentionShape, rows: int) -> None:
+    def __init__(self, shape: AttentionShape, rows: int, in_tiles: bool) -> None:
         self.places, self.queries = 0, 1024
         self.scores = self.queries + rows * 4 * shape.head_dim
         self.sums = self.scores + rows * SCORE_BYTES + VECTOR_BYTES
         self.fresh = self.sums + rows * shape.sum_bytes
-        self.turned = self.fresh + rows * shape.sum_bytes
-        self.end = self.turned + (LATENTS_BYTES if shape.latents else 0)
+        self.tiles = self.fresh + rows * shape.sum_bytes
+        self.end = self.tiles + (tiles_bytes(shape) if in_tiles else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryVectors:
+    """Multiplies the ``rows`` query rows of an item in vectors, with the rows of ``tile``. Where an item has fewer, its
+    last row is computed again and not stored.
+
+    Attributes:
+        queries: the queries [rows][head_dim], in the type that ``lines`` are multiplied with.
+    """
+
+    lines: PoolLines
+    shape: AttentionShape
+    rows: Int
+    tile: RowTile
+    queries: Ptr
+
+    def copy_queries(self, source: Ptr) -> None:
+        """Copies the queries [rows, head_dim] at ``source``."""
+        k, shape = self.queries.k, self.shape
+        from_bytes = shape.head_dim * shape.element_bytes
+        to_bytes = shape.head_dim * (2 if self.lines.bf16_rows else 4)
+        with k.range(self.tile.rows) as row:
+            begin = source + k.least(row, self.rows - 1) * from_bytes
+            with k.range(shape.head_dim // LANES) as column:
+                value = k.load_float(begin + column * (from_bytes * LANES // shape.head_dim), shape.bf16)
+                to = self.queries + (row * to_bytes + column * (to_bytes * LANES // shape.head_dim))
+                k.store_float(to, value, self.lines.bf16_rows)
+
+    def emit_scores(self, groups: Groups, scores: Ptr) -> None:
+        """Stores the scores of all groups."""
+        emit_scores(self.lines, self.shape, groups, self.queries, scores, self.tile)
+
+    def weights(self, groups: Groups, scores: Ptr) -> Weights:
+        """Returns where the weights of a row come, in place of its ``scores``."""
+        return Weights(self.lines, scores, self.lines.bf16_rows and not self.shape.latents)
+
+    def emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
+        """Stores the weighted sums of a partition's values."""
+        if self.shape.latents:
+            most = self.queries.k.isa.attention_sums
+            emit_weighted_keys(self.shape, groups, weights, sums, self.tile.rows, most)
+        else:
+            emit_weighted(self.lines, self.shape, groups, weights, sums, self.tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,42 +232,43 @@ class Attention(KernelSpec):
     sparse: bool = False
 
     def emit(self, call: KernelCall) -> None:
-        k = call.k
-        narrow, wide = row_counts(k.isa, self.shape.group)
+        k, shape = call.k, self.shape
+        narrow, wide = row_counts(k.isa, shape.group, shape.bf16)
+        tiles = MatrixTiles.of(k) if in_matrix_tiles(k.isa, shape.bf16) else None
+        counts = sorted({narrow, wide}) if tiles is None else [TILE_ROWS, MOST_ROWS]
         with each_attention_item(call, "items", self.plan) as (head, item):
-            if in_matrix_tiles(k.isa, self.shape, wide):
-                _ItemPass(self, call, item, head, RowTile(TILE_ROWS, 1, 1, in_turns=False), MatrixTiles.of(k)).emit()
-                return
-            with k.when(item.rows <= narrow):
-                _ItemPass(self, call, item, head, row_tile(k.isa, self.shape, narrow)).emit()
-            if narrow != wide:
-                with k.when(item.rows > narrow):
-                    _ItemPass(self, call, item, head, row_tile(k.isa, self.shape, wide)).emit()
+            for fewer, most in zip((0, *counts), counts, strict=False):
+                with k.when((item.rows > fewer) & (item.rows <= most)):
+                    _ItemPass(self, call, item, head, most, tiles).emit()
+            if tiles is not None:
+                tiles.release()
 
 
 class _ItemPass:
-    """Emits the attention of one item with the rows of ``tile``. Where an item has fewer, its last row is computed
-    again and not stored. With matrix ``tiles``, these multiply."""
+    """Emits the attention of one item of at most ``most`` rows."""
 
     def __init__(
-        self,
-        spec: Attention,
-        call: KernelCall,
-        item: AttentionItem,
-        head: Int,
-        tile: RowTile,
-        tiles: MatrixTiles | None = None,
+        self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, most: int, tiles: MatrixTiles | None
     ) -> None:
         self._spec, self._shape, self._call, self._k = spec, spec.shape, call, call.k
-        self._item, self._head, self._tile, self._tiles = item, head, tile, tiles
-        self._lines = PoolLines(call.k, spec.shape)
-        self._scratch = AttentionScratch(spec.shape, tile.rows)
-        assert self._scratch.end <= SCRATCH_BYTES
+        self._item, self._head = item, head
+        scratch = self._scratch = AttentionScratch(spec.shape, most, tiles is not None)
+        assert scratch.end <= SCRATCH_BYTES
+        queries = call.scratch + scratch.queries
+        self._products: QueryTiles | QueryVectors
+        if tiles is None:
+            tile = row_tile(call.k.isa, spec.shape, most)
+            self._products = QueryVectors(PoolLines(call.k, spec.shape), spec.shape, item.rows, tile, queries)
+        else:
+            room = call.scratch + scratch.tiles
+            self._products = QueryTiles(tiles, spec.shape, item.rows, most // TILE_ROWS, queries, room)
         self._window = Window.of(spec, call)
 
     def emit(self) -> None:
         k, item, shape, scratch = self._k, self._item, self._shape, self._scratch
-        self._emit_queries()
+        args = self._call.args
+        queries = args.pointer("queries") + self._head * args.number("head_stride")
+        self._products.copy_queries(queries + item.row * (shape.head_dim * shape.element_bytes))
         begin = item.begin(k, shape.group, self._window)
         is_cut = item.partial >= 0
         sums, fresh = (self._call.scratch + place for place in (scratch.sums, scratch.fresh))
@@ -233,30 +281,13 @@ class _ItemPass:
                 emit_fold(shape, sums + row * shape.sum_bytes, fresh + row * shape.sum_bytes)
             with k.when(is_cut):
                 place = item.partial + (partition - item.first) * item.rows
-                partials = self._call.args.pointer("partials") + self._head * self._call.args.number("partial_stride")
+                partials = args.pointer("partials") + self._head * args.number("partial_stride")
                 k.copy(sums, partials + place * shape.sum_bytes, item.rows * shape.sum_bytes)
         with k.when(item.partial < 0), k.range(item.rows) as row:
             _emit_result(self._call, shape, self._head, item.row + row, sums + row * shape.sum_bytes, self._spec.sinks)
-        if self._tiles is not None:
-            self._tiles.release()
-
-    def _emit_queries(self) -> None:
-        """Copies the queries into the scratch, in the type that lines are multiplied with."""
-        k, shape, item = self._k, self._shape, self._item
-        args = self._call.args
-        queries = args.pointer("queries") + self._head * args.number("head_stride")
-        from_bytes = shape.head_dim * shape.element_bytes
-        to_bytes = shape.head_dim * (2 if self._lines.bf16_rows else 4)
-        target = self._call.scratch + self._scratch.queries
-        with k.range(self._tile.rows if self._tiles is None else item.rows) as row:
-            source = queries + (item.row + k.least(row, item.rows - 1)) * from_bytes
-            with k.range(shape.head_dim // LANES) as column:
-                value = k.load_float(source + column * (from_bytes * LANES // shape.head_dim), shape.bf16)
-                to = target + (row * to_bytes + column * (to_bytes * LANES // shape.head_dim))
-                k.store_float(to, value, self._lines.bf16_rows)
 
     def _emit_partition(self, partition: Int, sums: Ptr) -> None:
-        k, shape, item, scratch, lines = self._k, self._shape, self._item, self._scratch, self._lines
+        k, shape, item, scratch, products = self._k, self._shape, self._item, self._scratch, self._products
         begin = partition * PARTITION_GROUPS
         if self._window is not None:
             lowest = k.most(self._window.first(item.behind(shape.group, k.int(0))), 0)
@@ -267,11 +298,7 @@ class _ItemPass:
         wanted = GroupRange(begin, end, last)
         groups = emit_groups(self._call, shape, item.sequence, self._head, wanted, scratch.places)
         scores = self._call.scratch + scratch.scores
-        queries = self._call.scratch + scratch.queries
-        if self._tiles is None:
-            emit_scores(lines, shape, groups, queries, scores, self._tile)
-        else:
-            emit_tile_scores(self._tiles, shape, groups, queries, scores, item.rows)
+        products.emit_scores(groups, scores)
         with k.range(item.rows) as row:
             row_behind = item.behind(shape.group, row)
             first = None if self._window is None else self._window.first(row_behind)
@@ -282,11 +309,10 @@ class _ItemPass:
             if self._spec.softcap:
                 emit_softcap(row_scores, groups.count, self._call.args.real("scale"), self._call.args.real("softcap"))
             maximum = sums + (row * shape.sum_bytes + 4 * shape.value_dim)
-            seen = Visibility(first, row_behind)
             scaled = None if self._spec.softcap else factor
-            narrow = lines.bf16_rows and (self._tiles is not None or not shape.latents)
-            emit_weights(lines, groups, seen, row_scores, scaled, maximum, maximum + VECTOR_BYTES, narrow)
-        self._emit_sums(groups, scores, sums)
+            weights = products.weights(groups, row_scores)
+            emit_weights(groups, Visibility(first, row_behind), row_scores, scaled, maximum, weights)
+        products.emit_sums(groups, scores, sums)
 
     def _hide_unselected(self, groups: Groups, row: Int, scores: Ptr) -> None:
         k, args = self._k, self._call.args
@@ -295,18 +321,6 @@ class _ItemPass:
         with k.range(groups.count) as index:
             at, selected = scores + index * VECTOR_BYTES, k.lanes(k.load_int(bits + index * GROUP_BYTES, 16))
             k.store(at, k.select(selected, k.load(at), k.vector(HIDDEN_SCORE)))
-
-    def _emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
-        """Stores the weighted sums of a partition's values."""
-        shape, rows, tiles = self._shape, self._item.rows, self._tiles
-        if tiles is not None and shape.latents:
-            emit_tile_weighted_keys(tiles, shape, groups, weights, sums, self._call.scratch + self._scratch.turned)
-        elif tiles is not None:
-            emit_tile_weighted(tiles, shape, groups, weights, sums, rows)
-        elif shape.latents:
-            emit_weighted_keys(shape, groups, weights, sums, self._tile.rows, self._k.isa.attention_sums)
-        else:
-            emit_weighted(self._lines, shape, groups, weights, sums, self._tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +401,7 @@ def row_tile(isa: Isa, shape: AttentionShape, rows: int) -> RowTile:
     side = 1 << (min(isa.decode_blocks, SIDE_GROUPS, most).bit_length() - 1)
     width = shape.head_dim // LANES
     columns = max(count for count in range(1, width + 1) if width % count == 0 and count <= most)
-    return RowTile(rows, side, columns, in_turns=rows <= row_counts(isa, shape.group)[0])
+    return RowTile(rows, side, columns, in_turns=rows <= row_counts(isa, shape.group, shape.bf16)[0])
 
 
 def _emit_result(call: KernelCall, shape: AttentionShape, head: Int, row: Int, sums: Ptr, sinks: bool) -> None:
@@ -398,4 +412,7 @@ def _emit_result(call: KernelCall, shape: AttentionShape, head: Int, row: Int, s
     if sinks:
         emit_sink(shape, sums, call.k.broadcast(call.args.pointer("sinks") + place * 4))
     out = call.args.pointer("out") + token * call.args.number("out_stride")
-    emit_result(shape, sums, out + place * (shape.value_dim * shape.element_bytes))
+    # Without matrix tiles, rows of latents are widened to float32 on every processor.
+    lines = PoolLines(call.k, shape, wide=shape.latents > 0)
+    factor = 1.0 if in_matrix_tiles(call.k.isa, shape.bf16) else lines.factor
+    emit_result(shape, sums, out + place * (shape.value_dim * shape.element_bytes), factor)

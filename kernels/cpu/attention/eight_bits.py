@@ -64,7 +64,11 @@ def encode(k: Kernel, value: Vec, kind: str) -> Any:
 
 
 def widen_to_pairs(k: Kernel, line: Ptr, kind: str) -> tuple[Pairs, Pairs]:
-    """Loads 64 codes as two times 16 pairs of bfloat16. Needs the table look-up of a processor with ``bf16_dot``."""
+    """Loads 64 codes as two times 16 pairs of bfloat16."""
+    if not k.isa.bf16_dot:
+        # Emulated matrix tiles alone need pairs where there is no table look-up.
+        first, second, third, fourth = (value * FLOAT_FACTORS[kind] for value in widen_to_floats(k, line, kind))
+        return k.pairs(first, second), k.pairs(third, fourth)
     codes, values = k.read(line, _LINE, 1), torch.arange(128).to(torch.bfloat16)
     magnitudes = codes
     if kind == "int8":

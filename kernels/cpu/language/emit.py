@@ -551,6 +551,12 @@ class Kernel:
             found = [b.shuffle_vector(low, high, order) for low, high in zip(found[::2], found[1::2], strict=True)]
         return found[0]
 
+    def pairs(self, low: Vec, high: Vec) -> Pairs:
+        """Returns pairs of values that are bfloat16 numbers."""
+        b = self.builder
+        lower, upper = b.lshr(b.bitcast(low.ir, VI), int_lanes(16)), b.and_(b.bitcast(high.ir, VI), int_lanes(-65536))
+        return Pairs(self, b.or_(lower, upper))
+
     def low(self, pairs: Pairs) -> Vec:
         """Returns the first value of each pair as float32."""
         return Vec(self, self.builder.bitcast(self.builder.shl(pairs.ir, int_lanes(16)), VF))

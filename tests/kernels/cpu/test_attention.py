@@ -25,6 +25,7 @@ from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, Attentio
 from tests.support.covering import each_value
 from tests.support.examples import examples
 from tests.support.kernel_runner import TILE_MODES, Runner, isa_or_skip, kernel_modes, with_checks
+from tests.support.machine_code import assembly
 
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
 SMALL, WIDE = AttentionShape(64, 4, 16, True), AttentionShape(64, 3, 32, False)
@@ -62,6 +63,9 @@ SIZES = [
     AttentionShape(96, 5, 32, True, latents=64),
     AttentionShape(48, 16, 16, True, latents=32),
     AttentionShape(48, 3, 16, False, latents=32),
+    AttentionShape(64, 1, 16, True),
+    AttentionShape(80, 40, 16, True),
+    AttentionShape(96, 5, 32, True, "int8", latents=64),
 ]
 # SHORT is the subset of SIZES that make test runs: it has every head size, every row type, every code type and every
 # number of latents.
@@ -106,7 +110,7 @@ def isa_of(runner):
 
 
 def planned(runner, case, *, threads=2, window=0, partial_rows=PARTIAL_ROWS):
-    counts = row_counts(isa_of(runner), case.shape.group)
+    counts = row_counts(isa_of(runner), case.shape.group, case.shape.bf16)
     return CpuAttentionPlanner(case.shape.group, counts, KV_HEADS, threads, partial_rows, window).plan(case.batch)
 
 
@@ -225,7 +229,7 @@ def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
         assert same(case.run(runner, plan, **options), found), (threads, partial_rows)
         merges.append((len(plan.merges), int((plan.items[:, LAST] - plan.items[:, FIRST]).max())))
     # Pieces of one partition and of several, and a second sequence for which partials do not last.
-    items = 1 + -(-2 * shape.group // isa_of(runner).attention_rows)
+    items = 1 + -(-2 * shape.group // row_counts(isa_of(runner), shape.group, shape.bf16)[1])
     assert merges == [(items, 1), (items, 3), (1, 4)]
 
 
@@ -297,3 +301,23 @@ def test_a_row_of_any_size_does_not_depend_on_its_batch(sizes_runner, shape):
     for first, size in ((0, 1), (PARTITION_TOKENS - 3, 7), (PARTITION_TOKENS + 9, 31), (length - 1, 1)):
         part = attend(sizes_runner, AttentionCase.of(shape, [(1, 20, 1), (0, first, size)]))
         assert same(part[1:], whole[first : first + size]), (first, size)
+
+
+@pytest.mark.parametrize(
+    "shape", [SIZES[-3], SMALL, PAIRS, AttentionShape(128, 40, 16, True, "int8")], ids=lambda shape: shape.name
+)
+def test_queries_of_bfloat16_meet_keys_and_values_in_matrix_tiles(shape):
+    """In code for a processor that has them, which any machine can make: in any group, and with two tiles of rows no
+    more tiles are loaded than multiplied."""
+    spec = Attention(shape)
+    text = assembly([spec], BY_NAME["amx"])[spec.name]
+    assert "vdpbf16ps" not in text
+    assert text.count("tdpbf16ps") == 2 * (4 + 4)
+    assert text.count("tileloadd") == 2 * (5 + 4)
+
+
+def test_windows_that_begin_at_each_group(runner):
+    """Weighted sums of two groups at a time, of which a window may leave out the first one."""
+    for before in range(600, 632, 16):
+        case = AttentionCase.of(SMALL, [(0, before, 3), (1, before - 570, 1)], window=40)
+        check(runner, case, window=40, softcap=5.0)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pillion.kernels.cpu.attention.attention_tiles import MOST_ROWS
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import (
     FIRST,
@@ -155,10 +156,14 @@ def test_rows_of_several_tokens_share_items():
 
 @pytest.mark.parametrize("isa", TABLE, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 30, 71])
-def test_row_counts(isa, group):
-    narrow, wide = row_counts(isa, group)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_row_counts(isa, group, bf16):
+    narrow, wide = row_counts(isa, group, bf16)
     assert narrow <= wide
-    assert isa.attention_rows <= wide <= max(isa.attention_rows, isa.attention_sums)
+    if isa.matrix_tiles and bf16:
+        assert wide == MOST_ROWS
+    else:
+        assert isa.attention_rows <= wide <= max(isa.attention_rows, isa.attention_sums)
     items = -(-group // narrow)
     # As even as can be: no row less would do with as many items.
     assert -(-group // items) == narrow

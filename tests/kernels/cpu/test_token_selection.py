@@ -72,7 +72,9 @@ def test_the_best_tokens_are_selected_of_equal_ones_the_first(runner, spec):
 
 
 def attended(runner, case, **options):
-    planner = CpuAttentionPlanner(PLAIN.group, row_counts(runner.isa, PLAIN.group), KV_HEADS, 2, PARTIAL_ROWS, 0)
+    planner = CpuAttentionPlanner(
+        PLAIN.group, row_counts(runner.isa, PLAIN.group, PLAIN.bf16), KV_HEADS, 2, PARTIAL_ROWS, 0
+    )
     return case.run(runner, planner.plan(case.batch), **options)
 
 
