@@ -92,7 +92,7 @@ def test_the_chart_takes_what_the_flags_take() -> None:
         if choices:
             assert [str(each) for each in value.get("enum", ())] == list(choices), name
             compared += 1
-    assert compared == 5
+    assert compared == 6
 
 
 def test_schemas_are_really_asked() -> None:

@@ -64,6 +64,7 @@ class Isa:
         matrix_tiles: whether one instruction multiplies tiles of 16 rows of bfloat16 pairs or codes
             (:mod:`pillion.kernels.cpu.language.matrix_tiles`).
         emulated_tiles: whether such instructions are emulated, as in tests on processors without them.
+        version: of the row's arithmetic; it grows in the release that changes a row's bits.
         rounds_codes: whether rows of bfloat16 meet codes as scale * code + offset in bfloat16, and not exactly
             (:mod:`pillion.kernels.cpu.quantized.rounded_codes`). It needs ``bf16_dot``.
         attention_rows: query rows that share a pass over a KV head's blocks.
@@ -82,6 +83,7 @@ class Isa:
     int8_dot: str = ""
     matrix_tiles: bool = False
     emulated_tiles: bool = False
+    version: int = 1
     rounds_codes: bool = False
     bf16_tiles: TileRows = TileRows(14)
     fp32_tiles: TileRows = TileRows(12)
@@ -95,7 +97,8 @@ class Isa:
     @property
     def label(self) -> str:
         """Returns the name in logs and of a worker: it differs where bits do."""
-        return f"{self.name}-rounded" if self.rounds_codes else self.name
+        version = f".{self.version}" if self.version > 1 else ""
+        return f"{self.name}{version}{'-rounded' if self.rounds_codes else ''}"
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
@@ -138,6 +141,7 @@ TABLE = (
         _AVX512_BF16,
         name="amx",
         needs=(*_AVX512_BF16.needs, *_TILE_FEATURES),
+        version=2,
         matrix_tiles=True,
         rounds_codes=True,
     ),
