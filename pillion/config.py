@@ -458,7 +458,7 @@ class StepFlags:
         least=0,
         most=MAX_STEP_TOKENS,
     )
-    max_num_seqs: int = flag(128, "Most sequences that run at once on a decode worker.", least=1)
+    max_num_seqs: int = flag(64, "Most sequences that run at once on a decode worker.", least=1)
     speculative_config: SpeculativeConfig = flag(  # noqa: RUF009  (a field, as all flags are)
         NO_SPECULATION, SPECULATIVE, kind=parse_speculative_config
     )

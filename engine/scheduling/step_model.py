@@ -22,10 +22,10 @@ MIN_TAIL_TOKENS = 16
 BACKLOG_WEIGHT = 16.0
 LEAST_THROUGHPUT = 0.94
 # A line of prompts lengthens steps in proportion to the seconds that it takes; LINE_S seconds get the target. The
-# limits are MOST_LINE_STEPS plain steps, beyond which the line gains at most a seventh, and LINE_STEP_TOKENS prompt
+# limits are MOST_LINE_STEPS plain steps, beyond which the line gains at most a fifth, and LINE_STEP_TOKENS prompt
 # tokens, vLLM's default chunk beside decodes.
 LINE_S = 0.5
-MOST_LINE_STEPS = 8.0
+MOST_LINE_STEPS = 6.0
 LINE_STEP_TOKENS = 2048
 
 

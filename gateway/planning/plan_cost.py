@@ -57,7 +57,7 @@ ASSUMED_ANSWER_TOKENS = 128
 ASSUMED_POSITION = 512
 # Until a worker reports how many tokens and streams its steps hold, they are assumed to hold at most this many.
 ASSUMED_STEP_TOKENS = 256
-ASSUMED_SLOTS = 128
+ASSUMED_SLOTS = 64
 
 
 def queued_token_s(model: StepModel, step_tokens: float, step_s: float) -> float:

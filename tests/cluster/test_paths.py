@@ -45,7 +45,7 @@ PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"split_policy": "colocated"},
     ),
     "whole prompts": (
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 640},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 600},
         {"enable_chunked_prefill": False, "split_policy": "fraction:0.5"},
     ),
     "no prefix caching": ({}, {"enable_prefix_caching": False, "chunk_size": 32}),

@@ -54,7 +54,7 @@ def test_command_line_then_environment_then_file_then_default(tmp_path: pathlib.
     file = tmp_path / "pillion.toml"
     file.write_text(f"{spelling} = 3\n")
     from_file, from_env = ["--config", str(file)], {"PILLION_MAX_NUM_SEQS": "2"}
-    assert parse(DecodeFlags, []).max_num_seqs == 128
+    assert parse(DecodeFlags, []).max_num_seqs == 64
     assert parse(DecodeFlags, from_file).max_num_seqs == 3
     assert parse(DecodeFlags, from_file, from_env).max_num_seqs == 2
     assert parse(DecodeFlags, [*from_file, "--max-num-seqs", "1"], from_env).max_num_seqs == 1
