@@ -36,7 +36,7 @@ from lab.benchmarks.report import WRITTEN, machine, save, show_table, spread
 MODEL = "demo"
 # The longest leaves room for its token.
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, CONTEXT_TOKENS - 1)
-# Prompts per system, length and round: this many tokens, within these limits.
+# Prompt tokens per system, length and round, and limits on the number of prompts.
 ROUND_TOKENS, MOST_PROMPTS = 4096, 5
 WARM_UP = (ClosedLoad(2048, 1, 1, 1), ClosedLoad(256, 1, 1, 2))
 PILLION, VLLM, LLAMA = "pillion", "vllm", "llama.cpp"

@@ -234,7 +234,7 @@ def test_an_assumed_step_model_predicts_nothing() -> None:
     served.fleet = None
     served.learn(first_s=2.0)
     assert served.ask(left_s=0.01, tokens=4000).begun_s
-    # What was served before the first measurement is not beside it: nobody knows how long it should have taken.
+    # Answers served before the first measurement are not learnt from: their expected time is unknown.
     served.fleet = DecodeFleet(MODEL)
     assert served.predicted_s(served.ask(), running=1, later_s=1.0) == 0.0
     served.learn()
