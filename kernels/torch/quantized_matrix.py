@@ -59,8 +59,9 @@ _WHOLE = ("uint4", "int4", "int8")
 _EVEN = (*_WHOLE, "fp4_e2m1")
 
 
-# These are the numbers of int8, and what the largest size in a row becomes, as in compressed-tensors.
-LEAST_CODE, MOST_CODE, LARGEST_SIZE = -128, 127, 127.5
+# The numbers of int8, and what the largest size in a row becomes, as in compressed-tensors. In rows of several groups it
+# becomes a code: half a code lost by the largest value of each group ruins small models.
+LEAST_CODE, MOST_CODE, LARGEST_SIZE, LARGEST_OF_GROUP = -128, 127, 127.5, 127.0
 
 
 # Values of ``row_codes``: rows have one scale, or one for each group of inputs.
@@ -76,7 +77,7 @@ def rounded_rows(rows: torch.Tensor, group: int = 0) -> torch.Tensor:
     columns = rows.shape[-1]
     group = min(group or columns, columns)
     wide = pad(rows.float(), (0, -columns % group)).reshape(*rows.shape[:-1], -(-columns // group), group)
-    scale = wide.abs().amax(-1, keepdim=True) / LARGEST_SIZE
+    scale = wide.abs().amax(-1, keepdim=True) / (LARGEST_SIZE if group == columns else LARGEST_OF_GROUP)
     codes = (wide / scale).round().clamp(LEAST_CODE, MOST_CODE)
     return torch.where(scale == 0, 0.0, codes * scale).flatten(-2)[..., :columns].to(rows.dtype)
 

@@ -10,7 +10,7 @@ from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VI, Int, Ke
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.torch.quantized_matrix import LARGEST_SIZE, LEAST_CODE, MOST_CODE
+from pillion.kernels.torch.quantized_matrix import LARGEST_OF_GROUP, LARGEST_SIZE, LEAST_CODE, MOST_CODE
 
 # Each group of a row of codes has a record of constants with these byte offsets: the scale as float32; the shift as
 # int32, which a product's sums need for the bias of stored codes; and the sum of the numbers that the codes stand for,
@@ -112,13 +112,16 @@ class CodeInputs(KernelSpec):
         x, out, constants = (args.pointer(field) for field in self.layout.pointers)
         depth, inputs, x_stride, out_stride, constants_stride = (args.number(field) for field in self.layout.numbers)
         size, groups = 2 if self.bf16 else 4, (depth + (inputs - 1)) // inputs
+        largest = k.variable(k.vector(LARGEST_SIZE))
+        with k.when(groups > 1):
+            largest.value = k.vector(LARGEST_OF_GROUP)
         with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each * groups) as item:
             row = item // groups
             group = item - row * groups
             first = group * inputs
             vectors = k.least(inputs, depth - first) // LANES
             source, target = x + (row * x_stride + first * size), out + (row * out_stride + first)
-            scale = self._largest(k, source, vectors) / LARGEST_SIZE
+            scale = self._largest(k, source, vectors) / largest.value
             inverse = k.select(scale > 0.0, k.vector(1.0) / scale, k.vector(0.0))
             total = k.variable(Quads(k, ir.Constant(VI, [0] * LANES)))
             with k.range(vectors) as i:

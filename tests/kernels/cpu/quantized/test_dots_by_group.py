@@ -231,9 +231,9 @@ def test_sums_at_the_ends_of_codes_are_exact(runner, spec):
         matrix = QuantizedMatrix(kind.coding, codes, torch.full((32, 2), 2.0), 128, row_codes=GROUPED_ROWS)
         one = GroupedCodes(spec, 2, 32, 16, 16)
         one.packed = [pack_linear(matrix, spec.weights)]
-        one.x = torch.tensor([[127.5], [-127.5]]).repeat(1, 256).to(one.x.dtype)
+        one.x = torch.tensor([[127.0], [-127.0]]).repeat(1, 256).to(one.x.dtype)
         value = float(CODINGS[kind.coding][code]) * 2 * 256
-        assert one.run(runner).tolist() == [[value * 127] * 32, [value * -128] * 32]
+        assert one.run(runner).tolist() == [[value * 127] * 32, [value * -127] * 32]
 
 
 @pytest.mark.parametrize("kind", DOT_KINDS)
