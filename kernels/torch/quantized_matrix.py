@@ -59,8 +59,8 @@ _WHOLE = ("uint4", "int4", "int8")
 _EVEN = (*_WHOLE, "fp4_e2m1")
 
 
-# The numbers of int8, and what the largest size in a row becomes, as in compressed-tensors. In rows of several groups it
-# becomes a code: half a code lost by the largest value of each group ruins small models.
+# The numbers of int8, and what the largest size in a row becomes, as in compressed-tensors. In rows of several groups
+# it becomes a code, or each group would lose half a code.
 LEAST_CODE, MOST_CODE, LARGEST_SIZE, LARGEST_OF_GROUP = -128, 127, 127.5, 127.0
 
 
