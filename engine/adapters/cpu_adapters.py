@@ -23,7 +23,7 @@ from pillion.engine.adapters.adapter_table import AdapterTable, CpuAdapter
 from pillion.engine.adapters.adapter_weights import AdapterWeights, bits_of, shard_adapter
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import Bytes, PackedAdapter
-from pillion.engine.backends.cpu.cpu_model import CpuModel, compile_operations, plan_model
+from pillion.engine.backends.cpu.cpu_model import CpuModel, compile_operations
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts, Mlp
@@ -118,18 +118,7 @@ def compile_with_adapters(
     model: CpuModel, table: AdapterTable, progress: Progress
 ) -> tuple[CompiledKernels, Sequence[Operation]]:
     """Returns the kernels of steps with and without adapters, and the operations of a step with them."""
-    plan = plan_model(
-        model.config,
-        model.weights,
-        model.layout,
-        model.dtype,
-        model.max_model_len,
-        model.shard,
-        tuple(model.plan.states),
-        table,
-        model.plan.ropes,
-        rounds_codes=model.isa.rounds_codes,
-    )
+    plan = model.planned(tuple(model.plan.states), table, model.plan.ropes)
     return compile_operations((*model.plan.operations, *plan.operations), model, progress), plan.operations
 
 

@@ -24,7 +24,6 @@ from pillion.engine.backends.cpu.cpu_model import (
     ModelPlan,
     attention_planners,
     compile_operations,
-    plan_model,
 )
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
@@ -125,16 +124,7 @@ class CpuBackend(HostBackend):
         """Compiles the kernel that keeps states for EAGLE, the first time on a machine."""
         super().keep_states(layers)
         model = self.model
-        plan = plan_model(
-            model.config,
-            model.weights,
-            model.layout,
-            model.dtype,
-            model.max_model_len,
-            model.shard,
-            layers,
-            rounds_codes=model.isa.rounds_codes,
-        )
+        plan = model.planned(layers)
         self.use(plan, compile_operations(plan.operations, model, log.info))
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:

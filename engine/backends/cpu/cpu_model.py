@@ -94,6 +94,23 @@ class CpuModel:
     checked: bool
     code_folder: Path
 
+    def planned(
+        self, state_layers: Sequence[int], adapters: AdapterTable | None = None, ropes: tuple[CosSin, ...] = ()
+    ) -> ModelPlan:
+        """Returns another plan of the model, with arguments as of :func:`plan_model`."""
+        return plan_model(
+            self.config,
+            self.weights,
+            self.layout,
+            self.dtype,
+            self.max_model_len,
+            self.shard,
+            state_layers,
+            adapters,
+            ropes,
+            rounds_codes=self.isa.rounds_codes,
+        )
+
 
 def load_cpu_model(
     prepared: PreparedModel,
@@ -154,8 +171,10 @@ def plan_model(
     ropes = ropes or rope_tables(config, max_model_len)
     local, heads = shard.local(config), config.num_heads
     growth = growth_table(config, max_model_len)
-    builder = OperationBuilder(local, weights, layout, dtype, ropes, shard, heads, adapters=adapters, growth=growth)
-    return _plan(replace(builder, rounds_codes=rounds_codes), state_layers)
+    builder = OperationBuilder(
+        local, weights, layout, dtype, ropes, shard, heads, adapters=adapters, growth=growth, rounds_codes=rounds_codes
+    )
+    return _plan(builder, state_layers)
 
 
 def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
