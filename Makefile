@@ -136,9 +136,10 @@ gpu-cache: setup-dev ## Compile kernels ahead for `make gpu-visit`, with that ma
 
 setup-clients: $(VENV)/.clients ## The environment of other people's clients, of PyPI and npm, that the long tests run
 
-dashboards: setup-dev ## Write the Grafana dashboards and the docs' table of metrics from code
+dashboards: setup-dev ## Write the Grafana dashboards and the docs' tables of metrics and features from code
 	$(BIN)/python -m deploy.grafana.make
 	$(BIN)/python -m docs.make
+	$(BIN)/python -m docs.features
 	$(BIN)/python -m docs.family_defaults
 	$(BIN)/python -m docs.models_page
 

@@ -4,6 +4,8 @@
 files that a program writes. *Product* is what the wheel holds. With ``--since COMMIT`` the lines that have gone and
 come since then are counted, too. A line that went in one place and came in another is *moved*, whatever its
 indentation.
+*Core* is what docs/features.toml lists under no feature. With ``--features`` each feature's price is printed: its code
+lines, and those of its tests.
 *Hooks* are seams, and the methods of classes whose instances are asked at moments that others choose.
 
 Counts are a thermometer: whoever glues files or makes lines dense to lower one has changed the thermometer.
@@ -22,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 
+from docs.features import calling_files, feature_of, features
 from pillion import config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -175,13 +178,31 @@ def changed_lines(since: str) -> dict[str, int]:
     }
 
 
+def lines_by_feature(*folders: str) -> Counter[str | None]:
+    """Return the code lines of each feature in these folders, by name; those of the core under None."""
+    found: Counter[str | None] = Counter()
+    for file in python_files(*folders):
+        found[feature_of(file.relative_to(ROOT).as_posix())] += code_lines(file.read_text())
+    return found
+
+
+def prices() -> list[tuple[str, int, int]]:
+    """Return the code lines of the core and of each feature, and of their tests; the most expensive feature first."""
+    product, tests = lines_by_feature(*PRODUCT), lines_by_feature("tests")
+    names = sorted((one.name for one in features()), key=lambda name: -product[name] - tests[name])
+    return [("core", product[None], tests[None]), *((name, product[name], tests[name]) for name in names)]
+
+
 def counts() -> dict[str, int]:
     """The numbers, by what they count."""
     product, tests = python_files(*PRODUCT), python_files("tests")
     laboratory = python_files(*LABORATORY)
-    by_protocol = protocols(product)
+    by_protocol, by_feature = protocols(product), lines_by_feature(*PRODUCT)
     return {
-        "code lines of the product": sum(code_lines(file.read_text()) for file in product),
+        "code lines of the product": by_feature.total(),
+        "code lines of the core": by_feature[None],
+        "code lines of features": by_feature.total() - by_feature[None],
+        "core files that import features": len(calling_files()),
         "lines of the product": sum(len(file.read_text().splitlines()) for file in product),
         "files of the product": len(product),
         "code lines of the laboratory": sum(code_lines(file.read_text()) for file in laboratory),
@@ -203,7 +224,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.counts", description="The size of the project in numbers.")
     parser.add_argument("--since", metavar="COMMIT", help="Count the lines that have changed since this commit, too.")
     parser.add_argument("--protocols", action="store_true", help="Name the protocols with one implementation or none.")
+    parser.add_argument("--features", action="store_true", help="Print the code lines of each feature and its tests.")
     chosen = parser.parse_args()
+    if chosen.features:
+        print("  product    tests  code lines")
+        for name, product, tests in prices():
+            print(f"{product:9,}{tests:9,}  {name}")
+        return
     found = counts() | (changed_lines(chosen.since) if chosen.since else {})
     for name, number in found.items():
         print(f"{number:9,}  {name}")

@@ -12,6 +12,7 @@ from functools import cache
 
 import pytest
 
+from docs import features
 from tests.support.source_facts import facts_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -252,11 +253,27 @@ def test_pages_cite_files_that_are_there() -> None:
     assert missing == []
 
 
-def test_the_page_of_features_names_folders_that_are_there() -> None:
-    rows = [line.split(" | ") for line in (ROOT / "docs" / "features.md").read_text().splitlines() if "`" in line]
-    named = [place for row in rows for place in re.findall(r"`([^`]+)`", row[2])]
-    assert named
-    assert [place for place in named if not (ROOT / place).exists()] == []
+def test_features_exist_and_have_code() -> None:
+    places = [place for one in features.features() for place in (*one.where, *one.tests)]
+    assert [place for place in places if not (ROOT / place).exists()] == []
+    owners = {features.feature_of(file) for file in features.product_files()}
+    assert {one.name for one in features.features()} - owners == set()
+
+
+def test_the_page_of_features_is_generated() -> None:
+    """The page lists each feature's core callers, found by reading imports."""
+    text = features.PAGE.read_text()
+    assert features.BEGIN in text
+    assert features.render(text) == text, "run make dashboards"
+
+
+def test_a_core_file_that_imports_a_feature_is_found() -> None:
+    assert "gateway/assemble.py" in features.callers()["page"]
+    assert features.feature_of("gateway/ui/ui_api.py") == "page"
+    assert features.feature_of("gateway/gateway.py") is None
+    assert features.feature_of("tests/gateway/ui/test_ui.py") == "page"
+    lazy = "def f():\n    from pillion.gateway.ui import ui_api\n"
+    assert "pillion.gateway.ui.ui_api" in features.imported_modules(lazy)
 
 
 @pytest.mark.parametrize("name", ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"])
