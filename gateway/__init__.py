@@ -20,7 +20,6 @@ pooling/            vectors of texts, as checkpoints want them
 planning/           which workers serve a request, and where its prompt is split
 read_ahead/         KV that is brought from lower tiers for requests that wait
 recorder/           bundles of requests that failed or were slow
-retentions/         KV of conversations that is kept until their next turns
 request/            the life of one request: state machine, calls to components, replays
 ui/                 the page for people: its files, and what its live picture shows
 links/              connections to the registry, KV nodes, prefill and decode workers

@@ -4,7 +4,7 @@ always                   OpenAI's API, Anthropic's Messages, Responses, pinned p
 --model, --also-model    models with their tokenizers, templates and formats
 --api-keys, --api-key    tenants and their quotas
 --enable-lora            names of adapters, and the upkeep of their files
---enable-prefix-caching  what KV nodes are told of next turns (retentions), and reading ahead (--max-read-ahead)
+--enable-prefix-caching  reading ahead (--max-read-ahead)
 --batch-path             batches        --record-path  bundles of requests        --ui  a page for people
 """
 
@@ -55,7 +55,6 @@ from pillion.gateway.recorder.recorder import Recorder
 from pillion.gateway.request.admitted_request import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.responses.responses_api import responses_routes
-from pillion.gateway.retentions.retentions import Retentions
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.gateway.ui.ui_api import ui_routes
@@ -116,16 +115,13 @@ async def serve_models(
     # Without API keys there are no tenants whose quotas could be counted.
     quotas = Quotas(None if keys is None else SharedBuckets(flags.redis_url))
     ring = None if keys is None else keys.ring
-    caches = flags.enable_prefix_caching
-    retentions = Retentions(cluster) if caches else None
-    read_ahead = ReadAhead(cluster, flags.max_read_ahead) if caches and flags.max_read_ahead else None
+    reads_ahead = flags.enable_prefix_caching and flags.max_read_ahead
+    read_ahead = ReadAhead(cluster, flags.max_read_ahead) if reads_ahead else None
     recorder = await asyncio.to_thread(Recorder, flags, cluster.view.stood_still) if flags.record_path else None
-    gateway = Gateway(
-        entries, cluster, _options(flags, entries), ring, quotas, adapters, retentions, read_ahead, recorder
-    )
+    gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters, read_ahead, recorder)
     lines = LineCalls()
     batches = _batches(flags, gateway, lines) if flags.batch_path else None
-    beside = BesideRequests(batches, adapters, read_ahead, retentions, recorder)
+    beside = BesideRequests(batches, adapters, read_ahead, recorder)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     vectors = GatewayVectors(gateway)
     # The other calls of the service are in the mapping.

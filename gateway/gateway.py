@@ -5,7 +5,6 @@ generate: check fields -> enter (bounds) -> tokenize -> weigh (prompt tokens) ->
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -89,8 +88,6 @@ from pillion.gateway.request.validation import (
     tools_bytes,
     weight,
 )
-from pillion.gateway.retentions.kv_hints import read_hints
-from pillion.gateway.retentions.retentions import Retentions
 from pillion.gateway.tokens.answer_text import AnswerText, NoText, StopRules, stop_strings
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.client_marks import BREAKER
@@ -161,8 +158,7 @@ class Gateway:
         ring: the API keys; None serves everybody.
         quotas: the quotas of tenants; by default this gateway alone counts them.
         adapters: the names of adapters; by default there are none.
-        retentions, read_ahead: tell KV nodes when next turns are expected, and have them read ahead for requests that
-            wait; by default nobody does.
+        read_ahead: has KV nodes read ahead for requests that wait; by default none do.
         recorder: keeps bundles of requests; by default there are none.
     """
 
@@ -174,12 +170,11 @@ class Gateway:
         ring: Keyring | None = None,
         quotas: Quotas | None = None,
         adapters: AdapterNames | None = None,
-        retentions: Retentions | None = None,
         read_ahead: ReadAhead | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._models = models
-        self._retentions, self._read_ahead, self._recorder = retentions, read_ahead, recorder
+        self._read_ahead, self._recorder = read_ahead, recorder
         self.adapters = adapters
         # A served name that was given wins over another model's alias.
         self._by_name = {alias: entry for entry in models.values() for alias in entry.aliases} | dict(models)
@@ -397,8 +392,6 @@ class Gateway:
 
     async def _check(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant | None) -> None:
         model.formats.check(request.tools)
-        if request.kv_hints:
-            read_hints(request.kv_hints)
         await self.off_loop(tenant, weight(request), check_request, request, model.limits)
 
     async def off_loop(self, tenant: Tenant | None, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
@@ -844,9 +837,6 @@ class Gateway:
             self.tenants.add(permit.tenant.name, usage)
             if self.adapters is not None and admitted.adapter:
                 self.adapters.ended(name)
-            if self._retentions is not None:
-                # What is learned is for later requests, so the reader, who has been woken, goes on before.
-                asyncio.get_running_loop().call_soon(self._retentions.ended, runner, admitted.asked, permit.tenant)
 
         if self.adapters is not None and admitted.adapter:
             self.adapters.began(name)

@@ -26,7 +26,6 @@ from pillion.gateway.http_api.http_server import HttpServer
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.read_ahead.read_ahead import ReadAhead
 from pillion.gateway.recorder.recorder import Recorder
-from pillion.gateway.retentions.retentions import Retentions
 from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.net.watched import WATCH_INTERVAL_S
@@ -63,7 +62,6 @@ class BesideRequests:
     batches: BatchRunner | None
     adapters: AdapterNames | None
     read_ahead: ReadAhead | None
-    retentions: Retentions | None
     recorder: Recorder | None
 
     def start(self, heartbeat_s: float) -> None:
@@ -79,8 +77,6 @@ class BesideRequests:
             await self.batches.stop()
         if self.read_ahead is not None:
             await self.read_ahead.stop()
-        if self.retentions is not None:
-            await self.retentions.stop()
         if self.adapters is not None:
             await self.adapters.stop()
 

@@ -8,7 +8,6 @@
     events/         streams of a pool's changes to readers outside.
     index/          the index of blocks and the registry of components, in Redis.
     prefix_pins/    chains that tenants want to keep, which are evicted last.
-    retentions/     chains that are kept until their next use is expected.
     adapters/       the files of adapters, for workers whose machine lacks them.
     gpu/            the pool's bytes on GPUs, and memory of GPUs that processes share.
     memory/         the pool's bytes on the host.

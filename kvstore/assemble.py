@@ -1,6 +1,6 @@
 """Puts a KV node together: this page says what a node has, and which flags turn it on.
 
-    always          the pool's ledger, prefix pins, retentions, followers, adapters, regions, other nodes
+    always          the pool's ledger, prefix pins, followers, adapters, regions, other nodes
     --kv-device     the memory domain: this host's, or GPUs
     --keeper-socket memory that outlives the node
     --disk-path     a tier on a disk          --object-url  a tier in a bucket
@@ -12,7 +12,6 @@ the storage the tiers' writers. No part looks another one up.
 from __future__ import annotations
 
 import secrets
-import time
 
 from pillion.config import KVNodeFlags, refuse_contradictions
 from pillion.errors import ConfigError
@@ -21,13 +20,7 @@ from pillion.kvstore.events.block_log import BlockLog
 from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.exchange.node_exchange import NodeExchange
 from pillion.kvstore.gpu.region_server import RegionServer
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.ledger import Ledger, PoolShares
-from pillion.kvstore.ledger.retention_eviction import (
-    MAX_RETAINED_PERCENT,
-    MAX_TENANT_RETAINED_PERCENT,
-    RetentionEviction,
-)
 from pillion.kvstore.memory.domain import CPU, Domain, HostDomain
 from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.kvstore.node.kv_node import KVNode
@@ -36,7 +29,6 @@ from pillion.kvstore.node.pool import new_id
 from pillion.kvstore.pool_survival.surviving_memory import SurvivingMemory
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecords
-from pillion.kvstore.retentions.node_retentions import NodeRetentions
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
 from pillion.kvstore.tiers.object_tier.object_store import ObjectStore, parse_object_url
 
@@ -61,15 +53,9 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
         raise ConfigError("--node-id must name the node")
     directory = NodeDirectory(flags)
     memory = (SurvivingMemory if flags.keeper_socket else NodeMemory)(flags, open_domain)
-    retaining = RetentionEviction(
-        LruEviction(),
-        MAX_RETAINED_PERCENT,
-        MAX_TENANT_RETAINED_PERCENT,
-        time.monotonic,
-    )
     # One tenant's prefix pins may have half of what those of all may have.
     shares = PoolShares(flags.max_pinned_percent, flags.max_pinned_percent // 2, flags.state_percent)
-    ledger = Ledger(new_id, flags.decode_reserve_percent, retaining, shares)
+    ledger = Ledger(new_id, flags.decode_reserve_percent, shares)
     records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None
     changes = BlockLog(secrets.randbits(62) + 1)
     return KVNode(
@@ -79,7 +65,6 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
         NodeExchange(flags, directory.addresses, lambda: directory.boot_epoch),
         ledger=ledger,
         prefix_pins=NodePrefixPins(ledger, records),
-        retentions=NodeRetentions(ledger, retaining),
         followers=Followers(ledger.tree, changes, flags.node_id, flags.kv_device),
         adapters=NodeAdapters(flags, directory.addresses),
         regions=RegionServer(flags.node_id, memory),

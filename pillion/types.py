@@ -460,8 +460,7 @@ class GenerateRequest:
     """Describes a client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` and
     ``tools`` go with messages alone.
 
-    ``resume`` goes on with a broken stream; the clients set it by themselves. ``kv_hints`` says in vLLM's envelope, as
-    JSON, what is to become of the KV when the answer has ended.
+    ``resume`` goes on with a broken stream; the clients set it by themselves.
     """
 
     model: str = ""
@@ -475,7 +474,6 @@ class GenerateRequest:
     request_id: str = ""
     priority: int = 0
     resume: Resume | None = None
-    kv_hints: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 from pillion.gateway.formats.harmony import HarmonyAnswer
 from pillion.gateway.formats.reasoning import ReasoningFormat, read_reasoning
 from pillion.gateway.formats.tool_formats import ToolFormat, ToolSchemas
-from pillion.gateway.tokens.answer_text import MAX_TOOLS, AnswerDelta, AnswerText, Detokenizer, StopStrings
+from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText, Detokenizer, StopStrings
 from pillion.types import TokenLogprob
 
 
@@ -143,6 +143,4 @@ class ReadAnswerText(AnswerText):
         parts = self._reader.parts
         self.calls = parts.calls
         reasoning, calls = parts.take()
-        if calls and len(self.tools) < MAX_TOOLS:
-            self.tools = (*self.tools, *(call.name for call in calls if call.name))[:MAX_TOOLS]
         return AnswerDelta(text, token_ids, logprobs, reasoning, calls)

@@ -100,7 +100,7 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
         prompt_logprobs: number of alternatives that are reported with the log probabilities of the prompt's tokens, as
             vLLM does; it does not go with stream.
         cache_salt: only requests with the same salt share cached prefixes.
-        kv_hints: what is to become of the KV when the answer has ended, in vLLM's envelope; at most 64 KiB.
+        kv_hints: vLLM's envelope of hints; KV is evicted in the pool's own order.
         return_token_ids: whether the answer has the ids of its own tokens and of the prompt's, as vLLM's has.
         return_tokens_as_token_ids: whether log probabilities name a token "token_id:" with its id.
         usage: whether the usage is wanted, in OpenRouter's words.
@@ -121,7 +121,7 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     timings: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
-    kv_hints: Raw = Raw()
+    kv_hints: Ignored[Raw] = Raw()
     allowed_token_ids: Raw = Raw()
     bad_words: Raw = Raw()
     skip_special_tokens: bool | None = None
@@ -439,7 +439,6 @@ READ_LATER: Mapping[str, Any] = {
     "allowed_token_ids": list[Int],
     "bad_words": list[str],
     "logit_bias": dict[Int, float],
-    "kv_hints": dict[str, Any],
     "metadata": dict[str, str],
     "structured_outputs": ShapeBody,
     "chat_template_kwargs": dict[str, Raw],

@@ -66,7 +66,6 @@ MAX_CALL_ANSWERS = 16_384
 # OpenAI has these bounds of metadata.
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_NAME_CHARS = 64
-_MAX_HINTS_BYTES = 65_536
 _MAX_CHOICE_BYTES = 1024
 _KWARGS_BOUND = MAX_TEMPLATE_KWARGS_BYTES, f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
 _METADATA_BOUND = (
@@ -86,7 +85,6 @@ _BOUNDS: Mapping[str, tuple[int, str]] = {
     ),
     "allowed_token_ids": (32 * MAX_ALLOWED_TOKEN_IDS, f"at most {MAX_ALLOWED_TOKEN_IDS} ids"),
     "logit_bias": (64 * MAX_LOGIT_BIASES, f"at most {MAX_LOGIT_BIASES} tokens"),
-    "kv_hints": (_MAX_HINTS_BYTES, f"at most {_MAX_HINTS_BYTES} bytes of JSON"),
     "chat_template_kwargs": _KWARGS_BOUND,
     "chat_template_args": _KWARGS_BOUND,
     "metadata": (16 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS), _METADATA_BOUND),
@@ -168,11 +166,8 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
     prompts = read_prompts(body.prompt, most_ids)
     if len(prompts) * max(body.n or 1, body.best_of or 1) > MAX_CALL_ANSWERS:
         raise refused("n", f"more than {MAX_CALL_ANSWERS} answers to {len(prompts)} prompts")
-    hints = _hints(body.kv_hints)
     given_as = (("text" if isinstance(prompt, str) else "token_ids", prompt) for prompt in prompts.values())
-    requests = tuple(
-        request_of(body, request_id, sampling, kv_hints=hints, **{name: prompt}) for name, prompt in given_as
-    )
+    requests = tuple(request_of(body, request_id, sampling, **{name: prompt}) for name, prompt in given_as)
     scores = {} if body.prompt_logprobs is not None else {"sampling.prompt_logprobs": "logprobs"}
     names = tuple({"text": field, "token_ids": field, **scores, **structure_names} for field in prompts)
     _check_options(body, len(requests))
@@ -195,8 +190,7 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     if body.tools or body.tool_choice:
         read = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         tools, tool_names, custom = read.options, read.names, read.custom
-    hints = _hints(body.kv_hints) if body.kv_hints else ""
-    request = request_of(body, request_id, sampling, messages=messages, chat=options, tools=tools, kv_hints=hints)
+    request = request_of(body, request_id, sampling, messages=messages, chat=options, tools=tools)
     names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names, **structure_names}
     _check_options(body, 1)
     echoed = _echoed(messages[-1], options) if body.echo else ""
@@ -421,12 +415,6 @@ def request_of(body: Any, request_id: str, sampling: SamplingParams, **prompt: A
         priority=body.priority or 0,
         **prompt,
     )
-
-
-def _hints(raw: Raw) -> str:
-    """Returns the JSON of a body's hints about KV, "" for none; the gateway reads it. Raises ApiError."""
-    sent = _bounded(raw, "kv_hints")
-    return "" if sent is None else bytes(raw).decode()
 
 
 def _check_options(body: CompletionBody | ChatBody, prompts: int) -> None:

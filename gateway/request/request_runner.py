@@ -41,7 +41,6 @@ from pillion.gateway.request.request_machine import (
 from pillion.gateway.request.request_telemetry import RequestMeter
 from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText
-from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
 from pillion.types import Delta, FinishReason, StreamOrigin, Timings, TokenLogprob, ToolCallDelta, Usage
 
 log = logging.getLogger("pillion.gateway")
@@ -172,32 +171,10 @@ class RequestRunner:
         whole = (len(self.admitted.prompt) - 1) // plan.block_size
         return PlacedPrefix(plan.node_id, chain.first(whole), plan.block_size)
 
-    def placed_text(self) -> PlacedPrefix | None:
-        """Returns where the whole blocks of the prompt and of the first answer are, without the last two tokens: their
-        KV may not have been computed. Returns None before the request has a plan."""
-        prefix = self.placed_prefix()
-        if prefix is None:
-            return None
-        blocks, size = len(prefix.hashes) // HASH_BYTES, prefix.block_size
-        left = (*self.admitted.prompt[blocks * size :], *self._samples.machines[0].emitted)[:-2]
-        parent = self._calls[0].chain.before(blocks)
-        answered = chain_hashes(parent, left[: len(left) // size * size], size)
-        return PlacedPrefix(prefix.node_id, prefix.hashes + answered, size)
-
-    @property
-    def called_tools(self) -> tuple[str, ...]:
-        """Gives the names of the tools that the answers call."""
-        return tuple(name for answer in self._answers for name in answer.tools)
-
-    @property
-    def completed(self) -> bool:
-        """Says whether every answer has come to its end."""
-        return all(self._reasons)
-
     @property
     def ended_itself(self) -> bool:
         """Says whether every answer has come to its end without being cut."""
-        return self.completed and FinishReason.LENGTH.value not in self._reasons
+        return all(self._reasons) and FinishReason.LENGTH.value not in self._reasons
 
     def __aiter__(self) -> RequestRunner:
         return self

@@ -388,10 +388,6 @@ class AnswerDelta(NamedTuple):
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-# So many names of the tools that one answer calls are kept.
-MAX_TOOLS = 16
-
-
 @dataclass(slots=True, eq=False)
 class AnswerText:
     """Follows one answer as it grows, over all attempts.
@@ -405,7 +401,6 @@ class AnswerText:
         completion_tokens: number of tokens so far.
         reasoning_tokens: how many of these tokens were reasoning, up to the one that ended it.
         calls: number of calls of tools that have begun.
-        tools: the names of the first MAX_TOOLS tools that they call.
     """
 
     _detokenizer: Detokenizer
@@ -420,7 +415,6 @@ class AnswerText:
     completion_tokens: int = field(default=0, init=False)
     reasoning_tokens: int = field(default=0, init=False)
     calls: int = field(default=0, init=False)
-    tools: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self, strings: StopStrings, included: bool) -> None:
         self._has_stops, self._stops = bool(strings.stops), StopMatcher(strings, included)

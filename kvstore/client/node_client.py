@@ -262,11 +262,6 @@ class NodeClient:
         reply: kvnode_pb2.ListPrefixPinsReply = await call_unary(self._stub.ListPrefixPins, request)
         return reply.prefix_pins
 
-    async def retain_chain(self, request: kvnode_pb2.RetainChainRequest) -> bool:
-        """Says when a chain is expected to be used; returns whether it is kept. Raises InvalidRequest."""
-        reply: kvnode_pb2.RetainChainReply = await call_unary(self._stub.RetainChain, request)
-        return reply.kept
-
     async def read_adapter(
         self, digest: str, timeout_s: float, *, ask_others: bool = True
     ) -> AsyncGenerator[AdapterPiece, None]:

@@ -7,7 +7,6 @@
     integrity.py      check_integrity: the proof that everything adds up (I4).
     pin_table.py      PrefixPinTable: the prefix pins of a pool and their quotas, and that they leave last.
     state_eviction.py StateEviction: which states of hybrid models stay.
-    retention_eviction.py  RetentionEviction: chains leave by when their next use is expected.
     records.py        Block, IndexEvent, PoolShape: plain data.
 
 Everything here is sans-IO (I9): no clock, no socket, no asyncio. It knows slots as numbers and never touches memory.

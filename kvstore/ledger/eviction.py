@@ -1,5 +1,5 @@
 """Decides which committed block leaves the pool first. :class:`EvictionPolicy` is the interface, LRU is the
-implementation of a pool without retentions and states, and the block tree feeds it.
+implementation of a pool without states, and the block tree feeds it.
 
 All policies keep one rule: a block leaves only after all its descendants, because a block whose parent is gone can
 never be found by a prefix look-up.

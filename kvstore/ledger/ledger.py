@@ -31,7 +31,7 @@ from itertools import pairwise
 
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes, state_page
-from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
+from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.pin_table import PrefixPinTable
 from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.ledger.state_eviction import StateEviction
@@ -130,7 +130,6 @@ class Ledger:
     Args:
         new_id: gives unguessable positive integers below 2**63 for epochs and tickets.
         decode_reserve_percent: share of the pool that admission leaves to running decodes.
-        policy: decides which block is evicted first; LRU by default.
         shares: the shares of the pool that pinned prefixes and states may have.
     """
 
@@ -138,7 +137,6 @@ class Ledger:
         self,
         new_id: Callable[[], int],
         decode_reserve_percent: int = 10,
-        policy: EvictionPolicy | None = None,
         shares: PoolShares = PoolShares(),
     ) -> None:
         self._new_id = new_id
@@ -146,7 +144,7 @@ class Ledger:
         self.num_slots = 0
         self.decode_reserve = 0
         self.free: list[int] = []
-        plain = policy if policy is not None else LruEviction()
+        plain = LruEviction()
         self.tree, self.states = BlockTree(plain), StateEviction(plain, shares.state_percent)
         self.prefix_pins = PrefixPinTable(self.tree, shares.pinned_percent, shares.owner_pinned_percent)
         self.holders: dict[int, Holder] = {}

@@ -37,9 +37,6 @@ class Block:
         page: whether it is a page of a state, which stands behind a block or another page.
         prefix_pins: prefix pins that end with the block plus its prefix-pinned children; it is evicted late while this
             is not 0.
-        parted: whether two blocks have stood after it at once: several texts begin with it.
-        retained: retentions that end with the block plus its retained children.
-        idle_since_s: when it lost its last protection, where retentions are kept.
         checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
     """
 
@@ -52,9 +49,6 @@ class Block:
     children: int = 0
     page: bool = False
     prefix_pins: int = 0
-    parted: bool = False
-    retained: int = 0
-    idle_since_s: float = 0.0
     checksum: int = 0
 
     @property

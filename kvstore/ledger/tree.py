@@ -12,7 +12,7 @@ exactly, at any time, in O(1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pillion.errors import Internal
@@ -55,8 +55,6 @@ class BlockTree:
         self.policy: EvictionPolicy = policy
         self.plain: EvictionPolicy = policy
         self.protected = 0
-        # It is called with each block that leaves although retentions mark it.
-        self.on_retained_gone: Callable[[Block], None] = lambda block: None
 
     def __len__(self) -> int:
         return len(self.by_hash)
@@ -138,7 +136,6 @@ class BlockTree:
         self.by_hash[block_hash] = block
         self.protected += 1
         if last_block is not None:
-            last_block.parted |= last_block.children > 0
             last_block.children += 1
         return block
 
@@ -178,8 +175,6 @@ class BlockTree:
     def _forget(self, block: Block) -> None:
         if block.holds or block.children:
             raise Internal(f"eviction chose slot {block.slot}: {block.holds} holds, {block.children} children")
-        if block.retained:
-            self.on_retained_gone(block)
         del self.by_hash[block.hash]
         if block.parent is not None:
             block.parent.children -= 1

@@ -31,7 +31,6 @@ from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.node.storage import Storage
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
-from pillion.kvstore.retentions.node_retentions import NodeRetentions
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
 from pillion.kvstore.tiers.object_tier.object_store import ObjectStore
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
@@ -63,7 +62,6 @@ class KVNode:
         *,
         ledger: Ledger,
         prefix_pins: NodePrefixPins,
-        retentions: NodeRetentions,
         followers: Followers,
         adapters: NodeAdapters,
         regions: RegionServer,
@@ -78,7 +76,6 @@ class KVNode:
         self.pool = Pool(
             ledger,
             prefix_pins,
-            retentions,
             followers,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
             announce=self._announce,

@@ -87,9 +87,6 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def ListPrefixPins(self, request: pb.ListPrefixPinsRequest, context: Context) -> pb.ListPrefixPinsReply:
         return self._pool.prefix_pins.listed(request)
 
-    async def RetainChain(self, request: pb.RetainChainRequest, context: Context) -> pb.RetainChainReply:
-        return self._pool.retentions.retain(request)
-
     # This method writes to the context, so that a message which a follower does not take can be bounded in time; the
     # stubs expect a generator.
     async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:  # type: ignore[override]

@@ -24,7 +24,6 @@ from pillion.kvstore.ledger.records import Block, IndexEvent, PoolShape, slots_o
 from pillion.kvstore.ledger.waiting_queue import MAX_WAITING, Grant, Waiter, WaitingQueue
 from pillion.kvstore.pool_survival.survival import PoolSurvival
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
-from pillion.kvstore.retentions.node_retentions import NodeRetentions
 from pillion.kvstore.tiers.spill import Spiller
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
@@ -61,7 +60,7 @@ class Pool:
 
     Args:
         ledger: the pool's slots; the three parts after it are made for it.
-        prefix_pins, retentions: the prefix pins and what is kept for next uses, for callers.
+        prefix_pins: the prefix pins, for callers.
         followers: those who follow the pool's blocks.
         max_waiting: as :class:`WaitingQueue` has it.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
@@ -83,7 +82,6 @@ class Pool:
         self,
         ledger: Ledger,
         prefix_pins: NodePrefixPins,
-        retentions: NodeRetentions,
         followers: Followers,
         *,
         max_waiting: int = MAX_WAITING,
@@ -92,7 +90,7 @@ class Pool:
         shaped: Callable[[PoolShape], None],
     ) -> None:
         self.ledger, self.prefix_pins = ledger, prefix_pins
-        self.retentions, self.followers = retentions, followers
+        self.followers = followers
         self.fetcher: Fetcher | None = None
         self.spiller: Spiller | None = None
         self.survival: PoolSurvival | None = None
@@ -426,7 +424,6 @@ class Pool:
         self.followers.check_integrity()
         if self.survival is not None:
             self.survival.check_integrity()
-        self.retentions.check_integrity()
         if len(self._waiting) != len(self.waiting):
             raise Conflict(f"{len(self._waiting)} calls wait, {len(self.waiting)} are in the queue")
         waits = sum(map(len, self._chain_waits.values()))

@@ -22,7 +22,7 @@ claimed of a result stands in lab/docs/measurements.md; a benchmark whose figure
   streams), `gpu` (everything that needs a GPU).
 - KV store: `kvstore` runs `kv_node`, `kv_handoff`, `kv_index`, `kv_plane` and `kv_fetch` (a prefix from one node to
   another), `links` (whether `auto` fetches a prefix over a network or computes it); `tiers` (times to the first token
-  by where a prompt's KV is); `partial_blocks` (what chats compute again); `kv_lifetime` (what pools keep);
+  by where a prompt's KV is); `partial_blocks` (what chats compute again);
   `state_hits` and `state_fleets` (hits of models with states); `read_ahead` (second turns whose histories are on
   disk).
 - Stability: `load_test` (a bounded load that must not fail), `soak` (a long load under which nothing may grow),

@@ -30,7 +30,6 @@ from rich.table import Table
 from lab.benchmarks.mooncake import WORKLOADS, generate_like
 from lab.benchmarks.report import save, show_table
 from pillion.kvstore.hashing import state_page
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger, PoolShares, TicketState
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
@@ -61,12 +60,7 @@ class TraceNode:
     pool."""
 
     def __init__(self, slots: int, pages: int, state_percent: int) -> None:
-        self.ledger = Ledger(
-            itertools.count(1).__next__,
-            0,
-            LruEviction(),
-            PoolShares(state_percent=state_percent),
-        )
+        self.ledger = Ledger(itertools.count(1).__next__, 0, PoolShares(state_percent=state_percent))
         self.ledger.shape(slots)
         self.pages, self.hits = pages, TraceHits()
         self._worker = self.ledger.attach("worker", "decode")

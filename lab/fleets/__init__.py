@@ -12,7 +12,6 @@
     sim_worker.py     a worker: the production scheduler; runs of plain steps as one event
     host_cores.py     the cores that steps run on
     prefix_store.py   the blocks of KV nodes, and the index
-    tree_store.py     the same blocks by any order of eviction
     state_store.py    the blocks and states of a KV node, in the production ledger
     site.py           what all gateways reach
     clock.py          the queue of events

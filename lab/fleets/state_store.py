@@ -24,7 +24,6 @@ from pillion.config import KVNodeFlags
 from pillion.engine.scheduling.states import STATES
 from pillion.kvstore.hashing import state_page
 from pillion.kvstore.index.index import MAX_ENTRIES_PER_LOOKUP
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger, PoolShares, TicketState
 from pillion.v1.kvnode_pb2 import CommitRun
@@ -76,9 +75,7 @@ class StateStore(NodeStore):
         super().__init__(node_id, index, capacity, block_size)
         self._pages = pages
         self._block_size = block_size
-        self.ledger = Ledger(
-            itertools.count(1).__next__, 0, LruEviction(), PoolShares(state_percent=flags.state_percent)
-        )
+        self.ledger = Ledger(itertools.count(1).__next__, 0, PoolShares(state_percent=flags.state_percent))
         self.ledger.shape(capacity)
         self._holder = self.ledger.attach(node_id, ROLE)
         self._nonces = itertools.count(1)

@@ -245,7 +245,6 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
-    KV_HINTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name; may be empty when one model is served."""
     text: _builtins.str
@@ -259,8 +258,6 @@ class GenerateRequest(_message.Message):
     [-100, 100]. It orders requests of one tenant; between tenants their shares decide, except that at the workers a
     request below 0, for which a tenant needs a permission, goes before those of others.
     """
-    kv_hints: _builtins.str
-    """What is to become of the KV when the answer has ended: vLLM's envelope of hints, as JSON of at most 64 KiB."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -295,11 +292,10 @@ class GenerateRequest(_message.Message):
         resume: Global___Resume | None = ...,
         chat: Global___ChatOptions | None = ...,
         tools: Global___ToolOptions | None = ...,
-        kv_hints: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "resume", b"resume", "sampling", b"sampling", "tools", b"tools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "kv_hints", b"kv_hints", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

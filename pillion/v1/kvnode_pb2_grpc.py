@@ -100,11 +100,6 @@ class KVNodeStub(object):
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsReply.FromString,
                 _registered_method=True)
-        self.RetainChain = channel.unary_unary(
-                '/pillion.v1.KVNode/RetainChain',
-                request_serializer=pillion_dot_v1_dot_kvnode__pb2.RetainChainRequest.SerializeToString,
-                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.RetainChainReply.FromString,
-                _registered_method=True)
         self.ReadAdapter = channel.unary_stream(
                 '/pillion.v1.KVNode/ReadAdapter',
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.ReadAdapterRequest.SerializeToString,
@@ -257,14 +252,6 @@ class KVNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RetainChain(self, request, context):
-        """Says what a chain's blocks are worth until its next use: what is worth least leaves first. Where nobody is expected,
-        its end leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ReadAdapter(self, request, context):
         """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
         that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -397,11 +384,6 @@ def add_KVNodeServicer_to_server(servicer, server):
                     servicer.ListPrefixPins,
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsReply.SerializeToString,
-            ),
-            'RetainChain': grpc.unary_unary_rpc_method_handler(
-                    servicer.RetainChain,
-                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.RetainChainRequest.FromString,
-                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.RetainChainReply.SerializeToString,
             ),
             'ReadAdapter': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadAdapter,
@@ -796,33 +778,6 @@ class KVNode(object):
             '/pillion.v1.KVNode/ListPrefixPins',
             pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsRequest.SerializeToString,
             pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RetainChain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pillion.v1.KVNode/RetainChain',
-            pillion_dot_v1_dot_kvnode__pb2.RetainChainRequest.SerializeToString,
-            pillion_dot_v1_dot_kvnode__pb2.RetainChainReply.FromString,
             options,
             channel_credentials,
             insecure,

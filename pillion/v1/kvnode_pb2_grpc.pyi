@@ -89,10 +89,6 @@ class KVNodeStub:
     """Ends a prefix pin. Idempotent."""
     ListPrefixPins: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ListPrefixPinsRequest, _kvnode_pb2.ListPrefixPinsReply]
     """A tenant's prefix pins at this node, the oldest first."""
-    RetainChain: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.RetainChainReply]
-    """Says what a chain's blocks are worth until its next use: what is worth least leaves first. Where nobody is expected,
-    its end leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
-    """
     ReadAdapter: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
     that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -176,10 +172,6 @@ class KVNodeAsyncStub(KVNodeStub):
     """Ends a prefix pin. Idempotent."""
     ListPrefixPins: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ListPrefixPinsRequest, _kvnode_pb2.ListPrefixPinsReply]  # type: ignore[assignment]
     """A tenant's prefix pins at this node, the oldest first."""
-    RetainChain: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.RetainChainReply]  # type: ignore[assignment]
-    """Says what a chain's blocks are worth until its next use: what is worth least leaves first. Where nobody is expected,
-    its end leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
-    """
     ReadAdapter: _aio.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]  # type: ignore[assignment]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
     that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -338,16 +330,6 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.ListPrefixPinsReply, _abc.Awaitable[_kvnode_pb2.ListPrefixPinsReply]]:
         """A tenant's prefix pins at this node, the oldest first."""
-
-    @_abc_1.abstractmethod
-    def RetainChain(
-        self,
-        request: _kvnode_pb2.RetainChainRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvnode_pb2.RetainChainReply, _abc.Awaitable[_kvnode_pb2.RetainChainReply]]:
-        """Says what a chain's blocks are worth until its next use: what is worth least leaves first. Where nobody is expected,
-        its end leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
-        """
 
     @_abc_1.abstractmethod
     def ReadAdapter(

@@ -153,9 +153,6 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
     async def FindAdapters(self, request: Any, context: Any) -> Any:  # noqa: N802
         return kvnode_pb2.FindAdaptersReply()
 
-    async def RetainChain(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return kvnode_pb2.RetainChainReply(kept=True)
-
     def _drop(self, epoch: int) -> None:
         self.held = {ticket: holder for ticket, holder in self.held.items() if holder != epoch}
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import time
-
 from pillion.kvstore.events.block_log import BlockLog
 from pillion.kvstore.events.followers import Followers
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.retention_eviction import RetentionEviction
 from pillion.kvstore.node.pool import Pool, new_id
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
-from pillion.kvstore.retentions.node_retentions import NodeRetentions
 
 
 def make_pool(pool_bytes: int, *, max_waiting: int = 4, heartbeat_timeout_s: float = 5.0) -> Pool:
     """A pool whose admission leaves nothing to running decodes."""
-    retaining = RetentionEviction(LruEviction(), 90, 50, time.monotonic)
-    ledger = Ledger(new_id, 0, retaining)
+    ledger = Ledger(new_id, 0)
     pool = Pool(
         ledger,
         NodePrefixPins(ledger),
-        NodeRetentions(ledger, retaining),
         Followers(ledger.tree, BlockLog(1)),
         max_waiting=max_waiting,
         heartbeat_timeout_s=heartbeat_timeout_s,

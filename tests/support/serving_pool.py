@@ -7,7 +7,6 @@ import itertools
 from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes
-from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.ledger import SESSION, Ledger, PoolShares
 from pillion.v1.kvnode_pb2 import CommitRun
 
@@ -25,13 +24,8 @@ def prompt(*tokens: int) -> list[bytes]:
 class ServingPool:
     """A ledger with one caller, which serves prompts whole."""
 
-    def __init__(
-        self,
-        policy: EvictionPolicy,
-        num_slots: int = NUM_SLOTS,
-        shares: PoolShares = PoolShares(),  # noqa: B008
-    ) -> None:
-        self.ledger = Ledger(itertools.count(1).__next__, 0, policy, shares)
+    def __init__(self, num_slots: int, shares: PoolShares) -> None:
+        self.ledger = Ledger(itertools.count(1).__next__, 0, shares)
         self.ledger.shape(num_slots)
         self.epoch = self.ledger.attach("one", SESSION)
         self.nonces = itertools.count(1)

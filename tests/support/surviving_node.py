@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from pillion.errors import Overloaded
 from pillion.kvstore.hashing import chain_hashes, split_hashes
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import PoolShape
@@ -82,7 +81,7 @@ class SurvivingNode:
 
     def begin(self) -> None:
         """A life of the node begins; nobody uses the pool."""
-        self.ledger = Ledger(self.ids.__next__, 0, LruEviction())
+        self.ledger = Ledger(self.ids.__next__, 0)
         self.ledger.shape(NUM_SLOTS)
         table = SlotTable.found(self.words)
         self.kept = SurvivingBlocks(self.ledger, table)

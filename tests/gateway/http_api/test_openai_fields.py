@@ -243,7 +243,8 @@ def check_undone(read, name: str) -> None:
     ("fields", "ignored"),
     [
         ({"user": "u", "metadata": {"a": "b"}, "service_tier": "flex", "store": True}, None),
-        ({"safety_identifier": "s", "prompt_cache_key": "k", "prompt_cache_retention": "24h"}, None),
+        ({"safety_identifier": "s", "prompt_cache_key": "k", "kv_hints": {"protocol_version": "0.1"}}, None),
+        ({"prompt_cache_retention": "24h", "kv_hints": [1]}, None),
         ({"prompt_cache_options": {}, "prediction": {"type": "content", "content": "x"}, "verbosity": "low"}, None),
         ({"service_tier": "auto", "store": False, "verbosity": "medium", "user": "", "metadata": None}, ""),
     ],

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kvstore.hashing import chain_hashes, split_hashes
-from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import SESSION, Ledger
 from pillion.kvstore.ledger.records import Block
@@ -25,8 +24,8 @@ def prompt(*tokens: int) -> list[bytes]:
 class LedgerDriver:
     """A ledger with one caller, which serves prompts whole."""
 
-    def __init__(self, policy: EvictionPolicy, num_slots: int) -> None:
-        self.ledger = Ledger(itertools.count(1).__next__, 0, policy)
+    def __init__(self, num_slots: int) -> None:
+        self.ledger = Ledger(itertools.count(1).__next__, 0)
         self.ledger.shape(num_slots)
         self.epoch = self.ledger.attach("one", SESSION)
         self.nonces = itertools.count(1)
@@ -74,7 +73,7 @@ STEPS = st.lists(
 def test_a_chain_goes_from_its_tail(steps: list[tuple[str, object]]) -> None:
     """Whatever is served, held, let go and dropped out of turn: children stand before parents, only what nobody
     protects is known, and the order that is shown is the order in which blocks go."""
-    node, tickets = LedgerDriver(LruEviction(), 12), []
+    node, tickets = LedgerDriver(12), []
     for what, value in steps:
         policy = node.ledger.tree.policy
         if what in ("serve", "open"):
@@ -105,8 +104,8 @@ def test_a_chain_goes_from_its_tail(steps: list[tuple[str, object]]) -> None:
 
 
 def test_nothing_is_remembered_of_what_is_gone() -> None:
-    policy = LruEviction()
-    node = LedgerDriver(policy, 8)
+    node = LedgerDriver(8)
+    policy = node.ledger.tree.policy
     for first in range(100):
         node.serve(first, 1, 2)
     for block in list(policy):
@@ -118,7 +117,7 @@ def test_nothing_is_remembered_of_what_is_gone() -> None:
 
 
 def test_only_a_cached_leaf_leaves_out_of_turn() -> None:
-    node = LedgerDriver(LruEviction(), 8)
+    node = LedgerDriver(8)
     node.serve(1, 2)
     held = node.open(prompt(3))
     for tokens in ((1,), (3,)):

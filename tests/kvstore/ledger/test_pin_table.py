@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pillion.errors import InvalidRequest, Overloaded
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
 from pillion.kvstore.ledger.ledger import PoolShares
 from pillion.kvstore.ledger.pin_table import (
@@ -31,7 +30,7 @@ class PinnedPool(ServingPool):
     """A pool with prefix pins, which looks at each eviction whether a block without a pin was left to evict."""
 
     def __init__(self, num_slots: int = NUM_SLOTS, percents: tuple[int, int] = PERCENTS) -> None:
-        super().__init__(LruEviction(), num_slots, PoolShares(*percents))
+        super().__init__(num_slots, PoolShares(*percents))
         evict = self.ledger.tree.evict
 
         def watched_evict() -> object:

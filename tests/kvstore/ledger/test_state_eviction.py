@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
 from pillion.kvstore.ledger.ledger import Ledger, PoolShares
 from pillion.kvstore.ledger.pin_table import PrefixPinTable, PrefixPinWish
@@ -35,12 +34,7 @@ class StatePool:
     whether a search through all states finds the same victim."""
 
     def __init__(self, num_slots: int = 40, percent: int = 20, pins: bool = False) -> None:
-        self.ledger = Ledger(
-            itertools.count(1).__next__,
-            0,
-            LruEviction(),
-            PoolShares(75, 50, percent),
-        )
+        self.ledger = Ledger(itertools.count(1).__next__, 0, PoolShares(75, 50, percent))
         self.states = self.ledger.states
         self.ledger.shape(num_slots)
         self.max_pages = num_slots * percent // 100

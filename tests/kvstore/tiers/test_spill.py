@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from lab.testbed.conditions import WITHIN_S, loop_turns, until
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
@@ -96,7 +95,7 @@ class SpillHost:
     """A pool with memory, a spiller and an index that believes what it is told."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        self.node = LedgerDriver(LruEviction(), NUM_SLOTS)
+        self.node = LedgerDriver(NUM_SLOTS)
         self.ledger = self.node.ledger
         self.memory = ScriptedMemory()
         self.index: set[bytes] = set()
@@ -172,7 +171,7 @@ async def running(*tiers: Tier) -> AsyncIterator[SpillHost]:
 
 
 def test_watermarks_count_in_percent_of_the_pool() -> None:
-    node = LedgerDriver(LruEviction(), NUM_SLOTS)
+    node = LedgerDriver(NUM_SLOTS)
 
     def slots_of(low_percent: int, high_percent: int) -> tuple[int, int]:
         spiller = Spiller(node.ledger, ScriptedMemory(), (), low_percent, high_percent)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes
-from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.ledger import SESSION, Ledger, PoolShares
 from pillion.kvstore.ledger.pin_table import PrefixPinWish
 from pillion.kvstore.transfer.hand_over import (
@@ -235,7 +234,7 @@ def test_room_is_what_is_free_and_a_fair_share_of_what_is_cached() -> None:
 )
 @settings(max_examples=examples(150), deadline=None)
 def test_tips_cover_a_pool_in_the_reverse_order_of_eviction(prompts: list[list[int]], pinned: int) -> None:
-    ledger = Ledger(itertools.count(1).__next__, 0, LruEviction(), PoolShares(90, 90))
+    ledger = Ledger(itertools.count(1).__next__, 0, PoolShares(90, 90))
     ledger.shape(200)
     epoch = ledger.attach("one", SESSION)
     for nonce, tokens in enumerate(prompts, 1):

@@ -29,7 +29,6 @@ SMALLEST = {
     "kv_fetch": "--rounds 1",
     "kv_handoff": "--requests 4",
     "kv_index": "--blocks 20000 --lookups 60 --cluster-blocks 5000",
-    "kv_lifetime": "--requests 50 --workers 2 --traces toolagent",
     "kv_node": "--rounds 1",
     "kv_plane": "--rounds 1 --most-rounds 1 --round-mib 1",
     "mooncake": "FOLDER/trace.jsonl --requests 50",
