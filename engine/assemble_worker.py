@@ -51,7 +51,7 @@ async def start_worker(
     backend_factory: BackendFactory,
     turn: StartTurn,
 ) -> Worker:
-    """Loads a model, makes what the worker has beside it, attaches and runs. Nothing that others can see is done before
+    """Load a model, makes what the worker has beside it, attaches and runs. Nothing that others can see is done before
     the process's ``turn``.
 
     Raises ConfigError for flags that cannot work, Unavailable when no node answers.
@@ -110,7 +110,7 @@ def _make_scheduler(
     drafts: WorkerDrafts | None,
     pool_slots: int,
 ) -> Scheduler:
-    """Makes the scheduler of one epoch over a pool of so many slots, and what it has beside its sequences."""
+    """Make the scheduler of one epoch over a pool of so many slots, and what it has beside its sequences."""
     blocks, pages = BlockManager(flags.block_size), model.backend.layout.state_pages
     # Prefill ranges end with whole blocks, and a text cannot go on from keys and values alone where there are states.
     percent = flags.partial_block_percent if isinstance(flags, DecodeFlags) and not pages else 0
@@ -125,7 +125,7 @@ def _make_scheduler(
 
 
 def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
-    """Loads what compiles a worker's grammars; returns None, and logs a line, where llguidance cannot be used."""
+    """Load what compiles a worker's grammars; returns None, and logs a line, where llguidance cannot be used."""
     prepared = model.prepared
     try:
         return GrammarCompiler.load(prepared.folder, model.backend.vocab_size, prepared.eos_token_ids)
@@ -135,6 +135,6 @@ def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
 
 
 def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, meters: Meters) -> AdapterLoader:
-    """Makes what brings adapters to a worker whose backend has slots for them."""
+    """Make what brings adapters to a worker whose backend has slots for them."""
     process = AdapterProcess(model.adapter_reader(flags.max_lora_rank, listed_targets(flags.lora_target_modules)))
     return AdapterLoader(process, model.backend, flags.lora_store_bytes, node, meters)

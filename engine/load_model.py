@@ -49,7 +49,7 @@ TORCH_BFLOAT16 = (
 
 
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """Loads a model as workers do by default: with a device's kernels where the flags name one, else CPU kernels if
+    """Load a model as workers do by default: with a device's kernels where the flags name one, else CPU kernels if
     they can run the model, else torch."""
     flags = with_budgets(flags)
     device, prepared = resolve_device(flags), prepare(flags, log.info)
@@ -80,7 +80,7 @@ def _load_encoder(flags: WorkerFlags, threads: int, device: str, prepared: Prepa
 
 
 def check_processes(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
-    """Raises ConfigError where the processes of one worker that the flags ask for cannot run the model on this
+    """Raise ConfigError where the processes of one worker that the flags ask for cannot run the model on this
     device."""
     if isinstance(flags, WorkerFlags) and flags.pipeline_parallel_size > 1:
         check_stages(flags, device, prepared)
@@ -89,7 +89,7 @@ def check_processes(flags: PrepareFlags | WorkerFlags, device: str, prepared: Pr
 
 
 def _check(flags: WorkerFlags, device: str, prepared: PreparedModel, config: ModelConfig) -> None:
-    """Raises ConfigError for what a decoder cannot do yet, and logs what its user should know."""
+    """Raise ConfigError for what a decoder cannot do yet, and logs what its user should know."""
     if config.linear is not None:
         check_states(flags, device, config)
     check_processes(flags, device, prepared)
@@ -148,7 +148,7 @@ def _load_decoder(
 
 
 def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[str]:
-    """Yields a sentence for each reason why answers are not those of the checkpoint in transformers."""
+    """Yield a sentence for each reason why answers are not those of the checkpoint in transformers."""
     saved, config = read_json(prepared.folder / "config.json"), load_config(prepared.folder)
     half = (saved.get("dtype") or saved.get("torch_dtype")) == "float16"
     # The codes and scales of quantized matrices are the same in each type.
@@ -168,7 +168,7 @@ def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[st
 
 
 def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
-    """Makes everything that is made only once on a machine: the model, and for the CPU kernels packed weights and
+    """Make everything that is made only once on a machine: the model, and for the CPU kernels packed weights and
     machine code, those of each rank.
 
     If the weights are packed already, and adapters are not asked for, nothing is loaded, which would take seconds at
@@ -189,7 +189,7 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
 
 
 def _check_tensors(prepared: PreparedModel) -> None:
-    """Raises ConfigError where a decoder's files lack a tensor, or have one of another shape than the config says."""
+    """Raise ConfigError where a decoder's files lack a tensor, or have one of another shape than the config says."""
     from pillion.engine.checkpoints.checkpoint import open_checkpoint
 
     config = load_config(prepared.folder)
@@ -199,7 +199,7 @@ def _check_tensors(prepared: PreparedModel) -> None:
 
 
 def is_ready(flags: PrepareFlags) -> bool:
-    """Says whether :func:`make_ready` would have nothing to load. The answer takes milliseconds and imports no torch.
+    """Return whether :func:`make_ready` would have nothing to load. The answer takes milliseconds and imports no torch.
 
     Raises ConfigError where :func:`make_ready` does.
     """
@@ -207,7 +207,7 @@ def is_ready(flags: PrepareFlags) -> bool:
 
 
 def shares_weights(flags: WorkerFlags) -> bool:
-    """Returns whether a second process that loads the same model takes next to no memory for it: the CPU kernels map
+    """Return whether a second process that loads the same model takes next to no memory for it: the CPU kernels map
     weights that all processes of a machine share. Raises ConfigError where :func:`load_model` does."""
     if resolve_device(flags) != CPU or flags.processes > 1:
         return False
@@ -215,7 +215,7 @@ def shares_weights(flags: WorkerFlags) -> bool:
 
 
 def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, ModelShard]]:
-    """Returns the shares that are to be loaded for the CPU kernels, where these run the model: those whose weights are
+    """Return the shares that are to be loaded for the CPU kernels, where these run the model: those whose weights are
     not packed yet. With adapters these are all shares, because only a loaded model can tell which machine code is
     missing."""
     device, size = resolve_device(flags), flags.tensor_parallel_size
@@ -232,13 +232,13 @@ def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Is
 
 
 def shares_of(config: ModelConfig, size: int) -> Sequence[ModelShard]:
-    """Returns the share of a model that each of a worker's ``size`` ranks computes. Raises ConfigError if they cannot
+    """Return the share of a model that each of a worker's ``size`` ranks computes. Raises ConfigError if they cannot
     share it."""
     return [ModelShard.of(config, rank, size) for rank in range(size)]
 
 
 def check_adapters(config: ModelConfig) -> None:
-    """Raises ConfigError for a model that cannot have adapters yet."""
+    """Raise ConfigError for a model that cannot have adapters yet."""
     if config.values_are_keys:
         raise ConfigError(f"{config.family}: --enable-lora is not there yet where values are keys (attention_k_eq_v)")
     if config.value_width:

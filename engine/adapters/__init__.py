@@ -1,25 +1,24 @@
-"""Reads adapters: small matrices that change a model's linear layers for the requests that name them (LoRA).
+"""Adapters: low-rank changes of a model's linear layers for the requests that name them (LoRA).
 
-    adapter_config.py       what an ``adapter_config.json`` of PEFT says; refuses what cannot be served
-    adapter_targets.py      which linear layers adapters may change (--lora-target-modules)
-    pattern_cost.py         how long an expression of such a config may search
+    adapter_config.py       PEFT's ``adapter_config.json``, and what is unsupported in it
+    adapter_targets.py      linear layers that adapters may change (--lora-target-modules)
+    pattern_cost.py         bound on the search time of a config's regular expression
     adapter_files.py        an adapter's folder: its tensors, checked against the model, and its digest
-    adapter_store.py        copies of adapters' folders by their digests, in the model cache
-    adapter_weights.py      an adapter's matrices, laid over the fused linear layers of the decoder
+    adapter_store.py        copies of adapters by digest, in the model cache
+    adapter_weights.py      an adapter's matrices, mapped to the decoder's fused linear layers
     adapter_reader.py       reads the matrices of a folder
-    adapter_forms.py        matrices as bits, on their way from the process that reads them to the worker
-    adapter_process.py      a process that reads adapters for a worker or a gateway
-    adapter_process_main.py that process's program
-    adapter_loader.py       brings adapters to a worker: their files to its machine, then what is packed of them
-    adapter_rows.py         which layers they may change, and a step's rows that have one
-    plain_adapters.py       slots of backends that take them as tensors
-    step_adapters.py        multiplies by them in plain torch, for the torch backend: the reference for all kernels
-    adapter_table.py        the table by which the CPU kernels find the adapters in their slots
-    cpu_adapters.py         slots for the CPU kernels, and the program of steps that have some
-    cpu_adapter_form.py     packs them for the CPU kernels, in a process without torch
+    adapter_forms.py        serialization between the process that reads them and the worker
+    adapter_process.py      subprocess that reads adapters for a worker or a gateway
+    adapter_process_main.py that subprocess's program
+    adapter_loader.py       a worker's loading: fetch the files, then pack them
+    adapter_rows.py         layers that adapters may change, and a step's rows with an adapter
+    plain_adapters.py       adapter slots of backends that use tensors
+    step_adapters.py        plain torch implementation, the reference for all kernels
+    adapter_table.py        slot table of the CPU kernels
+    cpu_adapters.py         slots for the CPU kernels, and the program of steps with adapters
+    cpu_adapter_form.py     packs adapters for the CPU kernels, in a process without torch
 
-Open ``adapter_weights.py`` first. Which adapters are ready in a worker, and who may run with them, is in
-``engine/scheduling/adapter_slots.py``. The kernels are in ``kernels/cpu/adapters``, the slots on GPUs in
-``engine/gpu_adapters``. The config, the files and the store import no torch, because gateways check and keep adapters,
-too.
+Start with ``adapter_weights.py``. ``engine/scheduling/adapter_slots.py`` tracks the adapters that are loaded in a
+worker, and which sequences may run. The kernels are in ``kernels/cpu/adapters``, the slots on GPUs in
+``engine/gpu_adapters``. The config, the files and the store import no torch, since gateways use them, too.
 """

@@ -1,7 +1,7 @@
-"""Reads the ``adapter_config.json`` of an adapter as PEFT writes it. Imports no torch.
+"""Parser of PEFT's ``adapter_config.json``. Imports no torch.
 
-A key that Pillion ignored might change the arithmetic, so each key is read, is bookkeeping, or has a value that changes
-nothing; an adapter with any other key is refused by that key's name.
+An ignored key might change the arithmetic, so each key must be read, be bookkeeping, or have a value without effect;
+any other key is rejected by name.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from pillion.errors import ConfigError
 from pillion.host.adapter_folders import MAX_CONFIG_BYTES
 
 CONFIG_NAME = "adapter_config.json"
-# A regular expression in the config has at most MAX_PATTERN_CHARS characters, and a key at most MAX_PATTERNS
-# expressions.
+# Max characters per regular expression, and max expressions per key.
 MAX_PATTERN_CHARS = 4096
 MAX_PATTERNS = 1024
-# An adapter with a larger scale than this would leave nothing of the model's answers.
+# Larger scales would drown the model.
 MAX_ALPHA = 1e6
 
 ALL_LINEAR = "all-linear"
 MERGE = "PEFT's merge_and_unload makes a model of it that can be served"
 
 
-# These keys of the config are about the training of an adapter, or say where it comes from.
+# Keys about training or provenance.
 _BOOKKEEPING = words(
     """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout
@@ -47,13 +46,12 @@ _READ = words(
     layers_to_transform layers_pattern init_lora_weights bias fan_in_fan_out
     """
 )
-# PEFT cannot merge these methods into the base model, because they change prompts and no weights.
+# Methods that PEFT cannot merge into the base model, because they change prompts and no weights.
 _PROMPTS = (
     *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE"),
     "TRAINABLE_TOKENS",
 )
-# These ways to initialize the training leave the base model's weights as they are. The others move a part of them into
-# the adapter, which then fits changed weights only.
+# Initializations that leave the base model's weights unchanged. Others move a part of them into the adapter.
 _HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 _REASONS = {
     "lora_bias": f"pairs of matrices have no biases here; {MERGE}",
@@ -65,22 +63,21 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """Holds what of an adapter's config changes its arithmetic.
+    """Part of an adapter's config that changes its arithmetic.
 
     Attributes:
-        rank, alpha: those of the modules that the patterns do not name.
-        rank_stabilized: whether alpha is divided by the rank's root instead of the rank (rsLoRA).
-        rank_pattern, alpha_pattern: ranks and alphas by expressions that match the end of a module's name.
-        targets: the ends of the names of the modules that are changed, or an expression that matches whole names, or
-            ALL_LINEAR.
-        parameters: the ends of the names of parameters that are changed: the matrices of all experts of a layer in one
-            tensor ("experts.down_proj"), or the matrix of a module ("gate.weight"). No other key excludes some of them.
-        as_they_lie: whether PEFT has taken a parameter of three dimensions for [experts, inputs, outputs] in every
-            model, as its releases before 0.19.1 do.
-        excluded: modules that are not changed, said in the same two ways.
-        layers: the layers that are changed; None for all.
-        layers_pattern: the name before a layer's number; empty for any.
-        turned: whether the changed weights lie as [inputs, outputs], which changes nothing in the adapter.
+        rank, alpha: defaults for modules that no pattern matches.
+        rank_stabilized: True if alpha is divided by the square root of the rank instead of the rank (rsLoRA).
+        rank_pattern, alpha_pattern: ranks and alphas by regular expressions for the end of a module's name.
+        targets: suffixes of names of changed modules, or a regular expression for whole names, or ALL_LINEAR.
+        parameters: suffixes of names of changed parameters: the stacked matrices of a layer's experts
+            ("experts.down_proj"), or the matrix of a module ("gate.weight"). Exclusions do not apply to them.
+        as_they_lie: True if PEFT assumed [experts, inputs, outputs] for 3-D parameters of every model, as releases
+            before 0.19.1 do.
+        excluded: modules that are not changed, in the format of ``targets``.
+        layers: changed layers; None for all.
+        layers_pattern: name before a layer's number; empty for any.
+        turned: True if the changed weights are stored [inputs, outputs], which does not affect the adapter.
     """
 
     rank: int
@@ -97,7 +94,7 @@ class AdapterConfig:
     turned: bool = False
 
     def is_target(self, module: str) -> bool:
-        """Says whether the adapter changes a linear layer inside of the decoder's layers, by its name in the model."""
+        """Return whether the adapter changes a linear layer, by its name in the model."""
         if self.excluded and _named(self.excluded, module):
             return False
         if self.targets == ALL_LINEAR:
@@ -107,7 +104,7 @@ class AdapterConfig:
         return _named(self.targets, module) and self._layer_of(module) in self.layers
 
     def is_parameter(self, name: str) -> bool:
-        """Says whether the adapter changes a parameter that its config names, by the name in transformers' class."""
+        """Return whether the config lists a parameter, by its name in transformers' class."""
         return _named(self.parameters, name)
 
     def _layer_of(self, module: str) -> int:
@@ -116,27 +113,26 @@ class AdapterConfig:
         return -1 if found is None else int(found[1])
 
     def rank_of(self, module: str) -> int:
-        """Returns the rank of the two low-rank matrices of ``module``; for a parameter, that of each expert."""
+        """Return the rank of a module's pair; for a parameter, the rank per expert."""
         return next((rank for pattern, rank in self.rank_pattern if _ends(pattern, module)), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Returns the factor by which the product of a module's pair is multiplied."""
+        """Return the factor of the product of a module's pair."""
         alpha = next((alpha for pattern, alpha in self.alpha_pattern if _ends(pattern, module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def canonical(self) -> bytes:
-        """Returns the bytes of the config that the adapter's digest covers: configs with the same meaning give equal
-        bytes."""
-        # What an adapter of an earlier release could not have counts only where it is there, so that digests stay.
+        """Return the config's bytes for the adapter's digest; configs with the same meaning have the same bytes."""
+        # Newer fields count only if set, so that digests of older adapters stay the same.
         own = {key: value for key, value in asdict(self).items() if value or key not in _LATER}
         return json.dumps(own, sort_keys=True).encode()
 
 
 _LATER = ("turned", "parameters", "as_they_lie")
-# From this release on PEFT asks transformers' class whether the rows of experts' matrices are their outputs.
+# Since this release, PEFT asks transformers' class for the orientation of expert parameters.
 _TURNS_PARAMETERS = (0, 19, 1)
-# PEFT uses the expressions of layers_pattern, and those of rank_pattern and alpha_pattern, in this way.
+# How PEFT embeds layers_pattern, and rank_pattern and alpha_pattern.
 _LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 _END = r"(.*\.)?({})$"
 
@@ -157,8 +153,8 @@ def _ends(pattern: str, module: str) -> bool:
 
 
 def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
-    """Reads the config of an adapter's folder, which errors call ``called``. Raises ConfigError, which names the key,
-    for a config that cannot be served."""
+    """Read the config of an adapter's folder; errors call the folder ``called``. Raises ConfigError, with the key, for
+    an unsupported config."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ConfigError(f"{called} holds no adapter: it has no {CONFIG_NAME}")
@@ -167,7 +163,7 @@ def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
     try:
         return parse_adapter_config(read_json(path))
     except ConfigError as error:
-        # The readers of single values name the config of a model in their errors.
+        # Shared validators prefix their errors with the model's config.
         message = error.message.removeprefix("config.json: ").removeprefix(f"{CONFIG_NAME}: ")
         raise ConfigError(f"{called}: {CONFIG_NAME}: {message}") from None
     except RecursionError:
@@ -175,7 +171,7 @@ def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
 
 
 def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
-    """Reads an adapter's config. Raises ConfigError, which names the key, for a config that cannot be served."""
+    """Parse an adapter's config. Raises ConfigError, with the key, for an unsupported one."""
     kind = raw.get("peft_type")
     if kind != "LORA":
         instead = "" if kind in _PROMPTS or not isinstance(kind, str) else f"; {MERGE}"
@@ -193,7 +189,7 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
         parameters=parameters,
         as_they_lie=bool(parameters) and _is_before(raw.get("peft_version"), _TURNS_PARAMETERS),
         excluded=_modules(raw, "exclude_modules"),
-        # PEFT reads an empty list as all layers.
+        # Like PEFT, treat an empty list as all layers.
         layers=None if layers in (None, []) else tuple(sorted(set(_list_of(int, layers, "layers_to_transform")))),
         layers_pattern=tuple(
             _expressions(_list_of(str, raw.get("layers_pattern"), "layers_pattern"), "layers_pattern", _LAYER)
@@ -236,13 +232,13 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_before(version: Any, other: tuple[int, ...]) -> bool:
-    """Says whether a release such as "0.18.1" comes before another one; one that the config does not name does not."""
+    """Return whether a release such as "0.18.1" is older than another; False for an unknown one."""
     found = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
     return found is not None and tuple(map(int, found.groups())) < other
 
 
 def _patterns(raw: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
-    """Yields each expression of a key's object, and an object that holds its value alone."""
+    """Return each expression of a key's object, with an object of its value alone."""
     found = raw.get(key) or {}
     if not isinstance(found, Mapping) or None in found.values():
         raise ConfigError(f"{CONFIG_NAME}: {key} must give a number for each expression, not {repr(found)[:80]}")
@@ -260,12 +256,12 @@ def _modules(raw: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     found = raw.get(key)
     if isinstance(found, str):
         return found if found.lower() == ALL_LINEAR else _expressions([found], key, "{}")[0]
-    # The order of a list has no meaning, and PEFT writes a set.
+    # Sorted, because PEFT writes a set.
     return tuple(sorted(set(_list_of(str, found, key))))
 
 
 def _list_of(kind: type, value: Any, key: str) -> list[Any]:
-    """Returns the entries of a list, or a single one; null has none."""
+    """Return the entries of a list, a single value as a list, or [] for null."""
     entries = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(entry) is not kind for entry in entries):
         raise ConfigError(f"{CONFIG_NAME}: {key} must be a list of {kind.__name__}, not {repr(value)[:80]}")
@@ -273,8 +269,7 @@ def _list_of(kind: type, value: Any, key: str) -> list[Any]:
 
 
 def _expressions(patterns: Sequence[str], key: str, used: str) -> Sequence[str]:
-    """Returns the regular expressions of a key, after checking each inside of ``used``, in which it is compiled
-    later."""
+    """Check a key's regular expressions, each as it is used inside of ``used``, and return them."""
     if len(patterns) > MAX_PATTERNS:
         raise ConfigError(f"{CONFIG_NAME}: {key} has more than {MAX_PATTERNS} expressions")
     ways = 0
@@ -282,8 +277,7 @@ def _expressions(patterns: Sequence[str], key: str, used: str) -> Sequence[str]:
         if len(pattern) > MAX_PATTERN_CHARS:
             raise ConfigError(f"{CONFIG_NAME}: {key} has an expression of more than {MAX_PATTERN_CHARS} characters")
         try:
-            # The expression is compiled alone and inside of ``used``, because parts such as (?i) are valid only at the
-            # beginning.
+            # As embedded, since e.g. (?i) is only valid at the beginning.
             _compiled(used.format(pattern))
             ways += ways_of(used.format(pattern))
         except (re.error, OverflowError, RecursionError) as error:

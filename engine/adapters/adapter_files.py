@@ -1,15 +1,15 @@
-"""Reads an adapter's folder as PEFT writes it: which tensors it has, whether they fit a model, and its digest.
+"""Reader of an adapter's folder as PEFT writes it: its tensors, whether they fit a model, and its digest.
 
     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight    [rank, inputs]
     base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight    [outputs, rank]
 
-for the matrices of all experts of a layer, which one parameter of transformers' class holds (``target_parameters``),
+for the experts of a layer in one parameter of transformers' class (``target_parameters``),
 
-    ... .mlp.experts.base_layer.lora_A.weight   [experts * rank, inputs], of gate_up_proj: expert by expert
-    ... .mlp.experts.base_layer.lora_B.weight   [outputs, rank * experts]: rank by rank
-    ... .mlp.experts.lora_A.weight and .lora_B.weight, of down_proj, around which PEFT wraps no other
+    ... .mlp.experts.base_layer.lora_A.weight   [experts * rank, inputs], of gate_up_proj, expert-major
+    ... .mlp.experts.base_layer.lora_B.weight   [outputs, rank * experts], rank-major
+    ... .mlp.experts.lora_A.weight and .lora_B.weight, of down_proj, which PEFT wraps last
 
-Only the headers of tensors are read until all of them are known to fit. Imports no torch.
+Only headers are read until all tensors are known to fit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -38,31 +38,29 @@ from pillion.host.adapter_folders import MAX_HEADER_BYTES
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-# At most this many bytes of a file are read in one call.
+# Max bytes per read call.
 READ_AT_ONCE_BYTES = 2**20
 
-# For each type of tensors this has the numpy type that holds their bits, and the bits that are all 1 in NaN and
-# infinities.
+# Tensor type -> numpy type of its bits, and the exponent bits, which are all 1 in NaN and infinities.
 TYPES: Mapping[str, tuple[type[np.unsignedinteger], int]] = {
     "F32": (np.uint32, 0x7F80_0000),
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-# These are the largest numbers that a matrix A, a matrix B times its scale, and their product may have. A larger change
-# of a weight leaves nothing of a model's answers, and a far larger one makes infinities of them.
+# Max absolute value of A, of B times its scale, and of their product. Larger changes drown the model, and far larger
+# ones overflow.
 MAX_CHANGE = 1e6
 _KINDS = {"float32": "F32", "bfloat16": "BF16"}
 _PEFT_PREFIX = "base_model.model."
-# These are the two tensors of a module.
+# Suffixes of the two tensors of a module.
 _A, _B = "lora_A.weight", "lora_B.weight"
 _OF_MODULE = re.compile(r"(.+?)\.(lora_[AB]\.weight)")
-# The names of the decoder's tensors begin like this in models of text, and in transformers 5 and 4 in models of text
-# and images.
+# Prefixes of the decoder: of text models, and of multimodal models in transformers 5 and 4.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 _WRAPPED = ".base_layer"
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# PEFT may give these modules adapters, which Pillion does not serve.
+# Modules whose adapters are not supported.
 _REFUSED = (
     ("lm_head", "the head has no adapters here"),
     *((name, "embeddings have no adapters here") for name in ("embed_tokens", "wte", "wpe")),
@@ -81,17 +79,16 @@ _DIGEST_TAG = b"pillion.adapter.1"
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Describes a linear layer of a checkpoint, and the decoder's fused layer of which it is a part.
+    """Linear layer of a checkpoint, and its place in a fused layer of the decoder.
 
     Attributes:
-        layer: the decoder's name for the fused layer, such as "layers.3.qkv".
-        first_output: its first output among those of the fused layer.
-        factors: how many outputs follow one another that the model multiplies by one number, and this number; () where
-            it multiplies none.
-        exact: whether its inputs and products are float32 in every type of the model: those of routers and gates.
-        experts: how many experts have such a layer each; 0 for a layer that all rows pass.
-        expert: the number of one expert, whose layer alone this is; None elsewhere.
-        lies_turned: whether the matrices of all experts lie as [experts, inputs, outputs].
+        layer: the decoder's name of the fused layer, such as "layers.3.qkv".
+        first_output: its first output in the fused layer.
+        factors: (number of consecutive outputs, factor that the model applies to them); () if it applies none.
+        exact: True if inputs and products are float32 whatever the model's type, as for routers and gates.
+        experts: number of experts with such a layer; 0 for a dense layer.
+        expert: index of a single expert's layer; None otherwise.
+        lies_turned: True if expert matrices are stored [experts, inputs, outputs].
     """
 
     layer: str
@@ -106,15 +103,15 @@ class Projection:
 
     @property
     def stacked(self) -> bool:
-        """Says whether this stands for the layers of all experts."""
+        """True for the stacked layers of all experts."""
         return self.experts > 0 and self.expert is None
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
-    """Names what an adapter changes in one linear layer, or in those of all experts. ``a`` and ``b`` are the tensors'
-    names in the file. ``swapped`` says that ``a`` reads the layer's outputs, and that ``b`` has its inputs: PEFT has
-    taken a parameter of another orientation for a matrix [outputs, inputs]."""
+    """Tensors of an adapter for one linear layer or its stacked experts. ``a`` and ``b`` are their names in the file.
+    ``swapped``: ``a`` reads the layer's outputs and ``b`` produces its inputs, because PEFT mistook the orientation of
+    a parameter."""
 
     module: str
     a: str
@@ -134,8 +131,8 @@ class _Tensor:
 
 
 def projections(layer: Layer, index: int) -> dict[str, Projection]:
-    """Returns the linear layers of a layer of the decoder that may have adapters, by their names in checkpoints. A
-    family has either a layer such as qkv_proj or its parts. In the names of an expert's, {} stands for its number."""
+    """Return the linear layers of a decoder layer that may have adapters, by checkpoint name. A family has either fused
+    names such as qkv_proj or their parts. In an expert's name, {} stands for its number."""
     found = {}
     for tensor in tensors_of(layer):
         if tensor.role not in MATRICES:
@@ -153,7 +150,7 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
     return found
 
 
-# A checkpoint may hold these layers fused, under a name of their own; their parts follow.
+# Layers that checkpoints may store fused, and their parts.
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": tuple(
@@ -163,9 +160,8 @@ _FUSED = {
 
 
 def modules(model: ModelConfig, prefix: str = _PREFIXES[0], *, of_experts: bool = False) -> dict[str, Projection]:
-    """Returns all linear layers that may have adapters, by their names in a model with the decoder ``prefix``, or by
-    those that the family has for them, in its checkpoints and in transformers' class. With ``of_experts`` those of
-    single experts are among them, which some checkpoints and classes have."""
+    """Return all linear layers that may have adapters, by their names in a model with the decoder ``prefix``: those of
+    the family's checkpoints and of transformers' class. ``of_experts`` adds single experts, which some of them have."""
     family, found = FAMILIES[model.family], dict[str, Projection]()
     hidden = {one for name, parts in _FUSED.items() for one in (parts if name in family.fused else (name,))}
     for index, layer in enumerate(layers_of(model)):
@@ -180,9 +176,8 @@ def modules(model: ModelConfig, prefix: str = _PREFIXES[0], *, of_experts: bool 
 
 
 def parameters_of_experts(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, dict[str, Projection]]:
-    """Returns the parameters that hold the matrices of all experts of a layer, by the names of the modules that have
-    them, and by their own names there, in the order in which transformers' class declares them; the argument is that of
-    :func:`modules`."""
+    """Return the parameters of stacked experts, by module and by name, in the order in which transformers' class
+    declares them; ``prefix`` as in :func:`modules`."""
     family, found = FAMILIES[model.family], defaultdict[str, dict[str, Projection]](dict)
     for index, layer in enumerate(layers_of(model)):
         for tensor in tensors_of(layer):
@@ -202,25 +197,25 @@ def parameters_of_experts(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dic
 
 
 def _names(family: ModelFamily, name: str) -> tuple[str, ...]:
-    """Returns the names that a tensor has in a family's checkpoints and in transformers' class, by that of Llama's."""
+    """Return a tensor's names in a family's checkpoints and in transformers' class, from Llama's name."""
     in_files = family.in_files(name)
     return in_files, family.in_models(in_files)
 
 
 def widened(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
-    """Returns numbers of a type of tensors as new float32."""
+    """Cast numbers of a tensor type to new float32."""
     if kind == "BF16":
-        # A bfloat16 is the upper half of a float32.
+        # bfloat16 is the upper half of float32.
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16 if kind == "F16" else np.float32).astype(np.float32)
 
 
 def rounded_bits(wide: npt.NDArray[np.float32], dtype: str) -> Bits:
-    """Returns numbers as bits of "float32" or "bfloat16", rounded once; the array may be overwritten."""
+    """Return numbers as bits of "float32" or "bfloat16", rounded once; may overwrite ``wide``."""
     rounded = wide.view(np.uint32)
     if dtype == "float32":
         return rounded
-    # Each number is rounded to the nearest one, and to the even one where two are equally near.
+    # Round to nearest, ties to even.
     odd = (rounded >> 16) & 1
     rounded += odd + np.uint32(0x7FFF)
     rounded >>= 16
@@ -228,60 +223,58 @@ def rounded_bits(wide: npt.NDArray[np.float32], dtype: str) -> Bits:
 
 
 def _why_refused(module: str) -> str | None:
-    """Says why a module takes no adapter although PEFT may give it one, and what to do; None for other modules."""
+    """Return why PEFT's adapter of a module is unsupported, and what to do; None for other modules."""
     return next((f"{reason}; {MERGE}" for name, reason in _REFUSED if f".{name}." in f".{module}."), None)
 
 
 def _why_none(tensor: str) -> str:
-    """Says why an adapter with a tensor of this name is refused, where the name is none of a pair's."""
+    """Return why a tensor that is not of a pair is unsupported."""
     reason = next((f"{reason}; {MERGE}" for part, reason in _REFUSED_PARTS if part in tensor), None)
-    # With an adapted embedding or head, PEFT also saves the layer itself.
+    # PEFT saves adapted embeddings and heads themselves, too.
     return reason or _why_refused(tensor) or "no adapter has such a one"
 
 
 def _place(projection: Projection) -> tuple[str, int, int]:
-    """Returns what orders linear layers: fused layers, their outputs, and experts."""
+    """Return the sort key of linear layers: fused layer, output, expert."""
     return projection.layer, projection.first_output, projection.expert or 0
 
 
 def _kind(projection: Projection) -> str:
-    """Returns what a fused layer is called in each layer of the decoder, such as "router"."""
+    """Return the name of a fused layer within its decoder layer, such as "router"."""
     return projection.layer.split(".", 2)[2]
 
 
 class AdapterFiles:
-    """Holds an adapter's folder; its config and headers are read when the object is made.
+    """An adapter's folder; its config and headers are read on construction.
 
-    Raises ConfigError, naming the folder and the key or tensor, for a folder without an adapter that can be served.
+    Raises ConfigError, with the folder and the key or tensor, for a missing or unsupported adapter.
     """
 
     def __init__(self, folder: Path, called: Path | None = None) -> None:
-        """Reads the folder. For a copy, ``called`` is the path that errors name."""
+        """Read the folder; errors of a copy name ``called`` instead."""
         self.folder = folder
         self._called = called or folder
         self.config = load_adapter_config(folder, self._called)
         self.path = folder / TENSORS_NAME
         self._tensors = self._headers()
-        # These are the bits of each tensor's largest absolute number, as far as it was checked.
+        # Bits of each tensor's largest absolute value among the checked ones.
         self._largest: dict[str, int] = defaultdict(int)
 
     @property
     def size_bytes(self) -> int:
-        """Gives the number of bytes of all tensors."""
+        """Size of all tensors."""
         return sum(tensor.size_bytes for tensor in self._tensors.values())
 
     def pairs(self, model: ModelConfig, max_rank: int = 0, targets: Sequence[str] = ()) -> tuple[AdapterPair, ...]:
-        """Returns the adapter's pairs in the order of the decoder's layers and their outputs, if all of them fit the
-        model.
+        """Return the adapter's pairs, ordered by layer and output.
 
         Args:
-            model: the model that the adapter is for.
-            max_rank: the highest rank that is allowed; 0 allows any.
-            targets: the names of linear layers that adapters may change (adapter_targets.py); none allow all.
+            max_rank: max rank; 0 allows any.
+            targets: names of linear layers that adapters may change (adapter_targets.py); empty allows all.
 
         Raises:
-            ConfigError: a pair is incomplete, too large, for a module that the model or the config does not have or
-                that is no target, or of another shape; or a module that the config names has none.
+            ConfigError: a pair is incomplete, too large or of a wrong shape, or its module is unknown to the model or
+                the config or not a target; or a module of the config has no pair.
         """
         config = self.config
         if config.turned and not FAMILIES[model.family].turned:
@@ -306,7 +299,7 @@ class AdapterFiles:
         return tuple(sorted(pairs, key=lambda pair: _place(pair.projection)))
 
     def _check_targets(self, pairs: Iterable[AdapterPair], model: ModelConfig, targets: Sequence[str]) -> None:
-        """Raises ConfigError for a pair of a linear layer that none of ``targets`` names."""
+        """Raise ConfigError for a pair of a linear layer outside of ``targets``."""
         targeted = targeted_outputs(model, targets)
         for pair in pairs:
             changed = pair.projection
@@ -315,11 +308,11 @@ class AdapterFiles:
                 raise self._error(f"it changes {pair.module}, and {FLAG} allows {','.join(targets)} alone")
 
     def digest(self, use: Callable[[str, Bytes], None] | None = None) -> str:
-        """Returns the SHA-256, in hexadecimal, of what the config means and of all tensors, by name. It reads the whole
-        file, once.
+        """Return the SHA-256, in hexadecimal, of the config's meaning and of all tensors by name. Reads the whole file
+        once.
 
-        ``use`` is called with each tensor's name and each piece of it, in order. Each piece consists of whole numbers
-        of the tensor, and ``use`` may change it.
+        ``use`` is called with each tensor's name and each piece of it, in order. Pieces are whole numbers of elements,
+        and ``use`` may change them.
         """
         digest = hashlib.sha256(_DIGEST_TAG)
         canonical = self.config.canonical()
@@ -335,17 +328,17 @@ class AdapterFiles:
         return digest.hexdigest()
 
     def check_numbers(self, name: str, part: Bytes) -> None:
-        """Raises ConfigError for NaN or infinities in a piece of a tensor."""
+        """Raise ConfigError for NaN or infinities in a piece of a tensor."""
         kind, ones = TYPES[self._tensors[name].kind]
-        # Without their signs, floating-point numbers are in the same order as their bits.
+        # Floats without sign are ordered like their bits.
         largest = int((part.view(kind) & (np.iinfo(kind).max >> 1)).max(initial=0))
         if largest >= ones:
             raise self._error(f"{name} holds NaN or infinite numbers")
         self._largest[name] = max(self._largest[name], largest)
 
     def check_changes(self, pairs: Iterable[AdapterPair]) -> None:
-        """Raises ConfigError for pairs that change a weight by more than MAX_CHANGE, or might do so by their largest
-        numbers. All numbers must have been checked."""
+        """Raise ConfigError for pairs that may change a weight by more than MAX_CHANGE, judged by their largest
+        numbers. Needs :meth:`check_numbers` of all tensors."""
         for pair in pairs:
             a, b = self._largest_of(pair.a), self._largest_of(pair.b) * pair.scale
             if max(a, b, a * b * pair.rank) > MAX_CHANGE:
@@ -353,8 +346,8 @@ class AdapterFiles:
                 raise self._error(f"{text}: they may change weights by more than {MAX_CHANGE:.0f}")
 
     def checked_numbers(self, digest: str, pairs: Iterable[AdapterPair]) -> dict[str, Bytes]:
-        """Returns the bytes of all tensors, by name. Raises ConfigError for NaN or infinities, for ``pairs`` that
-        change too much, and where the content is not that of ``digest``."""
+        """Return the bytes of all tensors, by name. Raises ConfigError for NaN or infinities, for ``pairs`` that change
+        too much, and for content that does not match ``digest``."""
         found: dict[str, list[Bytes]] = defaultdict(list)
 
         def keep(name: str, part: Bytes) -> None:
@@ -367,21 +360,17 @@ class AdapterFiles:
         return {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in found.items()}
 
     def bits(self, name: str, data: Bytes, dtype: str, scale: float = 1.0) -> Bits:
-        """Returns a tensor's numbers times ``scale`` as bits of another type, rounded once.
-
-        Args:
-            name: the tensor, whose bytes are ``data``.
-            dtype: "float32" or "bfloat16".
-        """
+        """Return a tensor's numbers times ``scale`` as bits of ``dtype`` ("float32" or "bfloat16"), rounded once;
+        ``data`` are its bytes."""
         tensor = self._tensors[name]
         found = data.view(TYPES[tensor.kind][0]).reshape(tensor.shape)
         if scale == 1.0 and tensor.kind == _KINDS[dtype]:
             return found
-        # No number overflows here, because their sizes have been checked.
+        # Cannot overflow: check_changes has run.
         return rounded_bits(widened(found, tensor.kind) * np.float32(scale), dtype)
 
     def numbers(self, name: str, data: Bytes) -> npt.NDArray[np.float32]:
-        """Returns a tensor's numbers; ``data`` are its bytes."""
+        """Return a tensor in float32; ``data`` are its bytes."""
         return self.bits(name, data, "float32").view(np.float32)
 
     def _pair(
@@ -394,8 +383,8 @@ class AdapterFiles:
         model: ModelConfig,
         max_rank: int,
     ) -> AdapterPair:
-        """Returns the pair of a module, which has tensors ``names``. Raises ConfigError where it does not fit config
-        and model."""
+        """Return the pair of a module with tensors ``names``. Raises ConfigError if it does not fit config and
+        model."""
         projection, name = known.get(module), module
         if projection is None:
             name, projection = self._of_experts(config, module, parameters)
@@ -414,24 +403,24 @@ class AdapterFiles:
         return pair
 
     def _is_swapped(self, config: AdapterConfig, projection: Projection, a: str, family: ModelFamily) -> bool:
-        """Says whether the matrix ``a`` of a parameter reads outputs. Releases of PEFT differ in that, so that shapes
-        decide where they can."""
+        """Return whether the matrix ``a`` of a parameter reads outputs. PEFT's releases differ, so shapes decide if
+        they can."""
         if projection.outputs != projection.inputs:
             return self._tensors[a].shape[1:] == (projection.outputs,)
-        # Llama 4's class alone, which scales what experts read, does not say that its parameters lie as [inputs,
+        # Only Llama 4's class, which scales the experts' inputs, does not declare that its parameters are [inputs,
         # outputs].
         return not projection.lies_turned if config.as_they_lie else family.scaled_experts
 
     def _of_experts(
         self, config: AdapterConfig, module: str, parameters: Mapping[str, Mapping[str, Projection]]
     ) -> tuple[str, Projection | None]:
-        """Returns the name of the parameter with the matrices of all experts for which PEFT has written a module, and
-        these; None where ``module`` is for no such parameter."""
+        """Return the name and projection of the stacked experts for which PEFT wrote a module; ``module`` and None if
+        it is not for such a parameter."""
         inside = module
         while inside.endswith(_WRAPPED):
             inside = inside.removesuffix(_WRAPPED)
         own = parameters.get(inside, {})
-        # PEFT wraps the module once for each parameter, in the order of their declaration.
+        # PEFT wraps the module once per parameter, in declaration order.
         targets = [name for name in own if config.is_parameter(f"{inside}.{name}")]
         depth = (len(module) - len(inside)) // len(_WRAPPED)
         if own and depth >= len(targets):
@@ -445,9 +434,9 @@ class AdapterFiles:
         known: Mapping[str, Projection],
         parameters: Mapping[str, Mapping[str, Projection]],
     ) -> None:
-        """Raises ConfigError for modules and parameters that have tensors under two names, or that the config names and
-        that have none."""
-        # Checkpoints have several names for some layers, of which a model has one.
+        """Raise ConfigError for modules and parameters with tensors under two names, and for those of the config
+        without tensors."""
+        # Checkpoints have several names for some layers, a model only one.
         once = {pair.projection: pair.module for pair in pairs}
         stacked = {pair.projection.layer for pair in pairs if pair.projection.stacked}
         for pair in pairs:
@@ -459,7 +448,7 @@ class AdapterFiles:
         weights = {f"{name}.weight": found for name, found in known.items()}
         weights |= {f"{module}.{name}": found for module, own in parameters.items() for name, found in own.items()}
         wanted |= {name: found for name, found in weights.items() if config.is_parameter(name)}
-        # A class of transformers has at most one module under these names of routers and gates.
+        # Of these names of routers and gates, a class of transformers has at most one.
         kinds = {_kind(found) for found in adapted}
         missing = next(
             (
@@ -492,7 +481,7 @@ class AdapterFiles:
             with self.path.open("rb") as file:
                 if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
                     raise ValueError(f"its header is longer than {MAX_HEADER_BYTES} bytes")
-            # safe_open checks that the header fits the file, so that the header can be read simply.
+            # safe_open validates the header, which can then be read without checks.
             with safe_open(self.path, framework="numpy"):
                 pass
             with self.path.open("rb") as file:
@@ -511,7 +500,7 @@ class AdapterFiles:
         }
 
     def _parts(self, file: BufferedReader, tensor: _Tensor) -> Iterator[Bytes]:
-        """Yields the bytes of a tensor in the open file, in pieces of bounded size."""
+        """Yield the bytes of a tensor in the open file, in pieces of limited size."""
         file.seek(tensor.begin)
         for done in range(0, tensor.size_bytes, READ_AT_ONCE_BYTES):
             part = np.empty(min(READ_AT_ONCE_BYTES, tensor.size_bytes - done), np.uint8)
@@ -520,7 +509,7 @@ class AdapterFiles:
             yield part
 
     def _halves(self) -> dict[str, dict[str, str]]:
-        """Returns the names of each module's tensors, by what they are."""
+        """Return the names of each module's tensors, by suffix."""
         halves: dict[str, dict[str, str]] = {}
         for name in self._tensors:
             found = _OF_MODULE.fullmatch(name.removeprefix(_PEFT_PREFIX))
@@ -535,8 +524,7 @@ class AdapterFiles:
         return halves
 
     def _prefix(self, modules: Iterable[str]) -> str:
-        """Returns the prefix, such as ``model.``, that the adapter's names of modules have before ``layers.``; the
-        first known one where none fits."""
+        """Return the prefix before ``layers.`` in the adapter's module names; the first known one if none fits."""
         for prefix in _PREFIXES:
             if any(module.startswith(f"{prefix}layers.") for module in modules):
                 return prefix

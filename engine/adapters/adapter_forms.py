@@ -1,6 +1,6 @@
-"""Carries an adapter from the process that reads it to its worker: its matrices as bits, and the form of a backend.
+"""Serialization of an adapter between the process that reads it and its worker: matrices as bits, in a backend's form.
 
-    files --read_adapter--> Layers --AdapterForm.pack--> what JSON can say, and bytes --a pipe--> the backend
+    files --read_adapter--> Layers --AdapterForm.pack--> JSON and bytes --a pipe--> the backend
 
 Imports no torch.
 """
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-# Bits hold the bit patterns of numbers: uint32 those of float32, uint16 those of bfloat16.
+# Bit patterns: uint32 of float32, uint16 of bfloat16.
 Bits = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 LINE_BYTES = 64
@@ -25,12 +25,11 @@ NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class PairBits:
-    """Holds one pair of matrices as bits, as :class:`pillion.engine.adapters.adapter_weights.LowRank` has it as
-    tensors.
+    """A pair of matrices as bits; the tensor form is :class:`pillion.engine.adapters.adapter_weights.LowRank`.
 
     Attributes:
-        first_output: the first output of the fused layer to which the pair adds.
-        a: [rank, inputs], or for the layers of all experts [experts, rank, inputs].
+        first_output: first output of the fused layer that the pair adds to.
+        a: [rank, inputs], or [experts, rank, inputs] for stacked experts.
         b: [outputs, rank] or [experts, outputs, rank], multiplied by the adapter's scale.
     """
 
@@ -39,27 +38,26 @@ class PairBits:
     b: Bits
 
 
-# This has the pairs of each fused layer, in the order of their outputs.
+# Pairs per fused layer, ordered by output.
 Layers = Mapping[str, Sequence[PairBits]]
 
 
 class AdapterForm(Protocol):
-    """Packs adapters in the form that a backend takes; :func:`described` sends this object to the process that reads
-    them."""
+    """Packed form of adapters for a backend; :func:`described` sends the object to the process that reads them."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
-        """Packs an adapter; returns a list for JSON, and bytes. Raises ConfigError for an adapter that the
-        backend cannot take."""
+        """Pack an adapter and return a list for JSON, and bytes. Raises ConfigError for an adapter that the backend
+        does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainForm:
-    """Lays all matrices one after the other, for backends that take them as tensors."""
+    """All matrices concatenated, for backends that use tensors."""
 
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
-        """Returns each pair's layer, first output, type and shapes of matrices, and the bytes of all matrices."""
+        """Return layer, first output, type and shapes of each pair, and the bytes of all matrices."""
         about: list[Any] = []
         matrices: list[Bits] = []
         for name, pairs in layers.items():
@@ -70,13 +68,13 @@ class PlainForm:
 
 
 def _padded_bytes(numbers: npt.NDArray[Any]) -> Bytes:
-    """Returns the bytes of numbers, in whole words of 4 bytes, so that float32 may follow."""
+    """Return the bytes of numbers, padded to 4 bytes, so that float32 may follow."""
     flat = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
     return np.pad(flat, (0, -len(flat) % 4))
 
 
 def plain_bits(about: list[Any], data: Bytes) -> Layers:
-    """Returns the adapter that a :class:`PlainForm` packed, as views of its bytes."""
+    """Return the adapter packed by :class:`PlainForm`, as views of its bytes."""
     layers: dict[str, list[PairBits]] = {}
     end = 0
 
@@ -92,7 +90,7 @@ def plain_bits(about: list[Any], data: Bytes) -> Layers:
 
 
 def described(thing: Any) -> Any:
-    """Turns a dataclass of JSON's types and of such dataclasses into what JSON holds; :func:`made` reverts it."""
+    """Convert a dataclass of JSON types and of such dataclasses to JSON; :func:`made` is the inverse."""
     if not is_dataclass(thing):
         return thing
     kind = type(thing)
@@ -101,7 +99,7 @@ def described(thing: Any) -> Any:
 
 
 def made(about: Any) -> Any:
-    """Makes the dataclass again from what :func:`described` returned."""
+    """Reconstruct a dataclass from the result of :func:`described`."""
     if not isinstance(about, dict) or "class" not in about:
         return about
     module, _, name = about["class"].partition(":")
@@ -109,7 +107,7 @@ def made(about: Any) -> Any:
 
 
 def line_bytes(size_bytes: int) -> Bytes:
-    """Allocates memory for so many bytes that begins at a cache line."""
+    """Allocate memory aligned to a cache line."""
     buffer = np.empty(size_bytes + LINE_BYTES, np.uint8)
     begin = -buffer.ctypes.data % LINE_BYTES
     return buffer[begin : begin + size_bytes]

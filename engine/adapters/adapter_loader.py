@@ -1,10 +1,10 @@
-"""Brings adapters to a worker: their files to its machine, their matrices into the backend's form.
+"""Loading of adapters by a worker: files to its machine, matrices to the backend's form.
 
     request --bring--> the files are in this machine's store, or come from the worker's KV node, verified by digest
-    scheduler's order --load--> read and packed by a process, beside steps --> the scheduler places it between two steps
+    scheduler's order --load--> read and packed by a subprocess, beside steps --> placed by the scheduler between steps
 
-Requests for one adapter share one transfer. An adapter that cannot be had is an error of those requests alone, which
-the gateway may plan again elsewhere.
+Requests for one adapter share a transfer. An unavailable adapter is an error of those requests only, which the gateway
+may plan elsewhere.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from pillion.observability.metrics import Meters
 
 log = logging.getLogger("pillion.worker")
 
-# At most MAX_TRANSFERS transfers of adapters run at once, and at most MAX_BRINGING run or wait.
+# Max transfers running, and running or waiting.
 MAX_TRANSFERS = 2
 MAX_BRINGING = 256
 
 
 class AdapterLoader:
-    """Loads the adapters of one worker.
+    """Adapter loader of one worker.
 
     Args:
-        process: does the jobs of an AdapterReader; it belongs to the loader from now on.
-        backend: takes what the process has packed.
-        store_bytes: how many bytes the adapters on the worker's machine may have together.
+        process: runs the jobs of an AdapterReader; owned by the loader.
+        backend: receives packed adapters.
+        store_bytes: max size of all adapters on the worker's machine.
         node: the worker's KV node.
     """
 
@@ -61,7 +61,7 @@ class AdapterLoader:
         self._node = node
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
-        # Adapters are packed one at a time; the thread only waits for the process.
+        # Packing is sequential; the thread only waits for the process.
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "pillion-adapter")
         self._thread.submit(process.start)
@@ -72,8 +72,8 @@ class AdapterLoader:
         self._transferred = meters.counter(metric_catalog.ADAPTER_TRANSFERS)
 
     async def bring(self, digest: str) -> None:
-        """Returns when the adapter's files are in this machine's store. Raises NotFound, Unavailable or Overloaded
-        where they cannot be had here: another worker may have them."""
+        """Wait until the adapter's files are in this machine's store. Raises NotFound, Unavailable or Overloaded if
+        they cannot be fetched; another worker may have them."""
         try:
             self._store.find(digest)
         except NotFound:
@@ -86,14 +86,14 @@ class AdapterLoader:
                 raise Overloaded(f"{MAX_BRINGING} adapters are on their way to this worker already")
             bringing = self._bringing[digest] = asyncio.create_task(self._bring(digest))
             bringing.add_done_callback(lambda task: self._brought(digest, task))
-        # The transfer goes on where one of the requests that wait for it leaves.
+        # Shielded: the transfer continues if one of its waiters is cancelled.
         await asyncio.shield(bringing)
 
     async def load(self, digest: str) -> PackedAdapter:
-        """Reads and packs an adapter. Raises PillionError; InvalidRequest for one that this worker can never run."""
+        """Read and pack an adapter. Raises PillionError; InvalidRequest for one that this worker can never run."""
         loop = asyncio.get_running_loop()
         try:
-            # The store's copy may have been removed since the requests for the adapter came.
+            # The store may have evicted the copy since the request arrived.
             await self.bring(digest)
             async with self._turn:
                 packed, pack_s = await loop.run_in_executor(self._thread, self._pack, digest)
@@ -110,7 +110,7 @@ class AdapterLoader:
         return packed
 
     def close(self) -> None:
-        """Ends the running transfers, and the process that reads adapters. Idempotent."""
+        """Stop running transfers and the subprocess. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._process.close()
         for bringing in self._bringing.values():
@@ -119,7 +119,7 @@ class AdapterLoader:
     def _brought(self, digest: str, task: asyncio.Task[None]) -> None:
         del self._bringing[digest]
         if not task.cancelled():
-            # The requests that wait for this transfer may have left meanwhile.
+            # Retrieve the exception: all waiters may be gone.
             task.exception()
 
     async def _bring(self, digest: str) -> None:
@@ -129,7 +129,7 @@ class AdapterLoader:
         except TimeoutError:
             raise Unavailable(f"adapter {digest[:12]} did not come within {TRANSFER_TIMEOUT_S:g} s") from None
         except (ConfigError, InvalidRequest, OSError) as error:
-            # The files that came have another content, or there is no room on this machine.
+            # Wrong content, or no space left.
             raise Unavailable(f"adapter {digest[:12]} cannot be had on this machine: {error}") from None
         except PillionError:
             raise
@@ -145,7 +145,7 @@ class AdapterLoader:
             await receive_files(await next_piece(pieces), pieces, room)
 
     def _pack(self, digest: str) -> tuple[PackedAdapter, float]:
-        """Returns the packed adapter and how many seconds the packing took."""
+        """Return the packed adapter and the seconds that packing took."""
         began_s, folder = time.monotonic(), self._store.find(digest)
         try:
             about, data = self._process.run(READ_TIMEOUT_S, "packed", str(folder), digest)

@@ -1,8 +1,7 @@
-"""Runs a process that reads adapters for its owner (:mod:`pillion.engine.adapters.adapter_process_main`).
+"""Subprocess that reads adapters for its owner (:mod:`pillion.engine.adapters.adapter_process_main`).
 
-Reading and packing are thousands of small operations. On a thread of the owner they would hold the interpreter's lock
-again and again while a step or an event loop waits for it. Here a thread of the owner only receives bytes, and holds no
-lock while it waits for them.
+Reading and packing are thousands of small operations, which on a thread would contend for the GIL with steps and event
+loops. The owner's thread only receives bytes, without the GIL.
 """
 
 from __future__ import annotations
@@ -23,43 +22,42 @@ from pillion.engine.adapters.adapter_process_main import ANSWER_HEAD
 from pillion.errors import Internal, PillionError, Unavailable
 
 _PROGRAM = "pillion.engine.adapters.adapter_process_main"
-# A process that was killed has this long to end.
+# Timeout for a killed process to exit.
 END_TIMEOUT_S = 2.0
-# An adapter may take this long to be read and packed, while others leave few cores for that.
+# Timeout of reading and packing an adapter, on a busy machine.
 READ_TIMEOUT_S = 120.0
-# The pipe has this size, because a larger pipe wakes the owner's thread less often. Linux allows this size without
-# privileges.
+# Linux's max pipe size without privileges; larger pipes wake the owner less often.
 _PIPE_BYTES = 2**20
 
 
 class AdapterProcess:
-    """Runs the process that reads adapters, one job at a time; where it has ended, the next job starts it again.
+    """Subprocess that reads adapters, one job at a time; the next job restarts it if it has exited.
 
     Args:
-        worker: a dataclass that :func:`pillion.engine.adapters.adapter_forms.described` can describe. Its methods are
-            the jobs: their arguments are what JSON can say, and they return a list for JSON, and bytes.
-        memory_bytes: the most memory that the process may use; 0 sets no limit.
+        worker: a dataclass for :func:`pillion.engine.adapters.adapter_forms.described`. Its methods are the jobs: they
+            take JSON values and return a list for JSON, and bytes.
+        memory_bytes: memory limit of the process; 0 for none.
     """
 
     def __init__(self, worker: Any, memory_bytes: int = 0) -> None:
         self._lines = (memory_bytes, described(worker))
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        # Only one job runs at a time.
+        # Serializes jobs.
         self._turn = threading.Lock()
-        # This lock guards the process against calls of close, which any thread may make.
+        # Guards the process against close, which any thread may call.
         self._changing = threading.Lock()
 
     def start(self) -> None:
-        """Starts the process, so that the first job need not wait for it. Raises Unavailable."""
+        """Start the process ahead of the first job. Raises Unavailable."""
         with self._turn:
             self._running()
 
     def run(self, limit_s: float, method: str, *arguments: Any) -> tuple[list[Any], Bytes]:
-        """Does a job when those before it have ended. Waits for them for up to ``limit_s``, and then for the job for up
-        to ``limit_s``: the process computes only on cores that others leave idle. The bytes begin at a cache line.
+        """Run a job. Waits up to ``limit_s`` for earlier jobs, then up to ``limit_s`` for this one: the process only
+        uses idle cores. The returned bytes are aligned to a cache line.
 
-        Raises what the job raises, Unavailable where a time is over or the process has ended meanwhile, Internal for a
+        Raises what the job raises, Unavailable on timeout or if the process exits, Internal for a bug.
         defect.
         """
         if not self._turn.acquire(timeout=limit_s):
@@ -98,14 +96,13 @@ class AdapterProcess:
         return answer
 
     def digest(self, folder: Path) -> str:
-        """Returns the digest of the adapter in a folder. Raises what :meth:`run` raises, and ConfigError where there is
-        no adapter."""
+        """Return the digest of the adapter in a folder. Raises like :meth:`run`, and ConfigError if there is none."""
         (digest,), _ = self.run(READ_TIMEOUT_S, "digest", str(folder))
         return str(digest)
 
     def close(self, *, for_good: bool = True) -> None:
-        """Ends the process that reads adapters, and the job that it runs; unless it is ``for_good``, the next job
-        starts another process. Any thread may call it. Idempotent."""
+        """Kill the process and its job; unless ``for_good``, the next job starts another process. Thread-safe and
+        idempotent."""
         with self._changing:
             self._closed, process = self._closed or for_good, self._process
         if process is not None:
@@ -118,7 +115,7 @@ class AdapterProcess:
             if self._process is not None and self._process.poll() is None:
                 return self._process
             command, pipe = [sys.executable, "-m", _PROGRAM], subprocess.PIPE
-            # The process computes on one thread only, so libraries must not start more.
+            # The process is single-threaded; keep libraries from starting threads.
             env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             try:
                 process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=env)  # noqa: S603
@@ -138,15 +135,15 @@ class AdapterProcess:
         return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        # The killed process's pipes are closed when nobody refers to them, because another thread may be reading.
+        # Do not close the pipes: another thread may be reading. They are closed when unreferenced.
         process.kill()
-        # A process that waits for a disk ends later; the next start collects its exit status.
+        # A process in a disk wait exits later; the next start reaps it.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
 
 
 def _error(name: str, message: str) -> PillionError:
-    """Turns an error that the process reports into an exception of this process."""
+    """Return the exception for an error reported by the process."""
     kind: type[PillionError] = getattr(errors, name)
     return kind(message)
 
@@ -159,15 +156,14 @@ def _write(process: subprocess.Popen[bytes], line: Any) -> None:
 
 
 def _exchange(process: subprocess.Popen[bytes], job: list[Any]) -> tuple[dict[str, Any], Bytes]:
-    """Sends a job to the process. Returns the answer's JSON and its bytes."""
+    """Send a job to the process and return the JSON and bytes of its answer."""
     _write(process, job)
     about_bytes, data_bytes = ANSWER_HEAD.unpack(_read(process, ANSWER_HEAD.size).data)
     return json.loads(_read(process, about_bytes).tobytes()), _read(process, data_bytes)
 
 
 def _read(process: subprocess.Popen[bytes], size_bytes: int) -> Bytes:
-    """Returns the next bytes of the process's answer, in memory that begins at a cache line. Raises OSError where the
-    process ends before it has sent them."""
+    """Read from the process's answer into memory aligned to a cache line. Raises OSError at a premature end."""
     assert process.stdout is not None
     found = line_bytes(size_bytes)
     rest = found.data

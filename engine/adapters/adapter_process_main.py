@@ -1,8 +1,8 @@
-"""Is the process that reads adapters beside the steps of a worker, or beside a gateway: ``python -m`` runs it.
+"""Program of the subprocess that reads adapters beside a worker's steps or a gateway, run by ``python -m``.
 
-It shares no interpreter with its owner, and gives way to all others. It speaks over its standard streams. First come
-two lines: its limit of memory, and a description of an object, such as an AdapterReader. Then each line of input, a
-JSON list of the name of one of that object's methods and its arguments, has an answer: a head, JSON, and bytes.
+It yields to all other processes. Input on stdin: two lines with the memory limit and the description of an object, such
+as an AdapterReader; then a line per job, a JSON list of a method's name and its arguments. Each job is answered on
+stdout with a head, JSON, and bytes.
 """
 
 from __future__ import annotations
@@ -23,26 +23,23 @@ from pillion.engine.adapters.adapter_forms import NO_BYTES, Bytes, made
 from pillion.errors import ConfigError, PillionError
 from pillion.host.cores import BACKGROUND_NICENESS
 
-# The head of an answer has the number of bytes of its JSON, and of the bytes after it.
+# Sizes of an answer's JSON and bytes.
 ANSWER_HEAD = struct.Struct("<QQ")
 
-# Where other processes need the cores, this one computes for BURST_S and then pauses for PAUSE_S. A step is as slow as
-# its slowest thread, and a process that runs may keep a core for milliseconds, however low its priority is.
+# On busy cores, compute for BURST_S, then sleep for PAUSE_S. A step is as slow as its slowest thread, and a running
+# process may occupy a core for milliseconds, however low its priority.
 BURST_S = 0.0005
 PAUSE_S = 0.002
-# Where many threads wait for each core, this process waits long until it gets one; then it may compute for a share of
-# that wait, up to LONGEST_BURST_S.
+# After a long wait for a core, bursts may grow to a share of the wait, up to LONGEST_BURST_S.
 LONGEST_BURST_S = 0.004
 BURSTS_OF_A_WAIT = 20
-# Where a burst and its pause took LATE_S longer than planned, other processes need the cores, and are assumed to need
-# them for the next CROWDED_BURSTS bursts.
+# Cores count as busy for CROWDED_BURSTS bursts after a burst and its pause took LATE_S longer than planned.
 LATE_S = 0.0003
 CROWDED_BURSTS = 16
 
 
 class WorkPace:
-    """Decides when the process computes and when it pauses, while others need the cores; sans-IO (I9). Times are in
-    seconds."""
+    """Alternation of bursts and pauses on busy cores; sans-IO (I9). Times are in seconds."""
 
     def __init__(self) -> None:
         self._crowded = 0
@@ -50,13 +47,13 @@ class WorkPace:
         self.begin(0.0, 0.0)
 
     def begin(self, now_s: float, computed_s: float) -> None:
-        """Notes that a job begins. ``computed_s`` is how long this process has computed so far."""
+        """Start a job; ``computed_s`` is the process's CPU time so far."""
         self._began_s, self._before_s, self._paused_s = now_s, computed_s, 0.0
-        # Whether others need the cores is unknown before a first pause has ended, so each job begins with one.
+        # Begin with a pause, since busy cores are only detected after one.
         self._crowded = max(self._crowded, 2)
 
     def pause_s(self, now_s: float, computed_s: float) -> float:
-        """Returns how long the process pauses now; 0 to go on."""
+        """Return how long to sleep now; 0 to continue."""
         used_s = computed_s - self._before_s
         if used_s < self._burst_s:
             return 0.0
@@ -70,7 +67,7 @@ class WorkPace:
 
 @contextmanager
 def _in_bursts(pace: WorkPace) -> Iterator[None]:
-    """Runs the block in bursts of computing: a timer interrupts it between two of its operations."""
+    """Run the block in bursts; a timer interrupts it between operations."""
 
     def interrupt(*_: object) -> None:
         if pause_s := pace.pause_s(time.monotonic(), time.process_time()):
@@ -83,17 +80,17 @@ def _in_bursts(pace: WorkPace) -> Iterator[None]:
     try:
         yield
     finally:
-        # A timer whose signal is still to be handled must not start the next one.
+        # A pending signal must not restart the timer.
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
-    """Works until there are no more jobs, which is when the owner has ended."""
+    """Run jobs until the input ends, which is when the owner has exited."""
     memory_bytes = json.loads(jobs.readline())
     if memory_bytes:
         with suppress(ValueError, OSError):
-            # The limit does not count mapped files. Some systems know the limit and refuse to set it.
+            # Does not count mapped files. Some systems reject the limit.
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     worker, pace = made(json.loads(jobs.readline())), WorkPace()
     for job in jobs:
@@ -104,7 +101,7 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
             answers.write(ANSWER_HEAD.pack(len(words), data.nbytes) + words)
             answers.write(data.data)
             answers.flush()
-        # These objects would keep memory until the next job that nobody needs.
+        # Free their memory before waiting for the next job.
         del about, data, words
 
 
@@ -123,10 +120,10 @@ def _answer(method: Any, arguments: list[Any]) -> tuple[dict[str, Any], Bytes]:
 
 if __name__ == "__main__":
     os.nice(BACKGROUND_NICENESS)
-    # On a signal the owner decides what to do for the whole process group; this process ends when its input does.
+    # Signals of the process group are the owner's to handle; this process ends with its input.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with suppress(BrokenPipeError), os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
-        # Text that a library prints must not come between answers.
+        # Keep library output out of the answers.
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         serve(sys.stdin.buffer, answers)

@@ -1,4 +1,4 @@
-"""Reads the matrices of an adapter, in the order of outputs that the decoder's fused layers have. Imports no torch."""
+"""Reader of an adapter's matrices, in the output order of the decoder's fused layers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from pillion.engine.models.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class AdapterReader(AdapterJobs):
-    """Reads and packs the adapters of one model, in a process to which it was described.
+    """Jobs of reading and packing the adapters of one model, for :class:`AdapterProcess`.
 
     Attributes:
-        model_folder: the folder of the model that the adapters are for.
-        dtype: the model's type, which the matrices get.
-        max_rank: the highest rank that is allowed; 0 allows any.
-        targets: the names of linear layers that adapters may change; none allow all.
-        orders: by the names of fused layers ("qkv", "linear.in"), the checkpoint's output of each output, where both
-            are not in one order.
-        form: packs adapters as the worker's backend takes them.
+        model_folder: folder of the base model.
+        dtype: the model's type, to which matrices are cast.
+        max_rank: max rank; 0 allows any.
+        targets: names of linear layers that adapters may change; empty allows all.
+        orders: by name of a fused layer ("qkv", "linear.in"), the checkpoint's output of each output, if reordered.
+        form: packed form of the worker's backend.
     """
 
     model_folder: str
@@ -40,8 +39,8 @@ class AdapterReader(AdapterJobs):
     targets: tuple[str, ...] = ()
 
     def packed(self, folder: str, digest: str) -> tuple[list[Any], Bytes]:
-        """Returns the adapter in a folder as ``form`` packs it. Raises ConfigError for an adapter that does not fit the
-        model or the form, and for files whose content is not that of ``digest``."""
+        """Return the adapter in a folder as packed by ``form``. Raises ConfigError for an adapter that does not fit the
+        model or the form, and for content that does not match ``digest``."""
         files = AdapterFiles(Path(folder))
         model = load_config(Path(self.model_folder))
         read = read_adapter(files, model, self.dtype, digest, self.max_rank, self.orders, self.targets)
@@ -57,8 +56,8 @@ def read_adapter(
     orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
     targets: Sequence[str] = (),
 ) -> Layers:
-    """Reads an adapter; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
-    fit the model, or if the files have another content than that of ``digest``."""
+    """Read an adapter; arguments as in :class:`AdapterReader`. Raises ConfigError if it does not fit the model, or if
+    the content does not match ``digest``."""
     pairs = files.pairs(model, max_rank, targets)
     numbers = files.checked_numbers(digest, pairs)
     own_orders = {name: np.array(order) for name, order in orders.items()}
@@ -73,8 +72,7 @@ def read_adapter(
             a, b = _by_expert(pair, a, b)
         order = own_orders.get(projection.layer.split(".", 2)[2])
         if order is not None:
-            # The outputs of queries, keys and values keep their own places in the fused layer, so each projection is
-            # reordered within itself.
+            # Projections stay in place within the fused layer; each is reordered internally.
             own = order[first : first + projection.outputs] - first
             b = b[..., own, :]
         if projection.expert is None:
@@ -87,9 +85,9 @@ def read_adapter(
 
 
 def _by_expert(pair: AdapterPair, a: Bits, b: Bits) -> tuple[Bits, Bits]:
-    """Returns the matrices of a parameter by expert: A [experts, rank, inputs] and B [experts, outputs, rank].
+    """Return a parameter's matrices by expert: A [experts, rank, inputs] and B [experts, outputs, rank].
 
-    PEFT has A as [experts * rank, inputs], expert by expert, and B as [outputs, rank * experts], rank by rank.
+    PEFT stores A as [experts * rank, inputs], expert-major, and B as [outputs, rank * experts], rank-major.
     """
     experts = pair.projection.experts
     first = a.reshape(experts, pair.rank, -1)
@@ -98,7 +96,7 @@ def _by_expert(pair: AdapterPair, a: Bits, b: Bits) -> tuple[Bits, Bits]:
 
 
 def _together(first_output: int, each: Sequence[PairBits]) -> PairBits:
-    """Returns the pairs of all experts, in their order, as one; zeros stand for ranks that another expert has more."""
+    """Stack the pairs of all experts, in order, zero-padded to the largest rank."""
     rank = max(len(pair.a) for pair in each)
     a = [np.pad(pair.a, ((0, rank - len(pair.a)), (0, 0))) for pair in each]
     b = [np.pad(pair.b, ((0, 0), (0, rank - len(pair.a)))) for pair in each]
@@ -106,8 +104,7 @@ def _together(first_output: int, each: Sequence[PairBits]) -> PairBits:
 
 
 def _second(files: AdapterFiles, pair: AdapterPair, data: Bytes, dtype: str) -> Bits:
-    """Returns the second matrix of a pair, times all that multiplies its outputs; ``data`` are its bytes. It is rounded
-    once."""
+    """Return the B of a pair, multiplied by all factors of its outputs and rounded once; ``data`` are its bytes."""
     factors = pair.projection.factors
     if not factors:
         return files.bits(pair.b, data, dtype, pair.scale)

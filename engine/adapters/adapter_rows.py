@@ -1,6 +1,6 @@
-"""Says which layers of a model adapters may change, whether an adapter fits them, and which rows of a step have one.
+"""Layers of a model that adapters may change, the check that an adapter fits them, and a step's rows with adapters.
 
-A layer with a matrix for each head runs as two products, and so does its pair (A, B):
+A layer with a matrix per head (MLA) runs as two products, and so does its pair (A, B):
 
     queries --keys--> latents      q W + (q B) A    with the head's rows of W and B that make keys
     latents --values--> values     W x + B (A x)    with those that make values
@@ -32,7 +32,7 @@ Pair = TypeVar("Pair", "PairBits", "LowRank")
 
 
 def row_slots(batch: StepBatch, max_adapters: int) -> Int32:
-    """Gives [T] the slot of each row's adapter. Raises Internal for slots that a backend of ``max_adapters`` lacks."""
+    """Return the adapter slot of each row, [T]. Raises Internal for slots outside of ``max_adapters``."""
     slots = batch.adapters
     assert slots is not None
     if len(slots) != batch.num_seqs or slots.min() < -1 or slots.max() >= max_adapters:
@@ -41,12 +41,8 @@ def row_slots(batch: StepBatch, max_adapters: int) -> Int32:
 
 
 def adapted_runs(slots: Int32, most_rows: int) -> tuple[Int32, Int32]:
-    """Gives the numbers of the rows that have an adapter, ordered by slot, and the runs of rows that share a slot, at
-    most ``most_rows`` each.
-
-    ``slots`` are [T], those of all rows. Runs are int32 [n, 3]: a slot, the first of its rows in that order, and how
-    many.
-    """
+    """Return the indices of rows with an adapter, ordered by slot, and runs of up to ``most_rows`` of them that share a
+    slot: int32 [n, 3] of slot, first row in that order, and count. ``slots`` is [T], for all rows."""
     rows = np.argsort(slots, kind="stable").astype(np.int32)[np.count_nonzero(slots < 0) :]
     ordered = slots[rows]
     firsts = np.flatnonzero((np.arange(len(rows)) - np.searchsorted(ordered, ordered)) % most_rows == 0)
@@ -56,10 +52,11 @@ def adapted_runs(slots: Int32, most_rows: int) -> tuple[Int32, Int32]:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Describes a fused layer that adapters may change, or those of all ``experts``; 0 for a layer that all rows pass.
-    ``exact`` says that its rows and its matrices are float32 in every type of the model. ``ends`` are the ends of the
-    projections that have a pair of matrices each. ``by_head`` are the outputs of a head that make keys, and those that
-    make values, where each of ``heads`` has a matrix; None in the shape of a product."""
+    """Shape of a fused layer that adapters may change, or of ``experts`` stacked ones; 0 for a dense layer.
+
+    ``exact``: rows and matrices are float32 whatever the model's type. ``ends``: ends of the projections with a pair
+    each. ``by_head``: a head's outputs that make keys and those that make values, for ``heads`` matrices per head; None
+    in the shape of a product."""
 
     outputs: int
     inputs: int
@@ -71,8 +68,8 @@ class LayerShape:
 
 
 def product_shapes(shapes: Mapping[str, LayerShape]) -> dict[str, LayerShape]:
-    """Returns the shape of each product. A layer with a matrix for each head has two, NAME.keys and NAME.values, with
-    the shapes of one head."""
+    """Return the shape of each product. A layer with a matrix per head has two, NAME.keys and NAME.values, with the
+    shapes of one head."""
     found = {}
     for name, shape in shapes.items():
         if shape.by_head is None:
@@ -87,8 +84,8 @@ def product_shapes(shapes: Mapping[str, LayerShape]) -> dict[str, LayerShape]:
 def product_pairs(
     layers: Mapping[str, Sequence[Pair]], by_heads: Mapping[str, Sequence[int]]
 ) -> dict[str, Sequence[Pair]]:
-    """Returns the pairs of each product, by the names of :func:`product_shapes`. ``by_heads`` maps layers with a matrix
-    for each head to their :attr:`LayerShape.by_head`."""
+    """Return the pairs of each product, by the names of :func:`product_shapes`. ``by_heads``:
+    :attr:`LayerShape.by_head` of layers with a matrix per head."""
     found = dict(layers)
     for name in by_heads.keys() & layers.keys():
         both = [by_head(pair, *by_heads[name]) for pair in found.pop(name)]
@@ -97,9 +94,9 @@ def product_pairs(
 
 
 def by_head(pair: Pair, keys: int, values: int) -> tuple[Pair, Pair]:
-    """Splits the pair of a matrix for each head into that of queries, a [heads, rank, keys] and b [latents, rank], and
-    that of sums of latents, a [rank, latents] and b [heads, values, rank]; ``keys`` and ``values`` are outputs of one
-    head. Nothing is copied."""
+    """Split the pair of a layer with a matrix per head: for queries, a [heads, rank, keys] and b [latents, rank], and
+    for sums of latents, a [rank, latents] and b [heads, values, rank]. ``keys`` and ``values`` are outputs of one head.
+    Copies nothing."""
     heads = pair.b.reshape(-1, keys + values, pair.b.shape[-1])
     return (
         replace(pair, a=heads[:, :keys].swapaxes(1, 2), b=pair.a.swapaxes(0, 1)),
@@ -108,8 +105,8 @@ def by_head(pair: Pair, keys: int, values: int) -> tuple[Pair, Pair]:
 
 
 def check_adapter(weights: AdapterWeights, shapes: Mapping[str, LayerShape], max_rank: int) -> None:
-    """Raises ConfigError where a model whose fused layers have ``shapes``, by name, cannot take an adapter, or the
-    adapter's rank is above ``max_rank``."""
+    """Raise ConfigError if an adapter does not fit a model with fused layers of ``shapes``, by name, or exceeds
+    ``max_rank``."""
     if not 0 < weights.rank <= max_rank:
         raise ConfigError(f"adapter {weights.digest[:12]} has rank {weights.rank}; --max-lora-rank is {max_rank}")
     for name, pairs in weights.layers.items():
@@ -131,9 +128,9 @@ def check_adapter(weights: AdapterWeights, shapes: Mapping[str, LayerShape], max
 
 
 def adapter_shapes(config: ModelConfig, targets: Sequence[str] = ()) -> dict[str, LayerShape]:
-    """Returns the shape of each fused layer that adapters may change, those of experts, their routers and the gates
-    beside them included. ``targets`` are names of linear layers (adapter_targets.py): a fused layer that has none of
-    them is left out. Raises ConfigError for a name that means no linear layer."""
+    """Return the shape of each fused layer that adapters may change, including experts, routers and gates. ``targets``
+    are names of linear layers (adapter_targets.py); fused layers without any are omitted. Raises ConfigError for an
+    unknown name."""
     targeted, found = targeted_outputs(config, targets) if targets else None, {}
     for index, layer in enumerate(layers_of(config)):
         for tensor in tensors_of(layer):
@@ -150,8 +147,8 @@ def adapter_shapes(config: ModelConfig, targets: Sequence[str] = ()) -> dict[str
 
 
 def _ends(tensor: LayerTensor) -> tuple[int, ...]:
-    """Returns where each projection of a fused layer ends among its outputs. The projections are the tensors of the
-    checkpoint format that splits the layer into the most tensors."""
+    """Return the end of each projection among the outputs of a fused layer. Projections are the tensors of the
+    checkpoint format that splits the layer most."""
     pieces = max((tensor.pieces_of(names) for names in tensor.checkpoint_names), key=len, default=[slice(None)])
     if len(pieces) == 1 and tensor.name.rpartition(".")[2] in ("qkv", "gate_up"):
         pieces = [slice(number, number + 1) for number in range(len(tensor.rows))]

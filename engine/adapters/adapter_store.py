@@ -1,11 +1,11 @@
-"""Keeps copies of adapters' folders by their digests, which all components of a machine share. Imports no torch.
+"""Copies of adapters' folders by digest, shared by all components of a machine. Imports no torch.
 
 $PILLION_CACHE or ~/.cache/pillion
 `-- adapters/<digest>/    adapter_config.json and adapter_model.safetensors
 
-A copy is made beside its place, checked, and renamed into it: a copy is there as a whole or not at all, and never
-changes. So the folder that an adapter came from may be overwritten at any time. Copies that nobody has used for a while
-make room when the store is full; gateways use theirs again and again.
+A copy is made beside its place, checked, and renamed into it: it is complete or absent, and never changes, so the
+original folder may be overwritten at any time. Copies unused for a while are evicted when the store is full; gateways
+touch theirs regularly.
 """
 
 from __future__ import annotations
@@ -35,25 +35,22 @@ from pillion.host.adapter_folders import (
 
 
 def folder_digest(folder: Path) -> str:
-    """Returns the digest of the adapter in a folder. Raises ConfigError where there is no adapter."""
+    """Return the digest of the adapter in a folder. Raises ConfigError if there is none."""
     return AdapterFiles(folder).digest()
 
 
 class AdapterJobs:
-    """Offers the jobs that every process which reads adapters can do for its owner; a job returns a list for JSON, and
-    bytes."""
+    """Jobs common to all processes that read adapters; each returns a list for JSON, and bytes."""
 
     def digest(self, folder: str) -> tuple[list[Any], Bytes]:
-        """Returns the digest of the adapter in a folder. Raises ConfigError where there is none."""
+        """Return the digest of the adapter in a folder. Raises ConfigError if there is none."""
         return [folder_digest(Path(folder))], NO_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterCopier(AdapterJobs):
-    """Copies adapters into a store, in a process to which it was described, because the files may be anybody's.
-
-    ``root`` and ``store_bytes`` are those of :class:`AdapterStore`.
-    """
+    """Job that copies adapters into a store, in a subprocess, since the files are untrusted. ``root`` and
+    ``store_bytes`` as in :class:`AdapterStore`."""
 
     root: str
     store_bytes: int
@@ -61,8 +58,8 @@ class AdapterCopier(AdapterJobs):
     def add(
         self, source: str, model_folder: str, max_rank: int, targets: list[str], inside: str
     ) -> tuple[list[Any], Bytes]:
-        """Copies the adapter in a folder into the store, as :meth:`AdapterStore.add` does; with "" for ``inside`` the
-        folder may lie anywhere. Returns the copy's digest and rank."""
+        """Copy the adapter in a folder into the store like :meth:`AdapterStore.add`; "" for ``inside`` allows any
+        folder. Returns the copy's digest and rank."""
         place, model = Path(inside) if inside else None, load_config(Path(model_folder))
         kept = AdapterStore(Path(self.root), self.store_bytes).add(Path(source), model, max_rank, targets, inside=place)
         return [kept.digest, kept.rank], NO_BYTES
@@ -70,7 +67,7 @@ class AdapterCopier(AdapterJobs):
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """Describes a copy in the store. ``rank`` is the highest rank of its pairs of matrices, and 1 where it has none."""
+    """A copy in the store. ``rank`` is the highest rank of its pairs, 1 if there are none."""
 
     digest: str
     folder: Path
@@ -79,12 +76,12 @@ class StoredAdapter:
 
 
 class AdapterStore:
-    """Keeps a machine's copies of adapters.
+    """A machine's copies of adapters.
 
     Args:
-        root: the model cache's folder, by default that of this user.
-        store_bytes: how many bytes all copies may have together.
-        digest_of: finds the digest of the adapter in a folder, and raises ConfigError where there is none. By default
+        root: the model cache's folder, by default the user's.
+        store_bytes: max size of all copies.
+        digest_of: returns the digest of the adapter in a folder, and raises ConfigError if there is none. By default
             this process reads the folder itself.
     """
 
@@ -107,18 +104,17 @@ class AdapterStore:
         *,
         inside: Path | None = None,
     ) -> StoredAdapter:
-        """Copies an adapter's folder as it is now. It reads and writes the whole file, so call it in a thread.
+        """Copy an adapter's current folder. Reads and writes the whole file, so call it in a thread.
 
         Args:
             source: the folder.
-            model: the model that the adapter is for.
-            max_rank: the highest rank that is allowed; 0 allows any.
-            targets: the names of linear layers that it may change; none allow all.
-            inside: the folder, without links in its name, that the files have to lie in; None for anywhere.
-
+            model: config of the base model.
+            max_rank: max rank; 0 allows any.
+            targets: names of linear layers that it may change; empty allows all.
+            inside: folder, resolved, that the files must be in; None for anywhere.
         Raises:
-            ConfigError: the adapter cannot be served with the model; it names what is wrong. PermissionDenied: a file
-                lies outside of ``inside``. Overloaded: the store is full or cannot be written.
+            ConfigError: the adapter does not fit the model. PermissionDenied: a file is outside of ``inside``.
+                Overloaded: the store is full or not writable.
         """
         sources = {name: _place_of(source / name, inside) for name in ADAPTER_FILES}
         files = AdapterFiles(source)
@@ -128,7 +124,7 @@ class AdapterStore:
         with self._draft(files.size_bytes) as draft:
             for name, place in sources.items():
                 _copy(place, draft / name)
-            # The folder may have been overwritten meanwhile, so the copied content decides.
+            # Check the copy: the source may have changed meanwhile.
             copied = AdapterFiles(draft, called=source)
             pairs = copied.pairs(model, max_rank, targets)
             digest = copied.digest(copied.check_numbers)
@@ -138,7 +134,7 @@ class AdapterStore:
         return StoredAdapter(digest, folder, rank, copied.size_bytes)
 
     def find(self, digest: str) -> Path:
-        """Returns the folder of an adapter, which counts as used now. Raises NotFound where the store has no copy."""
+        """Return the folder of an adapter and mark it as used. Raises NotFound if the store lacks it."""
         folder = self._folder(digest)
         try:
             os.utime(folder)
@@ -148,8 +144,8 @@ class AdapterStore:
 
     @contextmanager
     def receive(self, digest: str, size_bytes: int) -> Iterator[Path]:
-        """Yields a folder for the two files of an adapter that another machine has; the folder is kept when the block
-        ends. Raises ConfigError where their content is not that of ``digest``, Overloaded as :meth:`add` does."""
+        """Yield a folder for the two files of an adapter from another machine; it is stored when the block ends. Raises
+        ConfigError if the content does not match ``digest``, Overloaded like :meth:`add`."""
         self._folder(digest)
         with self._draft(size_bytes) as draft:
             yield draft
@@ -158,7 +154,7 @@ class AdapterStore:
             self._keep(draft, digest)
 
     def remove(self, digest: str) -> None:
-        """Removes a damaged copy of an adapter, so that it is made or fetched again."""
+        """Remove a damaged copy, so that it is made or fetched again."""
         shutil.rmtree(self._folder(digest), ignore_errors=True)
 
     def _folder(self, digest: str) -> Path:
@@ -195,7 +191,7 @@ class AdapterStore:
 
 
 def _place_of(file: Path, inside: Path | None) -> Path:
-    """Returns where a file really lies. Raises PermissionDenied where that is outside of ``inside``."""
+    """Return the resolved path of a file. Raises PermissionDenied if it is outside of ``inside``."""
     place = Path(os.path.realpath(file))
     if inside is not None and not place.is_relative_to(inside):
         raise PermissionDenied(f"{file} is a link to somewhere else")
@@ -204,7 +200,7 @@ def _place_of(file: Path, inside: Path | None) -> Path:
 
 def _copy(place: Path, target: Path) -> None:
     try:
-        # Neither a link nor a pipe that took the file's place meanwhile is followed or waited for.
+        # Neither follow a link nor block on a FIFO that has replaced the file meanwhile.
         source = os.fdopen(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     except OSError as error:
         raise ConfigError(f"{place} cannot be read: {error.strerror or error}") from None

@@ -1,4 +1,4 @@
-"""Holds the table of adapters that the CPU kernels read: the slots of one model's matrices."""
+"""Table of adapters read by the CPU kernels: the slots of one model's matrices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pillion.kernels.cpu.runtime.program import CpuStepRecord
 
 @dataclass(frozen=True, slots=True)
 class CpuAdapter:
-    """Holds a packed adapter: ``words`` [layers, SLOT.num_words] are its records, which point into ``data``."""
+    """A packed adapter: ``words`` [layers, SLOT.num_words] are its records, which point into ``data``."""
 
     words: Words
     data: Bytes
@@ -29,12 +29,12 @@ class CpuAdapter:
 
 
 class AdapterTable:
-    """Holds the slots of adapters, by which programs of the CPU kernels find them.
+    """Adapter slots, as programs of the CPU kernels see them.
 
     Attributes:
-        step: the record by which the kernels of a step find the adapters.
-        form: describes how an adapter's matrices are packed for the model's kernels.
-        slots: for each product that adapters may change, by name, the record of each adapter slot, int64 [max_adapters,
+        step: record by which a step's kernels find the adapters.
+        form: packed form of an adapter for the model's kernels.
+        slots: by name of a product that adapters may change, the record of each adapter slot, int64 [max_adapters,
             SLOT.num_words].
     """
 
@@ -46,7 +46,7 @@ class AdapterTable:
         max_adapters: int,
         max_rank: int,
     ) -> None:
-        """Makes empty adapter slots; the arguments are those of :class:`CpuAdapterForm`."""
+        """Make empty adapter slots; arguments as in :class:`CpuAdapterForm`."""
         sizes = {
             name: (shape.outputs, shape.inputs, shape.experts or shape.heads)
             for name, shape in product_shapes(shapes).items()
@@ -58,15 +58,13 @@ class AdapterTable:
         self.slots = dict(zip(sizes, self._words, strict=True))
 
     def take(self, about: list[Any], data: Bytes) -> CpuAdapter:
-        """Makes an adapter of what :class:`CpuAdapterForm` has packed. ``data`` begins at a cache line."""
+        """Return an adapter from the output of :class:`CpuAdapterForm`; ``data`` is aligned to a cache line."""
         words = np.array(about, np.int64)
         for field in SLOT.pointers:
-            # In the packed records, pointers are still offsets; a record whose sizes are zero has no pair and stays
-            # zero.
+            # Relocate offsets to pointers, except in records of zero size, which have no pair.
             slot = SLOT.place[field]
             words[:, slot] += np.where(words[:, slot + 1] > 0, data.ctypes.data, 0)
         return CpuAdapter(words, data)
 
     def place(self, number: int, packed: CpuAdapter) -> None:
-        """Writes a packed adapter into a slot."""
         self._words[:, number] = packed.words

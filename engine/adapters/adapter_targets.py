@@ -1,8 +1,8 @@
-"""Says which linear layers adapters may change, by the names of --lora-target-modules. Imports no torch.
+"""Linear layers that adapters may change, by the names of --lora-target-modules. Imports no torch.
 
-PEFT's ``target_modules`` are the ends of modules' names, at a point: "q_proj" is that of each layer's attention, and
-"mlp.gate_proj" that of MLPs alone. The names are those of checkpoints, of transformers' classes, and those of layers
-that some checkpoints hold fused ("qkv_proj"). All experts of a layer are "experts".
+Like PEFT's ``target_modules``, names are suffixes of module names, at a dot: "q_proj" means that of each layer's
+attention, "mlp.gate_proj" only those of MLPs. Names of checkpoints, of transformers' classes, and of layers that some
+checkpoints fuse ("qkv_proj") are accepted. "experts" means all experts of a layer.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
 FLAG = "--lora-target-modules"
-# This name stands for all linear layers.
+# All linear layers.
 EVERY = "all"
-# The outputs of each fused layer that adapters may change, by its name, such as "layers.3.qkv".
+# Outputs that adapters may change, by name of the fused layer, such as "layers.3.qkv".
 TargetedOutputs = dict[str, list[range]]
 
 
 def listed_targets(values: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names in the values of the flag, which commas part; () where they mean all linear layers."""
+    """Split the flag's comma-separated values into names; () for all linear layers."""
     names = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
     return () if EVERY in names else names
 
 
 def targeted_outputs(model: ModelConfig, targets: Sequence[str]) -> TargetedOutputs:
-    """Returns which outputs adapters may change that are limited to ``targets``, one or more names. Raises ConfigError
-    where a name means no linear layer of the model."""
+    """Return the outputs that adapters limited to ``targets`` (not empty) may change. Raises ConfigError for a name
+    without a linear layer in the model."""
     family, found, left = FAMILIES[model.family], TargetedOutputs(), set(targets)
     for index, layer in enumerate(layers_of(model)):
         for tensor in tensors_of(layer):
@@ -45,14 +45,14 @@ def targeted_outputs(model: ModelConfig, targets: Sequence[str]) -> TargetedOutp
 
 
 def are_targets(outputs: range, targeted: Sequence[range]) -> bool:
-    """Says whether adapters may change all of these outputs of a fused layer, by those that they may change."""
+    """Return whether adapters may change all of these outputs of a fused layer."""
     return sum(len(range(max(one.start, outputs.start), min(one.stop, outputs.stop))) for one in targeted) == len(
         outputs
     )
 
 
 def _named(family: ModelFamily, tensor: LayerTensor, index: int) -> Iterator[tuple[range, set[str]]]:
-    """Yields the outputs of each piece of a tensor, and all names of linear layers that make them."""
+    """Yield the outputs of each piece of a tensor, and all names of linear layers that produce them."""
     first = 0
     for number, piece in enumerate(tensor.rows):
         own = {
@@ -72,7 +72,7 @@ def _named(family: ModelFamily, tensor: LayerTensor, index: int) -> Iterator[tup
 
 
 def _full(family: ModelFamily, index: int, name: str) -> tuple[str, str]:
-    """Returns the names that a tensor of a layer has in a family's checkpoints and in transformers' class; where
-    experts have one each, that of the first one."""
+    """Return a layer tensor's names in a family's checkpoints and in transformers' class; of per-expert names the
+    first."""
     in_files = family.in_files(f"model.layers.{index}.{name}".replace("{}", "0"))
     return in_files, family.in_models(in_files)

@@ -1,9 +1,9 @@
-"""Lays an adapter's matrices over the fused linear layers of :mod:`pillion.engine.models.decoder`.
+"""An adapter's matrices, mapped to the fused linear layers of :mod:`pillion.engine.models.decoder`.
 
-    y = W x + B (A x)    for each target; B holds the adapter's scale already (Hu et al., 2021: LoRA)
+    y = W x + B (A x)    for each target; B includes the adapter's scale (Hu et al., 2021: LoRA)
 
-A checkpoint has a pair (A, B) for each projection that was trained; several of them may lie in one fused layer, each
-with outputs and a rank of its own. Backends whose form is plain multiply by these tensors.
+A checkpoint has a pair (A, B) per trained projection; several of them may belong to one fused layer, each with its own
+outputs and rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pillion.engine.models.model_shard import ModelShard
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Holds what an adapter adds to some outputs of a linear layer.
+    """Change of some outputs of a linear layer.
 
     Attributes:
-        first_output: the first output of the fused layer to which the pair adds.
-        a: float32 or bfloat16 [rank, inputs], or for the layers of all experts [experts, rank, inputs].
-        b: the same type [outputs, rank] or [experts, outputs, rank], multiplied by the adapter's scale.
+        first_output: first output of the fused layer that the pair adds to.
+        a: float32 or bfloat16 [rank, inputs], or [experts, rank, inputs] for stacked experts.
+        b: same type, [outputs, rank] or [experts, outputs, rank], multiplied by the adapter's scale.
     """
 
     first_output: int
@@ -38,16 +38,15 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """Holds an adapter for one model.
+    """An adapter for one model.
 
     Attributes:
-        digest: SHA-256 of the adapter's content in hexadecimal, which is its identity everywhere (I2).
-        rank: the greatest rank of a pair; 1 where there is none.
-        layers: what is added to each fused layer, by the layer's name: "layers.3.qkv", "layers.3.o",
-            "layers.3.latent_up" (of each head keys, then values), "layers.3.gate_up" (gate before up), "layers.3.down",
-            "layers.3.linear.in" (of a layer with a state), "layers.3.experts.gate_up" and "layers.3.experts.down" of
-            all experts, "layers.3.router". Layers that the adapter does not change are missing. Outputs of the pairs
-            of one layer do not overlap, and rise.
+        digest: SHA-256 of the adapter's content in hexadecimal, its identity everywhere (I2).
+        rank: highest rank of a pair; 1 if there are none.
+        layers: pairs by name of the fused layer: "layers.3.qkv", "layers.3.o", "layers.3.latent_up" (keys, then values,
+            per head), "layers.3.gate_up" (gate, then up), "layers.3.down", "layers.3.linear.in" (of a layer with a
+            state), "layers.3.experts.gate_up" and "layers.3.experts.down" of stacked experts, "layers.3.router".
+            Unchanged layers are missing. Outputs of a layer's pairs are disjoint and ascending.
     """
 
     digest: str
@@ -56,7 +55,7 @@ class AdapterWeights:
 
 
 def weights_of(digest: str, layers: Layers) -> AdapterWeights:
-    """Returns an adapter's bits as tensors; nothing is copied."""
+    """Return an adapter's bits as tensors, without copying."""
     rank = max((pair.a.shape[-2] for pairs in layers.values() for pair in pairs), default=1)
     found = {
         name: tuple(LowRank(pair.first_output, _tensor(pair.a), _tensor(pair.b)) for pair in pairs)
@@ -66,7 +65,6 @@ def weights_of(digest: str, layers: Layers) -> AdapterWeights:
 
 
 def bits_of(weights: AdapterWeights) -> Layers:
-    """Returns the bits of an adapter's tensors."""
     return {
         name: [PairBits(pair.first_output, _bits(pair.a), _bits(pair.b)) for pair in pairs]
         for name, pairs in weights.layers.items()
@@ -76,8 +74,8 @@ def bits_of(weights: AdapterWeights) -> Layers:
 def shard_adapter(
     weights: AdapterWeights, config: ModelConfig, shard: ModelShard, inner: Mapping[str, torch.Tensor]
 ) -> AdapterWeights:
-    """Returns a process's share of an adapter that fits the model. ``inner`` has the inner values that the process has,
-    by the layer's name ("layers.3"), where they are not in order."""
+    """Return a process's shard of an adapter that fits the model. ``inner``: the inner values of the process, by layer
+    name ("layers.3"), if reordered."""
     if shard.whole:
         return weights
     layers: dict[str, tuple[LowRank, ...]] = {}
@@ -96,7 +94,7 @@ def shard_adapter(
         if values is None or values.ndim == 1:
             layers[name] = _share_of(pairs, tensor, shard, values)
             continue
-        # The inner values of each expert have an order of its own.
+        # Per-expert order of inner values.
         each = [
             _share_of([replace(pair, a=pair.a[number], b=pair.b[number]) for pair in pairs], tensor, shard, order)
             for number, order in enumerate(values)
@@ -111,7 +109,7 @@ def shard_adapter(
 def _share_of(
     pairs: Iterable[LowRank], tensor: LayerTensor, shard: ModelShard, inner: torch.Tensor | None
 ) -> tuple[LowRank, ...]:
-    """Returns a process's share of the pairs of one layer, whose inner values it has in the order ``inner``."""
+    """Return a process's shard of the pairs of one layer; ``inner`` is the order of its inner values."""
     if tensor.inputs[0].share is not Share.WHOLE:
         inputs = shard.indices(tensor.inputs, inner)
         return tuple(replace(pair, a=pair.a[..., inputs]) for pair in pairs)
@@ -121,8 +119,7 @@ def _share_of(
 
 
 def _outputs(pair: LowRank, mine: torch.Tensor) -> LowRank | None:
-    """Returns the part of a pair that adds to the outputs ``mine``; None where it adds nothing. It has zeros for
-    outputs between its first and its last one that it does not change."""
+    """Return the part of a pair that adds to the outputs ``mine``, with zeros in gaps; None if there is none."""
     theirs = mine - pair.first_output
     inside = ((theirs >= 0) & (theirs < pair.b.shape[-2])).nonzero().flatten()
     if not len(inside):

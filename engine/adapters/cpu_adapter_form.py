@@ -1,4 +1,4 @@
-"""Packs adapters for the CPU kernels. It imports neither torch nor the compiler: a small process packs beside steps."""
+"""Packing of adapters for the CPU kernels. Imports neither torch nor the compiler, for use in a small process."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
 
-# A fused layer has at most this many pairs of matrices: those of queries, keys, values and gates. An expert's has those
-# of gate and up.
+# Max pairs per fused layer: queries, keys, values and gates; per expert: gate and up.
 MAX_PAIRS = 4
 MAX_EXPERT_PAIRS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAdapterForm:
-    """Packs an adapter as records of its layers, and the bytes that they point into.
+    """Form of an adapter for the CPU kernels: records of its layers, and the bytes that they point into.
 
     Attributes:
-        shapes: (outputs, inputs, matrices) of the products that adapters may change; matrices are those of experts or
-            heads, 0 where the product has one.
-        heads: the numbers of outputs of a head for keys and for values, by the names of layers with a matrix for each
-            head.
-        gated: the names of those layers that make gate and up, whose outputs take turns in the packed order.
-        inner_orders: the order of the inner values of an MLP, or of each expert, where quantized weights have changed
-            it, by the prefix of the layer's name.
-        max_rank: the highest rank of a pair.
-        record: the place of each field's word in a record; a pointer is an offset, and its size is in the next word.
-        record_words: number of words of a record.
+        shapes: (outputs, inputs, matrices) of the products that adapters may change; matrices of experts or heads, 0
+        for
+            a single one.
+        heads: a head's outputs for keys and for values, by name of a layer with a matrix per head.
+        gated: names of layers that make gate and up, whose outputs alternate in the packed order.
+        inner_orders: order of the inner values of an MLP, or per expert, by prefix of the layer's name, where quantized
+            weights reorder them.
+        max_rank: max rank of a pair.
+        record: index of each field's word in a record; a pointer is an offset, with its size in the next word.
+        record_words: words per record.
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -48,18 +47,18 @@ class CpuAdapterForm:
     record_words: int
 
     def width(self, *, experts: bool, heads: int = 0) -> int:
-        """Returns the number of values that a row of inputs has after its product with A, at the highest rank."""
+        """Return the width of a row's product with A at the max rank."""
         if heads:
             return heads * padded(self.max_rank, TILE_COLUMNS)
         return (MAX_EXPERT_PAIRS if experts else MAX_PAIRS) * padded(self.max_rank, RANK_MULTIPLE)
 
     def depth(self, name: str) -> int:
-        """Returns the number of a layer's inputs, with padding."""
+        """Return a layer's inputs, padded."""
         return padded(self.shapes[name][1], DEPTH_MULTIPLE)
 
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
-        """Packs an adapter as a record for each layer, of zeros for a layer without pairs. Raises ConfigError for more
-        pairs in a layer than adapters have."""
+        """Pack an adapter into a record per layer, zero for layers without pairs. Raises ConfigError for too many pairs
+        in a layer."""
         layers = product_pairs(layers, self.heads)
         parts: list[tuple[int, Bits]] = []
         words = np.zeros((len(self.shapes), self.record_words), np.int64)
@@ -85,8 +84,8 @@ class CpuAdapterForm:
         return words.tolist(), data
 
     def _packed_layer(self, name: str, pairs: Sequence[PairBits]) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
-        """Packs a layer's pairs, those of each expert or head after those of the one before; returns what
-        :meth:`_packed` returns. A matrix that all heads share is packed once."""
+        """Pack a layer's pairs, concatenated by expert or head; returns like :meth:`_packed`. A matrix shared by all
+        heads is packed once."""
         order = self.inner_orders.get(name.rpartition(".")[0])
         inner = None if order is None else np.array(order)
         if not self.shapes[name][2]:
@@ -106,11 +105,11 @@ class CpuAdapterForm:
     def _packed(
         self, name: str, pairs: Sequence[PairBits], order: npt.NDArray[np.int64] | None
     ) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
-        """Packs the pairs of one matrix, whose inner values are in ``order`` if not in the checkpoint's; returns tiles
-        of A and of B, and the first rank of each tile of B in bytes."""
+        """Pack the pairs of one matrix; ``order`` reorders its inner values. Returns the tiles of A and of B, and the
+        byte offset of the first rank for each tile of B."""
         outputs, inputs, experts = self.shapes[name]
         if name not in self.gated and any(_meet(*both) for both in pairwise(pairs)):
-            # A tile of outputs has the ranks of one pair.
+            # A tile of outputs can only use the ranks of one pair.
             pairs = (_one_pair(pairs),)
         rank = padded(max(len(pair.a) for pair in pairs), RANK_MULTIPLE)
         total = len(pairs) * rank
@@ -133,29 +132,28 @@ class CpuAdapterForm:
             b, owners = b[order], owners[order]
         b, owners = _filled(b, PANEL_COLUMNS, 0), _filled(owners, PANEL_COLUMNS, -1)
         first = owners.reshape(-1, TILE_COLUMNS).max(1)
-        # A tile of B without a pair has only zeros, so it does not matter which ranks it is multiplied by.
+        # Tiles of B without a pair are all zero, so any ranks will do.
         first_ranks = first.clip(0) * np.int32(rank * kind.itemsize)
         return pack_tiles(a), pack_tiles(b), first_ranks
 
 
 def _of(part: Bits, number: int) -> Bits:
-    """Returns the matrix of an expert or head, or the one that all heads share."""
+    """Return the matrix of an expert or head, or the shared one."""
     return part[number] if part.ndim == 3 else part
 
 
 def _matrices(part: Bits) -> int:
-    """Returns the number of matrices of experts or heads; 1 for one that rows or heads share."""
+    """Return the number of expert or head matrices; 1 for a shared one."""
     return len(part) if part.ndim == 3 else 1
 
 
 def _meet(pair: PairBits, following: PairBits) -> bool:
-    """Says whether two pairs add to outputs of one tile."""
+    """Return whether two pairs add to outputs of one tile."""
     return (pair.first_output + len(pair.b) - 1) // TILE_COLUMNS == following.first_output // TILE_COLUMNS
 
 
 def _one_pair(pairs: Sequence[PairBits]) -> PairBits:
-    """Returns one pair of matrices that adds what several add: its ranks are all of theirs, of which an output of one
-    pair takes the others' times 0."""
+    """Merge pairs into one with the concatenated ranks, zero where an output belongs to another pair."""
     begin, end = pairs[0].first_output, pairs[-1].first_output + len(pairs[-1].b)
     a = np.concatenate([pair.a for pair in pairs])
     b, rank = np.zeros((end - begin, len(a)), a.dtype), 0
@@ -167,19 +165,17 @@ def _one_pair(pairs: Sequence[PairBits]) -> PairBits:
 
 
 def padded(count: int, multiple: int) -> int:
-    """Returns ``count`` rounded up to a multiple."""
     return count + -count % multiple
 
 
 def _filled(part: npt.NDArray[Any], multiple: int, filler: int) -> npt.NDArray[Any]:
-    """Returns an array with rows of ``filler`` added, up to a multiple."""
+    """Pad an array with rows of ``filler`` to a multiple."""
     after = np.full((-len(part) % multiple, *part.shape[1:]), filler, part.dtype)
     return np.concatenate((part, after)) if len(after) else part
 
 
 def _gated(part: npt.NDArray[Any], order: npt.NDArray[np.int64] | None, filler: int) -> npt.NDArray[Any]:
-    """Returns the rows of gate and up [2 * inner, ...] in the order of the packed outputs: 16 of gate, 16 of up, and so
-    on."""
+    """Interleave the rows of gate and up [2 * inner, ...] as in the packed outputs: 16 of gate, 16 of up, etc."""
     halves = [half if order is None else half[order] for half in np.split(part, 2)]
     tiles = [_filled(half, TILE_COLUMNS, filler).reshape(-1, TILE_COLUMNS, *part.shape[1:]) for half in halves]
     return np.stack(tiles, 1).reshape(-1, *part.shape[1:])

@@ -1,9 +1,9 @@
-"""Holds adapters for the CPU kernels: packed in a process of its own, placed by writing a few addresses into a table.
+"""Adapters for the CPU kernels: packed in a subprocess, placed by writing a few addresses to a table.
 
     CpuAdapterForm --take--> CpuAdapter (its own memory) --slot--> the table that kernels read --> a step's arrays
 
-A slot holds no memory of its own: an adapter takes what its rank needs, and ``max_adapters`` of them bound it. In a
-program of steps with adapters, each product that they may change is two operations:
+A slot has no memory itself: an adapter needs what its rank needs, for up to ``max_adapters``. In the program of steps
+with adapters, each product that they may change is two operations:
 
     x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
 """
@@ -36,14 +36,13 @@ log = logging.getLogger("pillion.worker")
 
 
 class AdapterRows:
-    """Fills the record ADAPTED with a step's rows that have adapters. ``most_rows`` limits the rows of one run."""
+    """Writer of a step's rows with adapters to the record ADAPTED; ``most_rows`` limits the rows per run."""
 
     def __init__(self, max_adapters: int, most_rows: int) -> None:
         self._max_adapters, self._most_rows = max_adapters, most_rows
 
     def fill(self, step: CpuStepRecord, batch: StepBatch, sample_rows: Int32) -> None:
-        """Fills the record of a step, whose logits are computed for the rows ``sample_rows``. Raises Internal for
-        adapter slots that do not exist."""
+        """Fill the record of a step with logits for ``sample_rows``. Raises Internal for unknown adapter slots."""
         slots = row_slots(batch, self._max_adapters)
         used = np.unique(slots)
         self._fill(step, "tokens", slots)
@@ -61,21 +60,19 @@ class AdapterRows:
 
 
 class CpuAdapters(PlainAdapters):
-    """Holds the adapters of a backend, and the program of those of its steps that use adapters: they cost other steps
-    nothing.
+    """Adapters of a CPU backend, and the program of its steps that use them, so that other steps pay nothing.
 
     Attributes:
-        kernels: those of steps with and without adapters.
-        program: that of steps with adapters, over the backend's workspace.
+        kernels: of steps with and without adapters.
+        program: of steps with adapters, over the backend's workspace.
     """
 
     def __init__(
         self, model: CpuModel, workspace: Workspace, max_adapters: int, max_rank: int, targets: Sequence[str] = ()
     ) -> None:
-        """Compiles kernels the first time on a machine."""
+        """Compile kernels, the first time on a machine."""
         super().__init__(max_adapters, max_rank, adapter_shapes(model.config, targets))
-        # For each layer this says in which order the weights have the inner values of an MLP, if not in the
-        # checkpoint's.
+        # Order of the inner values of MLPs, by layer, where weights reorder them.
         self._inner_values = inner_orders(model)
         self._model = model
         self._table = adapter_table(model, self._inner_values, max_adapters, max_rank, targets)
@@ -84,20 +81,19 @@ class CpuAdapters(PlainAdapters):
         self.program = Program(operations, self.kernels, workspace)
 
     def fill(self, batch: StepBatch, sample_rows: Int32) -> None:
-        """Gives the kernels the adapters of a step. Raises Internal for adapter slots that do not exist."""
+        """Pass a step's adapters to the kernels. Raises Internal for unknown adapter slots."""
         self._rows.fill(self._table.step, batch, sample_rows)
 
     def form(self) -> AdapterForm:
-        """Returns the form of packed tiles for the kernels; a process with a part of the model gets adapters in the
-        plain form, because it cuts out its share."""
+        """Return the packed form for the kernels; the plain form for a process with a shard of the model, which has to
+        slice adapters."""
         return self._table.form if self._model.shard.whole else super().form()
 
     def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Makes a packed adapter. ``data`` begins at a cache line and belongs to the adapter from now on."""
+        """Return a packed adapter; it owns ``data``, which is aligned to a cache line."""
         return self._table.take(about, data) if self._model.shard.whole else super().take(digest, about, data)
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
-        """Writes the adapter's addresses into the table that kernels read."""
         super().place(slot, packed)
         assert isinstance(packed, CpuAdapter)
         self._table.place(slot, packed)
@@ -109,22 +105,22 @@ class CpuAdapters(PlainAdapters):
 
 
 def compile_adapter_kernels(model: CpuModel, progress: Progress) -> None:
-    """Compiles the kernels that steps with adapters need, for later starts."""
-    # The code does not depend on how many adapters there are, nor on their ranks.
+    """Compile the kernels of steps with adapters, for later starts."""
+    # The code depends neither on the number of adapters nor on their ranks.
     compile_with_adapters(model, adapter_table(model, inner_orders(model), 1, 1), progress)
 
 
 def compile_with_adapters(
     model: CpuModel, table: AdapterTable, progress: Progress
 ) -> tuple[CompiledKernels, Sequence[Operation]]:
-    """Returns the kernels of steps with and without adapters, and the operations of a step with them."""
+    """Return the kernels of steps with and without adapters, and the operations of a step with them."""
     plan = model.planned(tuple(model.plan.states), table, model.plan.ropes)
     return compile_operations((*model.plan.operations, *plan.operations), model, progress), plan.operations
 
 
 def inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:
-    """Returns, for each layer, in which order the weights have the inner values of an MLP, [inner], or of each expert,
-    [experts, inner], if not in the checkpoint's."""
+    """Return the order of the inner values of MLPs, [inner] or per expert [experts, inner], by layer, where weights
+    reorder them."""
     names, tensors = {name.rpartition(".")[0] for name in adapter_shapes(model.config)}, model.weights.tensors
     return {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
 
@@ -136,7 +132,7 @@ def adapter_table(
     max_rank: int,
     targets: Sequence[str] = (),
 ) -> AdapterTable:
-    """Makes the slots of a model's adapters, which may change ``targets``."""
+    """Return empty slots for a model's adapters, which may change ``targets``."""
     local = {name: order.tolist() for name, order in orders.items()} if model.shard.whole else {}
     gated = [
         f"layers.{index}.{operation.gate_up.name}"

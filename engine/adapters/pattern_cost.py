@@ -1,8 +1,7 @@
-"""Estimates how long a regular expression may search: it bounds, by the parse tree, the ways in which the expression
-can try one name.
+"""Bound on the search time of a regular expression: counts, from its parse tree, the ways in which it can try one name.
 
-``re`` goes back to each choice that it made, and holds the interpreter meanwhile: ``(.*x?)*!`` takes twice as long for
-every further character. An adapter's config comes with such expressions, so that they are weighed before they are used.
+``re`` backtracks to every choice it made, with the GIL held: ``(.*x?)*!`` takes twice as long per character. Adapter
+configs contain such expressions, so they are checked before use.
 """
 
 from __future__ import annotations
@@ -12,26 +11,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-# The names of linear layers that an expression is matched with are shorter than this, but for some of single experts,
-# which have a few characters more.
+# Approximate max length of names of linear layers.
 NAME_CHARS = 64
-# The expressions of one key of a config may have this many ways together, which take some 10 ms for each name.
+# Max ways of all expressions of a config's key; some 10 ms per name.
 MAX_WAYS = 10**6
 
 _parser: Any = importlib.import_module("re._parser")
-# An expression's ways are counted as repeats that follow each other, and as the ways of everything else.
+# (sequential repeats, ways of everything else).
 _Ways = tuple[int, int]
 
 
 def ways_of(pattern: str) -> int:
-    """Returns a bound on the ways in which an expression can try a name; more than MAX_WAYS where they are too many.
-    Raises what :func:`re.compile` raises."""
+    """Return an upper bound on the ways in which an expression can try a name, capped at MAX_WAYS + 1. Raises like
+    :func:`re.compile`."""
     return _total(_sequence(_parser.parse(pattern)))
 
 
 def _total(ways: _Ways) -> int:
     repeats, others = ways
-    # Repeats that follow each other share the name's characters.
+    # Sequential repeats divide the name's characters among them.
     return min(math.comb(NAME_CHARS + min(repeats, 8), min(repeats, 8)) * others, MAX_WAYS + 1)
 
 
@@ -61,13 +59,13 @@ def _repeat(least: int, most: int, inside: _Ways) -> _Ways:
         return 0, _total(inside) + (least == 0)
     if inside == (0, 1):
         return (0, 1) if least == most else (1, 1)
-    # Every round has all ways of the repeated expression.
+    # Each iteration has all ways of the repeated expression.
     return 0, min(_total(inside) ** min(most, NAME_CHARS), MAX_WAYS + 1)
 
 
 def _branch(alternatives: Sequence[Any]) -> int:
     found = [(_beginning(items), _total(_sequence(items))) for items in alternatives]
-    # Two alternatives can match at one place only if one begins as the other does.
+    # Alternatives can only match at the same place if one's literal prefix begins with the other's.
     return max(sum(ways for other, ways in found if beginning[: len(other)] == other) for beginning, _ in found)
 
 

@@ -1,4 +1,4 @@
-"""Holds adapters that a backend takes as tensors, from the plain form in which another process has read them."""
+"""Adapters as tensors, from the plain form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pillion.engine.backends.backend import PackedAdapter, check_slot
 
 @dataclass(frozen=True, slots=True)
 class PlainAdapter:
-    """Holds an adapter as a process has read it, with its tensors."""
+    """An adapter's tensors, as another process has read them."""
 
     weights: AdapterWeights
 
@@ -25,12 +25,12 @@ class PlainAdapter:
 
 
 class PlainAdapters:
-    """Implements :class:`pillion.engine.backends.backend.BackendAdapters`; each slot holds what :meth:`_pack` makes."""
+    """Base of :class:`pillion.engine.backends.backend.BackendAdapters`; slots contain the results of :meth:`_pack`."""
 
     def __init__(self, max_adapters: int, max_rank: int, shapes: Mapping[str, LayerShape]) -> None:
-        """Makes the empty slots. ``shapes`` are those of the layers that adapters may change."""
+        """Make empty slots; ``shapes`` are those of the layers that adapters may change."""
         self._max_rank, self._shapes = max_rank, shapes
-        # This keeps the adapter in each slot alive.
+        # Keeps placed adapters alive.
         self.placed: list[PackedAdapter | None] = [None] * max_adapters
 
     @property
@@ -38,21 +38,18 @@ class PlainAdapters:
         return len(self.placed)
 
     def form(self) -> AdapterForm:
-        """Returns the form in which this backend takes adapters: plain tensors."""
         return PlainForm()
 
     def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Makes an adapter of what :class:`PlainForm` packed. Raises ConfigError where the adapter does not fit the
-        model."""
+        """Return an adapter from the output of :class:`PlainForm`. Raises ConfigError if it does not fit the model."""
         return self.pack(weights_of(digest, plain_bits(about, data)))
 
     def pack(self, weights: AdapterWeights) -> PackedAdapter:
-        """Checks an adapter and brings it into the form of :meth:`_pack`. Raises ConfigError where it does not fit."""
+        """Check an adapter and pack it with :meth:`_pack`. Raises ConfigError if it does not fit."""
         check_adapter(weights, self._shapes, self._max_rank)
         return self._pack(weights)
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
-        """Puts a packed adapter into a slot."""
         check_slot(slot, self.max_adapters)
         self.placed[slot] = packed
 

@@ -1,10 +1,10 @@
-"""Reads the tensors of a decoder from safetensors files, under the names that checkpoints have for them.
+"""Reader of a decoder's tensors from safetensors files, by the names that checkpoints use.
 
-The same tensor has other names in other families and versions: three projections or one fused (Phi-3), one tensor per
-expert or one for all experts of a layer (transformers 5), and the names of the published files or those that
-transformers' class has for them (``save_pretrained(save_original_format=False)``). A tensor of the decoder has choices
-of *checkpoint names*: each is a list of checkpoint tensors which, stacked along their first dimension, are that tensor.
-The first complete choice is used. Neither pickles nor code are read.
+The same tensor has different names in different families and versions: three projections or one fused (Phi-3), one
+tensor per expert or one for all experts of a layer (transformers 5), and the names of the published files or of
+transformers' class (``save_pretrained(save_original_format=False)``). A decoder tensor therefore has alternatives of
+*checkpoint names*: each is a list of checkpoint tensors that form it when stacked along their first dimension. The
+first complete alternative is used. Pickles and code are never read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from pillion.engine.quantized.formats.table import format_of
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 
-# Tensors with these endings and beginnings are not read: leftovers in old checkpoints, and the parts of models of text,
-# images and sounds that are not about text.
+# Names that are skipped: leftovers of old checkpoints, and the vision and audio parts of multimodal models.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias", "causal_mask")
-# These are scales for a KV cache in 8 bits. Pillion's KV cache is in more bits, or has scales of its own.
+# Scales of an 8-bit KV cache; Pillion's has more bits, or its own scales.
 _OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
 _OF_PICTURES = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "vision_embedder."),
@@ -43,22 +42,21 @@ _OF_PICTURES = (
     *("generation_embeddings.", "generation_aligner.", "generation_head.", "vqmodel."),
 )
 _IGNORED_PREFIXES = (*_OF_PICTURES, *(f"model.{prefix}" for prefix in _OF_PICTURES))
-# The language model's tensors begin like this in models of text and images, in transformers 4 and 5.
+# Prefixes of the language model in multimodal models, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
-# They begin so where the files are those of the model within, without a head.
+# The same where the files lack the wrapper and the head.
 _BARE_TEXT_PREFIXES = ("language_model.", "text_model.")
-# transformers 5 saves the layers of these models' text models under the names that published files have for those of
-# what sees: Qianfan-OCR, Kimi K2.5.
+# transformers 5 saves the text layers of Qianfan-OCR and Kimi K2.5 under the published names of their vision layers.
 _LAYERS_OF_PICTURES = ("encoder.layers.", "blocks.")
 _MOST_DRAFT_LAYERS = 8
-_LISTED_NAMES = 4  # An error names at most this many tensors.
+_LISTED_NAMES = 4  # Max tensors in an error.
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """Names a tensor of a checkpoint and its shape. ``part`` is the entry of its first dimension that is read; None
-    reads all. ``transposed`` says that a plain tensor has its last two dimensions the other way round in the file; None
-    that files of the family have either, which their shapes tell. ``optional`` says that a checkpoint may lack it."""
+    """Name and shape of a checkpoint's tensor. ``part``: the entry of its first dimension to read; None reads all.
+    ``transposed``: a plain tensor has its last two dimensions swapped in the file; None if only its shape can decide.
+    ``optional``: a checkpoint may lack it."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +66,7 @@ class CheckpointTensor:
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
-        """Gives the shape that a plain tensor has in the file."""
+        """Shape of a plain tensor in the file."""
         return (*self.shape[:-2], *self.shape[:-3:-1]) if self.transposed else self.shape
 
 
@@ -76,8 +74,7 @@ StackedTensors = tuple[CheckpointTensor, ...]
 
 
 def decoder_tensors(config: ModelConfig) -> dict[str, tuple[StackedTensors, ...]]:
-    """Returns the checkpoint names of every tensor of the model, by the decoder's name for it
-    (``layers.3.qkv.weight``)."""
+    """Return the checkpoint names of every tensor of the model, by the decoder's name (``layers.3.qkv.weight``)."""
     wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
     for key, checkpoint_names in layer_checkpoint_names((Norm(norm(config, "final_norm", "norm")),)).items():
         wanted[key] = tuple(_of_model(stacked, "model.") for stacked in checkpoint_names)
@@ -111,8 +108,8 @@ def _turned(stacked: StackedTensors) -> StackedTensors:
 
 
 def _in_files(checkpoint_names: tuple[StackedTensors, ...], config: ModelConfig) -> tuple[StackedTensors, ...]:
-    """Gives the tensors the names that the family's checkpoints have for them, and as further choices those that
-    transformers' class has, where these are others."""
+    """Rename tensors to the family's names in checkpoints, and append transformers' own names as alternatives where
+    they differ."""
     family = FAMILIES[config.family]
     named = [_renamed(stacked, family.in_files) for stacked in checkpoint_names]
     own = [_renamed(stacked, family.in_models) for stacked in named] if family.model_names else []
@@ -120,7 +117,7 @@ def _in_files(checkpoint_names: tuple[StackedTensors, ...], config: ModelConfig)
 
 
 def _renamed(stacked: StackedTensors, rename: Callable[[str], str]) -> StackedTensors:
-    """Returns the tensors with other names; the same object where all of them stay."""
+    """Return the tensors renamed; the same object if no name changes."""
     names = [rename(tensor.name) for tensor in stacked]
     if all(name == tensor.name for name, tensor in zip(names, stacked, strict=True)):
         return stacked
@@ -132,8 +129,8 @@ def _of_model(stacked: StackedTensors, prefix: str) -> StackedTensors:
 
 
 def layer_checkpoint_names(operations: Layer) -> dict[str, tuple[StackedTensors, ...]]:
-    """Returns the checkpoint names of every tensor of a layer, whose names in checkpoints are relative to it. A linear
-    layer has a "weight" and perhaps a "bias", and an expert its number: ``qkv.bias``, ``experts.3.gate_up``."""
+    """Return the checkpoint names of every tensor of a layer, relative to the layer. Keys of a linear layer end with
+    "weight" or "bias", those of an expert contain its number: ``qkv.bias``, ``experts.3.gate_up``."""
     wanted: dict[str, tuple[StackedTensors, ...]] = {}
     for tensor in tensors_of(operations):
         if tensor.experts:
@@ -157,13 +154,13 @@ def layer_checkpoint_names(operations: Layer) -> dict[str, tuple[StackedTensors,
 def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[StackedTensors, ...]:
     rows, *columns = tensor.stored_shape
     if tensor.role is Role.TAPS:
-        # A convolution of each channel on its own reads one channel.
+        # Depthwise convolutions have one input channel.
         columns = [1, *columns]
     before, behind = tensor.ones
     if before or behind:
         (names,) = tensor.checkpoint_names
         return ((CheckpointTensor(names[0] + suffix, (*[1] * before, rows, *[1] * behind)),),)
-    # A norm of whole projections has one row for all heads of queries, and one for those of keys.
+    # A norm of whole projections has one row for all query heads and one for all key heads.
     of_heads = tensor.role is Role.HEAD_NORM and not tensor.by_head
     columns = [] if suffix == ".bias" and not of_heads else columns
     sizes, found = [piece.in_files for piece in tensor.rows], []
@@ -176,7 +173,7 @@ def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple
             )
         )
         if tensor.role is Role.TAPS and len(names) > 1:
-            # transformers 5 cuts what it has in one tensor into equal parts, however many channels each part has.
+            # transformers 5 splits a fused tensor into equal parts, whatever the channels per part.
             most = -(-rows // len(names))
             cut = [min(most, rows - most * part) for part in range(len(names))]
             found.append(tuple(replace(each, shape=(own, *columns)) for each, own in zip(found[-1], cut, strict=True)))
@@ -202,7 +199,7 @@ def _named(name: str, *shape: int) -> tuple[StackedTensors, ...]:
 
 
 class TensorSource(Protocol):
-    """Finds tensors by the decoder's names for them; :class:`Checkpoint` finds those of real checkpoints."""
+    """Source of tensors by the decoder's names; :class:`Checkpoint` reads real checkpoints."""
 
     def has(self, key: str) -> bool: ...
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor: ...
@@ -211,7 +208,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """Represents a tensor of an open file. Raises ConfigError, which names the file, for one that cannot be used."""
+    """Tensor of an open file. Methods raise ConfigError, with the file's name, for an unusable one."""
 
     handle: Any
     name: str
@@ -219,17 +216,16 @@ class FileTensor:
 
     @property
     def place(self) -> str:
-        """Gives the tensor's file and its name there, for errors."""
+        """File and tensor name, for errors."""
         return f"{self.path}: {self.name}"
 
     @property
     def header(self) -> TensorHeader:
-        """Gives what the file's header says of the tensor."""
         found = self.handle.get_slice(self.name)
         return TensorHeader(found.get_dtype(), tuple(found.get_shape()))
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Raises ConfigError unless the tensor has this shape, and holds floats."""
+        """Raise ConfigError unless the tensor has this shape and a float type."""
         header = self.header
         if header.shape != shape:
             raise ConfigError(f"{self.place} is {list(header.shape)}, config.json wants {list(shape)}")
@@ -237,15 +233,15 @@ class FileTensor:
             raise ConfigError(f"{self.place} is {header.dtype}; only {', '.join(FLOATS)} are read")
 
     def read(self, part: int | None = None) -> torch.Tensor:
-        """Returns the tensor as it is in the file, or one entry of its first dimension."""
+        """Return the tensor as stored, or one entry of its first dimension."""
         found: torch.Tensor = (
             self.handle.get_tensor(self.name) if part is None else self.handle.get_slice(self.name)[part]
         )
         return found
 
     def numbers(self, dtype: torch.dtype, part: int | None = None) -> torch.Tensor:
-        """Returns what :meth:`read` does in ``dtype``. Raises ConfigError for NaN or infinities, with which every
-        answer would be nonsense."""
+        """Return the tensor, or one entry of it, cast to ``dtype``. Raises ConfigError for NaN or infinities, which
+        would make every answer nonsense."""
         tensor = self.read(part).to(dtype)
         if not finite(tensor):
             raise ConfigError(f"{self.place} holds NaN or infinite numbers in {str(dtype).removeprefix('torch.')}")
@@ -253,28 +249,29 @@ class FileTensor:
 
 
 class Checkpoint:
-    """Holds the open weight files of one folder, checked against a config. Tensors are views of mapped files.
+    """Open weight files of a folder, checked against a config. Tensors are views of mapped files.
 
-    ``chooses_tokens`` says whether the model has a head that does. Classifiers have none, nor have files of a model
+    ``chooses_tokens``: True if the model has an lm_head. Classifiers have none, nor do files saved without one, unless
+    it is tied to the embedding.
     that was saved without its head, unless that is the embedding.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, FileTensor], *, within: bool) -> None:
-        """Takes ``handles``, the tensors of all files by their plain names, and whether they are those of the model
-        ``within`` alone. Raises ConfigError if they do not fit."""
+        """Take ``handles``, the tensors of all files by plain name; ``within`` if the files lack the wrapper model.
+        Raises ConfigError if they do not fit the config."""
         self._folder = folder
         self._family = config.family
-        # Layers after the model's last one only draft tokens (multi-token prediction), in families that may have them.
+        # Layers after the last one are for multi-token prediction, in families that have it.
         behind = [rf"model\.layers\.{config.num_layers + more}\." for more in range(_MOST_DRAFT_LAYERS)]
         drafting = FAMILIES[config.family].draft_layers
         self._draft_tokens = re.compile("|".join((r"(model\.)?mtp", *behind)) if drafting else r"(?!)")
-        # Layers that see the keys and values of another one may have tensors for their own, from the training.
+        # Layers that share the KV of another layer may keep unused projections from training.
         idle = "|".join(str(layer) for layer, source in enumerate(config.kv_sources) if layer != source)
         self._idle = re.compile(rf"model\.layers\.({idle})\.self_attn\.[kv]_(proj|norm)\." if idle else r"(?!)")
         self._handles = handles
         self._format: WeightFormat | None = format_of(config)
         self._headers = {plain_name: found.header for plain_name, found in handles.items()}
-        # For a plain name these are the names of the tensors quantized that stand for it.
+        # Plain name -> names of the quantized tensors that replace it.
         self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
         (plain,) = _named("lm_head.weight", config.vocab_size, config.hidden_size)
@@ -282,7 +279,7 @@ class Checkpoint:
         self.chooses_tokens = not config.labels
         has_head = any(self._has(tensor) for (tensor,) in head)
         if config.tie_word_embeddings and not config.labels and has_head:
-            # The config ties the head to the embedding; a head in the file is used nevertheless, equal or not.
+            # The config ties the head to the embedding, but a head in the file wins, equal or not.
             wanted["lm_head"] = head
         elif (within or config.headless) and "lm_head" in wanted and not has_head:
             self.chooses_tokens = False
@@ -294,15 +291,13 @@ class Checkpoint:
         self._check_shapes()
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor by the decoder's name, in ``dtype``; a view of the file if nothing has to change.
-
-        Raises ConfigError for a tensor with NaN or infinities, with which every answer would be nonsense.
-        """
+        """Return a tensor by the decoder's name, in ``dtype``; a view of the file if nothing has to change. Raises
+        ConfigError for NaN or infinities."""
         return plain(self.take_matrix(key, dtype), dtype)
 
     def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
-        """Returns a quantized matrix where the checkpoint has all its parts quantized, and they fit together; else
-        like :meth:`take`."""
+        """Return a quantized matrix if the checkpoint has all its parts quantized and compatible, else what
+        :meth:`take` returns."""
         return stack_rows([self._read(wanted, dtype) for wanted in self._checkpoint_names[key]], dtype)
 
     def _read(self, wanted: CheckpointTensor, dtype: torch.dtype) -> Matrix:
@@ -317,19 +312,18 @@ class Checkpoint:
         return tensor.mT if wanted.transposed else tensor
 
     def tensors(self) -> Iterator[tuple[CheckpointTensor, torch.Tensor]]:
-        """Yields the plain tensors that the model has, as they are in the file and in its type."""
+        """Yield the model's plain tensors as stored."""
         every = {tensor.name: tensor for stacked in self._checkpoint_names.values() for tensor in stacked}
         for name, tensor in every.items():
             yield tensor, self._handles[name].read()
 
     def has(self, key: str) -> bool:
-        """Returns whether the model has a tensor of that name."""
         return key in self._checkpoint_names
 
     def _choose(self, wanted: dict[str, tuple[StackedTensors, ...]]) -> dict[str, StackedTensors]:
-        """Chooses the first complete checkpoint names of each tensor, and of several with the same names the one whose
-        shapes fit. Raises ConfigError if a tensor has none; where all of one is missing, the error names the layer that
-        the family's checkpoints have in place of several."""
+        """Choose the first complete alternative for each tensor; of several with the same names, the one whose shapes
+        fit. Raises ConfigError if a tensor has none; if all parts are missing, the error names the fused one, in
+        families that fuse them."""
 
         def absent(stacked: StackedTensors) -> list[str]:
             return [tensor.name for tensor in stacked if not self._has(tensor)]
@@ -349,15 +343,14 @@ class Checkpoint:
         return chosen
 
     def _fits(self, tensor: CheckpointTensor) -> bool:
-        """Returns whether a plain tensor has the shape that the config wants."""
         header = self._headers.get(tensor.name)
         return header is None or header.shape == tensor.plain_shape or tensor.transposed is None
 
     def _settled(self, chosen: dict[str, StackedTensors]) -> dict[str, StackedTensors]:
-        """Says of tensors that may be either way round in files which way they are in these.
+        """Decide whether ambiguous tensors are stored transposed.
 
-        A square one shows nothing, and lies as the model's others do: of the two matrices of an expert one at least is
-        not square. Raises ConfigError where some lie one way round and some the other.
+        A square one does not show it and follows the others: of an expert's two matrices at least one is not square.
+        Raises ConfigError if the tensors disagree.
         """
         either = [tensor for stacked in chosen.values() for tensor in stacked if tensor.transposed is None]
         if not either:
@@ -374,7 +367,7 @@ class Checkpoint:
                 f" {self._handles[ways[False]].place} is [experts, outputs, inputs]; save the model anew, so that both"
                 " are one way round"
             )
-        # Where no shape fits either way, the error of the shapes says what published files have.
+        # If neither orientation fits, the shape check reports the one of published files.
         way = next(iter(ways), True)
         return {
             key: tuple(replace(each, transposed=way) if each.transposed is None else each for each in stacked)
@@ -382,7 +375,7 @@ class Checkpoint:
         }
 
     def _has(self, wanted: CheckpointTensor) -> bool:
-        """Returns whether the files hold a tensor, plain or quantized."""
+        """Return whether the files have a tensor, plain or quantized."""
         if self._format is not None and wanted.name not in self._stored and len(wanted.shape) > 1:
             with self._named_place(wanted.name):
                 self._stored[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
@@ -390,8 +383,8 @@ class Checkpoint:
 
     @contextmanager
     def _named_place(self, name: str) -> Iterator[None]:
-        """Adds to errors that a weight format raises within the block the file that has all parts of a matrix, or the
-        folder where several have some."""
+        """Prefix ConfigErrors of a weight format with the file of a matrix, or with the folder if several files have
+        parts of it."""
         try:
             yield
         except ConfigError as error:
@@ -414,8 +407,8 @@ class Checkpoint:
             raise ConfigError(f"{place} holds {names_in_words(unknown)}, which a {self._family} model does not have")
 
     def _is_idle_bias(self, name: str) -> bool:
-        """Returns whether a tensor is a bias of zeros beside a quantized matrix, which old quantizers give to all
-        layers."""
+        """Return whether a tensor is an all-zero bias beside a quantized matrix; old quantizers add one to every
+        layer."""
         if not name.endswith(".bias") or not self._stored.get(name.removesuffix("bias") + "weight"):
             return False
         return not bool(self._handles[name].read().any())
@@ -429,8 +422,8 @@ class Checkpoint:
 
 @contextmanager
 def open_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
-    """Opens all weight files of a folder; yields their tensors by the names that they have there. Raises ConfigError
-    for a file that is cut short or no safetensors file."""
+    """Open a folder's weight files and yield their tensors by name. Raises ConfigError for a file that is truncated or
+    not safetensors."""
     with ExitStack() as stack:
         found: dict[str, FileTensor] = {}
         for path in weight_files(folder):
@@ -445,11 +438,10 @@ def open_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
 
 @contextmanager
 def _open_decoder(folder: Path, config: ModelConfig) -> Iterator[tuple[dict[str, FileTensor], bool]]:
-    """Opens a decoder's files; yields its tensors by their plain names, and whether they are those of the model within
-    alone."""
+    """Open a decoder's files and yield its tensors by plain name, and whether the files lack the wrapper model."""
     with open_files(folder) as files:
         handles = {_plain(name): found for name, found in files.items() if not name.startswith(_IGNORED_PREFIXES)}
-        # Checkpoints of embedding models are often those of the model within that for text.
+        # Embedding models are often saved as the inner model only.
         prefix, _, embedding = FAMILIES[config.family].in_files("model.embed_tokens.weight").partition(".")
         within = embedding in handles
         if within:
@@ -460,7 +452,7 @@ def _open_decoder(folder: Path, config: ModelConfig) -> Iterator[tuple[dict[str,
 
 @contextmanager
 def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """Opens all weight files of a decoder's folder. Raises ConfigError if they do not fit the config."""
+    """Open the weight files of a decoder's folder. Raises ConfigError if they do not fit the config."""
     if config.encoder is not None:
         raise ConfigError(f"{folder} has an encoder ({config.family}), and a decoder is needed here")
     with _open_decoder(folder, config) as (handles, within):
@@ -468,8 +460,8 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
 
 
 def chooses_tokens(folder: Path, config: ModelConfig) -> bool:
-    """Returns whether a decoder's files have a head that chooses tokens. Raises ConfigError for files that cannot be
-    read; whether they fit the config is looked at where the head may be absent."""
+    """Return whether a decoder's files have an lm_head. Raises ConfigError for unreadable files, and for files that do
+    not fit the config if the head may be absent."""
     if config.labels or config.tie_word_embeddings:
         return not config.labels
     with _open_decoder(folder, config) as (handles, within):
@@ -478,8 +470,7 @@ def chooses_tokens(folder: Path, config: ModelConfig) -> bool:
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Returns whether all numbers are finite. Summing them up shows that as fast as memory is read; where huge numbers
-    overflow the sum, each one is looked at."""
+    """Return whether all elements are finite. A sum runs at memory bandwidth; on overflow every element is checked."""
     return bool(tensor.sum().isfinite()) or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
 
 

@@ -1,4 +1,4 @@
-"""Makes model folders out of links and a tokenizer, which transformers converts where it is no tokenizer.json."""
+"""Model folders made of links and a converted tokenizer."""
 
 from __future__ import annotations
 
@@ -24,26 +24,20 @@ from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import QUANTIZATION_FILES
 from pillion.errors import ConfigError
 
-# The trial of a tokenizer may take this much; the largest published ones take 2 s and 1 GiB.
+# Limits of a tokenizer's trial; the largest published ones take 2 s and 1 GiB.
 TRIAL_CPU_S = 60
 TRIAL_WALL_S = 300.0
 TRIAL_MEMORY_BYTES = 4 * 2**30
 _TRIAL = Path(__file__).with_name("tokenizer_trial.py")
 _TOO_MUCH = f"it took more than {TRIAL_CPU_S} s of computing or {TRIAL_MEMORY_BYTES // 2**30} GiB of memory"
 
-# In these files other tools keep tokenizers; transformers converts most of them.
+# Tokenizer files of other tools; transformers converts most of them.
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
 
 def link_with_tokenizer(source: Path, folder: Path, progress: Progress, tokenizer: Path | None = None) -> None:
-    """Fills ``folder`` with links to the files of the model in ``source`` and with a tokenizer.json.
-
-    Args:
-        tokenizer: the folder that the tokenizer and the chat template come from; by default it is ``source``.
-
-    Raises:
-        ConfigError: the folder of the tokenizer has none that transformers can write as tokenizer.json.
-    """
+    """Fill ``folder`` with links to the model in ``source`` and with a tokenizer.json. ``tokenizer`` is the folder of
+    the tokenizer and the chat template; by default ``source``. Raises ConfigError if transformers cannot convert it."""
     origin = tokenizer or source
     if (origin / "tokenizer.json").is_file():
         _link(origin, folder, TOKENIZER_FILES)
@@ -57,16 +51,16 @@ def link_with_tokenizer(source: Path, folder: Path, progress: Progress, tokenize
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """Holds what a trial of a tokenizer has found: the id of the token that ends a text by tokenizer_config.json, None
-    where it names none that the tokenizer knows; and the largest id, -1 where it has no token."""
+    """Result of a tokenizer's trial. ``end_id``: id of tokenizer_config.json's eos_token, None if unknown;
+    ``largest_id``: -1 for a tokenizer without tokens."""
 
     end_id: int | None
     largest_id: int
 
 
 def try_tokenizer(folder: Path) -> TokenizerFacts:
-    """Reads a folder's tokenizer.json and tries it, in a process with bounded memory and time. Raises ConfigError for
-    one that cannot be read, or takes more."""
+    """Try a folder's tokenizer.json in a process with limited memory and time. Raises ConfigError if it is unreadable
+    or exceeds them."""
     path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     end = read_json(config).get("eos_token") if config.is_file() else None
     end = end.get("content") if isinstance(end, dict) else end
@@ -76,7 +70,7 @@ def try_tokenizer(folder: Path) -> TokenizerFacts:
         "memory_bytes": TRIAL_MEMORY_BYTES,
         "end": end if isinstance(end, str) else None,
     }
-    # With -I the process sees the installed packages, and not the folder it was started from.
+    # -I: import installed packages only, nothing from the current folder.
     argv = [sys.executable, "-I", str(_TRIAL)]
     environ = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     try:
@@ -98,7 +92,7 @@ def try_tokenizer(folder: Path) -> TokenizerFacts:
 
 
 def check_vocabulary(facts: TokenizerFacts, vocab_size: int) -> None:
-    """Raises ConfigError where the tokenizer of --tokenizer has an id that the model does not have."""
+    """Raise ConfigError if the tokenizer of --tokenizer has an id outside of the model's vocabulary."""
     if facts.largest_id >= vocab_size:
         raise ConfigError(f"--tokenizer has the token id {facts.largest_id}, and the model has {vocab_size} tokens")
 

@@ -1,8 +1,8 @@
-"""Names a model by all that decides its numbers, so that components, tiers and versions agree on whose KV a block is.
+"""Hash of everything that decides a model's numbers, so that components, tiers and versions agree on the origin of KV.
 
-A fingerprint is part of every block's hash (I2), and a gateway serves with workers of its own fingerprint alone. So it
-stays the same from one release to the next where the numbers do: otherwise an upgrade would find nothing of what is on
-disks, in buckets and at other nodes, and gateways would pass over the workers that are still to be replaced.
+A fingerprint is part of every block's hash (I2), and a gateway only uses workers with its own fingerprint. It must stay
+the same across releases as long as the numbers do: otherwise an upgrade would invalidate all blocks on disks, in
+buckets and at other nodes, and gateways would ignore the workers that are not yet upgraded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from safetensors import safe_open
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, digest_file
 from pillion.engine.models.model_config import ModelConfig
 
-# These fields have defaults, and 0.2.0 wrote them into fingerprints all the same. These rows never grow: a field that
-# is added is written only where it differs from its default, which therefore has to mean what held before the field.
+# Fields with defaults that 0.2.0 wrote into fingerprints nevertheless. Never extend these rows: a new field is written
+# only if it differs from its default, which must therefore mean the behavior before the field.
 _ALWAYS_WRITTEN = {
     "ModelConfig": "tie_word_embeddings qkv_bias o_bias mlp_bias gated activation norm norm_bias qk_norm post_norm"
     " parallel attention_softcap logit_softcap embedding_scale residual_scale logit_divisor moe bos_token_id"
@@ -31,19 +31,19 @@ _ALWAYS_WRITTEN = {
     "MatrixScheme": "kind group rows symmetric ordered activations row_codes",
     "Quantization": "schemes weights row_codes",
 }
-# These fields are gone, and releases that had them wrote these values for all that is still read alike.
+# Removed fields, with the values that older releases wrote for everything still supported.
 _ONCE_WRITTEN = {"MatrixScheme": {"row_zeros": False}}
-# In 0.2.0 layers of this family could not norm queries and keys, and ``qk_norm``, which meant nothing there, had its
-# default, true. Now it may be false or true, and false is what they were.
+# 0.2.0 could not norm queries and keys in this family and wrote the default of the unused ``qk_norm``, true. Today's
+# false corresponds to it.
 _ONCE_WITHOUT_QK_NORM = "cohere"
 
 
 def fingerprint(
     weights: Sequence[Path], config: ModelConfig, dtype: str, count: Callable[[int], None] = lambda size: None
 ) -> str:
-    """Returns the SHA-256, in hexadecimal, of a model that is computed in ``dtype`` from these files, safetensors and
-    texts; there are none for a model with random weights. ``count`` gets the size of each piece that was read."""
-    # Weights of norms that are applied in float32 were rounded to bfloat16 by 0.2.0.
+    """Return the SHA-256, in hexadecimal, of a model computed in ``dtype`` from these safetensors and text files (none
+    for random weights). ``count`` is called with the size of each piece read."""
+    # 0.2.0 rounded the weights of float32 norms to bfloat16.
     rounded = config.norm != "plain" and dtype == "bfloat16" and any(map(_has_wider_vectors, weights))
     digest = hashlib.sha256(f"pillion model {CONVERSION_VERSION} {dtype}{' wide-norms' * rounded}\n".encode())
     written = _written(config)
@@ -56,14 +56,14 @@ def fingerprint(
 
 
 def _has_wider_vectors(path: Path) -> bool:
-    """Returns whether a safetensors file has a vector in a type other than bfloat16, as norms may be."""
+    """Return whether a safetensors file has a vector in another type than bfloat16, e.g. of a norm."""
     with safe_open(path, framework="numpy") as file:
         tensors = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118  (the file is no mapping)
         return any(len(tensor.get_shape()) == 1 and tensor.get_dtype() in ("F16", "F32") for tensor in tensors)
 
 
 def _written(value: Any) -> Any:
-    """Returns a part of a config as JSON has it, without the later fields that have their defaults."""
+    """Return a part of a config as JSON, without newer fields at their defaults."""
     if is_dataclass(value):
         kind, named = type(value).__name__, ((one, getattr(value, one.name)) for one in fields(value))
         always = _ALWAYS_WRITTEN.get(kind, "").split()

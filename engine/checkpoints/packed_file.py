@@ -1,10 +1,9 @@
-"""Reads and writes a file of named tensors that processes map and share: the format of packed weights on disk and in
-memory.
+"""File of named tensors, mapped and shared by processes: the format of packed weights on disk and in memory.
 
     PILLIONW | length of the header (8 bytes, little endian) | header (JSON) | padding | tensor | padding | tensor ...
 
-Every tensor begins on a page, so that vector loads are aligned and pages are read as a whole. The mapping is shared
-and read-only: a file's pages are in memory once, however many workers of a host map it.
+Every tensor begins on a page, for aligned vector loads and whole-page reads. The mapping is shared and read-only: its
+pages are in memory once, whatever the number of workers on a host.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pillion.kernels.cpu.runtime.code_cache import others_could_write
 
 _MAGIC = b"PILLIONW"
 _PAGE_BYTES = 4096
-# This many bytes are reserved for the header, which is written after the tensors.
+# Reserved for the header, which is written after the tensors.
 _HEADER_BYTES = 2**20
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -41,7 +40,7 @@ _DTYPES = {
 
 
 class PackedWriter:
-    """Appends tensors to a packed file. :func:`write_packed` makes the writer."""
+    """Writer that appends tensors to a packed file; see :func:`write_packed`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -50,7 +49,7 @@ class PackedWriter:
         self._end = _HEADER_BYTES
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Appends a tensor. Raises ConfigError for a name that was used already."""
+        """Append a tensor. Raises ConfigError for a duplicate name."""
         if name in self._tensors:
             raise ConfigError(f"{name} is packed twice")
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -75,7 +74,7 @@ class PackedWriter:
 
 @contextmanager
 def write_packed(path: Path) -> Iterator[PackedWriter]:
-    """Yields a writer whose file appears at ``path`` only if the block ends without an error."""
+    """Yield a writer; its file appears at ``path`` only if the block succeeds."""
     draft = path.with_name(path.name + DRAFT_SUFFIX)
     try:
         with draft.open("wb") as file:
@@ -93,14 +92,13 @@ def write_packed(path: Path) -> Iterator[PackedWriter]:
 
 
 class PackedFile:
-    """Maps a packed file. Its ``tensors`` are views of the mapping, which lives as long as one of them does. Nobody may
-    write to them."""
+    """Mapped packed file. Its ``tensors`` are read-only views, and the mapping lives until the last of them dies."""
 
-    # This says whether the file is read ahead as a whole, because all of it will be used.
+    # True if the whole file will be used and should be read ahead.
     read_ahead = True
 
     def __init__(self, path: Path) -> None:
-        """Maps the file. Raises ConfigError for a file that is not whole, and OSError for a missing one."""
+        """Map the file. Raises ConfigError for an incomplete file, OSError for a missing one."""
         try:
             with path.open("rb") as file:
                 if others_could_write(os.fstat(file.fileno())):
@@ -132,7 +130,7 @@ class PackedFile:
         if begin < _HEADER_BYTES or count < 0 or begin + size > len(self._map):
             raise ValueError("a tensor reaches beyond the file")
         with warnings.catch_warnings():
-            # Torch has no read-only tensors and warns about that.
+            # Torch has no read-only tensors and warns.
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(self._map, dtype=_DTYPES[dtype], count=count, offset=begin).view(shape)
 
@@ -143,7 +141,7 @@ F = TypeVar("F", bound=PackedFile)
 def packed_once(
     path: Path, make: Callable[[Path], F], pack: Callable[[PackedWriter], None], cache: ModelCache, progress: Progress
 ) -> F:
-    """Maps the file at ``path`` by ``make``; where it is missing, one process of this machine packs it before."""
+    """Map the file at ``path`` with ``make``; if it is missing, one process of the machine packs it first."""
     with contextlib.suppress(OSError):
         return make(path)
     with cache.lock(path, progress):
@@ -157,8 +155,7 @@ def packed_once(
 
 
 def _remove_older(path: Path) -> None:
-    """Removes all models' files of older packing versions, which nobody would ask for again. Workers of an older
-    release that have mapped such a file keep it."""
+    """Remove all models' files of older packing versions. Workers of an older release keep their mappings."""
     for other in path.parent.iterdir():
         version = other.name.rpartition("-")[2].removesuffix(".weights")
         if version.isdigit() and int(version) < PACKING_VERSION:

@@ -1,6 +1,6 @@
-"""Prepares a model for serving: finds it, converts it once and fingerprints it.
+"""Preparation of a model for serving: find it, convert it once and fingerprint it.
 
-Every component of a cluster calls :func:`prepare` with the same flags and gets the same answer. Only the first call
+Every component of a cluster calls :func:`prepare` with the same flags and gets the same result. Only the first call
 converts; later ones read one small record.
 """
 
@@ -50,7 +50,7 @@ from pillion.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
-# A folder with another one's tokenizer keeps the id of that tokenizer's end in this file.
+# Id of the EOS token of --tokenizer, in a folder made for it.
 _END_FILE = "tokenizer_end.json"
 
 _SMALL_FILES = ("config.json", *TEXT_FILES, SINGLE_NAME, INDEX_NAME, *QUANTIZATION_FILES)
@@ -58,22 +58,20 @@ _SMALL_FILES = ("config.json", *TEXT_FILES, SINGLE_NAME, INDEX_NAME, *QUANTIZATI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel:
-    """Describes a model that every component can open.
+    """A model that every component can open.
 
     Attributes:
-        folder: holds config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja where the model has one,
-            and *.safetensors, some of them links.
-        name: the name that clients use.
-        aliases: further names that clients may use: those of --served-model-name after the first; without that flag the
-            value of --model, where it is not the name.
+        folder: config.json, tokenizer.json, tokenizer_config.json, *.safetensors and, where the model has one,
+            chat_template.jinja; some are links.
+        name: the model's name for clients.
+        aliases: further names for clients: those of --served-model-name after the first; without that flag the value of
+            --model, if it is not the name.
         fingerprint: SHA-256 over weights, config and conversion, in hexadecimal (I2).
-        dtype: "bfloat16" or "float32", the type of arithmetic and KV.
-        max_model_len: most tokens of prompt and answer together.
-        eos_token_ids: tokens that end a text.
-        original_tokens: length of the longest text with the rotary frequencies of training, where longer ones have
-            others; else 0.
-        weights: how the weights are kept, such as "awq, 4 bits in groups of 128"; ``dtype`` where they are plain.
-        sampling: what is recommended where the folder's generation_config.json says nothing, by its keys.
+        dtype: "bfloat16" or "float32", of arithmetic and KV.
+        max_model_len: max tokens of prompt plus answer.
+        original_tokens: max length with the rotary frequencies of training, if longer texts use others; else 0.
+        weights: storage of the weights, e.g. "awq, 4 bits in groups of 128"; ``dtype`` for plain ones.
+        sampling: recommended values for those that generation_config.json lacks, by its keys.
     """
 
     folder: Path
@@ -91,10 +89,8 @@ class PreparedModel:
 
 
 def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> PreparedModel:
-    """Finds, converts and fingerprints ``flags.model``; ``progress`` gets one line per longer stage.
-
-    Raises ConfigError, in one line, for a missing model, an unknown architecture or damaged files.
-    """
+    """Find, convert and fingerprint ``flags.model``; ``progress`` gets a line per longer stage. Raises ConfigError, in
+    one line, for a missing model, an unknown architecture or damaged files."""
     weights = WeightKind.of(flags)
     source = _source(flags, progress)
     record = _record_of_dummy(source, weights) if flags.load_format == "dummy" else _recorded(source, weights, progress)
@@ -126,9 +122,8 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
 
 
 def is_prepared(flags: ModelFlags) -> bool:
-    """Says whether :func:`prepare` would only read a record. A model by its hub id never counts as prepared, because
-    the hub is asked for newer files, nor one with another folder's tokenizer. Raises ConfigError where :func:`prepare`
-    does."""
+    """Return whether :func:`prepare` would only read a record. Always False for hub ids, since the hub is asked for
+    newer files, and with --tokenizer. Raises ConfigError where :func:`prepare` does."""
     if not is_local(flags.model) or flags.tokenizer:
         return False
     source = _source(flags, lambda line: None)
@@ -136,7 +131,7 @@ def is_prepared(flags: ModelFlags) -> bool:
 
 
 def _source(flags: ModelFlags, progress: Progress) -> ModelSource:
-    """Finds the model's files; with --ignore-config-key a folder of links to them, whose config lacks the keys."""
+    """Return the model's files; with --ignore-config-key, a folder of links to them with the keys removed."""
     source, ignored = locate(flags.model, flags.revision, progress, flags.ignore_config_key), flags.ignore_config_key
     if not ignored:
         return source
@@ -154,7 +149,7 @@ def _source(flags: ModelFlags, progress: Progress) -> ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """Says which kind of weights is made of a checkpoint. Each field is the value of the flag of the same name."""
+    """Kind of weights to make from a checkpoint. Each field is the value of the flag of the same name."""
 
     dtype: str
     quantization: str
@@ -163,8 +158,8 @@ class WeightKind:
 
     @classmethod
     def of(cls, flags: ModelFlags) -> WeightKind:
-        """Returns the kind of weights that flags ask for, with an "auto" of --dtype resolved. Raises ConfigError for a
-        type that is not supported."""
+        """Return the kind that flags ask for, with "auto" of --dtype resolved. Raises ConfigError for an unsupported
+        type."""
         return cls(
             choose_dtype(flags.dtype)[0],
             flags.quantization,
@@ -174,7 +169,7 @@ class WeightKind:
 
     @property
     def rounds_rows(self) -> bool:
-        """Says whether the inputs of layers are to be rounded. Raises ConfigError where they would be rounded twice."""
+        """True if the inputs of layers are quantized. Raises ConfigError if two flags ask for it."""
         if self.activation_quantization != "auto" and self.quantization == "int8-dynamic":
             raise ConfigError(
                 f"--activation-quantization {self.activation_quantization} and --quantization int8-dynamic both round"
@@ -185,7 +180,7 @@ class WeightKind:
 
     @property
     def group(self) -> int:
-        """Gives the number of weights that share a scale; 0 for one scale for each output."""
+        """Weights per scale; 0 for one scale per output."""
         if self.quantization == "int8-dynamic" and self.quantization_group_size != "auto":
             raise ConfigError(
                 f"--quantization-group-size {self.quantization_group_size} is for int4 and int8; int8-dynamic"
@@ -199,12 +194,12 @@ class WeightKind:
 
     @property
     def weights(self) -> str:
-        """Gives a name to what decides the weights alone."""
+        """Key of what decides the weights alone."""
         return self.dtype if self.quantization == "none" else f"{self.dtype}-{self.quantization}-{self.group}"
 
 
 def _recorded(source: ModelSource, weights: WeightKind, progress: Progress) -> ModelRecord:
-    """Reads the record of a model, which the first process makes under its lock."""
+    """Return a model's record; the first process makes it under its lock."""
     cache = ModelCache()
     record = cache.read_record(source.path, str(weights))
     if record is None:
@@ -217,10 +212,10 @@ def _recorded(source: ModelSource, weights: WeightKind, progress: Progress) -> M
 
 
 def choose_dtype(dtype: str) -> tuple[str, str]:
-    """Resolves "auto": bfloat16 if there is an NVIDIA GPU or the processor computes in bfloat16, else float32. float16
-    becomes float32, which holds each of its numbers exactly; nothing computes in float16.
+    """Resolve "auto": bfloat16 with an NVIDIA GPU or a CPU that computes in bfloat16, else float32. float16 becomes
+    float32, which represents each of its values exactly; nothing computes in float16.
 
-    Returns the type, and in a few words why it is this one. Raises ConfigError for a type that is not supported.
+    Returns the type and the reason in a few words. Raises ConfigError for an unsupported type.
     """
     if dtype != "auto":
         if dtype not in DTYPE_CHOICES:
@@ -233,7 +228,7 @@ def choose_dtype(dtype: str) -> tuple[str, str]:
     try:
         words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
     except OSError:
-        # This system is not Linux, so nothing tells which instructions the processor has.
+        # Not Linux: the CPU's instructions are unknown.
         return "float32", "which every processor computes in"
     if words & {"avx512_bf16", "amx_bf16", "bf16"}:
         return "bfloat16", "which this processor computes in"
@@ -241,9 +236,8 @@ def choose_dtype(dtype: str) -> tuple[str, str]:
 
 
 def _model_len(requested: int, longest: int, original: int) -> int:
-    """Returns the length of the longest text that is served; ``original`` is ``original_tokens`` of PreparedModel. By
-    default no text is longer than that, so that a request without ``max_tokens`` has the frequencies of training,
-    too."""
+    """Return the max length served; ``original`` is ``original_tokens`` of PreparedModel. It caps the default, so that
+    requests without ``max_tokens`` get the rotary frequencies of training."""
     if requested < 0 or requested > longest:
         raise ConfigError(f"--max-model-len {requested} is not between 1 and the model's {longest} tokens")
     return requested or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS, original or longest)
@@ -277,7 +271,7 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     fingerprinted = WorkReport(progress, "fingerprinting weights", _bytes_of(weights))
     files = stamp([*sources, *_small_files(folder), *weights])
     record = _record_of(folder, config, fingerprint(weights, config, kind.dtype, fingerprinted.add), files)
-    # An end beyond the vocabulary is no token that the model could choose.
+    # The model cannot sample an EOS id beyond its vocabulary.
     own = set() if end is None or end >= config.vocab_size else {end}
     return replace(record, eos_token_ids=tuple(sorted({*record.eos_token_ids, *own})))
 
@@ -287,16 +281,17 @@ def _bytes_of(files: Iterable[Path]) -> int:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """Returns the files besides weights on which a model's record depends. Some are missing, and may appear."""
+    """Return the files besides weights that a record depends on. Missing ones are included, as they may appear."""
     return [*(folder / name for name in _SMALL_FILES), *index_files(folder)]
 
 
 def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
-    """Returns the folder of a plain model's quantized weights, which the first call makes."""
+    """Return the folder of a plain model's quantized weights; the first call makes it."""
     config = load_config(folder)
     if config.quantization is not None:
         _refuse_twice(source, kind, config.quantization.words)
-    # Models with the same weights may have other texts, such as chat templates, and the folder has copies of these.
+    # Part of the digest, since the folder has copies of the texts (e.g. chat templates), which may differ for equal
+    # weights.
     texts = (folder / name for name in TEXT_FILES)
     files = (*weight_files(folder), *(path for path in texts if path.is_file()))
     fingerprinted = WorkReport(progress, "fingerprinting weights", _bytes_of(files))
@@ -311,7 +306,7 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
 
 
 def _rounding_rows(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
-    """Returns a folder of links to a quantized model's files, whose config says that inputs are rounded."""
+    """Return a folder of links to a quantized model whose config asks for quantized inputs."""
     raw = read_config(folder)
     if load_config(folder).quantization is None:
         raise ConfigError(
@@ -338,8 +333,7 @@ def _refuse_twice(source: ModelSource, kind: WeightKind, found: str) -> None:
 
 
 def _record_of_dummy(source: ModelSource, kind: WeightKind) -> ModelRecord:
-    """Makes the record of a folder without weights, for measurements with random weights. The record is not written to
-    disk."""
+    """Return the record of a folder without weights, for measurements with random ones. It is never written to disk."""
     if source.is_gguf:
         raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
     if kind.quantization != "none":
@@ -365,8 +359,7 @@ def _record_of(
 
 
 def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
-    """Returns the folder itself if it has a tokenizer.json, else a folder with links to its files and a converted
-    tokenizer."""
+    """Return the folder itself if it has a tokenizer.json, else a folder of links with a converted tokenizer."""
     check_counts(load_config(folder), weight_files(folder))
     indexes = [path.name for path in index_files(folder)]
     if indexes and (folder / SINGLE_NAME).is_file():
@@ -378,7 +371,7 @@ def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
 
 
 def _with_tokenizer(folder: Path, tokenizer: Path, vocab_size: int, progress: Progress) -> Path:
-    """Returns a folder with links to the model's files and the tokenizer and chat template of another folder."""
+    """Return a folder of links to the model's files and another folder's tokenizer and chat template."""
     sources = [str(folder), _stamps(folder), str(tokenizer), _stamps(tokenizer)]
     digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
 
@@ -396,8 +389,8 @@ def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Joins the ids that end a text of config.json and generation_config.json, because chat models add their
-    end-of-turn token to the latter."""
+    """Return the EOS ids of config.json and generation_config.json; chat models list their end-of-turn token in the
+    latter."""
     found = set(config.eos_token_ids)
     path = folder / "generation_config.json"
     if path.is_file():
@@ -406,8 +399,8 @@ def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def check_counts(config: ModelConfig, weights: Sequence[Path]) -> None:
-    """Raises ConfigError where a config has more matrices than the files could hold, at one bit a weight: whatever is
-    made for each layer and expert would fill the memory before a missing tensor is found."""
+    """Raise ConfigError if a config has more matrices than the files could store at one bit per weight. Otherwise the
+    per-layer and per-expert objects would fill the memory before a missing tensor is found."""
     sparse = config.moe.layers.count(True) if config.moe is not None else 0
     matrices = config.num_layers + (sparse * config.moe.num_experts if config.moe is not None else 0)
     stored = sum(path.stat().st_size for path in weights)

@@ -1,8 +1,7 @@
-"""Makes a tokenizer.json of the vocabulary that Moonshot's models have (Kimi K2, Moonlight). Imports no torch.
+"""Conversion of the vocabulary of Moonshot's models (Kimi K2, Moonlight) to tokenizer.json. Imports no torch.
 
-Their folders have a ``tiktoken.model`` and a program that reads it. The program is not run: what it does is to split
-texts by one expression, to merge bytes by their ranks, and to name the tokens after the last rank as
-tokenizer_config.json does.
+Their folders have a ``tiktoken.model`` and a program that reads it. The program is not run; it splits texts by one
+regular expression, merges bytes by rank, and names the tokens after the last rank by tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from pillion.errors import ConfigError
 
 VOCABULARY_NAME = "tiktoken.model"
 _CLASS = "TikTokenTokenizer"
-# Texts are split into runs of Chinese characters, words of other letters with an English ending, up to three digits,
-# other signs, and spaces.
+# Pieces: runs of Chinese characters, words of other letters with an English ending, up to three digits, other symbols,
+# and spaces.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _BEFORE, _ENDING = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -38,15 +37,15 @@ _PIECES = "|".join(
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Says whether a folder has such a vocabulary, and the tokenizer that this module knows."""
+    """Return whether a folder has such a vocabulary and the tokenizer class that this module supports."""
     config = folder / "tokenizer_config.json"
     known = config.is_file() and read_json(config).get("tokenizer_class") == _CLASS
     return known and (folder / VOCABULARY_NAME).is_file()
 
 
 def write_tokenizer(source: Path, folder: Path) -> None:
-    """Writes a tokenizer.json of the vocabulary in ``source`` into ``folder``. Raises ConfigError for a vocabulary that
-    is damaged."""
+    """Write a tokenizer.json made from the vocabulary in ``source`` to ``folder``. Raises ConfigError for a damaged
+    vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -69,7 +68,7 @@ def write_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
-    """Reads the ranks of all tokens by their bytes."""
+    """Return the rank of each token, by its bytes."""
     ranks: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
@@ -84,7 +83,7 @@ def _ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yields each pair of tokens that are a token together, which is of the rank by which they are merged."""
+    """Yield every pair of tokens that concatenate to a token, in the order of its rank."""
     for token in ranks:
         for middle in range(1, len(token)):
             if token[:middle] in ranks and token[middle:] in ranks:
@@ -92,8 +91,8 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _named_tokens(source: Path, first: int) -> Iterator[tuple[str, bool]]:
-    """Yields the tokens from ``first`` on, and whether each is special, up to the model's last one. Those that nothing
-    names are reserved."""
+    """Yield the tokens from ``first`` to the model's last one, and whether each is special. Unnamed ones are
+    reserved."""
     named: dict[int, Mapping[str, Any]] = {
         int(number): token
         for number, token in (read_json(source / "tokenizer_config.json").get("added_tokens_decoder") or {}).items()

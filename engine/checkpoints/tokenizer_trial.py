@@ -1,8 +1,8 @@
-"""Is a program that reads a tokenizer.json and tries it, in a process of its own with bounded memory and time.
+"""Program that tries a tokenizer.json in a process with limited memory and time.
 
-It is run as a file and never imported, and needs the standard library and tokenizers only. It reads a JSON object from
-its standard input: "path"; "cpu_s" and "memory_bytes", its bounds; "end", the text of the token that ends a text, or
-null. It writes another one: "end", that token's id, or null; "largest", the largest id; or "wrong", what is wrong.
+Run as a file, never imported; needs only the standard library and tokenizers. Reads a JSON object from stdin: "path";
+the limits "cpu_s" and "memory_bytes"; "end", the text of the EOS token, or null. Writes another one to stdout: "end",
+that token's id or null, and "largest", the largest id; or "wrong", the error.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import resource
 import sys
 from typing import Any
 
-# What a tokenizer replaces in a text may make it this many times longer; Unicode's own rules make it 18 times.
+# Max growth of a text under a tokenizer's replacements; Unicode's own rules reach 18.
 MOST_GROWTH = 32
-# Letters of many kinds, which every tokenizer has to read.
+# Letters of many scripts.
 _SAMPLE = "".join(map(chr, (*range(0x20, 0x250), *range(0x390, 0x3D0), *range(0x4E00, 0x4E20), 0x1F600, 0xFDFA)))
 
 
 def growth(part: Any) -> float:
-    """Returns how many times longer a normalizer, or a decoder, makes a text, by what it writes for what."""
+    """Return by which factor a normalizer or decoder can lengthen a text, judged by its replacements."""
     if not isinstance(part, dict):
         return 1.0
     times = 1.0
@@ -35,7 +35,7 @@ def growth(part: Any) -> float:
 
 
 def tried(setup: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the program writes."""
+    """Return the program's output."""
     with open(setup["path"], encoding="utf-8") as file:
         written = json.load(file)
     for part in ("normalizer", "decoder"):
@@ -57,10 +57,9 @@ def tried(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers the one question."""
     setup = json.load(sys.stdin)
     with contextlib.suppress(ValueError, OSError):
-        # macOS knows this limit and refuses to set it.
+        # macOS rejects this limit.
         resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CPU, (setup["cpu_s"], setup["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

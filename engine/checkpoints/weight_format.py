@@ -1,8 +1,8 @@
-"""Defines how a checkpoint stores quantized matrices: the interface of a weight format.
+"""Interface of a weight format: how a checkpoint stores quantized matrices.
 
-A format knows which tensors of the files stand for a matrix, and turns them into a
-:class:`pillion.kernels.torch.quantized_matrix.QuantizedMatrix`. A module that the format leaves alone, such as one on a
-list of exceptions, has its plain tensor in the file.
+A format finds the tensors that represent a matrix and converts them to a
+:class:`pillion.kernels.torch.quantized_matrix.QuantizedMatrix`. A module that the format skips, e.g. by a list of
+exceptions, is a plain tensor in the file.
 """
 
 from __future__ import annotations
@@ -15,33 +15,32 @@ import torch
 
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# Plain tensors of these types can be read.
+# Supported types of plain tensors.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Holds what a file's header says of a tensor: its type by safetensors' name ("F8_E4M3", "I32") and its shape."""
+    """A tensor in a file's header: its type by safetensors' name ("F8_E4M3", "I32") and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class WeightFormat(Protocol):
-    """Finds and reads a checkpoint's quantized matrices. Raises ConfigError, which names the tensor, where it
-    cannot."""
+    """Reader of a checkpoint's quantized matrices. Errors are ConfigError with the tensor's name."""
 
     def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
-        """Returns the names of the tensors that stand for the matrix ``name`` ("...q_proj.weight"), or () where it is
-        plain or missing.
+        """Return the names of the tensors that represent the matrix ``name`` ("...q_proj.weight"); () if it is plain or
+        missing.
 
         Args:
-            shape: that of the plain matrix: [N, K], or [experts, N, K] for the stacked matrices of experts.
+            shape: of the plain matrix: [N, K], or [experts, N, K] for stacked experts.
             headers: all tensors of the checkpoint by name.
 
-        Raises ConfigError where one of them has another type or shape than the format prescribes.
+        Raises ConfigError if a type or shape violates the format.
         """
 
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
-        """Reads the matrix ``name`` [N, K]; ``get`` reads a tensor of ``stored``, of one expert where they are stacked.
-        Raises ConfigError for numbers that cannot be, such as a scale that is NaN."""
+        """Read the matrix ``name`` [N, K]; ``get`` reads a tensor of ``stored`` (of one expert, where stacked). Raises
+        ConfigError for invalid values, such as a NaN scale."""

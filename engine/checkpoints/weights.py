@@ -1,7 +1,7 @@
-"""Makes a decoder's weights from a prepared folder, whose tensors :mod:`pillion.engine.checkpoints.checkpoint` names.
+"""Loading of a decoder's weights; :mod:`~pillion.engine.checkpoints.checkpoint` names the tensors of the folder.
 
-Tensors that need no change are views of the mapped file, whose pages all workers of a machine share; fused, converted
-and packed tensors belong to this process.
+Unchanged tensors are views of the mapped file, whose pages all workers of a machine share; fused, converted and packed
+tensors are private to the process.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from pillion.kernels.torch.quantized_matrix import (
 from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
 
-# Arithmetic and KV have these types, by their names in flags and layouts.
+# Types of arithmetic and KV, by their names in flags and layouts.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Such a function makes a linear layer of a matrix [out, in] and its bias [out].
+# Makes a linear layer from a matrix [out, in] and a bias [out].
 MakeLinear = Callable[[Matrix, torch.Tensor | None], Linear]
 
 
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Loads and fuses all weights for torch, which widens quantized matrices. Raises ConfigError for tensors that do
-    not fit the config."""
+    """Load and fuse all weights for torch, which dequantizes matrices. Raises ConfigError for tensors that do not fit
+    the config."""
 
     def linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
         return Linear(plain(weight, dtype), bias, row_group=row_group_of([weight]))
@@ -60,13 +60,11 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
 
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Returns the factor by which the config scales embeddings, rounded to the type of the weights as transformers
-    rounds it."""
+    """Return the config's embedding scale, rounded to the type of the weights as transformers does."""
     return rounded(config.embedding_scale, dtype)
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
-    """Returns a factor of embeddings, rounded to the type of the weights."""
     return float(torch.tensor(factor, dtype=dtype))
 
 
@@ -75,10 +73,10 @@ def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.
 
 
 def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> Matrix:
-    """Loads the output projection: the embedding if the model ties the two and the checkpoint holds no other one. Where
-    the checkpoint has the embedding quantized, a tied head stays quantized."""
+    """Load the output projection: the embedding if the two are tied and the checkpoint has no other. A tied head stays
+    quantized if the embedding is."""
     if not checkpoint.has("lm_head"):
-        # Where nothing chooses tokens, nobody asks for logits.
+        # A model without lm_head never computes logits; any tensor will do.
         tied = checkpoint.take_matrix("embedding", dtype)
         return _exact_rows(tied) if isinstance(tied, QuantizedMatrix) else embedding
     head = _exact_rows(checkpoint.take_matrix("lm_head", dtype))
@@ -87,20 +85,20 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
 
 
 def _exact_rows(head: Matrix) -> Matrix:
-    """Returns the output projection, whose rows the grouped rounding leaves out: it would move logits directly."""
+    """Exempt the output projection from grouped input quantization, which would disturb logits directly."""
     if isinstance(head, QuantizedMatrix) and head.row_codes == GROUPED_ROWS:
         return replace(head, row_codes="")
     return head
 
 
 def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:
-    """Loads the embeddings of positions [positions, hidden], or returns None for a model that has none."""
+    """Load the position embeddings [positions, hidden]; None for a model without."""
     first = FAMILIES[config.family].first_position
     return None if first is None else checkpoint.take("positions", dtype)[first:]
 
 
 def load_token_inputs(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> TokenInputWeights | None:
-    """Loads what makes the rows that layers read of a token beside the residual stream; None for a model without."""
+    """Load the weights of per-layer token inputs (Gemma 3n, 4); None for a model without."""
     if config.token_inputs is None:
         return None
     embedding, projection = (checkpoint.take(f"token_inputs.{part}", dtype) for part in ("embedding", "projection"))
@@ -109,8 +107,8 @@ def load_token_inputs(checkpoint: TensorSource, config: ModelConfig, dtype: torc
 
 
 def load_labels(folder: Path, config: ModelConfig) -> torch.Tensor | None:
-    """Loads what makes the logits of a classifier's labels of a row: float32 [labels, hidden]; None for other models.
-    Raises ConfigError for a tensor that does not fit the config or is not finite."""
+    """Load a classifier's score matrix, float32 [labels, hidden]; None for other models. Raises ConfigError for a
+    tensor that does not fit the config or is not finite."""
     if not config.labels:
         return None
     with open_checkpoint(folder, config) as checkpoint:
@@ -120,7 +118,7 @@ def load_labels(folder: Path, config: ModelConfig) -> torch.Tensor | None:
 def load_layer(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear
 ) -> LayerWeights:
-    """Loads one layer, whose matrices ``linear`` makes."""
+    """Load one layer; ``linear`` makes its linear layers."""
     prefix, weights = f"layers.{index}.", LayerWeights()
     for tensor in tensors_of(layers_of(config)[index]):
         key = prefix + tensor.name
@@ -150,8 +148,8 @@ def load_layer(
 def _norm(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, tensor: LayerTensor
 ) -> RmsNorm | LayerNorm:
-    """Loads a norm: its weight in the model's type for plain norms, else in float32. Where a family's norms multiply by
-    1 + w, the 1 is added to the weight here."""
+    """Load a norm, in the model's type for plain norms, else in float32. For families that multiply by 1 + w, the 1 is
+    added here."""
     key = prefix + tensor.name
     kind = dtype if config.norm == "plain" else torch.float32
     shape = (len(tensor.rows), *tensor.shape[1:]) if tensor.role is Role.HEAD_NORM else tensor.shape
@@ -168,7 +166,7 @@ def _norm(
 
 
 def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor, linear: MakeLinear) -> Linear:
-    """Loads a linear layer, whose outputs are in the order of :func:`row_order`."""
+    """Load a linear layer with its outputs in the order of :func:`row_order`."""
     return linear(_matrix(checkpoint, dtype, key + ".weight", tensor), _bias(checkpoint, dtype, key, tensor))
 
 
@@ -193,7 +191,7 @@ def _bias(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerT
 
 
 def _padded(values: torch.Tensor, pieces: Sequence[Entries], dimension: int) -> torch.Tensor:
-    """Returns a tensor with zeros for those entries of a dimension's heads that checkpoints lack."""
+    """Return a tensor with zeros for the head entries that checkpoints lack."""
     if not any(piece.stored for piece in pieces):
         return values
     places = [
@@ -206,10 +204,8 @@ def _padded(values: torch.Tensor, pieces: Sequence[Entries], dimension: int) -> 
 
 
 def row_order(tensor: LayerTensor) -> torch.Tensor | None:
-    """Returns the checkpoint's row of each row of a tensor; None where both have one order.
-
-    Where a part of each head is rotated, its values are put in the order of ``partial_order``.
-    """
+    """Return the checkpoint's row of each row of a tensor; None if the orders are equal. In partially rotated heads the
+    rotated values are put in the order of ``partial_order``."""
     if tensor.alternating:
         return torch.arange(tensor.shape[0]).view(-1, 2).t().reshape(-1)
     if tensor.gated:
@@ -222,7 +218,8 @@ def row_order(tensor: LayerTensor) -> torch.Tensor | None:
 
 
 def _gates_first(tensor: LayerTensor) -> torch.Tensor:
-    """Returns the checkpoint's rows of all gates, then of the queries that they stand behind, then all others."""
+    """Return the checkpoint's rows of all gates, then of the queries, which alternate with them by head, then the
+    rest."""
     gates, queries, *others = tensor.rows
     both = torch.arange(gates.size + queries.size).view(-1, 2, queries.head)
     ordered = both[:, 0].reshape(-1)[_head_order(queries)]
@@ -231,14 +228,14 @@ def _gates_first(tensor: LayerTensor) -> torch.Tensor:
 
 
 def _ungrouped(pieces: Sequence[Entries], count: int) -> torch.Tensor:
-    """Returns the checkpoint's rows of each piece, of which each of ``count`` groups has a part."""
+    """Return the checkpoint's rows of each piece; the checkpoint interleaves the pieces in ``count`` groups."""
     groups = torch.arange(sum(piece.size for piece in pieces)).view(count, -1)
     widths = [piece.size // count for piece in pieces]
     return torch.cat([part.reshape(-1) for part in torch.split(groups, widths, 1)])
 
 
 def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:
-    """Gives the weight of a norm, whose checkpoint has one row for the heads of each piece, in the decoder's order."""
+    """Return a norm's weight, stored as one row for the heads of each piece, in the decoder's order."""
     if tensor.role is Role.HEAD_NORM:
         (entries,) = tensor.inputs
         rows = weight.view(-1, entries.size)
@@ -251,8 +248,8 @@ def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:
 
 
 def output_orders(config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Returns in which order fused layers have their outputs, where it is not the checkpoint's: for each output the
-    number of the checkpoint's output, by the layer's name ("qkv"). The order is the same in all layers of a model."""
+    """Return the output orders of fused layers that differ from the checkpoint's: the checkpoint's output for each
+    output, by layer name ("qkv"). The order is the same in all layers of a model."""
     tensors = {tensor.name: tensor for layer in layers_of(config) for tensor in tensors_of(layer)}
     matrices = [tensor for tensor in tensors.values() if tensor.role is Role.MATRIX]
     orders = {tensor.name: row_order(tensor) for tensor in matrices}
@@ -260,7 +257,7 @@ def output_orders(config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def _head_order(piece: Entries) -> torch.Tensor:
-    """Returns, for each entry of a piece of heads, the checkpoint's entry that it holds."""
+    """Return the checkpoint's entry for each entry of a piece of heads."""
     entries = torch.arange(piece.size)
     if not piece.rotated:
         return entries
@@ -269,7 +266,7 @@ def _head_order(piece: Entries) -> torch.Tensor:
 
 
 def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:
-    """Yields pieces of heads, each with the number of its first entry."""
+    """Yield each piece with the index of its first entry."""
     first = 0
     for piece in pieces:
         yield piece, first
@@ -277,7 +274,7 @@ def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:
 
 
 def _rounded_alike(experts: list[Matrix]) -> Iterator[Matrix]:
-    """Yields and forgets the matrices of a layer's experts. Their rows are rounded for all of them, or for none."""
+    """Yield and drop a layer's expert matrices; inputs are quantized for all of them or for none."""
     rounded = row_group_of(experts)
     experts.reverse()
     while experts:

@@ -1,16 +1,17 @@
-"""Reports how far a stage of a model's preparation is. Imports nothing heavy."""
+"""Progress of a stage of a model's preparation. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Seconds between two lines about one stage: soon enough to see that it goes on, and few lines in a log.
+# Interval of progress lines, in seconds.
 LINE_EVERY_S = 5.0
 
 
 class WorkReport:
-    """A stage of ``total`` bytes or layers: one line when it begins, and one with its share every LINE_EVERY_S."""
+    """Progress of a stage of ``total`` bytes or layers: one line at the start, then one with a percentage every
+    LINE_EVERY_S."""
 
     def __init__(
         self, progress: Callable[[str], None], stage: str, total: int, clock: Callable[[], float] = time.monotonic
@@ -20,7 +21,6 @@ class WorkReport:
         progress(stage)
 
     def add(self, amount: int) -> None:
-        """Counts finished work."""
         self._done += amount
         now_s = self._clock()
         if now_s >= self._next_s and self._done < self._total:

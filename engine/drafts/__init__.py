@@ -1,15 +1,15 @@
-"""Decodes speculatively, by draft tokens, which a step's own logits judge.
+"""Speculative decoding: draft tokens, verified by a step's own logits.
 
-    worker_drafts.py   what a worker drafts tokens with;  the draft tokens of a step: engine/scheduling/draft_tokens.py
-    draft_control.py   how many tokens are drafted for each stream;  acceptance.py: how often drafts are right
-    lookup_drafters.py drafts from the text itself, and from earlier answers, which recent_answers.py keeps
-    draft_chains.py    a draft model's KV: its slots, what it catches up with, its draft tokens
-    draft_model.py     the passes of a draft model over its model's pool;  draft_loading.py loads one
-    eagle_chains.py    the KV of an EAGLE-3 head, and the states that it reads
-    eagle_head.py      the passes of an EAGLE-3 head, and the head on torch;  cpu_eagle.py: the head on the CPU kernels
+    worker_drafts.py   a worker's drafter;  the draft tokens of a step: engine/scheduling/draft_tokens.py
+    draft_control.py   number of draft tokens per stream;  acceptance.py: acceptance rates
+    lookup_drafters.py drafts from the text itself, and from earlier answers, which recent_answers.py caches
+    draft_chains.py    a draft model's KV: its slots, what it has to catch up with, its draft tokens
+    draft_model.py     passes of a draft model over its model's pool;  draft_loading.py loads one
+    eagle_chains.py    KV of an EAGLE-3 head, and the hidden states that it reads
+    eagle_head.py      passes of an EAGLE-3 head, and the head on torch;  cpu_eagle.py: the head on the CPU kernels
     gpu_eagle.py       the head on the GPU kernels
     eagle_config.py    ``config.json`` of an EAGLE-3 head;  eagle_weights.py: its tensors
 
-Read engine/scheduling/draft_tokens.py first. Tokens that are certain (engine/grammars), and the judging of proposed
-tokens (engine/scheduling), stay out of here.
+Start with engine/scheduling/draft_tokens.py. Forced tokens of grammars are in engine/grammars, the verification of
+draft tokens in engine/scheduling.
 """

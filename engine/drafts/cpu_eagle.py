@@ -1,13 +1,13 @@
-"""Runs an EAGLE-3 head as a program of the CPU kernels: its operations, its weights, and the backend that runs them.
+"""EAGLE-3 head as a program of the CPU kernels: its operations, its weights, and its backend.
 
-    of the first pass:    the model's states --fc--> hidden
-    of the others:        rows of the last pass's hidden --the host copies them--> hidden
-    both:                 tokens --embedding--> embedded --norm--> normed token --its half of qkv--> qkv
-                          hidden --norm--> normed --its half of qkv--> qkv --rotate, write, attend--> attended
-                          hidden, attended --o, MLP--> hidden --norm, LM head--> logits
+    first pass:      the model's states --fc--> hidden
+    later passes:    rows of the last pass's hidden --copied by the host--> hidden
+    both:            tokens --embedding--> embedded --norm--> normed token --its half of qkv--> qkv
+                     hidden --norm--> normed --its half of qkv--> qkv --rotate, write, attend--> attended
+                     hidden, attended --o, MLP--> hidden --norm, LM head--> logits
 
-The two halves of the projection's inputs are never put side by side: each has a matrix of its own, and the second
-product is added to the first. The weights lie in this process's own memory, because a head is only one layer.
+The two halves of the projection's inputs are never concatenated: each has its own matrix, and the second product is
+added to the first. The weights are private to this process, since a head is only one layer.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ from pillion.kernels.step import Int32, States, StepBatch
 from pillion.kernels.torch.torch_linear import Linear
 
 _LAYER = "layers.0."
-# The matrix of queries, keys and values is stored as two halves. The half that multiplies states has this name; the
-# other half has the name that the whole matrix has in a model.
+# The qkv matrix is stored as two halves: this one multiplies states, the other has the model's usual name.
 _STATE_QKV = "state_qkv"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """Holds the programs of a head: ``first`` reads ``states`` of the model, and ``following`` what the host has
-    written to ``hidden``. ``outputs`` are the sampled rows that a further pass may read."""
+    """Programs of a head: ``first`` reads ``states`` of the model, ``following`` what the host has written to
+    ``hidden``. ``outputs`` are the sampled rows that a further pass may read."""
 
     first: ModelPlan
     following: tuple[Operation, ...]
@@ -58,7 +57,7 @@ class HeadPlan:
 
 
 def pack_head(weights: EagleWeights, config: EagleConfig, dtype: str) -> InMemoryMatrices:
-    """Packs a head's weights for the CPU kernels. The matrices of a head are never quantized."""
+    """Pack a head's weights, which are never quantized, for the CPU kernels."""
     held, layer, hidden = InMemoryMatrices(), config.layer, config.layer.hidden_size
     packer = MatrixPacker(held, layer, whole_model(layer), WIDE_KINDS[dtype])
     both = weights.layer["qkv"]
@@ -79,7 +78,7 @@ def pack_head(weights: EagleWeights, config: EagleConfig, dtype: str) -> InMemor
 def plan_head(
     config: EagleConfig, weights: InMemoryMatrices, layout: KVLayout, dtype: str, max_model_len: int
 ) -> HeadPlan:
-    """Makes the programs of an EAGLE head whose texts have at most ``max_model_len`` entries."""
+    """Return the programs of an EAGLE head for texts of up to ``max_model_len`` entries."""
     layer = config.layer
     ropes, shard = rope_tables(layer, max_model_len), whole_model(layer)
     builder = OperationBuilder(layer, weights, layout, dtype, ropes, shard, layer.num_heads)
@@ -95,7 +94,7 @@ def plan_head(
 def _operations(
     config: EagleConfig, builder: OperationBuilder, sampled: OperationBuilder, logits: Buffer
 ) -> Iterator[Operation]:
-    """Yields the head's operations, from tokens and hidden to logits."""
+    """Yield the head's operations, from tokens and hidden to logits."""
     width = config.layer.hidden_size
     embedded = builder.buffer("embedded", width, "float32")
     token = builder.buffer("normed_token", width, builder.row_dtype)
@@ -123,7 +122,7 @@ def _operations(
 def head_model(
     config: EagleConfig, weights: EagleWeights, layout: KVLayout, main: CpuModel, progress: Progress
 ) -> tuple[CpuModel, HeadPlan]:
-    """Makes an EAGLE head for the model ``main``, packed and compiled (the first time on a machine)."""
+    """Pack and compile (the first time on a machine) an EAGLE head for the model ``main``."""
     held = pack_head(weights, config, main.dtype)
     plan = plan_head(config, held, layout, main.dtype, main.max_model_len)
     kernels = compile_operations(plan.first.operations, main, progress)
@@ -140,7 +139,7 @@ def head_model(
 
 
 class CpuEagle(EagleBackend, CpuBackend):
-    """Implements :class:`EagleBackend` with the CPU kernels, on threads of its own."""
+    """:class:`EagleBackend` on the CPU kernels, with its own threads."""
 
     def __init__(
         self,
@@ -153,31 +152,29 @@ class CpuEagle(EagleBackend, CpuBackend):
         affinity: Sequence[int] = (),
         share: CoreShare | None = None,
     ) -> None:
-        """Makes the backend for ``main``, the model that the head was made for, or its rank 0. ``threads``,
-        ``affinity`` and ``share`` are those of :class:`CpuBackend`."""
+        """Take ``main``, the model that the head drafts for, or its rank 0; ``threads``, ``affinity`` and ``share`` as
+        in :class:`CpuBackend`."""
         model, self._head = head_model(config, weights, layout, main, progress)
         CpuBackend.__init__(self, model, threads, affinity, share)
         self._following = Program(self._head.following, model.kernels, self.workspace)
         self._target_ids, self._draft_vocab_size = weights.target_ids, config.draft_vocab_size
         self._width = len(config.state_layers) * config.state_size
-        # The next pass reads either these states of the model or these rows of the last pass's output, which had so
-        # many rows.
+        # Input of the next pass: states of the model, or rows of the last pass's output, which has _num_outputs rows.
         self._given: npt.NDArray[np.generic] = np.empty((0, self._width), self._head.states.dtype)
         self._reads_model = True
         self._num_outputs = 0
 
     def read(self, states: States) -> None:
-        """Notes the states of the model that the next pass reads, one for each of its rows."""
+        """Set the model's states that the next pass reads, one per row."""
         self._given, self._reads_model = states, True
 
     def follow(self, rows: Sequence[int]) -> None:
-        """Keeps the outputs of the last pass at ``rows`` of its sampled rows: one for each row of the next pass, whose
-        input it is."""
+        """Make the last pass's outputs at ``rows`` of its sampled rows the input of the next pass."""
         outputs = self._rows(self._head.outputs, self._num_outputs, self.model.config.hidden_size)
         self._given, self._reads_model = outputs[list(rows)], False
 
     def warm_up(self, max_tokens: int) -> None:
-        """Runs the head once over states that are all zeros, so that everything is compiled and loaded."""
+        """Run the head once over zero states, to compile and load everything."""
         most = min(max_tokens, self.model.max_model_len)
         self.read(np.zeros((most, self._width), self._head.states.dtype))
         HostBackend.warm_up(self, most)
@@ -186,7 +183,7 @@ class CpuEagle(EagleBackend, CpuBackend):
         return (*super()._programs(), self._following)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Runs a pass of the head; returns the logits of the tokens that it can draft."""
+        """Run a pass and return the logits of the draft vocabulary."""
         return super()._run(pool, batch)[:, : self._draft_vocab_size]
 
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:

@@ -1,21 +1,21 @@
-"""Keeps the KV of a draft model in the pool of the model that it drafts for: its slots, and what it computes next.
+"""KV of a draft model in the pool of its main model: its slots, and what it computes next.
 
-    ordered: a ticket that pins what the node has --answered--> open: catches up, drafts, commits
-        --its sequence leaves, or memory is short--> closed: slots are given back, and, once the node has answered the
-                                                     run under way, the ticket --> (gone, and maybe ordered anew)
+    ordered: a ticket that pins cached blocks --answered--> open: catches up, drafts, commits
+        --its sequence ends, or memory is short--> closed: slots are returned and, once the node has answered the commit
+                                                   in flight, the ticket released --> (gone, may be ordered again)
 
-A draft model's blocks lie in slots like others, with as many tokens as fit, and are committed under a namespace of
-their own; so a prompt that was drafted for once is found again, also by other workers of the node. A sequence and its
-draft have a ticket and a :class:`BlockChain` each. The draft's chain is a convenience: nothing waits for it, and
-missing KV is computed again from the tokens (I1).
+A draft model's blocks use slots like others, with as many tokens as fit, and are committed under their own namespace;
+so a prompt drafted for once is a hit later, also for other workers of the node. A sequence and its draft have a ticket
+and a :class:`BlockChain` each. The draft's chain is optional: nothing waits for it, and missing KV is recomputed from
+the tokens (I1).
 
-**Memory.** The draft's slots come out of the worker's free slots, beyond what decodes need. Where slots run short,
-drafts go before any sequence is preempted (:meth:`DraftChains.yield_slots`), and drafting pauses for PAUSE_S.
+**Memory.** The draft's slots come from the worker's free slots, beyond what decodes need. When slots run short, draft
+chains are closed before any sequence is preempted (:meth:`DraftChains.yield_slots`), and drafting pauses for PAUSE_S.
 
-**Work.** The passes of a plan run between two steps, so nothing of a draft is in flight when slots change hands. The
-first pass catches up with the tokens that came since. Tokens of prompts are cut to what the step's budget leaves (I5),
-and left out for a stream that ends before its draft tokens can save as much time as they take. The KV of a draft token
-stays where the draft token was right, and is overwritten otherwise. Sans-IO (I9).
+**Work.** The passes of a plan run between two steps, so no draft is in flight when slots change owners. The first pass
+catches up with new tokens. Prompt tokens are cut to what the step's budget leaves (I5), and skipped for a stream that
+ends before its draft tokens can save the time. The KV of an accepted draft token is kept; others are overwritten.
+Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -35,25 +35,24 @@ from pillion.engine.scheduling.step_plan import ChainOrder, ScheduledChunk
 from pillion.kernels.step import Int32, States
 from pillion.kvstore.hashing import request_root
 
-# After draft chains had to give up slots, or got none, no new draft chain is ordered for this time.
+# No new draft chains for this time after some were closed for memory or got no slots.
 PAUSE_S = 2.0
 NO_DRAFT_TOKENS: Int32 = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """Describes what a scheduler has to know of a draft model.
+    """What a scheduler needs to know of a draft model.
 
     Attributes:
-        namespace: the 32 bytes from which the roots of its chains are hashed (I2).
-        block_size: how many tokens' KV of the draft model fit into a slot, a multiple of the main model's block size.
-        vocab_size: how many token ids it has; nothing is drafted for a text with an id that it lacks.
-        max_model_len: how many tokens the longest text has on which it is run.
-        num_speculative_tokens: how many tokens are drafted at most for a sequence in a step.
-        max_num_batched_tokens: how many tokens one pass computes at most.
-        original_tokens: the length of the longest text with the rotary frequencies of training, where longer ones have
-            others; else 0.
-        reads_states: whether it is an EAGLE-3 head (:mod:`pillion.engine.drafts.eagle_chains`).
+        namespace: 32 bytes from which the roots of its chains are hashed (I2).
+        block_size: tokens of the draft model per slot, a multiple of the main model's block size.
+        vocab_size: number of token ids; texts with other ids are not drafted for.
+        max_model_len: max tokens of a text.
+        num_speculative_tokens: max draft tokens per sequence and step.
+        max_num_batched_tokens: max tokens per pass.
+        original_tokens: max length with the rotary frequencies of training, if longer texts use others; else 0.
+        reads_states: True for an EAGLE-3 head (:mod:`pillion.engine.drafts.eagle_chains`).
     """
 
     namespace: bytes
@@ -67,7 +66,7 @@ class DraftShape:
 
 
 class DraftChain(BlockChain):
-    """Holds the draft model's KV of one sequence, whose tokens it reads."""
+    """Draft model's KV of one sequence, whose tokens it reads."""
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         self.sequence = sequence
@@ -76,21 +75,20 @@ class DraftChain(BlockChain):
         root = request_root(shape.namespace, cache_salt=sequence.parent_hash.hex(), short_text=self.rope_shift > 0)
         tokens = sequence.tokens(0, sequence.most_tokens)
         super().__init__(chain_id, tokens, shape.block_size, first_block=0, parent_hash=root)
-        # These say whether the node has answered with its ticket, whether nobody needs the chain any more, whether it
-        # has caught up with its sequence once, and whether that would take longer than it is worth.
+        # Whether the node has answered with a ticket; the chain is no longer needed; it has drafted before; catching up
+        # takes longer than it is worth.
         self.opened = self.closed = self.has_drafted = self.is_too_late = False
-        # These are the tokens that were drafted to follow the first ``num_computed`` ones; the pool has the KV of all
-        # but the last one.
+        # Tokens drafted after the first ``num_computed`` ones; the pool has the KV of all but the last.
         self.draft_tokens: Int32 = NO_DRAFT_TOKENS
 
     @property
     def end(self) -> int:
-        """Gives the value of ``num_computed`` once the chain has caught up with its sequence."""
+        """``num_computed`` once the chain has caught up with its sequence."""
         return self.sequence.num_tokens
 
     def settle(self) -> None:
-        """Keeps the KV of draft tokens that the sequence has taken, and forgets the others; the last token's KV is
-        computed anew, for its logits. Without a new token the draft tokens stay."""
+        """Keep the KV of accepted draft tokens and drop the others; the last token is recomputed for its logits.
+        Without a new token the draft tokens stay."""
         start = self.num_computed
         if self.sequence.num_tokens == start:
             return
@@ -100,20 +98,18 @@ class DraftChain(BlockChain):
         self.draft_tokens = NO_DRAFT_TOKENS
 
     def advance(self, end: int, draft_tokens: Int32) -> None:
-        """Notes that the tokens before ``end`` are computed, and that after all of them the draft model expects
-        ``draft_tokens``."""
+        """Record that the tokens before ``end`` are computed, and the ``draft_tokens`` predicted after them."""
         self.num_computed = end
         self.draft_tokens = draft_tokens
         self.has_drafted = self.has_drafted or len(draft_tokens) > 0
 
     def open(self, holding: Holding) -> None:
-        """Takes the ticket that the node has given to the chain."""
+        """Store the ticket of the node's answer."""
         self.take_ticket(holding)
         self.opened = True
 
     def close(self) -> tuple[int, ...]:
-        """Ends the chain, which the sequence needs no longer. Returns the chain's own slots that are not being
-        committed; they leave its block table."""
+        """Close the chain. Returns its own slots that are not in a commit, removed from its block table."""
         self.closed = True
         self.draft_tokens = NO_DRAFT_TOKENS
         return self.cut(self.num_sent)
@@ -121,8 +117,8 @@ class DraftChain(BlockChain):
 
 @dataclass(frozen=True, slots=True)
 class DraftChunk:
-    """Holds tokens ``start`` .. ``start + count`` of a chain, which one pass computes, and how many tokens are then
-    drafted after them; 0 where the chain only catches up."""
+    """Tokens ``start`` .. ``start + count`` of a chain, computed in one pass, and the number of tokens to draft after
+    them; 0 if the chain only catches up."""
 
     chain: DraftChain
     start: int
@@ -132,83 +128,79 @@ class DraftChunk:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """Holds the draft model's work before a step: a pass over all chunks, then passes of one token for each."""
+    """A draft model's work before a step: a pass over all chunks, then passes of one token for each."""
 
     scheduled: tuple[DraftChunk, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Gives how many tokens the plan's first pass computes."""
+        """Tokens of the first pass."""
         return sum(chunk.count for chunk in self.scheduled)
 
 
 class DraftPasses(Protocol):
-    """Runs the passes of a draft model, on the worker's step thread."""
+    """Passes of a draft model, on the worker's step thread."""
 
     @property
     def took_s(self) -> float:
-        """Gives the seconds that the last run of the draft model took."""
+        """Duration of the last run."""
 
     def run(self, plan: DraftPlan) -> list[Int32] | None:
-        """Runs a plan's passes; returns each chunk's draft tokens, as many as were asked for or fewer, or None where
-        the passes have failed."""
+        """Run a plan's passes and return each chunk's draft tokens, possibly fewer than planned; None on failure."""
 
     @property
     def seconds_to_read(self) -> float:
-        """Gives the seconds that each token takes when the draft model reads a long text; 0.0 before it has read
-        one."""
+        """Seconds per token of a long text; 0.0 if unknown."""
 
     def seconds_per_token(self, sequences: int) -> float:
-        """Returns the seconds that a pass takes which computes one token for each of so many sequences; 0.0 before one
-        has run."""
+        """Return the seconds of a pass of one token for each of ``sequences``; 0.0 if unknown."""
 
 
 class DraftChains:
-    """Holds the draft chains of one scheduler, and drafts as its Drafter: ``passes`` runs what it plans."""
+    """Draft chains of one scheduler, and its Drafter; ``passes`` runs the plans."""
 
     def __init__(self, shape: DraftShape, passes: DraftPasses, block_manager: BlockManager) -> None:
         self._shape = shape
         self._passes = passes
         self._block_manager = block_manager
         self._free_slots = block_manager.free_slots
-        # Chains get negative ids, so that they differ from the ids of sequences.
+        # Negative, to differ from the ids of sequences.
         self._ids = itertools.count(-1, -1)
-        # The first dict has all chains that still exist, by their own ids; the second one has those that are not
-        # closed, by the ids of their sequences.
+        # Existing chains by chain id, and unclosed chains by sequence id.
         self.chains: dict[int, DraftChain] = {}
         self._of: dict[int, DraftChain] = {}
-        # Nothing is ever drafted for the sequences with these ids.
+        # Ids of sequences that are never drafted for.
         self._refused: set[int] = set()
         self._paused_until_s = 0.0
         self._now = 0.0
         self._spare_tokens = 0
-        # The first number says how many slots the last plan lacked, the second one how many seconds its passes took.
+        # Slots that the last plan lacked, and the duration of its passes.
         self._lacking_blocks = 0
         self.took_s = 0.0
 
     @property
     def lacking_blocks(self) -> int:
-        """Gives how many more slots the last plan could have used."""
+        """Further slots that the last plan could have used."""
         return self._lacking_blocks if self._of else 0
 
     def catches_up(self, sequence: Sequence) -> bool:
-        """Returns whether a sequence's chain has a ticket but has not drafted yet. Such a chain has to read the
-        sequence's tokens first, so the next step may not run before the last step's tokens are known."""
+        """Return whether a sequence's chain has a ticket but has not drafted yet. It has to read the sequence's tokens
+        first, so steps may not run ahead."""
         chain = self._of.get(sequence.seq_id)
         if chain is None or not chain.opened or chain.is_too_late:
             return False
         return not chain.has_drafted and self._now >= self._paused_until_s
 
     def landed(self, scheduled: Seq[ScheduledChunk], states: States) -> None:
-        """Notes that a step has brought states of the model for its rows; a draft model reads tokens alone."""
+        """Ignore the hidden states that a step produced; a draft model only reads tokens."""
 
     def begin_step(self, spare_tokens: int, now: float) -> None:
-        """Notes that a step is planned, whose budget leaves so many tokens that nobody else needs."""
+        """Begin planning a step whose budget leaves ``spare_tokens``."""
         self._spare_tokens, self._now = max(spare_tokens, 0), now
         self._lacking_blocks, self.took_s = 0, 0.0
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
-        """Runs the draft model's passes for these decodes; returns up to so many drafts for each."""
+        """Run the draft model's passes; returns up to the wanted number of draft tokens per decode."""
         plan = self._plan(wanted)
         if plan.scheduled:
             draft_tokens = self._passes.run(plan)
@@ -218,7 +210,7 @@ class DraftChains:
         return [self._draft_tokens_of(sequence)[:most] for sequence, most in wanted]
 
     def seconds_per_token(self, sequences: int) -> float:
-        """Returns the seconds that one more draft for each of so many sequences takes."""
+        """Return the seconds per draft token for each of ``sequences``."""
         return self._passes.seconds_per_token(sequences)
 
     def _plan(self, wanted: Seq[tuple[Sequence, int]]) -> DraftPlan:
@@ -234,8 +226,7 @@ class DraftChains:
         return DraftPlan(tuple(scheduled))
 
     def _chain_of(self, sequence: Sequence) -> DraftChain | None:
-        """Gives the sequence's chain, if it can be used. Where there is none, and memory is not short, a ticket for one
-        is ordered."""
+        """Return the sequence's chain, if usable. If there is none and memory is not short, order a ticket for one."""
         chain = self._of.get(sequence.seq_id)
         if chain is not None:
             return chain if chain.opened else None
@@ -249,13 +240,11 @@ class DraftChains:
         return None
 
     def _chunk(self, chain: DraftChain, draft_tokens: int, left: int) -> DraftChunk | None:
-        """Returns the next chunk of a chain, of at most ``left`` tokens; None if the chain has nothing to do, or no
-        slot."""
+        """Return a chain's next chunk, of up to ``left`` tokens; None if there is nothing to do, or no slot."""
         start, end = chain.num_computed, chain.end
         if start == end:
             return None
-        # Tokens that came since the last draft token are computed at once, and a prompt's tokens as the step's budget
-        # allows.
+        # Tokens since the last draft are computed at once, prompt tokens within the step's budget.
         is_near = end - start <= self._shape.num_speculative_tokens + 1
         chain.is_too_late = (
             not is_near and self._passes.seconds_to_read * (end - start) > chain.sequence.draft_tokens.worth_s
@@ -270,7 +259,7 @@ class DraftChains:
         ):
             self.refuse(chain.sequence)
             return None
-        # The KV of the last draft token is not computed.
+        # The last draft token needs no KV.
         self._grow(chain, reach + max(after - 1, 0))
         room = chain.num_blocks * chain.block_size
         count = min(reach, room) - start
@@ -283,8 +272,8 @@ class DraftChains:
         return DraftChunk(chain, start, count, min(after, room - end + 1))
 
     def _grow(self, chain: DraftChain, tokens: int) -> None:
-        """Takes slots for so many tokens of a chain and its next draft token, as far as the worker has free ones that
-        decodes do not need soon."""
+        """Allocate slots for ``tokens`` tokens of a chain and its next draft, as far as free slots exceed what decodes
+        need soon."""
         ahead = tokens + self._shape.num_speculative_tokens + 1
         wanted = -(-min(ahead, chain.sequence.most_tokens) // chain.block_size)
         while chain.num_blocks < wanted and len(self._free_slots) > self._block_manager.needed_blocks:
@@ -297,8 +286,7 @@ class DraftChains:
             self._lacking_blocks += max(0, wanted - chain.num_blocks)
 
     def _take(self, chunk: DraftChunk, draft_tokens: Int32 | None) -> None:
-        """Notes that a chunk has run, and brought ``draft_tokens``; with None it has failed, and its sequence goes on
-        without draft tokens."""
+        """Store the draft tokens of a chunk; None means failure, and its sequence continues without drafts."""
         chain = chunk.chain
         if draft_tokens is None:
             self.refuse(chain.sequence)
@@ -313,20 +301,20 @@ class DraftChains:
         return NO_DRAFT_TOKENS if chain is None or chain.num_computed != chain.end else chain.draft_tokens
 
     def ended(self, sequence: Sequence) -> None:
-        """Notes that the sequence ends or is preempted."""
+        """Close the chain of a sequence that ends or is preempted."""
         self._refused.discard(sequence.seq_id)
         chain = self._of.pop(sequence.seq_id, None)
         if chain is not None:
             self._close(chain)
 
     def refuse(self, sequence: Sequence) -> None:
-        """Makes no more drafts for a sequence."""
+        """Stop drafting for a sequence."""
         self.ended(sequence)
         self._refused.add(sequence.seq_id)
 
     def yield_slots(self, blocks: int, now: float) -> bool:
-        """Closes draft chains, those of the newest sequences first, until ``blocks`` slots are given up. Returns False
-        if no chain had any."""
+        """Close draft chains, newest sequences first, until ``blocks`` slots are freed. Returns False if none had
+        slots."""
         given = 0
         for seq_id in sorted(self._of, reverse=True):
             chain = self._of[seq_id]
@@ -354,7 +342,7 @@ class DraftChains:
         del self.chains[chain.seq_id]
 
     def opened(self, chain_id: int, holding: Holding | None, now: float) -> None:
-        """Takes the node's answer to a ChainOrder; the answer is None where the node gave no ticket."""
+        """Handle the node's answer to a ChainOrder; None means no ticket."""
         chain = self.chains[chain_id]
         if holding is None:
             del self.chains[chain_id]
@@ -367,7 +355,7 @@ class DraftChains:
             self._let_go(chain)
 
     def committed(self, chain_id: int, slots: Seq[int], refusal: str) -> None:
-        """Takes the node's answer to the commit of a chain's blocks."""
+        """Handle the node's answer to a commit."""
         chain = self.chains[chain_id]
         if refusal:
             chain.refuse_commit()
@@ -377,11 +365,11 @@ class DraftChains:
             self._let_go(chain)
 
     def side_chains(self) -> Iterable[BlockChain]:
-        """Returns all chains that still exist."""
+        """Return all existing chains."""
         return self.chains.values()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError where the draft chains contradict the sequences or each other."""
+        """Raise AssertionError on inconsistency of draft chains and sequences."""
         alive = {sequence.seq_id: sequence for sequence in sequences}
         for seq_id, chain in self._of.items():
             assert alive.get(seq_id) is chain.sequence, "a draft outlived its sequence"

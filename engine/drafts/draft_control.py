@@ -1,17 +1,17 @@
-"""Decides how many tokens are drafted for each stream of a step: as many as make decoding fastest.
+"""Number of draft tokens per stream of a step, chosen to make decoding fastest.
 
-A step of R rows, a row for each decode and for each draft token, takes t(R) seconds. It brings a token for each of its
-D decodes, and for each draft token one more with the chance P that it and those before it are right. Draft tokens are
-added in falling order of P, as many as make (D + all their P) / t(R) largest. P comes from the measured acceptance of
-the stream's and all streams' draft tokens, t from the steps that ran: rows cost hardly anything as long as a step waits
-for weights to be read, and nearly as much as decodes once it waits for arithmetic, so no single price fits. For one
-stream nearly every draft token is worth its row; in a full batch hardly any is. Where steps run ahead of the device,
-those with draft tokens do not (:mod:`pillion.engine.scheduling.in_flight`), which t has in it, too.
+A step of R rows, one per decode and per draft token, takes t(R) seconds. It yields a token for each of its D decodes,
+and one more per draft token with the probability P that it and those before it are accepted. Draft tokens are added in
+descending order of P while (D + sum of P) / t(R) grows. P comes from the measured acceptance of the stream and of all
+streams, t from measured steps: rows are nearly free while a step is memory-bound and cost almost as much as decodes
+once it is compute-bound, so no single price fits. For one stream nearly every draft token is worth its row; in a full
+batch hardly any is. Steps with draft tokens do not run ahead of the device
+(:mod:`pillion.engine.scheduling.in_flight`), which t includes.
 
-Where no draft token is worth its row, the acceptance is measured all the same: now and then the drafter is asked, and
-its draft token is compared with the text that comes without it. Such a probe costs a look-up and no row. The control
-then rests, too: it decides nothing for the next few steps of as many decodes, so that a full batch, in which drafts
-hardly ever pay, does not pay for deciding against them in each step, either. Sans-IO (I9).
+Where no draft token is worth its row, acceptance is still measured: now and then the drafter is asked, and its tokens
+are compared with the text generated without them. Such a probe costs a look-up and no row. The control then rests for
+the next few steps of the same number of decodes, so that a full batch does not pay for a decision in every step.
+Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -37,39 +37,35 @@ from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import Int32
 from pillion.settings.speculative_config import SpeculativeConfig
 
-# The cost of steps is assumed to be linear between these numbers of rows, the knots. Each measured step moves the costs
-# at the two knots beside it by the factor LEARNING_RATE.
+# Row counts between which step costs are interpolated. Each measured step moves the two adjacent knots by
+# LEARNING_RATE.
 KNOTS = tuple(2**power for power in range(13))
 LEARNING_RATE = 0.2
-# Each step moves all knots back by this factor to what the linear model of steps expects, so that a number of rows that
-# was measured while the machine was slow, and is avoided since, is tried again.
+# Rate at which each step pulls all knots to the linear step model, so that a row count measured on a slow machine, and
+# avoided since, is tried again.
 RETURN_RATE = 0.002
-# Draft tokens are made where they should make decoding faster by this factor, at least, because estimates err.
+# Min expected speedup for drafting, because estimates err.
 LEAST_SPEEDUP = 1.05
-# Draft tokens are made for the streams that look best, so fewer of their draft tokens are right than expected. The
-# chances are therefore multiplied by the ratio of right to expected tokens, which begins as if this many tokens had
-# come as expected.
+# Prior weight of calibration: the best-looking streams are chosen, so fewer draft tokens are accepted than expected,
+# and chances are multiplied by the ratio of accepted to expected tokens.
 CALIBRATION_TOKENS = 8.0
-# A stream without draft tokens is probed once in as many tokens as there are decodes, within these bounds, so that a
-# step has one probe on average; a drafter that needs more than a look-up probes more rarely. A probe drafts the tokens
-# up to the next probe.
+# Range of the interval between probes of a stream without draft tokens, in tokens; it is the number of decodes, for one
+# probe per step on average. Slow drafters probe more rarely. A probe drafts the tokens up to the next one.
 LEAST_PROBE_TOKENS, MOST_PROBE_TOKENS = 2, 16
 SLOW_PROBE_TOKENS = 128
-# A drafter that needs more than a look-up probes one stream at a time, and takes at most this share of the time of all
-# steps. Time that it leaves is kept for later probes, up to MOST_PROBING_CREDIT_S.
+# Slow drafters probe one stream at a time: max share of all step time, and max unused time carried over.
 MOST_PROBING_SHARE = 0.01
 MOST_PROBING_CREDIT_S = 0.05
-# While draft tokens do not pay, the control decides nothing for at most this many steps in a row.
+# Max consecutive steps without a decision while draft tokens do not pay.
 MOST_RESTING_STEPS = 4
 
 
 class RowCosts:
-    """Estimates the seconds of steps without prompt tails by their rows: a line through KNOTS, each of which moves
-    towards the steps that were measured beside it.
+    """Estimated seconds of steps without prompt tails by row count: piecewise linear in KNOTS, which move towards
+    measured steps.
 
-    The numbers that each step needs are plain ones. Much of NumPy, its interpolation and sorting among that, lets go of
-    the interpreter's lock, and a step thread that does so while the last step's tokens are being sent on waits for all
-    of them.
+    Per-step numbers are plain Python: much of NumPy, e.g. its interpolation and sorting, releases the GIL, and a step
+    thread that does so while the last step's tokens are being sent waits for all of them.
     """
 
     def __init__(self) -> None:
@@ -77,8 +73,8 @@ class RowCosts:
         self._known = False
 
     def expect(self, rows: int, seconds: float, row_s: float, steps: int = 1) -> None:
-        """Notes that the linear model expects a step of ``rows`` rows to take ``seconds``, and ``row_s`` for each row
-        more. The model was last asked ``steps`` steps ago."""
+        """Pull the knots to the linear model, which predicts ``seconds`` for ``rows`` rows and ``row_s`` per further
+        row. It was last applied ``steps`` steps ago."""
         if seconds > 0:
             rate = 1 - (1 - RETURN_RATE) ** steps if self._known else 1.0
             for place, knot in enumerate(KNOTS):
@@ -87,39 +83,39 @@ class RowCosts:
             self._known = True
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Notes how many seconds a step of ``rows`` rows has taken."""
+        """Record the duration of a step."""
         if not self._known:
             return
         expected = self.seconds(rows)
-        # A step that took far longer than expected, perhaps disturbed, counts like one that took twice as long.
+        # Caps outliers at twice the expectation.
         error = LEARNING_RATE * (min(seconds, 2 * expected) - expected)
         place, share = _beside(rows)
         self._seconds[place] += (1 - share) * error
         self._seconds[place + 1] += share * error
 
     def seconds(self, rows: int) -> float:
-        """Returns the seconds that a step of so many rows takes, at least one; 0.0 as long as nothing is known."""
+        """Return the seconds of a step of ``rows`` (at least 1) rows; 0.0 if unknown."""
         place, share = _beside(rows)
         return (1 - share) * self._seconds[place] + share * self._seconds[place + 1]
 
     def curve(self, rows: npt.NDArray[Any]) -> Float64:
-        """Returns the seconds that a step takes, float64, for each number of rows."""
+        """Return the seconds, float64, for each row count."""
         seconds: Float64 = np.interp(rows, KNOTS, self._seconds)
         return seconds
 
 
 def _beside(rows: int) -> tuple[int, float]:
-    """Returns the place of the knot at or below so many rows, and how far the number is on the way to the next knot."""
+    """Return the index of the knot at or below ``rows``, and the fraction of the way to the next."""
     place = min(rows.bit_length() - 1, len(KNOTS) - 2)
     return place, min(rows / KNOTS[place] - 1, 1.0)
 
 
 class DraftControl:
-    """Decides for one scheduler how much is drafted.
+    """Control of one scheduler's drafting.
 
     Args:
-        most_draft_tokens: most tokens that are drafted for a stream in one step.
-        most_decodes: steps of more decodes draft nothing; with 0 the costs alone decide.
+        most_draft_tokens: max draft tokens per stream and step.
+        most_decodes: steps of more decodes draft nothing; 0 leaves it to the costs.
     """
 
     def __init__(self, most_draft_tokens: int, most_decodes: int = 0) -> None:
@@ -128,47 +124,41 @@ class DraftControl:
         self._all = Acceptance(WORKER_FADING)
         self._level = UNKNOWN_RATE
         self._rates: Float64 = self._all.rates(UNKNOWN_RATE, UNKNOWN_WEIGHT)
-        # The first number counts the draft tokens that were right, the second how many were expected to be right; the
-        # third is their ratio.
+        # Accepted and expected draft tokens, and their ratio.
         self._right = self._expected = CALIBRATION_TOKENS
         self._trust = 1.0
         self.costs = RowCosts()
-        # These are the number of decodes of the next step, and the seconds that making a draft for it takes.
+        # Decodes of the next step, and the drafting time per draft token.
         self._decodes = 0
         self._drafting_s = 0.0
-        # These are the steps until the next decision, if the number of decodes stays; the length of the next rest; and
-        # the steps since the last decision.
+        # Steps until the next decision if the number of decodes stays; length of the next rest; steps since the last
+        # decision.
         self._resting_steps = 0
         self._rest_steps = 1
         self._undecided_steps = 0
-        # These are the seconds that slow probes may still take, below 0 after one that took longer, and the share of
-        # probes among the drafts for the next step.
+        # Time left for slow probes, negative after a long one, and the share of probes in the next step's drafts.
         self._probing_credit_s = 0.0
         self._probing_part = 0.0
-        # With this many decodes in a step the last draft tokens that were found did not pay, and count as probes; 0
-        # says that they paid.
+        # Decodes of the last step for which found draft tokens did not pay (they count as probes); 0 if they paid.
         self._unpaid_decodes = 0
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> DraftControl:
-        """Makes the control with the options of ``--speculative-config``."""
         return cls(config.num_speculative_tokens, config.disable_by_batch_size)
 
     def rests(self, decodes: int) -> bool:
-        """Returns whether the next step, of so many decodes, is run without draft tokens and without a probe."""
+        """Return whether the next step, of ``decodes`` decodes, runs without draft tokens and probes."""
         self._undecided_steps += 1
         self._resting_steps = max(0, self._resting_steps - 1) if decodes == self._decodes else 0
         return self._resting_steps > 0
 
     @property
     def keeps_resting(self) -> bool:
-        """Says whether the next step, if it has as many decodes as this one, will run without draft tokens and
-        probes."""
+        """True if the next step, with the same number of decodes, will run without draft tokens and probes."""
         return self._resting_steps > 1
 
     def observe(self, decodes: Seq[ScheduledChunk], cost: StepCost, drafting_s: float) -> None:
-        """Notes that the next step has these decodes, one token each as yet. ``drafting_s`` are the seconds that making
-        a draft token takes."""
+        """Set the decodes of the next step, one token each as yet, and the drafting time per draft token."""
         self._decodes, self._drafting_s = len(decodes), drafting_s
         if cost.steps:
             context = sum(chunk.start for chunk in decodes) / max(1, len(decodes))
@@ -177,14 +167,13 @@ class DraftControl:
         self._undecided_steps = 0
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
-        """Notes how many seconds a step has taken."""
+        """Record the duration of a step."""
         self._probing_credit_s = min(self._probing_credit_s + MOST_PROBING_SHARE * seconds, MOST_PROBING_CREDIT_S)
         if seconds > 0 and all(chunk.samples == chunk.count and not chunk.scores for chunk in plan.scheduled):
             self.costs.observe(plan.num_tokens, seconds)
 
     def decide(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
-        """Returns the :meth:`shares` of the next step. Where no draft token would be worth its row, the control decides
-        nothing for some steps."""
+        """Return the :meth:`shares` of the next step. If no draft token is worth its row, rest for some steps."""
         found = self.shares(streams, room, left)
         self._probing_part = 0.0
         if self._probing_credit_s < 0 < self._drafting_s and 0 < self._unpaid_decodes <= self._decodes:
@@ -197,9 +186,8 @@ class DraftControl:
         return found
 
     def pays(self, found: Seq[tuple[Sequence, int]]) -> bool:
-        """Returns whether a step should judge the draft tokens that the drafter has found, so many tokens for each of
-        these streams. There may be fewer than were asked for; where they are too few, the control decides nothing for
-        some steps."""
+        """Return whether a step should verify the draft tokens found for these streams, possibly fewer than asked for.
+        If they are too few, rest for some steps."""
         count = sum(tokens for _, tokens in found)
         brought = sum(float(stream.draft_tokens.chances[:tokens].sum()) for stream, tokens in found) * self._trust
         plain_s = self.costs.seconds(self._decodes)
@@ -208,18 +196,17 @@ class DraftControl:
             return True
         if count:
             self._probing_part, self._unpaid_decodes = 1.0, self._decodes
-        # With fewer than four decodes the control never pauses, because a draft token is worth much there.
+        # Never rest below four decodes, where a draft token is valuable.
         self._rest(self._decodes // 4)
         return False
 
     def _rest(self, most: int) -> None:
-        """Makes the control decide nothing for some steps, twice as many each time in a row."""
+        """Skip decisions for some steps, twice as many each time in a row."""
         self._resting_steps = min(self._rest_steps, most)
         self._rest_steps = min(2 * self._rest_steps, MOST_RESTING_STEPS)
 
     def shares(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
-        """Returns how many tokens to draft for each of these streams: at most its entry of ``room`` for each, and at
-        most ``left`` for all together."""
+        """Return the number of tokens to draft per stream: at most its entry of ``room``, and ``left`` in total."""
         none, decodes = [0] * len(streams), self._decodes
         if not (streams and decodes) or left <= 0 or self._crowded:
             return none
@@ -243,8 +230,8 @@ class DraftControl:
         return found
 
     def _value(self, streams: Seq[Sequence], shares: Seq[int]) -> None:
-        """Notes how much time so many draft tokens in each step save in the rest of each stream's life, for a drafter
-        that has to catch up with the text before its first draft token."""
+        """Estimate the time that draft tokens save in the rest of each stream's life, for drafters that first have to
+        catch up with the text."""
         plain_s, step_s = self.costs.seconds(self._decodes), self.costs.seconds(self._decodes + sum(shares))
         draft_s = (step_s - plain_s) / max(1, sum(shares)) + self._drafting_s
         for stream, share in zip(streams, shares, strict=True):
@@ -255,33 +242,32 @@ class DraftControl:
 
     @property
     def _probe_tokens(self) -> int:
-        """Gives how many tokens a stream generates from one probe to the next."""
+        """Tokens that a stream generates between probes."""
         return min(max(LEAST_PROBE_TOKENS, self._decodes), MOST_PROBE_TOKENS)
 
     @property
     def _crowded(self) -> bool:
-        """Says whether the next step has too many decodes for draft tokens."""
+        """True if the next step has too many decodes to draft."""
         return 0 < self._most_decodes < self._decodes
 
     def _speedup(self, brought: float, draft_tokens: int, plain_s: float) -> float:
-        """Returns by which factor so many draft tokens, which bring so many tokens on average, make decoding faster."""
+        """Return the speedup of decoding by ``draft_tokens`` draft tokens, of which ``brought`` are accepted."""
         seconds = self.costs.seconds(self._decodes + draft_tokens) + self._drafting_s * draft_tokens
         return (1 + brought / self._decodes) * plain_s / seconds
 
     def may_draft(self, likely: Seq[Sequence]) -> bool:
-        """Returns whether the step after the one just planned would draft something for these streams, for which the
-        drafter has found draft tokens."""
+        """Return whether the step after the planned one would draft for these streams, for which drafts were found."""
         return any(self.shares(likely, [self.most_draft_tokens] * len(likely), self.most_draft_tokens * len(likely)))
 
     def judged(self, stream: Sequence, made: int, right: int) -> None:
-        """Notes that a step has judged a draft of ``made`` tokens for a stream: its first ``right`` ones were right."""
+        """Record a verified draft of ``made`` tokens, of which the first ``right`` were accepted."""
         self._right = self._right * WORKER_FADING + right
         self._expected = self._expected * WORKER_FADING + stream.draft_tokens.expected
         self._trust = min(1.0, (self._right + CALIBRATION_TOKENS) / (self._expected + CALIBRATION_TOKENS))
         self._learn(stream, made, right)
 
     def _learn(self, stream: Sequence, made: int, right: int) -> None:
-        """Updates the measured acceptance with the draft tokens, or a probe, of a stream."""
+        """Update the acceptance with a draft or probe of a stream."""
         self._all.judge(made, right)
         self._level = self._all.level(UNKNOWN_RATE, UNKNOWN_WEIGHT)
         self._rates = self._all.rates(self._level, UNKNOWN_WEIGHT)
@@ -289,13 +275,13 @@ class DraftControl:
         stream.draft_tokens.expect(self._rates, self._level)
 
     def begin(self, stream: Sequence) -> None:
-        """Notes that a stream begins, whose draft tokens are expected to be right as often as those of all others."""
+        """Start a stream with the acceptance of all others."""
         stream.draft_tokens.expect(self._rates, self._level)
 
     def due_for_probe(self, streams: Iterable[Sequence], slow: bool) -> list[tuple[Sequence, int]]:
-        """Returns the streams to probe, and by how many tokens, once their last probe is judged. ``slow`` draft tokens,
-        which are more than a look-up, are made for one stream at a time, within MOST_PROBING_SHARE, and not where the
-        batch is too full for any."""
+        """Return the streams to probe, and the tokens to draft, after judging their last probes. ``slow`` drafts, more
+        than a look-up, are made for one stream at a time, within MOST_PROBING_SHARE, and not if the batch is too
+        full."""
         if slow and (self._crowded or self._probing_credit_s < 0):
             return []
         every = self._probe_tokens
@@ -310,7 +296,7 @@ class DraftControl:
         return due
 
     def keep_as_probe(self, stream: Sequence, drafted: Int32) -> None:
-        """Keeps draft tokens that no step judges as a probe, if one is due, to be compared with the text."""
+        """Keep draft tokens that no step verifies as a probe, if one is due."""
         if stream.draft_tokens.probe_is_due(stream.num_tokens, self._probe_tokens):
             self._judge_probe(stream)
             stream.draft_tokens.probe(drafted, stream.num_tokens)
@@ -323,9 +309,9 @@ class DraftControl:
             self._learn(stream, made, right)
 
     def drafts_for(self, wanted: int, probes: int) -> None:
-        """Notes that the next drafts are for so many streams, and probes of so many others."""
+        """Set the numbers of drafts and probes in the next drafting."""
         self._probing_part = probes / (wanted + probes)
 
     def drafted(self, seconds: float) -> None:
-        """Notes how many seconds the draft model's passes for the next step have taken."""
+        """Record the duration of the draft passes."""
         self._probing_credit_s -= self._probing_part * seconds

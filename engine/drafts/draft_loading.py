@@ -1,4 +1,4 @@
-"""Loads the draft model of a decode worker, and refuses one that cannot draft for its model."""
+"""Loading of a decode worker's draft model, and the check that it can draft for its model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pillion.worker")
 
-# The GPU kernels take blocks of at most this many tokens.
+# Max block size of the GPU kernels.
 GPU_BLOCK_TOKENS = 128
 
 
@@ -43,11 +43,9 @@ def load_draft(
     most_tokens: int,
     load: BackendFactory,
 ) -> tuple[DraftShape, DraftModel]:
-    """Loads the draft model ``config.model`` for the model ``main``, with the flags of its worker, or an EAGLE-3 head.
-    A pass of it has at most ``most_tokens`` tokens.
-
-    Raises ConfigError, which names the draft model, where it cannot be loaded or has other tokens than the main model.
-    """
+    """Load the draft model ``config.model``, or an EAGLE-3 head, for the model ``main``, with its worker's flags;
+    passes have up to ``most_tokens`` tokens. Raises ConfigError, with the draft model's name, if it cannot be loaded or
+    has another vocabulary."""
     if config.method == "eagle3":
         return load_eagle_head(flags, config, main, threads, most_tokens)
     with _named(config.model):
@@ -55,7 +53,7 @@ def load_draft(
         prepared = prepare(flags, log.info)
         check_tokenizer(main.prepared.folder, prepared.folder)
         longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)
-        # Only the sizes of this layout are used: the backend gives it its version.
+        # Only its sizes are used; the backend sets the version.
         layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
         if layout.state_bytes:
             raise ConfigError("its layers carry states, and no such model drafts; choose one of attention alone")
@@ -80,13 +78,10 @@ def load_draft(
 def load_eagle_head(
     flags: WorkerFlags, config: SpeculativeConfig, main: LoadedModel, threads: int, most_tokens: int
 ) -> tuple[DraftShape, DraftModel]:
-    """Loads the EAGLE-3 head ``config.model``, and makes the backend of ``main`` keep the states that the head reads.
-    The passes have at most ``most_tokens`` tokens; a head of a worker of several ranks on CPUs runs beside the first of
-    them.
-
-    Raises ConfigError, which names the head, where it cannot be loaded or was made for another model.
-    """
-    # The module that this imports needs torch, for which a decode worker waits only once it loads a model.
+    """Load the EAGLE-3 head ``config.model``, and make the backend of ``main`` keep the states that it reads. Passes
+    have up to ``most_tokens`` tokens. With tensor parallelism on CPUs, the head runs beside rank 0. Raises ConfigError,
+    with the head's name, if it cannot be loaded or was made for another model."""
+    # Imports torch, which a decode worker loads only with a model.
     from pillion.engine.drafts.eagle_config import load_eagle_config
     from pillion.engine.drafts.eagle_head import EagleModel, eagle_layout
 
@@ -120,8 +115,8 @@ def load_eagle_head(
 def _eagle_backend(
     flags: WorkerFlags, folder: Path, head: EagleConfig, layout: KVLayout, main: LoadedModel, threads: int
 ) -> EagleBackend:
-    """Makes the backend of the head in ``folder``: on the CPU kernels, if these run the model and can run the head;
-    else on torch. The model's backend keeps states from now on."""
+    """Return the backend of the head in ``folder``: on the CPU kernels if they run the model and support the head, else
+    on torch. The model's backend keeps states from now on."""
     from pillion.engine.backends.cpu.cpu_backend import CpuBackend
     from pillion.engine.backends.host_backend import HostBackend
     from pillion.engine.checkpoints.checkpoint import open_checkpoint
@@ -151,9 +146,9 @@ def _eagle_backend(
 def _gpu_head(
     flags: WorkerFlags, folder: Path, head: EagleConfig, layout: KVLayout, main: LoadedModel, most_tokens: int
 ) -> HeadBackend:
-    """Makes the backend of the head in ``folder`` on a GPU, with compiled kernels and workspace, because the KV node's
-    pool takes the rest of the memory. The model's backend keeps states from now on."""
-    # Only a worker on a GPU imports Triton.
+    """Return the backend of the head in ``folder`` on a GPU, with compiled kernels and workspace, because the pool
+    takes the rest of the memory. The model's backend keeps states from now on."""
+    # Imports Triton.
     from pillion.engine.backends.gpu.gpu_backend import GpuBackend
     from pillion.engine.backends.gpu.gpu_loading import limits_of
     from pillion.engine.drafts.gpu_eagle import load_gpu_eagle
@@ -168,7 +163,7 @@ def _gpu_head(
 
 @contextlib.contextmanager
 def _named(model: str) -> Iterator[None]:
-    """Makes a ConfigError within the block name the draft model."""
+    """Prefix ConfigErrors of the block with the draft model."""
     try:
         yield
     except ConfigError as error:
@@ -176,7 +171,7 @@ def _named(model: str) -> Iterator[None]:
 
 
 def check_tokenizer(main: Path, draft: Path) -> None:
-    """Raises ConfigError unless the tokenizers of two folders have the same texts for the same ids."""
+    """Raise ConfigError unless two tokenizers map all ids to the same texts."""
     files = [folder / "tokenizer.json" for folder in (main, draft)]
     texts = [path.read_bytes() for path in files]
     if texts[0] == texts[1]:
@@ -192,7 +187,7 @@ def check_tokenizer(main: Path, draft: Path) -> None:
 
 
 def _texts_by_id(tokenizer: Mapping[str, Any]) -> dict[int, str]:
-    """Returns the text of each id of a tokenizer.json, whichever kind of model it describes."""
+    """Return the text of each id of a tokenizer.json, of any model type."""
     vocabulary = tokenizer["model"].get("vocab", {})
     if isinstance(vocabulary, Mapping):
         found = {number: text for text, number in vocabulary.items()}

@@ -1,7 +1,7 @@
-"""Runs a draft model over the pool of the model that it drafts for: its place in the slots, and its passes.
+"""Passes of a draft model over the pool of its main model, and its place in the slots.
 
-A slot has the bytes of the main model's block, and holds one block of the draft model, of as many tokens as fit. To the
-draft model's backend the pool is one of its own blocks, side by side; slot s holds the first of them that begins in it:
+A slot has the size of the main model's block and contains one block of the draft model, of as many tokens as fit. For
+the draft model's backend the pool is an array of its own blocks; slot s contains the first one that begins in it:
 
     main    |      slot s       |     slot s + 1    |     ...         slots of main_bytes
     draft   |  block j  |  ...  |  ...  |  ...  |  ...                blocks of draft_bytes, j = ceil(s * main / draft)
@@ -28,24 +28,21 @@ from pillion.kernels.step import Int32, StepBatch
 log = logging.getLogger("pillion.worker")
 
 PASS_WEIGHT = 0.1
-# Only a pass over at least this many known tokens is used to measure how long reading a text takes.
+# Min known tokens of a pass that measures the time of reading a text.
 LEAST_READ_TOKENS = 32
 
 
 def draft_blocks(main: KVLayout, draft: KVLayout, most_tokens: int = 0) -> int:
-    """Returns how many blocks of layout ``draft`` are joined to the one that lies in a slot of layout ``main``: as many
-    as fit.
-
-    ``draft`` has the block size of ``main``. ``most_tokens`` is the kernels' longest block, where they have one; then
-    the block's tokens are a power of two. Raises ConfigError where not even one fits.
-    """
+    """Return how many blocks of layout ``draft`` (of ``main``'s block size) form the one in a slot of ``main``: as many
+    as fit. ``most_tokens`` is the kernels' max block size, if any; block sizes are then powers of two. Raises
+    ConfigError if none fits."""
     slot, unit = main.block_bytes, draft.block_bytes
     for blocks in range(slot // unit, 0, -1):
         tokens = blocks * draft.block_size
         if most_tokens and (tokens > most_tokens or tokens & (tokens - 1)):
             continue
-        # A joined block of B = blocks * unit bytes begins at a multiple of B, so up to B - gcd(slot, B) bytes after the
-        # beginning of its slot; its end, B bytes later, must still lie in the slot.
+        # A joined block of B bytes is aligned to B, so it begins up to B - gcd(slot, B) bytes into its slot, and must
+        # end within it.
         if 2 * blocks * unit - gcd(slot, blocks * unit) <= slot:
             return blocks
     raise ConfigError(
@@ -55,13 +52,12 @@ def draft_blocks(main: KVLayout, draft: KVLayout, most_tokens: int = 0) -> int:
 
 
 class DraftModel:
-    """Runs the passes of a draft model with its backend, on the worker's step thread.
+    """Passes of a draft model on its backend, on the worker's step thread.
 
     Args:
-        backend: the draft model's backend, which has no pool yet. The size of its blocks follows from
-            :func:`draft_blocks`.
-        slot_bytes: bytes of a slot of the main model.
-        vocab_size: the main model's number of token ids; other ids are no draft tokens.
+        backend: the draft model's backend, without a pool yet; its block size follows from :func:`draft_blocks`.
+        slot_bytes: size of a slot of the main model.
+        vocab_size: the main model's vocabulary; other ids are not drafted.
     """
 
     def __init__(self, backend: Backend, slot_bytes: int, vocab_size: int) -> None:
@@ -69,14 +65,14 @@ class DraftModel:
         self._slot_bytes = slot_bytes
         self._vocab_size = vocab_size
         self.took_s = 0.0
-        # These are the seconds that a pass of one token for each sequence takes, by the bit length of the number of
-        # sequences; each new pass counts for PASS_WEIGHT.
+        # Seconds of a pass of one token per sequence, by bit length of the number of sequences: moving averages with
+        # PASS_WEIGHT.
         self._pass_s: dict[int, float] = {}
         self.seconds_to_read = 0.0
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Uses the main model's pool. Raises ConfigError for one that is divided over GPUs, since no block of another
-        model lies in such slots."""
+        """Use the main model's pool. Raises ConfigError for a pool divided over GPUs, whose slots cannot contain blocks
+        of another model."""
         if not isinstance(memory, memoryview) and memory.divided:
             raise ConfigError(
                 "--speculative-config: a draft model needs the KV pool in one chunk, and --kv-device divides it over"
@@ -85,8 +81,8 @@ class DraftModel:
         self.backend.bind_pool(memory, num_slots * self._slot_bytes // self.backend.layout.block_bytes)
 
     def run(self, plan: DraftPlan) -> list[Int32] | None:
-        """Runs the draft model's passes of a plan; returns each chunk's draft tokens, each drawn as the step will draw
-        the token there. Returns None where a pass has failed; the log says why."""
+        """Run a plan's passes and return each chunk's draft tokens, sampled as the step will sample them; None after a
+        failure, which is logged."""
         began_s = time.perf_counter()
         try:
             return self._run(plan)
@@ -99,7 +95,7 @@ class DraftModel:
             self.took_s = time.perf_counter() - began_s
 
     def seconds_per_token(self, sequences: int) -> float:
-        """Returns the seconds of a pass of one token for each of so many sequences; 0.0 before any was seen."""
+        """Return the seconds of a pass of one token for each of ``sequences``; 0.0 if unknown."""
         bits = sequences.bit_length()
         return self._pass_s.get(bits) or max(self._pass_s.values(), default=0.0)
 
@@ -112,15 +108,14 @@ class DraftModel:
         sequences = [chunk.chain.sequence for chunk in scheduled]
         draft_tokens: list[list[int]] = [[] for _ in scheduled]
         tokens: tuple[int, ...] = ()
-        # The last launched pass is the one that makes so many draft tokens of each sequence; ``seqs`` are the sequences
-        # of its sampled rows.
+        # The last launched pass produces draft token number ``made``; ``seqs`` are the sequences of its sampled rows.
         made, seqs = 1, drafting
         under_way = deque([(self._launch(batch, [(sequences[place], 0) for place in drafting]), drafting)])
         read = plan.num_tokens
         while True:
             kept = [at for at, place in enumerate(drafting) if scheduled[place].draft_tokens > made]
             if kept and len(under_way) < self.backend.max_steps_under_way:
-                # The tokens of a pass that is under way are known to the device alone.
+                # Only the device knows the tokens of passes in flight.
                 ids = [-1 - at if under_way else max(tokens[at], 0) for at in kept]
                 batch = self._next_pass(batch, [seqs[at] for at in kept], kept, ids)
                 drafting, seqs = [drafting[at] for at in kept], [*range(len(kept))]
@@ -138,13 +133,13 @@ class DraftModel:
                 return [self._possible(found) for found in draft_tokens]
 
     def _possible(self, tokens: Seq[int]) -> Int32:
-        """Returns the draft tokens before the first one that the main model does not have, as int32."""
+        """Return the draft tokens up to the first one outside of the main model's vocabulary, as int32."""
         wrong = (place for place, token in enumerate(tokens) if not 0 <= token < self._vocab_size)
         count = next(wrong, len(tokens))
         return np.array(tokens[:count], dtype=np.int32) if count else NO_DRAFT_TOKENS
 
     def _first_pass(self, plan: DraftPlan) -> StepBatch:
-        """Makes the batch of the known tokens of all chunks. The block tables reach as far as the draft tokens will."""
+        """Return the batch of the known tokens of all chunks. Block tables include the draft tokens."""
         scheduled, layout = plan.scheduled, self.backend.layout
         chains = [chunk.chain for chunk in scheduled]
         starts, counts = [chunk.start for chunk in scheduled], [chunk.count for chunk in scheduled]
@@ -152,12 +147,12 @@ class DraftModel:
         tables = np.zeros((len(chains), max(chain.num_blocks for chain in chains)), dtype=np.int64)
         for row, chain in zip(tables, chains, strict=True):
             row[: chain.num_blocks] = chain.table()
-        # These are the draft model's blocks that begin first in each slot of the pool.
+        # First draft block that begins in each slot.
         blocks = -(-tables * self._slot_bytes // layout.block_bytes)
         return replace(batch, block_tables=blocks.astype(np.int32))
 
     def _next_pass(self, batch: StepBatch, seqs: Seq[int], kept: Seq[int], tokens: Seq[int]) -> StepBatch:
-        """Makes the batch of one more token after each of the ``kept`` sampled rows of ``batch``, which belong to its
+        """Return the batch of one more token after each of the ``kept`` sampled rows of ``batch``, which belong to its
         sequences ``seqs``."""
         rows, count = batch.sample_rows[kept], len(tokens)
         positions = batch.positions[rows] + np.int32(1)
@@ -173,8 +168,8 @@ class DraftModel:
         )
 
     def _learn(self, read: int, sequences: int, seconds: float) -> None:
-        """Learns from how long a pass took: one that has ``read`` a text of so many tokens, or, where that is 0, one of
-        a token for each of so many sequences."""
+        """Record the duration of a pass: over ``read`` tokens of a text or, if 0, one token for each of
+        ``sequences``."""
         if read:
             weight = PASS_WEIGHT if self.seconds_to_read else 1.0
             if read >= LEAST_READ_TOKENS:
@@ -185,5 +180,5 @@ class DraftModel:
         self._pass_s[bits] = known_s + PASS_WEIGHT * (seconds - known_s)
 
     def _launch(self, batch: StepBatch, after: Seq[tuple[Sequence, int]]) -> InFlightStep:
-        """Begins a pass, each of whose sampled rows chooses a token after so many draft tokens of a sequence."""
+        """Launch a pass; each sampled row samples the token after the given number of draft tokens of a sequence."""
         return self.backend.launch(batch, (), build_draft_sampling(after, self.backend.vocab_size))

@@ -1,17 +1,17 @@
-"""Keeps the KV of an EAGLE-3 head: a draft's chain whose entries are made of states of the model, not of tokens alone.
+"""KV of an EAGLE-3 head: a draft chain whose entries are made of hidden states, not only of tokens.
 
-Entry p of a head is made of the model's state at position p and of the token after it. The states come with the steps
-of this worker, so a chain begins with the first of them, at ``begin``: states of a cached prefix, or of a part of the
-prompt that a prefill worker has computed, are missing, and the head drafts without them. Its entries count from 0 on,
-which rotary embeddings do not notice.
+Entry p of a head is made of the model's state at position p and of the token after it. States come with the steps of
+this worker, so a chain begins with the first of them, at ``begin``: those of a cached prefix, or of a part of the
+prompt computed by a prefill worker, are missing, and the head drafts without them. Entries count from 0, to which
+rotary embeddings are invariant.
 
     text       [ cached, or computed elsewhere | states: entries with KV | states: kept for the next pass ] last token
     position   0                           begin                                                      num_tokens - 1
 
-What a block holds depends therefore on where its chain began. So blocks of a head are never committed: a chain has no
-ticket, owns all of its slots, and gives them back when it is closed. While nothing is drafted for a stream, its states
-are kept; where they are more than MAX_STATES_TOKENS, the chain begins anew with the newest of them. All states of a
-text are the model's: the entries of draft tokens, whose states are the head's own, are overwritten. Sans-IO (I9).
+A block's content therefore depends on where its chain began, and blocks of a head are never committed: a chain has no
+ticket, owns all of its slots, and returns them when closed. While nothing is drafted for a stream, its states are kept,
+up to MAX_STATES_TOKENS; then the chain restarts with the newest. All states are the model's: the entries of draft
+tokens, with the head's own states, are overwritten. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -27,46 +27,45 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.kernels.step import Int32, States
 
-# This many positions of a stream may have states that wait for a pass of the head; beyond that, the newer half of them
-# is kept.
+# Max positions of a stream with states waiting for a pass of the head; beyond that, the newer half is kept.
 MAX_STATES_TOKENS = 512
 
 
 class EagleChain(DraftChain):
-    """Holds an EAGLE head's KV of one sequence, and the states that the head has not read yet."""
+    """EAGLE head's KV of one sequence, and the states that the head has not read yet."""
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         super().__init__(chain_id, sequence, shape)
-        # The chain has no ticket, and commits nothing.
+        # No ticket, no commits.
         self.open(Holding(0, (), ()))
         self.refuse_commit()
         self.begin = 0
-        # These are the model's states at the positions after the computed entries.
+        # The model's states at the positions after the computed entries.
         self._states: list[States] = []
         self._num_states = 0
 
     @property
     def end(self) -> int:
-        """Gives the number of entries of which state and token are known, once the last step has landed."""
+        """Number of entries with known state and token, once the last step has finished."""
         return self.sequence.num_tokens - 1 - self.begin
 
     @property
     def is_whole(self) -> bool:
-        """Says whether the states of all positions from ``begin`` to the last but one are there."""
+        """True if the states of all positions from ``begin`` to the last but one are known."""
         return self.num_computed + self._num_states == self.end
 
     def settle(self) -> None:
-        """Forgets the draft tokens once there are new tokens."""
+        """Drop the draft tokens once there are new tokens."""
         if self.num_computed != self.end:
             self.draft_tokens = NO_DRAFT_TOKENS
 
     def tokens(self, start: int, end: int) -> Int32:
-        """Returns the tokens of these entries of the head, int32 [end - start], as a view."""
+        """Return the tokens of entries ``start`` .. ``end``, int32, as a view."""
         return super().tokens(self.begin + 1 + start, self.begin + 1 + end)
 
     def keep(self, position: int, states: States) -> None:
-        """Appends the model's hidden states of the positions from ``position`` on, which the head will read. After a
-        gap in the positions, or where more than MAX_STATES_TOKENS wait, the older ones are dropped."""
+        """Append the model's hidden states from ``position`` on. Older ones are dropped after a gap in positions, and
+        above MAX_STATES_TOKENS."""
         if position != self.begin + self.num_computed + self._num_states:
             self._begin_at(position)
         self._states.append(states)
@@ -82,14 +81,14 @@ class EagleChain(DraftChain):
         self.draft_tokens = NO_DRAFT_TOKENS
 
     def states(self, count: int) -> States:
-        """Returns the states [count, layers * hidden] of the entries after the computed ones."""
+        """Return the states [count, layers * hidden] of the entries after the computed ones."""
         if len(self._states) > 1:
             self._states = [np.concatenate(self._states)]
         found: States = self._states[0][:count]
         return found
 
     def check_states(self) -> None:
-        """Raises AssertionError where the states are not those that the chain counts, or are too many."""
+        """Raise AssertionError if the states are miscounted or too many."""
         assert self._num_states == sum(map(len, self._states)) <= MAX_STATES_TOKENS
 
     def advance(self, end: int, draft_tokens: Int32) -> None:
@@ -100,18 +99,17 @@ class EagleChain(DraftChain):
 
 
 class EagleChains(DraftChains):
-    """Holds the EAGLE chains of one scheduler."""
+    """EAGLE chains of one scheduler."""
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError where chains, their states and sequences contradict each other."""
+        """Raise AssertionError on inconsistency of chains, states and sequences."""
         super().check_integrity(sequences)
         for chain in self._of.values():
             assert isinstance(chain, EagleChain)
             chain.check_states()
 
     def landed(self, scheduled: Seq[ScheduledChunk], states: States) -> None:
-        """Keeps the states of a step's rows whose tokens belong to texts now, which those after a wrong draft token do
-        not."""
+        """Store the hidden states of a step's rows, except for rows after a rejected draft token."""
         row = 0
         for chunk in scheduled:
             first, row = row, row + chunk.count
@@ -119,12 +117,12 @@ class EagleChains(DraftChains):
             right = min(sequence.num_computed - chunk.start, chunk.count)
             drafts = not (sequence.is_prefill or sequence.is_prompt_only or sequence.seq_id in self._refused)
             if right > 0 and sequence.state is SequenceState.RUNNING and drafts:
-                # A chain would drop the older ones of more states.
+                # The chain would drop the older ones anyway.
                 older = max(0, right - MAX_STATES_TOKENS)
                 self._begun(sequence).keep(chunk.start + older, states[first + older : first + right].copy())
 
     def _begun(self, sequence: Sequence) -> EagleChain:
-        """Returns the sequence's chain; makes one where there is none."""
+        """Return the sequence's chain; make one if there is none."""
         chain = self._of.get(sequence.seq_id)
         if chain is None:
             chain = EagleChain(next(self._ids), sequence, self._shape)
@@ -136,7 +134,7 @@ class EagleChains(DraftChains):
         del self.chains[chain.seq_id]
 
     def _chain_of(self, sequence: Sequence) -> EagleChain | None:
-        """Returns the sequence's chain, if it can be used; a chain without slots takes none while memory is short."""
+        """Return the sequence's chain, if usable; a chain without slots allocates none while memory is short."""
         chain = self._of.get(sequence.seq_id)
         if chain is None or (not chain.num_blocks and self._now < self._paused_until_s):
             return None

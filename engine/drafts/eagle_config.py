@@ -1,7 +1,7 @@
-"""Reads the ``config.json`` of an EAGLE-3 head, of a ``speculators`` checkpoint or of the original layout.
+"""The ``config.json`` of an EAGLE-3 head, of a ``speculators`` checkpoint or in the original layout.
 
-A head of ``speculators`` has its one layer under ``transformer_layer_config``, without the keys whose values are
-transformers' defaults. In the original layout the layer's keys stand beside ``draft_vocab_size``. Imports no torch.
+``speculators`` has the head's one layer under ``transformer_layer_config``, without keys at transformers' defaults. In
+the original layout the layer's keys are beside ``draft_vocab_size``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pillion.engine.models.layer_operations import Entries, Layer, Multiply
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
-# The layer of a head is of one of these kinds.
+# Supported kinds of the head's layer.
 _KINDS = ("llama", "qwen3")
 _OF_HEAD = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """Holds the sizes and options of an EAGLE-3 head.
+    """Sizes and options of an EAGLE-3 head.
 
     Attributes:
-        layer: the config of the head's one layer and of its rotary embedding; its ``vocab_size`` is that of the model.
-        draft_vocab_size: how many different tokens the head can draft.
-        state_layers: the numbers of those layers of the model whose inputs the head reads, in order.
+        layer: config of the head's one layer and of its rotary embedding; ``vocab_size`` is the model's.
+        draft_vocab_size: number of different tokens that the head can draft.
+        state_layers: the model's layers whose inputs the head reads, in order.
         state_size: width of each of these inputs.
-        norm_before_residual: whether the layer adds to the normed state in place of the state itself.
+        norm_before_residual: True if the residual is the normed state instead of the state.
     """
 
     layer: ModelConfig
@@ -44,8 +44,7 @@ class EagleConfig:
 
     @property
     def operations(self) -> Layer:
-        """Gives the operations of the head's layer, whose inputs are the normed embedding and the normed state of each
-        row side by side."""
+        """Operations of the head's layer, whose inputs are the concatenated normed embedding and normed state."""
         _, product, *others = layers_of(self.layer)[0]
         assert isinstance(product, Multiply)
         both = replace(product.matrix, inputs=(Entries(2 * self.layer.hidden_size),))
@@ -53,13 +52,13 @@ class EagleConfig:
 
 
 def load_eagle_config(folder: Path, main: ModelConfig) -> EagleConfig:
-    """Reads the config of an EAGLE-3 head. Raises ConfigError for a folder without a head for the model ``main``."""
+    """Read the config of an EAGLE-3 head. Raises ConfigError unless the folder has a head for the model ``main``."""
     raw = read_json(folder / "config.json")
     head, layer_keys = _parts(raw)
     kind = layer_keys.get("model_type")
     if kind not in _KINDS:
         raise ConfigError(f"its layer is of the kind {kind!r}; layers of {' and '.join(_KINDS)} are served")
-    # A ``speculators`` checkpoint leaves out what is as transformers assumes, whatever a family's row says.
+    # ``speculators`` omits transformers' defaults, which may differ from the family's.
     layer = parse_config({**DEFAULTS[kind], **layer_keys})
     if layer.quantization is not None:
         raise ConfigError(f"its weights are quantized ({layer.quantization.words}); plain ones are served")
@@ -83,7 +82,7 @@ def load_eagle_config(folder: Path, main: ModelConfig) -> EagleConfig:
 
 
 def _parts(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the config's keys that describe the head, and those that describe its layer."""
+    """Return the config's keys about the head, and those about its layer."""
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         if raw.get("speculators_model_type") != "eagle3":
             raise ConfigError(f"its speculators_model_type is {raw.get('speculators_model_type')!r}, not 'eagle3'")
@@ -103,8 +102,7 @@ def _parts(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _state_layers(head: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose inputs the head reads: those that the config names, or those that vLLM takes where it
-    names none."""
+    """Return the layers whose inputs the head reads: the config's, or vLLM's default."""
     named = head.get("eagle_aux_hidden_state_layer_ids")
     if named is None:
         layers: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)

@@ -1,14 +1,12 @@
-"""Runs an EAGLE-3 head: what its backends have in common, its passes over the pool of its model, and its backend on
-torch.
+"""EAGLE-3 head: the common part of its backends, its passes over its model's pool, and its backend on torch.
 
-Entry p of a head's text is the state of the model at position p together with the token after it, p + 1; from it the
-head drafts token p + 2:
+Entry p of a head's text is the model's state at position p and the token after it, p + 1; it drafts token p + 2:
 
     state --fc--> norm --.                                           .--> norm --lm head--> draft token, by d2t
     token --embedding--> norm --> [both] --qkv--> attention, MLP ----'--> state of the next entry, if drafted
 
-(EAGLE-3, Li et al. 2025, in the form of ``speculators`` and vLLM.) Where the CPU kernels run the model they run the
-head, too (:mod:`pillion.engine.drafts.cpu_eagle`), as the GPU kernels do (:mod:`pillion.engine.drafts.gpu_eagle`).
+(EAGLE-3, Li et al. 2025, in the form of ``speculators`` and vLLM.) The head also runs on the CPU kernels
+(:mod:`pillion.engine.drafts.cpu_eagle`) and on the GPU kernels (:mod:`pillion.engine.drafts.gpu_eagle`).
 """
 
 from __future__ import annotations
@@ -35,33 +33,32 @@ from pillion.kernels.torch.torch_attention import StepAttention
 
 
 def eagle_layout(config: EagleConfig, block_size: int, dtype: str) -> KVLayout:
-    """Returns the layout of a head's KV in a slot of ``block_size`` entries."""
+    """Return the layout of a head's KV, with ``block_size`` entries per slot."""
     layer = config.layer
     return KVLayout(LAYOUT_VERSION, 1, layer.num_kv_heads, layer.head_dim, block_size, dtype)
 
 
 class EagleBackend(HostBackend):
-    """Runs the steps of an EAGLE head. :meth:`read` or :meth:`follow` says which states the next step reads; every step
-    keeps the states of the rows after which it drafts. Logits are those of the tokens that the head can draft.
+    """Backend of an EAGLE head. :meth:`read` or :meth:`follow` sets the states of the next step; each step keeps the
+    states of its sampled rows. Logits are those of the draft vocabulary.
 
-    ``_target_ids`` is int64, the model's id of each such token; None where all ids are alike.
+    ``_target_ids``: the model's id of each draft id, int64; None if ids are equal.
     """
 
     _target_ids: torch.Tensor | None = None
-    # These are the last step's logits at the model's token ids; those of tokens that the head cannot draft stay minus
-    # infinity.
+    # Last step's logits by the model's ids; minus infinity outside of the draft vocabulary.
     _wide = torch.empty(0, 0)
 
     @abstractmethod
     def read(self, states: States) -> None:
-        """Notes that the next step's rows have these states of the model."""
+        """Set the model's states of the next step's rows."""
 
     @abstractmethod
     def follow(self, rows: Seq[int]) -> None:
-        """Notes that the next step's rows follow these of the last step's ``sample_rows``."""
+        """Make the next step's rows follow these of the last step's ``sample_rows``."""
 
     def launch(self, batch: StepBatch, copies: Seq[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
-        """Runs the pass to its end before it returns; a head has no blocks to copy."""
+        """Run the pass synchronously; a head has no blocks to copy."""
         assert rows is not None
         logits, ids = self.forward(batch), self._target_ids
         if rows.plain:
@@ -77,10 +74,10 @@ class EagleBackend(HostBackend):
 
 
 class TorchEagle(EagleBackend):
-    """Implements :class:`EagleBackend` with torch's operators."""
+    """:class:`EagleBackend` with torch's operators."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, layout: KVLayout, max_model_len: int) -> None:
-        """Makes the backend. ``max_model_len`` counts the entries of the longest text."""
+        """``max_model_len`` is in entries of a text."""
         super().__init__(layout, config.layer.vocab_size)
         self._config, self._weights, self._target_ids = config, weights, weights.target_ids
         self._dtype, self._operations = weights.embedding.dtype, config.operations
@@ -88,16 +85,14 @@ class TorchEagle(EagleBackend):
         self._inputs = self._outputs = torch.empty(0, config.layer.hidden_size, dtype=self._dtype)
 
     def read(self, states: States) -> None:
-        """Notes that the next step's rows have these states of the model."""
         with torch.inference_mode():
             self._inputs = self._weights.fuse(rows_of_states(states))
 
     def follow(self, rows: Seq[int]) -> None:
-        """Notes that the next step's rows follow these of the last step's ``sample_rows``."""
         self._inputs = self._outputs[list(rows)]
 
     def warm_up(self, max_tokens: int) -> None:
-        """Runs the head once over states that are all zeros."""
+        """Run the head once over zero states."""
         width = len(self._config.state_layers) * self._config.state_size
         whole = torch.zeros(max_tokens, width, dtype=self._dtype)
         with torch.inference_mode():
@@ -105,7 +100,7 @@ class TorchEagle(EagleBackend):
         super().warm_up(max_tokens)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Runs a pass of the head; returns the logits of the tokens that it can draft."""
+        """Run a pass and return the logits of the draft vocabulary."""
         layer, weights, layout = self._config.layer, self._weights, self.layout
         states = self._inputs[: batch.num_tokens]
         shape = (len(pool), 1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
@@ -139,18 +134,17 @@ class TorchEagle(EagleBackend):
 
 
 class HeadBackend(Backend, Protocol):
-    """Represents the backend of a head: an :class:`EagleBackend`, or that of a GPU."""
+    """Backend of a head: an :class:`EagleBackend`, or a GPU's."""
 
     def read(self, states: States) -> None:
-        """Takes the states of the model that the next step's rows have."""
+        """Set the model's states of the next step's rows."""
 
     def follow(self, rows: Seq[int]) -> None:
-        """Notes that the next step's rows follow these of the last step's ``sample_rows``."""
+        """Make the next step's rows follow these of the last step's ``sample_rows``."""
 
 
 class EagleModel(DraftModel):
-    """Runs the passes of an EAGLE-3 head, on the step thread. The first pass reads states of the model, and each of the
-    others the head's own."""
+    """Passes of an EAGLE-3 head, on the step thread. The first one reads states of the model, the others the head's."""
 
     backend: HeadBackend
 

@@ -1,4 +1,4 @@
-"""Reads the weights of an EAGLE-3 head, under the names of ``speculators`` checkpoints or of the original layout."""
+"""Weights of an EAGLE-3 head, with the names of ``speculators`` checkpoints or of the original layout."""
 
 from __future__ import annotations
 
@@ -25,24 +25,21 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.torch_linear import Linear
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
-# The tensors of the head's layer begin with _OLD_LAYER in the original layout, and with _LAYER in ``speculators``
-# checkpoints and here.
+# Prefixes of the head's layer in the original layout, and in ``speculators`` and here.
 _OLD_LAYER, _LAYER = "midlayer.", "layers.0."
-# These tensors are not read: the inverse of d2t, and leftovers.
+# Not read: the inverse of d2t, and leftovers.
 _IGNORED = ("t2d", "rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
 class EagleWeights:
-    """Holds a head's weights. ``layer.qkv`` is [heads and KV heads, 2 * hidden]: the normed embedding, then the normed
-    state.
+    """Weights of a head. ``layer.qkv`` is [heads and KV heads, 2 * hidden]: normed embedding, then normed state.
 
     Attributes:
         embedding: [vocab, hidden], the head's own or the model's.
-        fuse: the linear layer that makes one state of the states of all layers which the head reads.
-        state_norm: the norm of a state before the head's layer.
-        target_ids: [draft vocab] int64, the model's id of each token that the head can draft; None where the two ids
-            are always the same.
+        fuse: linear layer that fuses the states of all layers read into one.
+        state_norm: norm of a state before the head's layer.
+        target_ids: [draft vocab] int64, the model's id of each draft id; None if ids are equal.
     """
 
     embedding: torch.Tensor
@@ -58,17 +55,15 @@ class EagleWeights:
 def load_eagle_weights(
     folder: Path, config: EagleConfig, embedding: torch.Tensor, make_linear: MakeLinear = Linear
 ) -> EagleWeights:
-    """Loads a head in the type of the model's ``embedding``, which it uses where it has none of its own.
-    ``make_linear`` makes its linear layers.
-
-    Raises ConfigError for tensors that are missing, unknown, of another shape, or not finite.
+    """Load a head in the type of the model's ``embedding``, which is used if the head has none. ``make_linear`` makes
+    linear layers. Raises ConfigError for tensors that are missing, unknown, of a wrong shape, or not finite.
     """
     with open_files(folder) as files:
         return _make(config, _Tensors(files, config, embedding.dtype, make_linear), embedding)
 
 
 class _Tensors:
-    """Holds the open files of a head, after checking that their tensors' names and shapes fit its config."""
+    """Open files of a head, with names and shapes of tensors checked against its config."""
 
     def __init__(
         self, files: Mapping[str, FileTensor], config: EagleConfig, dtype: torch.dtype, make_linear: MakeLinear
@@ -97,18 +92,17 @@ class _Tensors:
         return name in self._files
 
     def take(self, name: str) -> torch.Tensor:
-        """Returns a tensor of floats in the head's type."""
+        """Return a float tensor in the head's type."""
         tensor = self.ids(name).to(self._dtype)
         if not finite(tensor):
             raise ConfigError(f"its {self._files[name].name} holds NaN or infinite numbers")
         return tensor
 
     def ids(self, name: str) -> torch.Tensor:
-        """Reads a tensor of token ids without changing its type."""
+        """Read a tensor of token ids without a cast."""
         return self._files[name].read()
 
     def layer(self, config: EagleConfig) -> LayerWeights:
-        """Returns the weights of the head's layer."""
         spelled = {
             key: torch.cat([self.take(_LAYER + part.name) for part in parts])
             for key, (parts, *_) in layer_checkpoint_names(config.operations).items()
@@ -141,8 +135,7 @@ def _make(config: EagleConfig, tensors: _Tensors, embedding: torch.Tensor) -> Ea
 
 
 def _target_ids(config: EagleConfig, tensors: _Tensors) -> torch.Tensor | None:
-    """Returns the model's id of each draft id: the file's d2t has the distances from one to the other. None where there
-    is no d2t."""
+    """Return the model's id of each draft id, from the offsets in d2t; None without d2t."""
     if not tensors.has("d2t"):
         return None
     count = config.draft_vocab_size
@@ -160,7 +153,7 @@ def _shapes(config: EagleConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     if config.draft_vocab_size < layer.vocab_size:
         yield "d2t", (config.draft_vocab_size,)
     if hidden != config.state_size:
-        # The head may have an embedding of its own, which is as wide as the model's states.
+        # The head's own embedding is as wide as the model's states.
         yield "embed_tokens.weight", (layer.vocab_size, hidden)
     for name in ("input_layernorm", "hidden_norm"):
         yield f"{_LAYER}{name}.weight", (hidden,)

@@ -1,4 +1,4 @@
-"""Runs an EAGLE-3 head on a GPU: its weights, its buffers and its forward pass, which is a model's of one layer.
+"""EAGLE-3 head on a GPU: its weights, its buffers and its forward pass, which is that of a one-layer model.
 
     read     states of the model --copied to the device, fc--> residual                 outside of CUDA graphs
     follow   rows of the last pass's outputs --> residual                               outside of CUDA graphs
@@ -6,11 +6,10 @@
              [both] --qkv--> the layer's other operations, as a model's --> residual --> outputs
              residual --norm--> LM head --> logits of draft ids --> logits of the model's ids --> tokens
 
-What the host queues for a pass it queues in order on one stream, so the states that :meth:`GpuEagle.read` puts into the
-residual stream are those of the next pass, and a pass may be launched before the tokens of the one before are known.
-The sampler has logits of all of the model's tokens, of which those that the head cannot draft stay minus infinity; so
-it is the model's, and the chosen tokens are ids of the model. The weights lie in this process's own memory, because a
-head is only one layer; the embedding is the model's, where the head has none.
+The host queues everything of a pass in order on one stream, so the states that :meth:`GpuEagle.read` writes to the
+residual stream belong to the next pass, and a pass may be launched before the tokens of the last one are known. The
+sampler gets logits by the model's ids, minus infinity outside of the draft vocabulary, so it is the model's own. The
+weights are private to this process, since a head is only one layer; the embedding is the model's if the head has none.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ log = logging.getLogger("pillion.worker")
 
 
 def head_weights(config: EagleConfig, weights: EagleWeights, main: GpuWeights) -> GpuWeights:
-    """Copies the weights of a head to the GPU of ``main``, those of the model whose embedding the head may share."""
+    """Copy a head's weights to the GPU of ``main``, the model's weights, whose embedding it may share."""
     named = dict(layer_tensors(config.operations, weights.layer, main.dtype, whole_model(config.layer), in_fp8=False))
     found = {f"layers.0.{name}": tensor for name, tensor in named.items()}
     found |= {"fuse.weight": _plain(weights.fuse), "lm_head.weight": _plain(weights.lm_head)}
@@ -70,13 +69,13 @@ def _plain(linear: Linear) -> torch.Tensor:
 
 
 class GpuEagleModel(GpuModel):
-    """Holds a head on a GPU, for passes of ``limits``.
+    """A head on a GPU, for passes of ``limits``.
 
     Attributes:
-        both: [max_tokens, 2 * hidden], the normed embeddings and states of a pass, side by side.
-        outputs: [max_samples, hidden], what a pass leaves of its sampled rows for those that follow them.
-        target_ids: int64, the model's id of each token that the head can draft; None where all ids are alike.
-        drafted: [max_samples, draft vocab], logits of these tokens.
+        both: [max_tokens, 2 * hidden], concatenated normed embeddings and states of a pass.
+        outputs: [max_samples, hidden], states of sampled rows, for rows that follow them.
+        target_ids: int64, the model's id of each draft id; None if ids are equal.
+        drafted: [max_samples, draft vocab], logits of the draft vocabulary.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class GpuEagleModel(GpuModel):
         *,
         invariant: bool = False,
     ) -> None:
-        """Makes the model. ``weights`` are those of :func:`head_weights`."""
+        """``weights`` are those of :func:`head_weights`."""
         samples, hidden = limits.max_samples, head.layer.hidden_size
         super().__init__(
             weights,
@@ -112,7 +111,7 @@ class GpuEagleModel(GpuModel):
 
 
 class EagleDecoder(GpuDecoder):
-    """Runs the forward pass of a head over states that are in the residual stream."""
+    """Forward pass of a head over states in the residual stream."""
 
     _model: GpuEagleModel
 
@@ -139,13 +138,13 @@ class EagleDecoder(GpuDecoder):
 
 
 class GpuEagle(GpuBackend):
-    """Implements :class:`pillion.engine.drafts.eagle_head.HeadBackend` on a GPU."""
+    """:class:`pillion.engine.drafts.eagle_head.HeadBackend` on a GPU."""
 
     decoder = EagleDecoder
     _model: GpuEagleModel
 
     def read(self, states: States) -> None:
-        """Begins to make the next step's inputs of the states of the model that its rows have."""
+        """Queue the fusion of the model's states into the next step's inputs."""
         model = self._model
         with torch.inference_mode():
             rows = to_device(states.view(np.int16) if states.dtype == np.uint16 else states, model.device)
@@ -153,7 +152,7 @@ class GpuEagle(GpuBackend):
             model.product(rows, model.weights["fuse.weight"], None, model.residual[: len(rows)])
 
     def follow(self, rows: Sequence[int]) -> None:
-        """Begins to copy the last step's outputs at ``rows`` of its ``sample_rows``: the next step's inputs."""
+        """Queue the copy of the last step's outputs at ``rows`` of its ``sample_rows`` to the next step's inputs."""
         model = self._model
         with torch.inference_mode():
             wanted = to_device(np.array(rows, np.int64), model.device)
@@ -163,7 +162,7 @@ class GpuEagle(GpuBackend):
 def load_gpu_eagle(
     flags: WorkerFlags, folder: Path, head: EagleConfig, layout: KVLayout, main: GpuBackend, limits: GpuLimits
 ) -> GpuEagle:
-    """Loads the head in ``folder`` for the model of ``main``, whose steps keep what the head reads from now on. Raises
+    """Load the head in ``folder`` for the model of ``main``, whose steps keep its states from now on. Raises
     ConfigError for a head that the GPU cannot run."""
     model, dtype = main.model, layout.dtype
     check_limits(model.device, layout)

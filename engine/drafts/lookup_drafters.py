@@ -1,6 +1,4 @@
-"""Drafts tokens without a model: looks for a text's last tokens at earlier places, and drafts the tokens that followed
-there.
-"""
+"""Drafting without a model: finds earlier places of a text's last tokens, and drafts the tokens that followed there."""
 
 from __future__ import annotations
 
@@ -16,34 +14,31 @@ from pillion.engine.scheduling.sequence import Sequence
 from pillion.kernels.step import Int32
 from pillion.settings.speculative_config import SpeculativeConfig
 
-# A search for a text's last tokens goes back over at most this many tokens, so that it takes at most some 20
-# microseconds.
+# Max tokens searched for a text's last tokens: some 20 microseconds.
 MAX_LOOKBACK_TOKENS = 16_384
-# Suffix decoding needs this many tokens in common with an earlier place of the text itself.
+# Min match length within the text itself.
 LEAST_OWN_MATCH_TOKENS = 2
 
 
 class NGramDrafter:
-    """Looks up the prompt (Saxena 2023): drafts what followed the last tokens when they last stood in this text.
+    """Prompt lookup (Saxena 2023): drafts what followed the last tokens where they last occurred in this text.
 
-    It needs no second model, has no state, and is right where answers quote their prompt: code edits, summaries, chats.
-    A draft needs at least ``prompt_lookup_min`` tokens in common with an earlier place; the place with the most
-    wins, up to ``prompt_lookup_max``.
+    Stateless, and good where answers quote their prompt: code edits, summaries, chats. A match needs at least
+    ``prompt_lookup_min`` tokens; the longest wins, up to ``prompt_lookup_max``.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._least, self._most = config.prompt_lookup_min, config.prompt_lookup_max
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
-        """Gives the tokens after the latest of the earlier places that have the most in common with each text's end."""
+        """Return the tokens after the latest of the longest matches of each text's end."""
         return [self._look_back(sequence, most) for sequence, most in wanted]
 
     def _look_back(self, sequence: Sequence, most: int) -> Int32:
         end = sequence.num_tokens
         text = sequence.tokens(max(0, end - MAX_LOOKBACK_TOKENS), end)
         last = len(text) - 1
-        # At these places the earlier text ends as the whole text does; they are narrowed token by token, from the end
-        # backwards.
+        # Places where the earlier text ends like the whole text, narrowed backwards token by token.
         places = np.flatnonzero(text[:last] == text[last])
         matched = 1
         while matched < self._most:
@@ -58,33 +53,31 @@ class NGramDrafter:
         return text[first : first + most]
 
     def seconds_per_token(self, sequences: int) -> float:
-        """Returns 0.0, because a look-up costs hardly anything beside a step."""
+        """Return 0.0, since look-ups are nearly free beside a step."""
         return 0.0
 
     def ended(self, sequence: Sequence) -> None:
-        """Does nothing, because this drafter keeps no data of streams."""
+        """Do nothing; this drafter is stateless."""
 
 
 class SuffixDrafter:
-    """Decodes by suffixes (Oliaro and others, arXiv 2411.04975): drafts the tokens that most often followed the
-    longest end of the text, in the text itself and in the worker's recent answers
-    (:mod:`pillion.engine.drafts.recent_answers`).
+    """Suffix decoding (Oliaro et al., arXiv 2411.04975): drafts the tokens that most often followed the longest suffix
+    of the text, in the text itself and in the worker's recent answers (:mod:`pillion.engine.drafts.recent_answers`).
 
-    The match and the draft token have up to ``suffix_decoding_max_tree_depth`` tokens together, the draft token up to
-    ``suffix_decoding_max_spec_factor`` times as many as the match. The draft token ends where the next token is too
-    uncertain. The places that match are looked up instead of kept in a tree: the text's own by a scan, which needs no
-    memory and takes microseconds, those in answers by hash.
+    Match and draft have up to ``suffix_decoding_max_tree_depth`` tokens together, the draft up to
+    ``suffix_decoding_max_spec_factor`` times the match. It ends where the next token is too uncertain. Matches are
+    searched instead of kept in a tree: the text's own by a scan of microseconds without memory, those in answers by
+    hash.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
-        # This is the longest match that leaves room for the longest draft token.
+        # Longest match that leaves room for the longest draft.
         self._most_matched = int(config.suffix_decoding_max_tree_depth / (1 + config.suffix_decoding_max_spec_factor))
         self._answers = RecentAnswers(config.suffix_decoding_max_cached_requests)
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
-        """Returns the draft token after the longer match; where two are equally long, the text itself counts more than
-        other answers."""
+        """Return the draft of the longer match; on equal length the text itself wins over other answers."""
         return [self._continue(sequence, most) for sequence, most in wanted]
 
     def _continue(self, sequence: Sequence, most: int) -> Int32:
@@ -106,9 +99,9 @@ class SuffixDrafter:
     def _after(
         self, tokens: Int32, first: int, end: int, places: Int64, pattern: Int32, most: int
     ) -> tuple[Int32, int]:
-        """Returns the tokens that most often follow those of the ``places`` that have the most tokens in common with
-        ``pattern``, which is the text's end from the last token backwards; and how many tokens these are. Places lie in
-        ``tokens`` at their remainder, and those from ``first`` to ``end`` are there."""
+        """Return the tokens that most often follow the best of ``places``, those with the longest match of ``pattern``,
+        which is the text's end reversed; and the match's length. ``tokens`` is indexed by places modulo its length and
+        has those from ``first`` to ``end``."""
         if not (len(places) and len(pattern)):
             return NO_TOKENS, 0
         room = len(tokens)
@@ -127,11 +120,11 @@ class SuffixDrafter:
         return np.array(_likeliest(followed, config.suffix_decoding_min_token_prob), dtype=np.int32), matched
 
     def seconds_per_token(self, sequences: int) -> float:
-        """Returns 0.0, because a look-up costs hardly anything beside a step."""
+        """Return 0.0, since look-ups are nearly free beside a step."""
         return 0.0
 
     def ended(self, sequence: Sequence) -> None:
-        """Remembers the answer, and the end of its prompt, after which an answer's first tokens may be drafted."""
+        """Store the answer, and the end of its prompt, after which an answer's first tokens may be drafted."""
         prompt = sequence.prompt_tokens
         if not sequence.resume_after and sequence.num_tokens > prompt:
             begin = max(0, prompt - self._config.suffix_decoding_max_tree_depth)
@@ -139,8 +132,8 @@ class SuffixDrafter:
 
 
 def _likeliest(followed: list[list[int]], least: float) -> list[int]:
-    """Returns the tokens that most of the rows begin with, one after the other, as long as at least this share of all
-    rows has them all; of equally frequent tokens it takes the first row's."""
+    """Return the most frequent continuation, token by token, while at least the share ``least`` of all rows agrees;
+    ties go to the first row."""
     drafted: list[int] = []
     needed = least * len(followed)
     for place in range(len(followed[0])):
@@ -153,5 +146,5 @@ def _likeliest(followed: list[list[int]], least: float) -> list[int]:
 
 
 def make_lookup_drafter(config: SpeculativeConfig) -> Drafter:
-    """Makes the drafter for a method of speculation without a model."""
+    """Return the drafter of a method without a model."""
     return SuffixDrafter(config) if config.method == "suffix" else NGramDrafter(config)

@@ -1,4 +1,4 @@
-"""Holds what a worker drafts tokens with, and makes what its schedulers ask for draft tokens (speculative decoding)."""
+"""A worker's drafter, and its schedulers' views of it (speculative decoding)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from pillion.settings.speculative_config import SpeculativeConfig
 
 
 def chains_of(shape: DraftShape, passes: DraftPasses, blocks: BlockManager) -> DraftChains:
-    """Makes the drafter of one scheduler that has a draft model of this shape, whose passes ``passes`` runs."""
+    """Return the drafter of one scheduler with a draft model of ``shape``, run by ``passes``."""
     kind = EagleChains if shape.reads_states else DraftChains
     return kind(shape, passes, blocks)
 
 
 class WorkerDrafts:
-    """Holds what a worker drafts tokens with, through all its epochs: a method without a model, or a model over the
-    worker's pool."""
+    """A worker's drafter through all of its epochs: a method without a model, or a model over the worker's pool."""
 
     def __init__(self, config: SpeculativeConfig, draft: tuple[DraftShape, DraftModel] | None) -> None:
         self._draft = draft
-        # The control is kept here, because what it has measured stays true when the worker begins a new epoch.
+        # Outlives epochs, since its measurements stay valid.
         self._control = DraftControl.of(config)
         self._drafter = make_lookup_drafter(config) if draft is None else None
 
     def draft_tokens(self, blocks: BlockManager) -> DraftTokens:
-        """Makes what the scheduler of one epoch asks for draft tokens, over its blocks."""
+        """Return the draft interface for the scheduler of one epoch, over its blocks."""
         drafter: Drafter | None = self._drafter
         if drafter is None:
             assert self._draft is not None
@@ -44,17 +43,17 @@ class WorkerDrafts:
         return DraftTokens(self._control, drafter)
 
     def bind_pool(self, attachment: Attachment) -> None:
-        """Notes that the worker's pool is mapped. Raises ConfigError for a pool that the draft model cannot use."""
+        """Use the worker's mapped pool. Raises ConfigError for a pool that the draft model cannot use."""
         if self._draft is not None:
             self._draft[1].bind_pool(attachment.pool, attachment.num_slots)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Pays one-time costs of passes of up to so many tokens."""
+        """Warm up passes of up to ``max_tokens`` tokens."""
         if self._draft is not None:
             self._draft[1].backend.warm_up(max_tokens)
 
     def close(self) -> None:
-        """Ends the draft model's threads. Idempotent."""
+        """Stop the draft model's threads. Idempotent."""
         if self._draft is not None:
             self._draft[1].backend.close()
 
@@ -62,15 +61,14 @@ class WorkerDrafts:
 def load_drafts(
     flags: WorkerFlags, model: LoadedModel, most_tokens: int, load: BackendFactory, wait_turn: Callable[[], object]
 ) -> WorkerDrafts | None:
-    """Loads the drafter that ``--speculative-config`` asks for; returns None where it asks for none. Its passes have at
-    most ``most_tokens`` tokens. ``wait_turn`` blocks until this process may take memory of its own. Raises ConfigError.
-    """
+    """Load the drafter of ``--speculative-config``; None without one. Passes have up to ``most_tokens`` tokens.
+    ``wait_turn`` blocks until this process may allocate private memory. Raises ConfigError."""
     config = flags.speculative_config if isinstance(flags, DecodeFlags) else SpeculativeConfig()
     if not config.method:
         return None
     if not config.model:
         return WorkerDrafts(config, None)
     if config.method == "eagle3":
-        # The memory of a head's weights is not shared, so a standby loads them only when its turn comes.
+        # A head's weights are not shared, so a standby loads them only at its turn.
         wait_turn()
     return WorkerDrafts(config, load_draft(flags, config, model, thread_count(flags), most_tokens, load))

@@ -43,7 +43,7 @@ class Encoder:
                 self._tensors[f"{at}all.{part}"] = torch.cat(every)
 
     def rows(self, token_ids: torch.Tensor, second_from: int) -> torch.Tensor:
-        """Returns the last hidden states [T, hidden] of one text [T]. The tokens of a pair's second text begin at
+        """Return the last hidden states [T, hidden] of one text [T]. The tokens of a pair's second text begin at
         ``second_from``; 0 stands for a single text."""
         return self._rotary(token_ids) if self._config.rotary else self._learned(token_ids, second_from)
 
@@ -73,7 +73,7 @@ class Encoder:
         return rows
 
     def _positions(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Returns each token's row of the learned positions. In RoBERTa's kind a padding token within a text has the
+        """Return each token's row of the learned positions. In RoBERTa's kind a padding token within a text has the
         padding's position, and is not counted."""
         padding = self._config.padding_id
         if padding is None:
@@ -98,7 +98,7 @@ class Encoder:
         return self._norm("final_norm", rows)
 
     def logits(self, vector: Float32) -> Float32:
-        """Returns the logits [labels] of a text's vector [hidden]."""
+        """Return the logits [labels] of a text's vector [hidden]."""
         with torch.inference_mode():
             kind = next(iter(self._tensors.values())).dtype
             row = torch.from_numpy(np.array(vector, np.float32)).to(kind)[None]
@@ -120,7 +120,7 @@ def _attended(
     angles: tuple[torch.Tensor, torch.Tensor] | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the attention's results [T, hidden] of queries, keys and values [T, 3 * hidden]."""
+    """Return the attention's results [T, hidden] of queries, keys and values [T, 3 * hidden]."""
     queries, keys, values = made.view(len(made), 3, heads, -1).permute(1, 2, 0, 3)
     if angles is not None:
         queries, keys = _turned(queries, *angles), _turned(keys, *angles)
@@ -134,7 +134,7 @@ def _turned(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def _angles(theta: float, count: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cosines and sines [T, width] of a text's positions, rounded to the model's type as transformers does."""
+    """Return cosines and sines [T, width] of a text's positions, rounded to the model's type as transformers does."""
     rates = 1.0 / (theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
     turns = torch.arange(count, dtype=torch.float32)[:, None] * rates
     both = torch.cat((turns, turns), -1)
@@ -142,7 +142,7 @@ def _angles(theta: float, count: int, width: int, dtype: torch.dtype) -> tuple[t
 
 
 def _near(count: int, window: int) -> torch.Tensor | None:
-    """Returns which tokens see each other in a layer with a window [T, T]; None where all do."""
+    """Return which tokens see each other in a layer with a window [T, T]; None where all do."""
     if not window or count <= window + 1:
         return None
     places = torch.arange(count)

@@ -25,7 +25,7 @@ class EncoderBackend(HostBackend):
     gives_vectors = True
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
-        """Loads the weights. Raises ConfigError where they do not fit the config. ``threads`` sets torch's threads for
+        """Load the weights. Raises ConfigError where they do not fit the config. ``threads`` sets torch's threads for
         the whole process; 0 leaves torch's default."""
         if threads:
             torch.set_num_threads(threads)
@@ -57,7 +57,7 @@ class EncoderBackend(HostBackend):
 
 
 def load_encoder(prepared: PreparedModel, block_size: int, threads: int) -> LoadedModel:
-    """Loads an encoder. Raises ConfigError for files that do not fit the config."""
+    """Load an encoder. Raises ConfigError for files that do not fit the config."""
     backend = EncoderBackend(prepared, block_size, threads)
     head = backend.encoder if load_config(prepared.folder).labels else None
     return LoadedModel(prepared, backend, "torch", chooses_tokens=False, head=head, whole_texts=True)

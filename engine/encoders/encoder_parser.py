@@ -48,7 +48,7 @@ _STAND_IN_VALUES = 16
 
 
 def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
-    """Reads the config of an encoder with so many labels. Raises ConfigError for what is not supported."""
+    """Read the config of an encoder with so many labels. Raises ConfigError for what is not supported."""
     kind = str(raw["model_type"])
     learned = kind in _LEARNED
     fixed = {"is_causal": False, **({"position_embedding_type": "absolute"} if learned else {})}
@@ -138,7 +138,7 @@ def _rotary(raw: Mapping[str, Any], labels: int) -> EncoderConfig:
 
 
 def _theta(raw: Mapping[str, Any], kind: str, old_key: str, default: float) -> float:
-    """Returns the base of the rotary embedding of a kind of layers. Raises ConfigError for another rotation."""
+    """Return the base of the rotary embedding of a kind of layers. Raises ConfigError for another rotation."""
     every = raw.get("rope_parameters")
     own = every.get(kind) if isinstance(every, Mapping) else None
     own = own if isinstance(own, Mapping) else {}

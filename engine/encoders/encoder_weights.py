@@ -21,7 +21,7 @@ _OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "Layer
 
 
 def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns the tensors of an encoder by the names that files have for them, without those of another task. Raises
+    """Return the tensors of an encoder by the names that files have for them, without those of another task. Raises
     ConfigError for tensors that are missing, unknown, of another shape, or not finite."""
     encoder, prefix = config.encoder, _PREFIXES[config.family]
     assert encoder is not None
@@ -49,7 +49,7 @@ def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
 
 
 def _weights(name: str, *shape: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a linear layer, or of a norm, and of its bias if it has one."""
+    """Return the shapes of a linear layer, or of a norm, and of its bias if it has one."""
     return {f"{name}.weight": shape, **({f"{name}.bias": shape[:1]} if bias else {})}
 
 

@@ -79,7 +79,7 @@ class GpuAdapters(PlainAdapters):
         max_tokens: int,
         targets: Sequence[str] = (),
     ) -> None:
-        """Makes the slots, for steps of at most so many tokens. ``config`` is that of the whole model; ``inner_values``
+        """Make the slots, for steps of at most so many tokens. ``config`` is that of the whole model; ``inner_values``
         are those of the MLPs that a rank has, None where the process is no rank of several. Raises ConfigError for a
         model whose fused layers the kernels cannot cut into their projections."""
         # An adapter has to fit these shapes, which are those of the whole model and not of a rank's share.
@@ -117,7 +117,7 @@ class GpuAdapters(PlainAdapters):
         self._compile()
 
     def _pack(self, weights: AdapterWeights) -> GpuAdapter:
-        """Lays an adapter, or the share of a rank or stage, out as a slot and copies it to the device; touches nothing
+        """Lay an adapter, or the share of a rank or stage, out as a slot and copies it to the device; touches nothing
         that steps use."""
         if self._inner_values is not None:
             weights = shard_adapter(weights, self._whole, self._shard, self._inner_values)
@@ -139,7 +139,7 @@ class GpuAdapters(PlainAdapters):
         return GpuAdapter(data)
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
-        """Queues a copy into the slot after the steps that were launched."""
+        """Queue a copy into the slot after the steps that were launched."""
         check_slot(slot, self.max_adapters)
         assert isinstance(packed, GpuAdapter)
         for slots, data in zip(self.slots, packed.data, strict=True):
@@ -151,15 +151,15 @@ class GpuAdapters(PlainAdapters):
                     part.record_stream(torch.cuda.current_stream(part.device))
 
     def check(self, batch: StepBatch) -> None:
-        """Raises Internal for a batch with adapter slots that do not exist."""
+        """Raise Internal for a batch with adapter slots that do not exist."""
         row_slots(batch, self.max_adapters)
 
     def clear(self) -> None:
-        """Makes the next step one whose rows have no adapters."""
+        """Make the next step one whose rows have no adapters."""
         self._device.fill_(-1)
 
     def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape) -> None:
-        """Begins the copy of the runs of a step's rows on the current stream. Raises Internal for slots that do not
+        """Begin the copy of the runs of a step's rows on the current stream. Raises Internal for slots that do not
         exist."""
         slots = row_slots(batch, self.max_adapters)
         host = self._hosts[self._turn]
@@ -179,7 +179,7 @@ class GpuAdapters(PlainAdapters):
         self._device.copy_(host, non_blocking=True)
 
     def add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
-        """Adds to a layer's outputs [T, outputs] the products of its inputs [T, inputs] with the rows' adapters; of
+        """Add to a layer's outputs [T, outputs] the products of its inputs [T, inputs] with the rows' adapters; of
         heads, both are [T, heads, ...]. ``sampled`` says that the rows are those of the step's samples."""
         if name not in self._layers:
             return
@@ -189,7 +189,7 @@ class GpuAdapters(PlainAdapters):
         add_low_rank(x, self.slots[layer.exact], layer, record, self._shrunk[layer.exact], out)
 
     def routed(self, name: str, x: torch.Tensor, *, sampled: bool) -> torch.Tensor | None:
-        """Returns what adapters add to the products [T, experts] of a router's inputs [T, inputs], in float32; None
+        """Return what adapters add to the products [T, experts] of a router's inputs [T, inputs], in float32; None
         where they may not change it. The next call overwrites it."""
         if name not in self._layers:
             return None
@@ -199,7 +199,7 @@ class GpuAdapters(PlainAdapters):
         return out
 
     def of_pairs(self, name: str, first: int, per_token: int, *, sampled: bool) -> PairAdapters | None:
-        """Returns what adapters add to the products of a layer's experts; None where they may not change these. Pairs
+        """Return what adapters add to the products of a layer's experts; None where they may not change these. Pairs
         are numbered from that of row ``first`` on, and each row has ``per_token`` of them."""
         if name not in self._layers:
             return None
@@ -210,15 +210,15 @@ class GpuAdapters(PlainAdapters):
         return PairAdapters(self.slots[0], layer, rows, per_token, pairs)
 
     def _begins(self, *, sampled: bool) -> tuple[int, ...]:
-        """Returns where in the record runs, numbers of rows and rows' slots begin."""
+        """Return where in the record runs, numbers of rows and rows' slots begin."""
         return tuple(place + (len(self._device) // 2 if sampled else 0) for place in self._places)
 
     def _runs_of(self, rows: int) -> int:
-        """Returns the largest number of runs that so many rows can have: each adapter may have one that is not full."""
+        """Return the largest number of runs that so many rows can have: each adapter may have one that is not full."""
         return min(rows, rows // RUN_ROWS + self.max_adapters)
 
     def _lay_out(self, flat: torch.Tensor, name: str, pairs: Sequence[LowRank]) -> None:
-        """Writes a layer's pairs of matrices into a slot. A pair for several projections is written into each of their
+        """Write a layer's pairs of matrices into a slot. A pair for several projections is written into each of their
         slices."""
         layer, taken = self._layers[name], set()
         a = flat[layer.a_at : layer.b_at].view(-1, len(layer.ends), layer.rank, layer.inputs)
@@ -241,7 +241,7 @@ class GpuAdapters(PlainAdapters):
             b[:, pair.first_output : last, :rank] = pair.b
 
     def _compile(self) -> None:
-        """Runs the kernels of each kind of layer, but for experts, over no rows, which compiles them."""
+        """Run the kernels of each kind of layer, but for experts, over no rows, which compiles them."""
         seen = set()
         for name, layer in self._layers.items():
             key = layer.inputs, layer.ends, layer.rank, layer.exact, layer.heads, name in self._routers
@@ -257,7 +257,7 @@ class GpuAdapters(PlainAdapters):
                     self.add(name, x, out, sampled=sampled)
 
     def _lay_slots(self, shapes: Mapping[str, LayerShape], device: torch.device) -> None:
-        """Makes the slots, which have a place for each of the layers. Raises ConfigError."""
+        """Make the slots, which have a place for each of the layers. Raises ConfigError."""
         self._layers: dict[str, LayerSlot] = {}
         sizes = [0, 0]
         for name, shape in shapes.items():
@@ -286,7 +286,7 @@ class GpuAdapters(PlainAdapters):
             ) from None
 
     def _make_rooms(self, mixtures: Sequence[Experts]) -> None:
-        """Makes the buffers of a step: rows of all ranks, in both types; what routers get; and rows of pairs."""
+        """Make the buffers of a step: rows of all ranks, in both types; what routers get; and rows of pairs."""
         tokens, ranks = self._max_tokens, MAX_SLICES * self._rank
         heads = max((layer.heads for layer in self._layers.values()), default=0)
         # An MLP beside the experts is a choice of each row.
@@ -309,9 +309,9 @@ class MixtureAdapters(NamedTuple):
     sampled: bool
 
     def routed(self, tensor: LayerTensor, rows: torch.Tensor) -> torch.Tensor | None:
-        """Returns what is added to a router's products of rows [T, hidden]: [T, experts] float32, or nothing."""
+        """Return what is added to a router's products of rows [T, hidden]: [T, experts] float32, or nothing."""
         return self.adapters.routed(self.layer + tensor.name, rows, sampled=self.sampled)
 
     def of_pairs(self, tensor: LayerTensor, first: int, per_token: int) -> PairAdapters | None:
-        """Returns what is added to the experts' products of pairs of the rows from ``first`` on."""
+        """Return what is added to the experts' products of pairs of the rows from ``first`` on."""
         return self.adapters.of_pairs(self.layer + tensor.name, first, per_token, sampled=self.sampled)

@@ -29,7 +29,7 @@ log = logging.getLogger("pillion.worker")
 
 
 def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Loads a worker of several processes, of which this one is rank 0."""
+    """Load a worker of several processes, of which this one is rank 0."""
     order = loading_order(flags, threads, size=flags.tensor_parallel_size)
     size, config, limits = flags.tensor_parallel_size, load_config(prepared.folder), limits_of(flags, prepared)
     # Steps write nothing to this memory, which only shows whether a rank has ended.
@@ -54,7 +54,7 @@ def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) ->
 def load_gpu_share(
     flags: WorkerFlags, order: dict[str, Any], memory_fd: int, rendezvous: int
 ) -> tuple[GpuBackend, RankMemory]:
-    """Loads the share of a rank above 0, and the ranks' memory. ``rendezvous`` is the descriptor by which the ranks
+    """Load the share of a rank above 0, and the ranks' memory. ``rendezvous`` is the descriptor by which the ranks
     find each other. Raises ConfigError."""
     prepared, memory = prepare(flags, log.info), RankMemory.open(os.dup(memory_fd))
     config = load_config(prepared.folder)
@@ -65,7 +65,7 @@ def load_gpu_share(
 
 
 def rank_shard(flags: WorkerFlags, shard: ModelShard, config: ModelConfig) -> ModelShard:
-    """Returns a process's share with the division of experts that ``flags`` ask for. Raises ConfigError where there are
+    """Return a process's share with the division of experts that ``flags`` ask for. Raises ConfigError where there are
     fewer experts than ranks."""
     if not flags.enable_expert_parallel or shard.whole or config.moe is None:
         return shard
@@ -75,7 +75,7 @@ def rank_shard(flags: WorkerFlags, shard: ModelShard, config: ModelConfig) -> Mo
 
 
 def join_ranks(shard: ModelShard, rendezvous: int, memory: RankMemory, *, apart: bool) -> GpuRankGroup:
-    """Meets the other ranks of the worker by the descriptor ``rendezvous``; ``memory`` shows whether one has ended.
+    """Meet the other ranks of the worker by the descriptor ``rendezvous``; ``memory`` shows whether one has ended.
     ``apart`` says whether each rank has a GPU of its own. Raises ConfigError."""
     device = step_device()
     own_device = apart and device.type == "cuda"

@@ -97,7 +97,7 @@ class GpuRankGroup:
         aborted: Callable[[], bool] = lambda: False,
         name: str = "",
     ) -> GpuRankGroup:
-        """Meets the other ranks, which takes until the last one is there. Raises ConfigError after MEETING_TIMEOUT_S,
+        """Meet the other ranks, which takes until the last one is there. Raises ConfigError after MEETING_TIMEOUT_S,
         and soon where a rank has ended.
 
         Args:
@@ -133,7 +133,7 @@ class GpuRankGroup:
         return cls(shard, group, rendezvous, device, aborted, name)
 
     def sum(self, values: torch.Tensor, *, in_order: bool = False) -> None:
-        """Adds up the contiguous ``values`` of all ranks, in place; every rank has the same bits then.
+        """Add up the contiguous ``values`` of all ranks, in place; every rank has the same bits then.
 
         In which order depends on how many values there are, and two values have only one. ``in_order``: it is that of
         the ranks, rounded once.
@@ -152,7 +152,7 @@ class GpuRankGroup:
             values.copy_(host)
 
     def gather(self, mine: torch.Tensor, every: list[torch.Tensor]) -> None:
-        """Brings the contiguous ``mine`` of each rank to rank 0, into ``every``, one tensor like ``mine`` for each
+        """Bring the contiguous ``mine`` of each rank to rank 0, into ``every``, one tensor like ``mine`` for each
         rank; other ranks pass no list."""
         options = self._options(_DIST.GatherOptions)
         options.rootRank = 0
@@ -164,7 +164,7 @@ class GpuRankGroup:
                 target.copy_(found)
 
     def spread(self, values: torch.Tensor) -> None:
-        """Copies rank 0's contiguous ``values`` into those of the other ranks."""
+        """Copy rank 0's contiguous ``values`` into those of the other ranks."""
         options = self._options(_DIST.BroadcastOptions)
         options.rootRank, options.rootTensor = 0, 0
         host = self._reachable(values)
@@ -173,11 +173,11 @@ class GpuRankGroup:
             values.copy_(host)
 
     def meet(self) -> None:
-        """Queues a call after which every rank has ended the work that it queued before."""
+        """Queue a call after which every rank has ended the work that it queued before."""
         self.sum(self._flag)
 
     def agree(self, fine: bool) -> bool:
-        """Waits for all ranks; returns whether all of them say ``fine``."""
+        """Wait for all ranks; returns whether all of them say ``fine``."""
         self._flag.fill_(0 if fine else 1)
         self.sum(self._flag)
         if self._flag.is_cuda:
@@ -189,7 +189,7 @@ class GpuRankGroup:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Leaves out all calls within the block, in which a step computes nonsense and takes the memory that it
+        """Leave out all calls within the block, in which a step computes nonsense and takes the memory that it
         needs. A rank that has none left in the middle of a real step would leave the others waiting there."""
         self._alone = True
         try:
@@ -198,12 +198,12 @@ class GpuRankGroup:
             self._alone = False
 
     def begin_steps(self) -> None:
-        """Waits for all ranks. From then on a wait may take as long as in steps."""
+        """Wait for all ranks. From then on a wait may take as long as in steps."""
         self.agree(True)
         self.limit_s = STEP_TIMEOUT_S
 
     def wait(self, event: Any) -> None:
-        """Waits for a CUDA event. Raises BackendLost if the device failed, or another rank is lost."""
+        """Wait for a CUDA event. Raises BackendLost if the device failed, or another rank is lost."""
         self._check_lost()
         waited_s = 0.0
         _sleep_exactly()
@@ -216,7 +216,7 @@ class GpuRankGroup:
             raise self.gone(f"the GPU failed: {error}") from error
 
     def close(self) -> None:
-        """Leaves the group, without waiting for others. Idempotent."""
+        """Leave the group, without waiting for others. Idempotent."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -229,11 +229,11 @@ class GpuRankGroup:
             os.close(self._rendezvous)
 
     def _reachable(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the values themselves, or a copy in host memory if the group can only send that."""
+        """Return the values themselves, or a copy in host memory if the group can only send that."""
         return values if self.capturable else values.cpu()
 
     def _options(self, kind: Any) -> Any:
-        """Returns options of a call. NCCL's run on the current stream, and not on one of its own, which would wait for
+        """Return options of a call. NCCL's run on the current stream, and not on one of its own, which would wait for
         that one and be waited for."""
         options = kind()
         options.asyncOp = not self.capturable
@@ -258,7 +258,7 @@ class GpuRankGroup:
             self._check(waited_s)
 
     def _ended(self, work: Any) -> bool:
-        """Waits for a call for at most HOST_WAIT_S; returns whether it has ended."""
+        """Wait for a call for at most HOST_WAIT_S; returns whether it has ended."""
         ended = work.is_completed()
         try:
             work.wait(timedelta(seconds=HOST_WAIT_S))
@@ -279,7 +279,7 @@ class GpuRankGroup:
             raise self.gone(f"no answer from the others in {self.limit_s:.0f} s")
 
     def gone(self, reason: str) -> BackendLost:
-        """Gives the group up, for ``reason``; returns the error to raise."""
+        """Return the group up, for ``reason``; returns the error to raise."""
         if not self._lost:
             self._lost = True
             # The end of a gloo group waits for running calls, which may wait for a rank that hangs.
@@ -288,7 +288,7 @@ class GpuRankGroup:
 
     @staticmethod
     def _keep(group: Any) -> None:
-        """Makes the group object stay until the process ends, even when Python drops everything else."""
+        """Make the group object stay until the process ends, even when Python drops everything else."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -315,7 +315,7 @@ def _nccl(store: Any, shard: ModelShard, device: torch.device) -> Any:
 
 
 def _in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Returns the result of ``work`` in a thread of its own, which does not keep the process from ending."""
+    """Return the result of ``work`` in a thread of its own, which does not keep the process from ending."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -329,12 +329,12 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _sleep_exactly() -> None:
-    """Lets this thread sleep as long as it says, but for TIMER_SLACK_NS; where that cannot be set, it sleeps longer."""
+    """Let this thread sleep as long as it says, but for TIMER_SLACK_NS; where that cannot be set, it sleeps longer."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
 
 
 def _little_shared_memory() -> str:
-    """Returns words for an error of NCCL where the machine, or the container, has little shared memory."""
+    """Return words for an error of NCCL where the machine, or the container, has little shared memory."""
     shared = os.statvfs(SHARED_MEMORY)
     size = shared.f_blocks * shared.f_frsize
     if size >= SHARED_MEMORY_BYTES:

@@ -22,7 +22,7 @@ class RankLogits:
     def __init__(
         self, ranks: GpuRankGroup, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Makes the buffers. ``dtype`` is the type of the head's products."""
+        """Make the buffers. ``dtype`` is the type of the head's products."""
         shard = ranks.shard
         self._ranks, self._rank = ranks, shard.rank
         self._shares = [replace(shard, rank=rank).vocabulary(vocab_size) for rank in range(shard.size)]
@@ -32,13 +32,13 @@ class RankLogits:
         self._used = self._buffers
 
     def room(self, rows: int) -> torch.Tensor:
-        """Returns the tensor for the rank's own products [rows, tokens of the rank]."""
+        """Return the tensor for the rank's own products [rows, tokens of the rank]."""
         sent, there = rows * self._most, self._buffers
         self._used = there[:, :sent] if sent <= there.shape[1] else there.new_empty(len(there), sent)
         return self._view(self._used[0], self._rank, rows)
 
     def gather(self, rows: int) -> list[tuple[range, torch.Tensor]]:
-        """Brings the products that all ranks put into their :meth:`room` for ``rows`` rows to rank 0, which returns
+        """Bring the products that all ranks put into their :meth:`room` for ``rows`` rows to rank 0, which returns
         each rank's tokens with their logits [rows, tokens]. The other ranks return nothing."""
         mine, *every = self._used.unbind(0)
         self._ranks.gather(mine, every)

@@ -43,34 +43,34 @@ class GpuStageBackend(GpuBackend):
         enforce_eager: bool = False,
         link: GpuStageLink,
     ) -> None:
-        """Makes the backend, which owns the link from now on."""
+        """Make the backend, which owns the link from now on."""
         super().__init__(model, layout, limits, enforce_eager=enforce_eager)
         # A prefill worker chooses no tokens.
         self._sampler = None
         self._link = link
 
     def check(self, batch: StepBatch) -> None:
-        """Raises Internal for a batch that no stage could run."""
+        """Raise Internal for a batch that no stage could run."""
         self.check_step(batch)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the batch's KV, which is complete at the return, and gives the rows to the next stage, which may take
+        """Write the batch's KV, which is complete at the return, and gives the rows to the next stage, which may take
         them later. Returns no logits."""
         return self._forward(self._bound_or_raise(), batch)[0]
 
     def warm_up(self, max_tokens: int) -> None:
-        """Captures CUDA graphs over the bound pool, and waits for the stages beside this one."""
+        """Capture CUDA graphs over the bound pool, and waits for the stages beside this one."""
         super().warm_up(max_tokens)
         self._link.begin_steps()
 
     def settle(self) -> None:
-        """Waits as :meth:`GpuBackend.settle` does, and for no stage that is lost."""
+        """Wait as :meth:`GpuBackend.settle` does, and for no stage that is lost."""
         if self._model.device.type == "cuda":
             self._link.wait(event_on(self._model.device))
         super().settle()
 
     def close(self) -> None:
-        """Releases what :meth:`GpuBackend.close` does, and leaves the other stages. Idempotent."""
+        """Release what :meth:`GpuBackend.close` does, and leaves the other stages. Idempotent."""
         super().close()
         self._link.close()
 
@@ -89,7 +89,7 @@ class GpuStageBackend(GpuBackend):
         return logits
 
     def _mark(self) -> Any:
-        """Returns what stands for the end of all that was queued so far: a time of time.monotonic(), or a CUDA
+        """Return what stands for the end of all that was queued so far: a time of time.monotonic(), or a CUDA
         event."""
         if self._model.device.type != "cuda":
             return time.monotonic()
@@ -98,7 +98,7 @@ class GpuStageBackend(GpuBackend):
         return event
 
     def _worked_since(self, began: Any) -> Worked:
-        """Waits for all that was queued, and returns when the device computed what was queued since a mark."""
+        """Wait for all that was queued, and returns when the device computed what was queued since a mark."""
         ended = self._mark()
         if isinstance(ended, float):
             return Worked(began, ended)

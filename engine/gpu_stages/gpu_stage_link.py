@@ -34,7 +34,7 @@ class StageRendezvous:
 
     @classmethod
     def create(cls, stages: int, ranks: int) -> StageRendezvous:
-        """Makes the files."""
+        """Make the files."""
 
         def made(count: int) -> list[int]:
             return [os.memfd_create("pillion-rendezvous", os.MFD_CLOEXEC) for _ in range(count)]
@@ -42,12 +42,12 @@ class StageRendezvous:
         return cls(made(stages if ranks > 1 else 0), [made(ranks) for _ in range(stages - 1)])
 
     def of(self, place: StagePlace) -> list[int]:
-        """Returns those of a process, in the order in which a process's share is loaded with them."""
+        """Return those of a process, in the order in which a process's share is loaded with them."""
         beside = self.between[max(place.stage - 1, 0) : place.stage + 1]
         return [*self.stages[place.stage : place.stage + 1], *(each[place.rank] for each in beside)]
 
     def close(self) -> None:
-        """Closes the descriptors; processes that have met keep their own."""
+        """Close the descriptors; processes that have met keep their own."""
         for descriptor in (*self.stages, *(one for each in self.between for one in each)):
             os.close(descriptor)
 
@@ -57,7 +57,7 @@ class GpuStageLink:
     stage before, ``after`` to the next one; None at the ends of the pipeline. :meth:`join` makes it."""
 
     def __init__(self, before: GpuRankGroup | None, after: GpuRankGroup | None) -> None:
-        """Owns the groups from now on."""
+        """Own the groups from now on."""
         self._before, self._after = before, after
         self._groups = [group for group in (before, after) if group is not None]
 
@@ -71,7 +71,7 @@ class GpuStageLink:
         own_device: bool,
         aborted: Callable[[], bool] = lambda: False,
     ) -> GpuStageLink:
-        """Meets the stages beside ``place``. ``rendezvous`` are the descriptors by which it finds the stage before,
+        """Meet the stages beside ``place``. ``rendezvous`` are the descriptors by which it finds the stage before,
         where there is one, and then the next one; the rest is what :meth:`GpuRankGroup.join` takes. Raises
         ConfigError."""
         given = iter(rendezvous)
@@ -92,28 +92,28 @@ class GpuStageLink:
             raise
 
     def take(self, rows: torch.Tensor) -> None:
-        """Queues, or awaits, that the contiguous ``rows`` are those of the stage before. The first stage has none
+        """Queue, or awaits, that the contiguous ``rows`` are those of the stage before. The first stage has none
         before it. Raises BackendLost."""
         if self._before is not None:
             self._before.spread(rows.view(torch.uint8))
 
     def give(self, rows: torch.Tensor) -> None:
-        """Gives the contiguous ``rows`` to the next stage, where there is one; what this process queues on the device
+        """Return the contiguous ``rows`` to the next stage, where there is one; what this process queues on the device
         afterwards may change them. Raises BackendLost."""
         if self._after is not None:
             self._after.spread(rows.view(torch.uint8))
 
     def wait(self, event: Any) -> None:
-        """Waits for a CUDA event: in the first stage for a limited time, in the others as long as the first one lives.
+        """Wait for a CUDA event: in the first stage for a limited time, in the others as long as the first one lives.
         Raises BackendLost if the device failed, or another process is lost."""
         self._groups[0].wait(event)
 
     def begin_steps(self) -> None:
-        """Waits for the stages beside this one. From then on a wait may take as long as in steps."""
+        """Wait for the stages beside this one. From then on a wait may take as long as in steps."""
         for group in self._groups:
             group.begin_steps()
 
     def close(self) -> None:
-        """Leaves the other stages, without waiting for them. Idempotent."""
+        """Leave the other stages, without waiting for them. Idempotent."""
         for group in self._groups:
             group.close()

@@ -30,7 +30,7 @@ log = logging.getLogger("pillion.worker")
 
 
 def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Loads a worker of several stages, of which this process is the first."""
+    """Load a worker of several stages, of which this process is the first."""
     stages, ranks, limits = flags.pipeline_parallel_size, flags.tensor_parallel_size, limits_of(flags, prepared)
     # Steps write nothing to this memory, which only shows whether a process has ended.
     memory = RankMemory.create(load_config(prepared.folder), flags.processes, 1)
@@ -70,7 +70,7 @@ def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -
 def load_gpu_stage(
     flags: WorkerFlags, order: dict[str, Any], memory_fd: int, *descriptors: int
 ) -> tuple[GpuStageBackend, RankMemory]:
-    """Loads the share of another process, and the memory that tells of the end of one. ``descriptors`` are those by
+    """Load the share of another process, and the memory that tells of the end of one. ``descriptors`` are those by
     which it meets others. Raises ConfigError."""
     prepared = prepare(flags, log.info)
     place = StagePlace.of(order["rank"], flags.pipeline_parallel_size, flags.tensor_parallel_size)
@@ -88,7 +88,7 @@ def load_share_of(
     *,
     apart: bool,
 ) -> tuple[GpuStageBackend, str]:
-    """Meets the other processes and makes the backend of the one at ``place``; returns it with the name of its kernels.
+    """Meet the other processes and makes the backend of the one at ``place``; returns it with the name of its kernels.
     ``memory`` shows whether a process has ended, ``apart`` says whether each has a GPU of its own. Raises
     ConfigError."""
     config, device, given = load_config(prepared.folder), step_device(), list(rendezvous)

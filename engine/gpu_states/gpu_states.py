@@ -87,7 +87,7 @@ class _OwnLayer:
 
 
 def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard, device: torch.device) -> _OwnLayer:
-    """Describes a process's share of an operation, whose ``pieces`` are its own."""
+    """Describe a process's share of an operation, whose ``pieces`` are its own."""
     parts, found = operation.taps.rows, shard.channels(operation.taps.rows)
     spans = [(start, len(shard.entries(part))) for part, start in zip(parts, found.starts, strict=True)]
     chosen = [start + each for start, count in spans for each in range(count)]
@@ -132,7 +132,7 @@ def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard
 
 
 def _delta_widths(operation: DeltaRule, shape: DeltaShape, shard: ModelShard) -> Iterator[tuple[str, int]]:
-    """Yields the buffers that a delta rule needs, and how many values a row of each has."""
+    """Yield the buffers that a delta rule needs, and how many values a row of each has."""
     values = shape.heads * shape.head_dim
     yield from (("made", _own_rows(operation.inputs, shard)), ("rates", _own_rows(operation.rates, shard)))
     yield from (("mixed", shape.mixed), ("remembered", values), ("found", values))
@@ -144,12 +144,12 @@ def _delta_widths(operation: DeltaRule, shape: DeltaShape, shard: ModelShard) ->
 
 
 def _own_rows(tensor: LayerTensor, shard: ModelShard) -> int:
-    """Returns how many rows of a matrix a process has."""
+    """Return how many rows of a matrix a process has."""
     return len(shard.indices(tensor.rows))
 
 
 def _values(pieces: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Returns the pages of pieces, and their places there in values, int32 [pieces, 2]."""
+    """Return the pages of pieces, and their places there in values, int32 [pieces, 2]."""
     places = [(page, offset // _VALUE_BYTES) for page, offset in pieces]
     return torch.tensor(places, dtype=torch.int32, device=device).view(-1, 2)
 
@@ -158,7 +158,7 @@ class GpuStates:
     """Holds the buffers of a model's layers that have states, which are made before there is a pool."""
 
     def __init__(self, model: GpuModel, layout: KVLayout, max_seqs: int) -> None:
-        """Makes the buffers of ``model``, whose states lie in slots as ``layout`` says, for steps of at most so many
+        """Make the buffers of ``model``, whose states lie in slots as ``layout`` says, for steps of at most so many
         sequences."""
         assert layout.state_layout is not None
         self.model, self._layout, self._max_seqs = model, layout, max_seqs
@@ -185,12 +185,12 @@ class GpuStates:
         self.solved = torch.zeros(solved, dtype=torch.float32, device=model.device)
 
     def buffer(self, index: int, name: str, count: int) -> torch.Tensor:
-        """Returns the first ``count`` rows of a buffer, as wide as layer ``index`` needs it."""
+        """Return the first ``count`` rows of a buffer, as wide as layer ``index`` needs it."""
         width = self.own[index].widths[name]
         return self._buffers[name][: count * width].view(count, width)
 
     def over(self, pool: torch.Tensor) -> StatesInPool:
-        """Returns what reads and writes layers' states in the slots of a pool of bytes [slots, block_bytes]."""
+        """Return what reads and writes layers' states in the slots of a pool of bytes [slots, block_bytes]."""
         return StatesInPool(self, pool.view(torch.float32), self._layout.state_pages, self._max_seqs)
 
 
@@ -203,11 +203,11 @@ class StatesInPool:
         self.record = StateRecord(pool, model.max_tokens, max_seqs, pages, model.device)
 
     def room(self, index: int, count: int) -> torch.Tensor:
-        """Returns the buffer for a product of ``count`` rows that layer ``index`` with a state reads."""
+        """Return the buffer for a product of ``count`` rows that layer ``index`` with a state reads."""
         return self._layers.buffer(index, "made", count)
 
     def run(self, index: int, operation: StateOperation, rows: torch.Tensor, product: Product) -> torch.Tensor:
-        """Computes an operation of layer ``index`` over the step's rows [T, ...], and writes their states. Returns rows
+        """Compute an operation of layer ``index`` over the step's rows [T, ...], and writes their states. Returns rows
         of a buffer that all layers share. ``product`` multiplies by the layer's matrices."""
         match operation:
             case ShortConvolution():
@@ -305,7 +305,7 @@ class StatesInPool:
     def _squares(
         self, index: int, group: _SharedGroup, rows: torch.Tensor, gates: torch.Tensor, *, gate_first: bool
     ) -> torch.Tensor:
-        """Returns the means [T] of the squares of a group, of which each of several ranks has a part."""
+        """Return the means [T] of the squares of a group, of which each of several ranks has a part."""
         model, every = self._model, self._buffer(index, "squares", rows)
         assert model.ranks is not None
         group_squares(rows, gates, every, group.number, group.values, gate_first=gate_first)
@@ -323,7 +323,7 @@ class StatesInPool:
     def _of_few(
         self, index: int, down: LayerTensor | None, up: LayerTensor | None, rows: torch.Tensor, product: Product
     ) -> torch.Tensor | None:
-        """Returns the product of the rows with one matrix and then with another; None where there are none."""
+        """Return the product of the rows with one matrix and then with another; None where there are none."""
         if down is None or up is None:
             return None
         narrow, few = (self._buffer(index, name, rows) for name in ("narrow", "few"))

@@ -27,7 +27,7 @@ from pillion.kvstore.memory.head_shares import own_rows, shares_of
 
 
 def rank_layout(layout: KVLayout, config: ModelConfig, shard: ModelShard, *, divided: bool) -> KVLayout:
-    """Returns the layout of a rank, whose pieces of states are its own alone. ``layout`` is that of a process that has
+    """Return the layout of a rank, whose pieces of states are its own alone. ``layout`` is that of a process that has
     the whole model; ``divided`` says that each rank has a shard of the pool."""
     if shard.whole or not layout.state_pages:
         return layout
@@ -44,7 +44,7 @@ def rank_layout(layout: KVLayout, config: ModelConfig, shard: ModelShard, *, div
 
 
 def _divided(layout: KVLayout, config: ModelConfig, shard: ModelShard) -> KVLayout:
-    """Returns the layout of a rank that has a shard of the pool. All ranks need as many pages."""
+    """Return the layout of a rank that has a shard of the pool. All ranks need as many pages."""
     size, pages, every = shard.size, 0, []
     for rank in range(size):
         first, room = _own_bytes(layout, rank, size)
@@ -59,7 +59,7 @@ def _divided(layout: KVLayout, config: ModelConfig, shard: ModelShard) -> KVLayo
 
 
 def _own_bytes(layout: KVLayout, rank: int, size: int) -> tuple[int, int]:
-    """Returns where in its part of a slot a rank has states, and in how many bytes."""
+    """Return where in its part of a slot a rank has states, and in how many bytes."""
     rows, heads = layout.rows_and_pieces
     if not heads:
         return 0, 0
@@ -71,7 +71,7 @@ def _own_bytes(layout: KVLayout, rank: int, size: int) -> tuple[int, int]:
 
 
 def _own_states(config: ModelConfig, shard: ModelShard) -> Iterator[LayerState | None]:
-    """Yields what a rank's heads and channels carry from token to token, by layer."""
+    """Yield what a rank's heads and channels carry from token to token, by layer."""
     for operation, state in zip(_operations(config), states_of(layers_of(config)), strict=True):
         if operation is None or state is None:
             yield None
@@ -90,7 +90,7 @@ def _operations(config: ModelConfig) -> Iterator[StateOperation | None]:
 
 
 def _moved(pieces: LayerPieces | None, by: int) -> LayerPieces | None:
-    """Returns pieces that begin so many bytes later in their slots."""
+    """Return pieces that begin so many bytes later in their slots."""
     if pieces is None:
         return None
     parts = pieces.inputs, pieces.memory, pieces.sides

@@ -44,12 +44,12 @@ class StateRecord:
         self.step = StepOfStates(pool, owners, starts, count, *chunked, slots.view(max_seqs, SIDES, pages))
 
     def clear(self) -> None:
-        """Makes the record a step without sequences."""
+        """Make the record a step without sequences."""
         self._device.zero_()
         self.step.owners.fill_(-1)
 
     def check(self, states: StateSlots | None, num_seqs: int) -> None:
-        """Raises Internal unless each of a step's sequences has slots of the pool."""
+        """Raise Internal unless each of a step's sequences has slots of the pool."""
         if states is None:
             raise Internal("a step of a model with states names no slots for them")
         shape, most = (num_seqs, self._pages), len(self.step.pool)
@@ -60,7 +60,7 @@ class StateRecord:
                 raise Internal(f"a state that is to be {name} leaves the pool of {most} slots")
 
     def send(self, batch: StepBatch, shape: StepShape) -> None:
-        """Begins the copy of a step that has passed :meth:`check` on the current stream."""
+        """Begin the copy of a step that has passed :meth:`check` on the current stream."""
         turn, seqs, states = self._turn, batch.num_seqs, batch.states
         self._turn = (turn + 1) % HOST_RECORDS
         assert states is not None

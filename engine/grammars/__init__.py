@@ -1,4 +1,4 @@
-"""Follows grammars of answers: which tokens may come next, as a function of the answer's tokens so far.
+"""Grammars of answers: the allowed next tokens as a function of the answer's tokens so far.
 
-Read grammar_state.py first. Schemas, tools and reasoning stay out of here: the gateway turns them into one grammar.
+Start with grammar_state.py. The gateway turns schemas, tools and reasoning into one grammar.
 """

@@ -1,4 +1,4 @@
-"""Defines a compiled grammar, and a matcher, which is a place in one, over llguidance."""
+"""Compiled grammar, and a matcher, which is a position in one, over llguidance."""
 
 from __future__ import annotations
 
@@ -14,36 +14,32 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
-# llguidance counts fuel for what a grammar's lexer adds; each unit stands for about this much memory (3 to 23 bytes).
+# Memory per unit of fuel, which llguidance counts for growth of a grammar's lexer (3 to 23 bytes).
 BYTES_OF_FUEL = 24
-# The fuel that a grammar has spent is read after this many of its masks: after more, where its lexer has not grown.
+# Masks between readings of a grammar's spent fuel: min, and max while its lexer does not grow.
 MIN_UNREAD_MASKS, MAX_UNREAD_MASKS = 16, 1024
-# At most this many bytes of forced text are turned into tokens at once, because that holds the interpreter's lock;
-# longer text is cut.
+# Max bytes of forced text tokenized at once, with the GIL held; longer text is cut.
 MAX_FORCED_BYTES = 2048
-# Tokens that reach into this many bytes before the cut are left for the next time, as further text could change them.
+# Tokens in this many bytes before the cut are deferred, as further text could change them.
 _CUT_BYTES = 64
-# These expressions find in an error of llguidance the fuel that a matcher has spent; the token does not exist, and is
-# used to cause an error.
+# Finds the spent fuel in an error of llguidance, and an invalid token that provokes one.
 _FUEL, _NO_TOKEN = re.compile(r'"lexer_cost": (\d+)'), 2**31 - 1
-# This expression matches a special token in the bytes that a grammar forces.
+# Special token in the bytes that a grammar forces.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 
 class CompiledGrammar:
-    """Represents a grammar that all answers with it share.
+    """Grammar shared by all answers that use it.
 
-    Matchers of one grammar share its lexer behind a mutex, for which a thread would wait while it holds the
-    interpreter's lock. So a user of a matcher of the grammar holds a lock of ours, and the step thread does not wait
-    for it.
+    Matchers of one grammar share its lexer behind a mutex, on which a thread would wait with the GIL held. Therefore
+    users of a matcher hold our lock, and the step thread never waits for it.
 
     Attributes:
-        start: the matcher that is copied for each answer, and never moved.
-        spent: whether one of its matchers has met an error, such as a limit of the lexer that they share: it is of no
-            use for new answers.
-        slow: whether its last mask took so long that steps do not wait for the next one.
+        start: matcher that is copied for each answer, and never moved.
+        spent: True if a matcher met an error, such as a limit of the shared lexer: unusable for new answers.
+        slow: True if its last mask took so long that steps do not wait for the next one.
         vocab_words: words of a mask, ceil(vocabulary / 32).
-        takes_draft_tokens: whether its matchers can move back.
+        takes_draft_tokens: True if its matchers can roll back.
     """
 
     def __init__(self, start: TokenMatcher, vocab_size: int, *, takes_draft_tokens: bool = True) -> None:
@@ -55,18 +51,18 @@ class CompiledGrammar:
         self._wake: Callable[[], None] | None = None
 
     def lock(self) -> None:
-        """Waits for the grammar's lock and takes it. The step thread never calls this method."""
+        """Acquire the grammar's lock. Never call it on the step thread."""
         self._lock.acquire()
 
     def try_lock(self, wake: Callable[[], None] | None = None) -> bool:
-        """Takes the grammar's lock if it is free, and returns whether it was; if not, ``wake`` is called when it
-        becomes free."""
+        """Acquire the grammar's lock if it is free, and return whether it was; otherwise ``wake`` is called when it is
+        released."""
         if self._lock.acquire(blocking=False):
             return True
         if wake is None:
             return False
         self._wake = wake
-        # The thread that held the lock may have released it before ``wake`` was registered.
+        # It may have been released before ``wake`` was registered.
         return self._lock.acquire(blocking=False)
 
     def unlock(self) -> None:
@@ -77,9 +73,9 @@ class CompiledGrammar:
 
 
 class SharedLexer:
-    """Measures the lexer that the matchers of one compilation share, which grows with their masks. llguidance does not
-    tell its size; the fuel that a matcher has spent is read after some of its masks, for the others' too. It belongs to
-    the holder of the grammar's lock, but for reading ``num_bytes``, about how much memory it takes."""
+    """Size estimate of the lexer shared by the matchers of a compilation, which grows with their masks. llguidance does
+    not expose it, so the fuel spent by a matcher is read after some of its masks and extrapolated. Guarded by the
+    grammar's lock, except for reading ``num_bytes``, the approximate size."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -87,7 +83,7 @@ class SharedLexer:
         self._next = MIN_UNREAD_MASKS
 
     def looked(self, matcher: TokenMatcher) -> None:
-        """Notes that a matcher of this lexer has computed a mask."""
+        """Count a mask computed by a matcher of this lexer."""
         self._unread += 1
         if self._unread < self._next:
             return
@@ -97,24 +93,22 @@ class SharedLexer:
 
 
 class TokenMatcher:
-    """Represents a place in a compiled grammar, by an LLMatcher of llguidance. Only ``fill`` may take long, and lets
-    other threads run."""
+    """Position in a compiled grammar, an LLMatcher of llguidance. Only ``fill`` may take long, and releases the GIL."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, lexer: SharedLexer, known_fuel: int = 0) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._lexer = lexer
         self._known_fuel = known_fuel
-        # This counts the masks that were computed since the matcher's spent fuel was last read.
+        # Masks computed since the fuel was last read.
         self._masks = 0
 
     def copy(self) -> TokenMatcher:
-        """Returns a matcher at the same place, which moves independently of this one."""
+        """Return an independent matcher at the same position."""
         return TokenMatcher(self._matcher.deep_copy(), self._tokenizer, self._lexer, self._known_fuel)
 
     def fuel(self) -> int:
-        """Returns the fuel that the matcher has spent so far on the lexer that it shares; 0 where the library does not
-        tell."""
+        """Return the matcher's fuel spent on the shared lexer; 0 if the library does not expose it."""
         probe = self._matcher.deep_copy()
         probe.consume_token(_NO_TOKEN)
         found = _FUEL.search(probe.get_error())
@@ -122,24 +116,24 @@ class TokenMatcher:
         return self._known_fuel
 
     def fuel_since(self) -> int:
-        """Returns the fuel that the matcher has spent on each mask since the last call of this method, rounded up."""
+        """Return the fuel per mask since the last call, rounded up."""
         known, masks = self._known_fuel, self._masks
         self._masks = 0
         return -(-(self.fuel() - known) // max(masks, 1))
 
     def consume(self, token: int) -> bool:
-        """Moves over a token. Returns False if the grammar refuses it; the matcher is of no use any more then."""
+        """Advance over a token. Returns False if the grammar rejects it; the matcher is then unusable."""
         return self._matcher.consume_token(token)
 
     def forced(self) -> list[int]:
-        """Returns the tokens that have to follow, as far as the grammar leaves no choice."""
+        """Return the forced tokens: those without an alternative."""
         text = self._matcher.compute_ff_bytes()
         if len(text) <= MAX_FORCED_BYTES or not self._tokenizer.is_canonical:
             return self._matcher.compute_ff_tokens() if text else []
         return self._cut(text[:MAX_FORCED_BYTES])
 
     def _cut(self, text: bytes) -> list[int]:
-        """Returns the tokens of a forced text that goes on, as far as further text cannot change them."""
+        """Return the tokens of a forced text that continues, up to where further text could change them."""
         special = _SPECIAL.match(text)
         if special:
             return [int(special[1])]
@@ -153,25 +147,25 @@ class TokenMatcher:
         return tokens
 
     def allows(self, token: int) -> bool:
-        """Returns whether the grammar takes this token next; the matcher does not move."""
+        """Return whether the grammar allows this token next, without advancing."""
         return self._matcher.validate_tokens([token]) == 1
 
     def rollback(self, count: int) -> None:
-        """Moves back over the last ``count`` tokens. The matchers of some grammars cannot, and are of no use then."""
+        """Roll back the last ``count`` tokens. Matchers of some grammars cannot, and are then unusable."""
         self._matcher.rollback(count)
 
     def stopped(self) -> bool:
-        """Returns whether nothing but the answer's end can follow."""
+        """Return whether only the answer's end can follow."""
         return self._matcher.is_stopped()
 
     def error(self) -> str:
-        """Says why the matcher is of no use any more; "" while it is of use."""
+        """Return why the matcher is unusable, or ""."""
         return first_line(self._matcher.get_error())
 
     def fill(self, bits: UInt32, draft_tokens: Seq[int]) -> None:
-        """Writes the mask of this place into bits[0], and those after each draft token into the rows below."""
+        """Write the mask of this position to bits[0], and those after each draft token to the rows below."""
         if draft_tokens:
-            # The library's type stubs leave this method out.
+            # Missing from the library's type stubs.
             masks: Any = self._matcher
             masks.unsafe_compute_mask_ptr_with_draft_token(bits.ctypes.data, bits[0].nbytes, [*draft_tokens])
         else:
@@ -181,5 +175,4 @@ class TokenMatcher:
 
 
 def first_line(error: str) -> str:
-    """Returns the first line of an error of llguidance."""
     return error.strip().partition("\n")[0]

@@ -1,8 +1,8 @@
-"""Compiles grammars with llguidance, for a model's tokenizer, and keeps them.
+"""Compilation of grammars by llguidance for a model's tokenizer, and their cache.
 
-Loading the tokenizer holds the interpreter's lock for a second or more, so a worker does that before it serves. The
-compilation of a grammar lets other threads run, and gives way to them. The limits bound memory and time of a grammar,
-whatever is in it: the worst mask within them takes some tens of milliseconds.
+Loading the tokenizer holds the GIL for a second or more, so a worker does it before it serves. Compilation releases the
+GIL and runs at low priority. Limits bound memory and time of any grammar: the worst mask within them takes some tens of
+milliseconds.
 """
 
 from __future__ import annotations
@@ -39,26 +39,25 @@ from pillion.rules.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-# At most this many compiled grammars are kept, namely those that were used last.
+# Max compiled grammars in the LRU cache.
 MAX_COMPILED_GRAMMARS = 64
-# Compiled grammars may take about this much memory.
+# Approximate max memory of compiled grammars.
 MAX_COMPILED_BYTES = 64 * 2**20
-# This many grammars are compiled at once.
+# Concurrent compilations.
 COMPILE_THREADS = 2
-# At most this many compilations belong to single answers, which get one where the compilation that they shared has met
-# a limit.
+# Max compilations private to an answer, made when the shared one has met a limit.
 MAX_OWN_GRAMMARS = 8
-# This many tokens of an answer so far are followed at once. Then other threads get the grammar and the interpreter's
-# lock, which Python otherwise passes on only after 5 ms.
+# Tokens of an answer replayed at once. Then the grammar's lock and the GIL are released, which Python otherwise does
+# only after 5 ms.
 REPLAYED_TOKENS = 32
 REPLAY_PAUSE_S = 1e-4
-# llguidance says this of a token that a grammar does not allow.
+# llguidance's error for a token that a grammar does not allow.
 _REFUSES = "doesn't satisfy the grammar"
 
 
 def read_tokenizer(path: Path, vocab_size: int, end_ids: tuple[int, ...]) -> LLTokenizer:
-    """Returns a tokenizer as llguidance needs it; the one that was read last is kept, also for forks of this process,
-    until its file changes. It starts no thread. Raises what :meth:`GrammarCompiler.load` raises."""
+    """Return a tokenizer for llguidance; the last one is cached until its file changes, also for forks of this process.
+    Starts no thread. Raises like :meth:`GrammarCompiler.load`."""
     changed = path.stat()
     return _read_tokenizer(path, (changed.st_mtime_ns, changed.st_size, changed.st_ino), vocab_size, end_ids)
 
@@ -71,31 +70,27 @@ def _read_tokenizer(path: Path, changed: tuple[int, ...], vocab_size: int, end_i
 
 
 def read_ahead(text: str) -> None:
-    """Reads the tokenizer of JSON's [path, vocabulary's size, ids of ends] for forks of this process. A tokenizer that
-    cannot be read is left to the process that needs it, which says why."""
+    """Preload the tokenizer of a JSON [path, vocabulary size, EOS ids] for forks of this process. Errors are left to
+    the process that needs it."""
     path, vocab_size, end_ids = json.loads(text)
     with suppress(ImportError, OSError, ValueError):
         read_tokenizer(Path(path), vocab_size, tuple(end_ids))
 
 
 def line_to_read_ahead(folder: Path, vocab_size: int, end_ids: Seq[int]) -> str:
-    """Returns the "MODULE:FUNCTION=TEXT" with which a fork server reads a prepared model's tokenizer.
-
-    A decode worker would need longer for that than for all else that it does before it serves.
-    """
+    """Return the "MODULE:FUNCTION=TEXT" with which a fork server preloads a model's tokenizer. A decode worker would
+    need longer for that than for the rest of its start."""
     text = json.dumps([str(folder / "tokenizer.json"), vocab_size, [end for end in end_ids if end < vocab_size]])
     return f"{__name__}:read_ahead={text}"
 
 
 class GrammarCompiler:
-    """Compiles the grammars of answers for one model, and makes their states. Several threads may use it.
-
-    ``mask_threads`` compute the masks of all states.
-    """
+    """Compiler of one model's grammars, and factory of their states. Thread-safe. ``mask_threads`` compute the masks of
+    all states."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         self.mask_threads = MaskThreads()
-        # This is called with the seconds that a grammar took to compile; it may be replaced.
+        # Called with the seconds of a compilation; replaceable.
         self.on_compiled: Callable[[float], None] = lambda seconds: None
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -107,19 +102,18 @@ class GrammarCompiler:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, end_ids: Seq[int]) -> GrammarCompiler:
-        """Reads a prepared model's tokenizer. Raises ImportError without llguidance, OSError without a tokenizer, and
-        ValueError for one that llguidance cannot use."""
+        """Read a model's tokenizer. Raises ImportError without llguidance, OSError without a tokenizer, and ValueError
+        for one that llguidance does not support."""
         ends = tuple(end for end in end_ids if end < vocab_size)
         return cls(read_tokenizer(folder / "tokenizer.json", vocab_size, ends), vocab_size, ends)
 
     def start(self, text: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> Future[GrammarState]:
-        """Begins to make the state of an answer that has these tokens already. That takes as long as compiling the
-        grammar, if it is not in the cache. The future raises InvalidRequest where the grammar does not compile, or does
-        not allow the answer."""
+        """Make the state of an answer with these tokens in the background, after compiling the grammar unless cached.
+        The future raises InvalidRequest if the grammar does not compile or rejects the answer."""
         return self._executor.submit(self._start, text, answer, stop_token_ids)
 
     def close(self) -> None:
-        """Ends the compiler's threads, each when its work is done. Idempotent."""
+        """Stop the threads, each after its work. Idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self.mask_threads.close()
 
@@ -127,16 +121,16 @@ class GrammarCompiler:
         ends = tuple(end for end in self._end_ids if end not in stop_token_ids)
         state = self._at(text, self._compile(text), answer, ends)
         if state.broken:
-            # Other answers with the same compiled grammar may have met one of its limits.
+            # Another answer may have exhausted the shared compilation.
             state = self._at(text, self._compile(text, own=True), answer, ends)
         if state.broken:
-            # A grammar that has led an answer so far was admitted; an answer that it refuses is the client's.
+            # A grammar that led a partial answer was admitted; only a rejected answer is the client's fault.
             fault = BrokenGrammar if answer and _REFUSES not in state.broken else InvalidRequest
             raise fault(f"{GRAMMAR_FAULT} cannot be followed: {state.broken}")
         return state
 
     def _at(self, text: str, compiled: CompiledGrammar, answer: Seq[int], ends: tuple[int, ...]) -> GrammarState:
-        """Returns the state of an answer that has these tokens already."""
+        """Return the state of an answer with these tokens."""
         state = GrammarState(compiled, self.mask_threads, ends, partial(self._renew, text, ends))
         state.take(answer)
         moved = False
@@ -151,16 +145,14 @@ class GrammarCompiler:
         return state
 
     def _renew(self, text: str, ends: tuple[int, ...], answer: Seq[int]) -> Future[GrammarState] | None:
-        """Begins to follow an answer in a compilation of its own. Returns None where too many answers have their
-        own."""
+        """Follow an answer in its own compilation, in the background; None if too many answers have one."""
         with suppress(RuntimeError):  # The compiler is closed.
             if len(self._own) < MAX_OWN_GRAMMARS:
                 return self._executor.submit(lambda: self._at(text, self._compile(text, own=True), answer, ends))
         return None
 
     def _compile(self, text: str, *, own: bool = False) -> CompiledGrammar:
-        """Compiles a grammar. Answers share the result, which later calls find again, unless ``own`` asks for one that
-        a single answer has to itself."""
+        """Compile a grammar. The result is shared and cached, unless ``own`` asks for one private to an answer."""
         key = hashlib.sha256(text.encode()).digest()
         if not own:
             with self._lock:
@@ -171,7 +163,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         began_s = time.monotonic()
-        # With verbose errors, llguidance tells the fuel that a matcher has spent.
+        # Verbose errors include the spent fuel.
         limits = LLParserLimits(**{**PARSER_LIMITS, "verbose_errors": True})
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
@@ -195,8 +187,7 @@ class GrammarCompiler:
         return compiled
 
     def _kept(self, key: bytes) -> CompiledGrammar | None:
-        """Returns the compiled grammar under ``key``, and marks it as the most recently used. Returns None where there
-        is none, or where one of its matchers has failed."""
+        """Return the cached grammar and mark it as used; None if missing, or if a matcher of it has failed."""
         compiled, _ = self._compiled.get(key, (None, None))
         if compiled is None or compiled.spent:
             return None
@@ -204,7 +195,7 @@ class GrammarCompiler:
         return compiled
 
     def _trim(self) -> None:
-        """Lets go of the least recently used grammars, down to the bounds, but never of the last one."""
+        """Evict least recently used grammars down to the limits, but never the last one."""
         left_bytes = sum(lexer.num_bytes for _, lexer in self._compiled.values())
         while len(self._compiled) > 1 and (
             len(self._compiled) > MAX_COMPILED_GRAMMARS or left_bytes > MAX_COMPILED_BYTES
@@ -213,8 +204,8 @@ class GrammarCompiler:
             left_bytes -= lexer.num_bytes
 
     def _can_go_back(self, matcher: TokenMatcher) -> bool:
-        """Returns whether a matcher at the grammar's begin can move over a token and back, which rules with "stop" and
-        "max_tokens" do not allow."""
+        """Return whether a matcher at the grammar's start can roll back a token, which "stop" and "max_tokens" rules
+        prevent."""
         bits = np.zeros((1, -(-self._vocab_size // 32)), np.uint32)
         matcher.fill(bits, ())
         first = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0]

@@ -1,22 +1,22 @@
-"""Keeps one answer's place in its grammar.
+"""One answer's position in its grammar.
 
     take(tokens) --> not followed yet --follow--> [forced tokens | free choice] --place_masks--> MaskJob
                                                         |
                                                         '--> complete, or failed
 
-The place is a pure function of the answer's tokens, so that a parallel sample, a preempted stream, and a replay on
-another worker meet the same masks. Forced tokens keep to a rule for that reason: after a token that was chosen freely,
-and after the last one of a forced run, the grammar is asked which tokens are forced. Its answer is a run, and the next
-tokens are these, whatever the grammar would say in the middle of the run. Replayed tokens are cut into the same runs,
-because they are followed from the answer's begin.
+The position is a pure function of the answer's tokens, so that a parallel sample, a preempted stream, and a replay on
+another worker get the same masks. Therefore forced tokens follow a rule: after a freely chosen token, and after the
+last one of a forced run, the grammar is asked for forced tokens. The result is a run, and the next tokens are these,
+whatever the grammar would allow within the run. Replayed tokens are cut into the same runs, because replay begins at
+the answer's start.
 
-The matcher stands after the forced run, so that the mask of the place there can be computed while the run itself is.
+The matcher is positioned after the forced run, so that the next mask can be computed together with the run.
 
-A matcher is used by one thread at a time: by a mask job that is not over, else by the step thread, which never waits.
+A matcher is used by one thread at a time: by a pending mask job, else by the step thread, which never waits.
 
-A matcher that meets an error is of no use any more, and mostly that is a limit of what it shares with the matchers of
-other answers. So the answer is followed anew from its begin, in a compilation of its own, and fails only where its own
-tokens meet the limit again. No mask of a matcher with an error is ever used.
+A matcher that meets an error is unusable, mostly because of a limit shared with the matchers of other answers. The
+answer is then replayed in its own compilation, and fails only if its own tokens meet the limit again. Masks of a failed
+matcher are never used.
 """
 
 from __future__ import annotations
@@ -34,27 +34,25 @@ from pillion.errors import BrokenGrammar, PillionError
 from pillion.kernels.step import UInt32
 from pillion.rules.grammar_limits import GRAMMAR_FAULT
 
-# After an answer was followed anew because of an error, a further error lets it be followed anew only this many tokens
-# later.
+# Min tokens between two replays of an answer after errors.
 MIN_RENEWED_TOKENS = 256
 
 
 class GrammarState:
-    """Represents one answer's place in its grammar. Only the step thread uses it.
+    """One answer's position in its grammar. Only the step thread uses it.
 
     Args:
-        grammar: the grammar that the answer follows.
+        grammar: the answer's grammar.
         threads: compute the masks.
-        passing_ends: end tokens that do not end this stream; they are chosen only where nothing else can be.
-        renew: begins to follow an answer of these tokens from its begin, in a compilation that no other answer has;
-            None where that cannot be.
+        passing_ends: EOS tokens that do not end this stream; allowed only if nothing else is.
+        renew: replays an answer of these tokens in a private compilation, in the background; None if impossible.
 
     Attributes:
-        num_tokens: how many tokens of the answer the grammar was given.
-        forced: the next tokens, where the grammar leaves no choice.
-        completes: whether the answer is complete after the forced tokens, and only its end can follow.
-        failure: why the request cannot go on; None while it can.
-        broken: why its matcher is of no use any more; "" while it is of use.
+        num_tokens: tokens of the answer passed to the grammar.
+        forced: next tokens without an alternative.
+        completes: True if the answer is complete after the forced tokens, and only its end can follow.
+        failure: why the request fails; None while it can continue.
+        broken: why its matcher is unusable, or "".
     """
 
     def __init__(
@@ -68,19 +66,17 @@ class GrammarState:
         self._threads = threads
         self._passing_ends = passing_ends
         self._renew = renew
-        # These are the answer so far; the future that follows it anew in another compilation; and how long the answer
-        # was when that was last begun.
+        # The answer so far; the future of its replay in another compilation; its length at the last replay.
         self._answer = array("i")
         self._renewal: Future[GrammarState] | None = None
         self._renewed_at = -MIN_RENEWED_TOKENS
         self.broken = ""
         self._matcher = grammar.start.copy()
         self._unfollowed: list[int] = []
-        # These are the masks that were asked for last, and for which drafts and how many places.
+        # Last mask job, with its drafts and number of positions.
         self._job: MaskJob | None = None
         self._job_for: tuple[tuple[int, ...], int] = ((), 0)
-        # These say whether the attributes below hold after all taken tokens, and whether the grammar was asked which
-        # tokens are forced after the matcher.
+        # Whether the attributes below are valid after all tokens, and whether the grammar was asked for forced tokens.
         self._followed = self._asked = False
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
@@ -89,18 +85,17 @@ class GrammarState:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Says whether a step may be launched with the next token before that token is known. Nothing is won by that
-        where a run of forced tokens or the end follows, or where masks are late."""
-        # A forced run of two tokens does not keep steps from running ahead: the launched step chooses the first, the
-        # next step the second.
+        """True if a step may be launched before the stream's last token is known. There is no gain before a forced run
+        or the end, or with late masks."""
+        # Forced runs of two are fine: the launched step chooses the first token, the next step the second.
         return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure or self._renewal)
 
     def sample(self) -> GrammarState:
-        """Returns the place of another answer that begins with this one's grammar."""
+        """Return the state of another answer with the same grammar, at its start."""
         return GrammarState(self._grammar, self._threads, self._passing_ends, self._renew)
 
     def take(self, tokens: Seq[int]) -> None:
-        """Notes that these tokens were appended to the answer."""
+        """Append tokens to the answer."""
         self.num_tokens += len(tokens)
         self._unfollowed += tokens
         self._answer.extend(tokens)
@@ -108,8 +103,8 @@ class GrammarState:
             self._followed = False
 
     def follow(self) -> bool:
-        """Moves on to after all taken tokens, if that is possible without waiting; the class's attributes hold
-        afterwards. Returns False if it is not possible; the step loop is woken when another try is worth it."""
+        """Advance over all appended tokens without waiting; the class's attributes are valid afterwards. Returns False
+        if impossible now; the step loop is woken to retry."""
         if not (self._job_is_over() and self._is_whole()):
             return False
         if not self._followed and self.failure is None:
@@ -122,14 +117,14 @@ class GrammarState:
             if not self._is_whole():
                 return False
         if self._grammar.slow and self._job is None and not (self.completes or self.failure or self.forced):
-            # A step would have to wait for this mask, so the stream is passed over until the mask is there.
+            # A step would wait for this mask; skip the stream until it is computed.
             self._start_job((), 1)
             return self._job_is_over()
         return True
 
     def count_fitting(self, draft_tokens: Seq[int]) -> int:
-        """Returns how many of the drafted next tokens are worth a try, counted from the first one: the grammar allows
-        them, and another choice follows them."""
+        """Return the length of the longest prefix of the draft tokens that the grammar allows and that a choice
+        follows."""
         if self.forced or self.broken or not self._grammar.takes_draft_tokens or not self._grammar.try_lock():
             return 0
         matcher, consumed, fitting = self._matcher, 0, 0
@@ -139,11 +134,11 @@ class GrammarState:
                     break
                 consumed += 1
                 if matcher.stopped():
-                    # Nothing is chosen after a complete answer: its last token is chosen, not drafted.
+                    # A complete answer's last token must be chosen, not drafted.
                     break
                 fitting += 1
                 if matcher.forced():
-                    # In the middle of a forced run only the run's own tokens may follow.
+                    # Within a forced run only its own tokens may follow.
                     break
             if consumed:
                 matcher.rollback(consumed)
@@ -152,12 +147,11 @@ class GrammarState:
             self._grammar.unlock()
 
     def place_masks(self, drafts: Seq[int], places: int) -> MaskJob:
-        """Returns masks of the last ``places`` of 1 + len(drafts) places: after the taken tokens, and after each of the
-        drafts, which begin with forced tokens or are draft tokens that fit."""
+        """Return masks of the last ``places`` of 1 + len(drafts) positions: after the answer, and after each of the
+        drafts, which are forced tokens or fitting draft tokens."""
         self.follow()
         if not self._followed:
-            # Another thread uses the grammar, so no thread can begin to compute these masks in time for the step, and
-            # no step is to wait for them.
+            # Another thread holds the grammar: the masks would be late, and no step may wait.
             late = MaskJob(self._grammar, self._matcher, self._no_bits(places), places, (), ())
             late.error = "another thread uses the grammar"
             late.finish()
@@ -167,8 +161,8 @@ class GrammarState:
         return self._start_job(drafts, places)
 
     def move(self, most: int | None = None) -> bool:
-        """Moves the grammar over tokens that the answer has taken and that the grammar has not followed yet: over
-        ``most`` of them, or over all. The caller holds the grammar's lock. Returns whether no such token is left."""
+        """Advance the grammar over pending tokens of the answer, up to ``most`` of them. The caller holds the grammar's
+        lock. Returns whether none is left."""
         self._job = None
         matcher = self._matcher
         count = len(self._unfollowed) if most is None else min(most, len(self._unfollowed))
@@ -179,8 +173,7 @@ class GrammarState:
                     self.forced = self.forced[1:]
                     self._asked = bool(self.forced)
                     continue
-                # Another version of Pillion has cut forced runs differently when it wrote this answer, and tokens are
-                # the truth.
+                # Written by a version of Pillion that cut forced runs differently; the tokens win.
                 matcher.rollback(len(self.forced))
                 self.forced = ()
             if not matcher.consume(token):
@@ -198,7 +191,7 @@ class GrammarState:
         return True
 
     def _find_forced(self) -> None:
-        """Asks the grammar for a run of forced tokens, unless there is one; the matcher then stands after it."""
+        """Ask the grammar for a run of forced tokens, unless there is one, and advance the matcher over it."""
         if self.forced or self._asked:
             return
         self._asked = True
@@ -207,13 +200,13 @@ class GrammarState:
             self._matcher.consume(token)
 
     def _start_job(self, drafts: Seq[int], places: int) -> MaskJob:
-        """Begins to compute masks of some places; those of forced tokens are known."""
+        """Start a mask job; masks of forced tokens are known."""
         bits = self._no_bits(places)
         first = 1 + len(drafts) - places
         known = self.forced[first : len(drafts) + 1]
         for row, token in zip(bits, known, strict=False):
             row[token // 32] = 1 << token % 32
-        # No draft token stands after a forced run, so the first place without a known mask is the matcher's own.
+        # Draft tokens never follow a forced run, so the first unknown mask is at the matcher's position.
         draft_tokens = () if self.forced else tuple(drafts)
         job = MaskJob(self._grammar, self._matcher, bits, len(known), draft_tokens, self._passing_ends)
         self._job, self._job_for = job, (tuple(drafts), places)
@@ -224,13 +217,12 @@ class GrammarState:
         return job
 
     def _no_bits(self, places: int) -> UInt32:
-        # np.zeros releases the interpreter's lock, and a mask thread that takes it then delays the step. A bytearray
-        # holds zeros, too, and its making keeps the lock.
+        # np.zeros releases the GIL, and a mask thread that acquires it delays the step. A bytearray does not.
         words = self._grammar.vocab_words
         return np.frombuffer(bytearray(4 * places * words), np.uint32).reshape(places, words)
 
     def _job_is_over(self) -> bool:
-        """Returns whether no mask job has to be waited for. The last job's error, or its delay, becomes the failure."""
+        """Return whether no mask job is pending. The last job's error or excessive delay becomes the failure."""
         job = self._job
         if job is None or job.is_over(self._threads):
             if job is not None and job.error and not self.broken:
@@ -242,14 +234,14 @@ class GrammarState:
         return False
 
     def _break(self, reason: str) -> None:
-        """Notes that the matcher has met an error; later answers get a new compilation of the grammar."""
+        """Mark matcher and grammar as failed; later answers get a new compilation."""
         self._grammar.spent = True
         self.broken = reason
         self._job, self._followed = None, False
         self.forced, self.completes = (), False
 
     def _is_whole(self) -> bool:
-        """Returns whether the matcher is of use, or the request has failed; if not, it is followed anew meanwhile."""
+        """Return whether the matcher is usable or the request has failed; otherwise a replay is running."""
         if not self.broken or self.failure is not None:
             return True
         if self._renewal is None:
@@ -259,7 +251,7 @@ class GrammarState:
                 self._fail(self.broken)
                 return True
             self._renewed_at = self.num_tokens
-            # The new state already has these tokens.
+            # The new state includes these tokens.
             self._unfollowed.clear()
             self._renewal.add_done_callback(lambda _: self._threads.wake())
         if not self._renewal.done():

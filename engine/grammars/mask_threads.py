@@ -1,12 +1,12 @@
-"""Computes masks on threads of their own, while the device runs the step that will sample with them.
+"""Threads that compute masks while the device runs the step that will sample with them.
 
-    place_masks --> MaskJob --put--> queue --> thread: computed --> over
-                                                  |                  '--> somebody found it missing: the loop is woken
-                                                  '--> is still at it when the next job comes, or the queue is
-                                                       long: another thread starts
+    place_masks --> MaskJob --put--> queue --> thread: computed --> finished
+                                                  |                  '--> a step missed it: the loop is woken
+                                                  '--> still busy when the next job comes, or the queue is long:
+                                                       another thread starts
 
-A job that takes long keeps its thread to itself, so that the jobs after it are late once at most. MAX_MASK_THREADS
-bounds the threads. A library's limits end every job in the end; a job that is overdue all the same fails its request.
+A long job keeps its thread, so the jobs behind it are late at most once. MAX_MASK_THREADS bounds the threads. The
+library's limits end every job eventually; an overdue job fails its request.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import numpy as np
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar, TokenMatcher
 from pillion.kernels.step import UInt32
 
-# A step waits this long for the masks of its rows; a row whose mask is late is not sampled in that step.
+# Max wait of a step for its masks; a row whose mask is late is not sampled in that step.
 MASK_WAIT_MS = 5
-# A mask that takes longer than this fails its request.
+# A slower mask fails its request.
 MASK_LIMIT_MS = 5000
 MAX_MASK_THREADS = 8
-# Where more masks than this wait for each thread, another thread starts, as long as the machine has a core for it.
+# Max waiting masks per thread before another thread starts, up to one per core.
 MAX_QUEUED_MASKS = 16
 
 
 class MaskJob:
-    """Computes masks of some places of one answer.
+    """Computation of masks at some positions of one answer.
 
-    ``grammar`` is the answer's. ``bits`` come with ``known`` masks of forced tokens; of the others the first is that of
-    the matcher's place, and one is after each of ``draft_tokens``. ``error`` is set by the computation.
+    ``bits`` begins with ``known`` masks of forced tokens; of the others the first is at the matcher's position, and one
+    after each of ``draft_tokens``. ``error`` is set by the computation.
 
     Attributes:
-        bits: uint32 [N, ceil(vocabulary / 32)], valid when ``wait`` has returned True: token t may be chosen at place n
-            where bit t % 32 of bits[n, t // 32] is set.
+        bits: uint32 [N, ceil(vocabulary / 32)], valid once ``wait`` has returned True: bit t % 32 of bits[n, t // 32]
+            allows token t at position n.
     """
 
     def __init__(
@@ -60,17 +60,16 @@ class MaskJob:
         self._draft_tokens = draft_tokens
         self._passing_ends = passing_ends
         self._began_s = 0.0
-        # The gate is held until the masks are there. A lock is made much quicker than an Event, and a step of many
-        # streams makes as many of them.
+        # Locked until the masks are computed. A Lock is created much faster than an Event, and steps create many.
         self._gate = Lock()
         self._gate.acquire()
         self._lock = Lock()
-        # A step that needed the masks and did not find them sets this function, which is called when they are there.
+        # Set by a step that missed the masks; called when they are computed.
         self._wake: Callable[[], None] | None = None
         self._wake_s = 0.0
 
     def run(self) -> None:
-        """Computes the masks of this job, on one of the mask threads."""
+        """Compute the masks, on a mask thread."""
         self.grammar.lock()
         self._began_s = time.monotonic()
         try:
@@ -84,7 +83,6 @@ class MaskJob:
         self.finish()
 
     def finish(self) -> None:
-        """Notes that all masks of this job are computed."""
         with self._lock:
             self._gate.release()
             wake = self._wake
@@ -92,16 +90,15 @@ class MaskJob:
             wake()
 
     def wait(self, seconds: float) -> bool:
-        """Waits for the masks, at most ``seconds``; returns whether they are there."""
-        # A matcher that has met an error allows only the answer's end, whatever its grammar is, so its masks are not
-        # used.
+        """Wait up to ``seconds`` for the masks, and return whether they are valid."""
+        # A failed matcher allows only the answer's end, so its masks are not used.
         if not self._gate.acquire(timeout=seconds):
             return False
         self._gate.release()
         return not self.error
 
     def is_over(self, threads: MaskThreads) -> bool:
-        """Says whether the masks are there; if not, the step loop is woken when they are, and when they are overdue."""
+        """Return whether the job is finished; if not, the step loop is woken when it is, and when it is overdue."""
         if not self._gate.locked():
             return True
         with self._lock:
@@ -116,11 +113,11 @@ class MaskJob:
         return False
 
     def is_slow(self, limit_ms: float = MASK_WAIT_MS) -> bool:
-        """Returns whether a thread has worked at the masks for longer than ``limit_ms``."""
+        """Return whether a thread has been computing the masks for longer than ``limit_ms``."""
         return self._began_s > 0 and time.monotonic() - self._began_s > limit_ms / 1000
 
     def _pass_by_ends(self) -> None:
-        """Removes end tokens that do not end this stream from the masks, except where nothing else can be chosen."""
+        """Clear end tokens that do not end this stream in the masks, unless nothing else is allowed."""
         for end in self._passing_ends:
             bit = np.uint32(1 << end % 32)
             for row in self._open:
@@ -131,27 +128,25 @@ class MaskJob:
 
 
 class MaskThreads:
-    """Runs the threads of one worker. ``wake``, which may be replaced, wakes its step loop, from any thread."""
+    """Mask threads of one worker. ``wake``, replaceable, wakes its step loop from any thread."""
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         self.wake = wake
         self._queue: SimpleQueue[MaskJob | None] = SimpleQueue()
         self._lock = Lock()
-        # The number of cores is read once, because that is a system call.
+        # Cached: a system call.
         self._cores = os.cpu_count() or 1
         self._threads = 0
-        # These are the jobs that threads work at, at most one for each grammar, and those that wait for the job of
-        # their grammar.
+        # Running jobs, one per grammar, and jobs waiting for their grammar's job.
         self._running: dict[CompiledGrammar, MaskJob] = {}
         self._behind: dict[CompiledGrammar, deque[MaskJob]] = {}
 
     def put(self, job: MaskJob) -> None:
-        """Queues a mask job for the threads to compute."""
         self._queue.put(job)
         self.relieve()
 
     def relieve(self) -> None:
-        """Starts one more thread where all of them have been at their jobs for long, or where many jobs wait."""
+        """Start another thread if all have been busy for long, or if many jobs wait."""
         with self._lock:
             busy = len(self._running) >= self._threads and all(job.is_slow() for job in self._running.values())
             crowded = self._threads < self._cores and self._queue.qsize() > MAX_QUEUED_MASKS * self._threads
@@ -161,13 +156,13 @@ class MaskThreads:
             Thread(target=self._compute, name="pillion-mask", daemon=True).start()
 
     def wake_later(self) -> None:
-        """Wakes the step loop when a job that was late just now is overdue."""
+        """Wake the step loop when a job that is late now becomes overdue."""
         timer = Timer(MASK_LIMIT_MS / 1000, self.wake)
         timer.daemon = True
         timer.start()
 
     def close(self) -> None:
-        """Ends the threads, each when its job is over. Idempotent."""
+        """Stop the threads, each after its job. Idempotent."""
         for _ in range(self._threads):
             self._queue.put(None)
 

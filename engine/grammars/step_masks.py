@@ -1,4 +1,4 @@
-"""Makes the masks of a step's rows, from the grammars of its sequences."""
+"""Masks of a step's rows, from the grammars of its sequences."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pillion.kernels.step import Bool, Int64, UInt32
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """Implements :class:`pillion.kernels.step.RowMasks`.
+    """:class:`pillion.kernels.step.RowMasks` of a step.
 
-    ``asked`` has the masks of each sequence with a grammar, and how many of the step's rows use them: the rows of its
-    chunk, or, where parallel samples begin, one row for each of them with the same mask.
+    ``asked``: the mask job of each sequence with a grammar, and the number of the step's rows that use it: those of its
+    chunk or, where parallel samples begin, one row per sample with the same mask.
     """
 
     rows: Int64
@@ -25,7 +25,7 @@ class StepMasks:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepMasks | None:
-        """Asks for the masks of a plan with grammars, when its batch is built. Returns None where no row has one."""
+        """Start the mask jobs of a plan whose batch is being built; None without grammars."""
         rows: list[int] = []
         asked: list[tuple[MaskJob, int]] = []
         row = 0

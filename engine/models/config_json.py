@@ -24,7 +24,7 @@ MAX_IDS, MAX_TOKENS = 1024, 2**24
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises ConfigError for a file that is missing or holds something else."""
+    """Return the JSON object in a file. Raises ConfigError for a file that is missing or holds something else."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -37,13 +37,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Returns the ids in a value such as ``eos_token_id``: null, one number, or a list of numbers."""
+    """Return the ids in a value such as ``eos_token_id``: null, one number, or a list of numbers."""
     items = value if isinstance(value, list) else [value]
     return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
 
 
 def vocabulary_ids(raw: Mapping[str, Any], key: str, vocab_size: int, place: str = "config.json") -> tuple[int, ...]:
-    """Returns the ids of tokens in a value such as ``eos_token_id``; () for null and a missing key. Ids beyond the
+    """Return the ids of tokens in a value such as ``eos_token_id``; () for null and a missing key. Ids beyond the
     vocabulary are left out: they are transformers' defaults for larger ones, and no model chooses them.
 
     Raises ConfigError, which names ``place``, for what is no id of any vocabulary, and for more than MAX_IDS.
@@ -64,7 +64,7 @@ def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Returns a whole number above 0; null and a missing key give ``default``."""
+    """Return a whole number above 0; null and a missing key give ``default``."""
     value = _value(raw, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number above 0, not {value!r}")
@@ -74,7 +74,7 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
 
 
 def number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """Returns a finite number; null and a missing key give ``default``."""
+    """Return a finite number; null and a missing key give ``default``."""
     value = _value(raw, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ConfigError(f"config.json: {key} must be a number, not {value!r}")
@@ -88,7 +88,7 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """Returns a finite number above 0; null and a missing key give ``default``, which may be 0 where that means that a
+    """Return a finite number above 0; null and a missing key give ``default``, which may be 0 where that means that a
     model has no such number."""
     value = number(raw, key, default)
     if value <= 0 and raw.get(key) is not None:
@@ -97,7 +97,7 @@ def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def per_layer(raw: Mapping[str, Any], key: str, num_layers: int) -> list[Any] | None:
-    """Returns a list with one entry for each layer, cut as in transformers; None for a missing key or null."""
+    """Return a list with one entry for each layer, cut as in transformers; None for a missing key or null."""
     value = raw.get(key)
     if value is None:
         return None

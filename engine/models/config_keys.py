@@ -17,7 +17,7 @@ from pillion.errors import ConfigError
 
 
 def words(text: str) -> frozenset[str]:
-    """Returns the words of a text, which are names of keys."""
+    """Return the words of a text, which are names of keys."""
     return frozenset(text.split())
 
 
@@ -157,12 +157,12 @@ _OF_EAGLE = words(
 
 
 def refuse_unknown_head_keys(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first key of an EAGLE-3 head's config that Pillion does not implement."""
+    """Raise ConfigError for the first key of an EAGLE-3 head's config that Pillion does not implement."""
     _refuse("eagle3", "", raw, _OF_EAGLE | BOOKKEEPING, {}, "remove it only if the head is right without it")
 
 
 def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
-    """Returns the keys that a family's configs may have; the arguments are those of :func:`refuse_unknown_keys`."""
+    """Return the keys that a family's configs may have; the arguments are those of :func:`refuse_unknown_keys`."""
     known = _READ | BOOKKEEPING | own | set(ignored)
     return known.union(_NUM_EXPERTS) if "num_experts_per_tok" in own else known
 
@@ -170,7 +170,7 @@ def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
 def refuse_unknown_keys(
     name: str, own: Set[str], ignored: Iterable[str], fixed: Mapping[str, Any], raw: Mapping[str, Any], others: Set[str]
 ) -> None:
-    """Raises ConfigError for the first key that the family ``name`` does not understand; ``own`` are the keys that it
+    """Raise ConfigError for the first key that the family ``name`` does not understand; ``own`` are the keys that it
     reads beside those of all families, ``ignored`` those that it does not read, ``fixed`` those that may say nothing
     but what the family does anyway, and ``others`` all keys that other families read."""
     known = known_keys(own, ignored)
@@ -181,29 +181,29 @@ def refuse_unknown_keys(
 
 
 def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any], others: Set[str]) -> None:
-    """Raises ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping; ``others`` as
+    """Raise ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping; ``others`` as
     in :func:`refuse_unknown_keys`."""
     _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {}, others=others)
 
 
 def unread(raw: Mapping[str, Any], others: Set[str]) -> list[str]:
-    """Returns the keys of a config that mean nothing here; ``others`` are those that some family knows."""
+    """Return the keys of a config that mean nothing here; ``others`` are those that some family knows."""
     known = _READ | BOOKKEEPING | _AROUND_TEXT | _NEUTRAL.keys() | others
     return sorted(key for key in raw.keys() - known if not key.startswith("_"))
 
 
 def without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a config without the keys that are about images and sounds."""
+    """Return a config without the keys that are about images and sounds."""
     return {key: value for key, value in raw.items() if key not in _AROUND_TEXT}
 
 
 def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first key of a rotary embedding's parameters that Pillion does not implement."""
+    """Raise ConfigError for the first key of a rotary embedding's parameters that Pillion does not implement."""
     _refuse(name, "the rope parameter ", rope, _ROPE_READ | _ROPE_BOOKKEEPING, _ROPE_NEUTRAL)
 
 
 def _is_label(key: str, value: Any) -> bool:
-    """Returns whether a key is about training or names a token, or is one of text whose name has nothing to do with
+    """Return whether a key is about training or names a token, or is one of text whose name has nothing to do with
     arithmetic."""
     parts, texts = re.split(r"[\W_]+", key.lower()), value if isinstance(value, list) else [value]
     if key.endswith(_OF_TOKENS) or not _OF_TRAINING.isdisjoint(parts):
@@ -221,7 +221,7 @@ def _refuse(
     *,
     others: Set[str] | None = None,
 ) -> None:
-    """Raises ConfigError for the first unknown key that may change something. Where ``others`` are given, a label of a
+    """Raise ConfigError for the first unknown key that may change something. Where ``others`` are given, a label of a
     key that is none of them does not."""
     for key in sorted(raw.keys() - set(known)):
         value = raw[key]

@@ -78,17 +78,17 @@ MOST_NEAR_NAMES = 3
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Returns the values of ``model_type`` that can be served."""
+    """Return the values of ``model_type`` that can be served."""
     return tuple(sorted({*FAMILIES, *TEXT_OF, *TEXT_AS, *SAME_AS, *ENCODER_KINDS}))
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config is that of an encoder, whose tokens all see each other."""
+    """Return whether a config is that of an encoder, whose tokens all see each other."""
     return config.get("model_type") in ENCODER_KINDS
 
 
 def load_config(folder: Path, ignored_keys: Iterable[str] = ()) -> ModelConfig:
-    """Reads the config of a folder, without some keys where it is not prepared yet. Raises ConfigError for a missing
+    """Read the config of a folder, without some keys where it is not prepared yet. Raises ConfigError for a missing
     config or an unsupported model."""
     config = without_keys(read_config(folder), ignored_keys)
     try:
@@ -98,7 +98,7 @@ def load_config(folder: Path, ignored_keys: Iterable[str] = ()) -> ModelConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads a folder's config.json, and how its weights are quantized where only a file beside it says that. Raises
+    """Read a folder's config.json, and how its weights are quantized where only a file beside it says that. Raises
     ConfigError for files that are missing or damaged."""
     config = read_json(folder / "config.json")
     for name, method in QUANTIZATION_FILES.items():
@@ -108,7 +108,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def without_keys(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Returns a config without the keys of --ignore-config-key, nested ones included. Raises ConfigError for a missing
+    """Return a config without the keys of --ignore-config-key, nested ones included. Raises ConfigError for a missing
     key."""
     kept = dict(config)
     for name in names:
@@ -132,14 +132,14 @@ def _without(value: Any, name: str) -> Any:
 
 
 def passed_over(config: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of a config that :func:`parse_config` takes and nothing reads."""
+    """Return the keys of a config that :func:`parse_config` takes and nothing reads."""
     text = config.get("text_config")
     every = {**text, **config} if isinstance(text, Mapping) else config
     return unread(every, FAMILY_KEYS | IGNORED_KEYS | ENCODER_KEYS)
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
+    """Read a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
     labels = labels_of(config)
     if is_encoder(config):
         return parse_encoder(config, labels)
@@ -218,20 +218,20 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
 
 
 def _mlp_width(raw: Mapping[str, Any], options: Mapping[str, Any], moe: MoeConfig | None) -> int:
-    """Returns the inner width of dense MLPs. A config without any such layer may leave it out."""
+    """Return the inner width of dense MLPs. A config without any such layer may leave it out."""
     of_experts = moe.intermediate_size if moe is not None and all(moe.layers) else None
     width = size(raw, "intermediate_size", of_experts)
     return size(options, "intermediate_size_mlp", width)
 
 
 def _biases(options: Mapping[str, Any], said: Biases) -> Iterator[bool]:
-    """Yields whether there are biases of queries, keys and values, of attention's results and of MLPs."""
+    """Yield whether there are biases of queries, keys and values, of attention's results and of MLPs."""
     for one in (said.qkv, said.o, said.mlp):
         yield bool(options.get(one)) if isinstance(one, str) else one
 
 
 def labels_of(config: Mapping[str, Any]) -> int:
-    """Returns how many labels a classifier tells apart, 2 where its config does not say; 0 for other models."""
+    """Return how many labels a classifier tells apart, 2 where its config does not say; 0 for other models."""
     named = config.get("architectures")
     if not (isinstance(named, list) and named and str(named[0]).endswith(CLASSIFIER)):
         return 0
@@ -240,14 +240,14 @@ def labels_of(config: Mapping[str, Any]) -> int:
 
 
 def _is_headless(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config names a class of transformers that has no head, such as LlavaModel."""
+    """Return whether a config names a class of transformers that has no head, such as LlavaModel."""
     named = config.get("architectures")
     first = str(named[0]) if isinstance(named, list) and named else ""
     return first.endswith("Model") and not first.endswith("LMHeadModel")
 
 
 def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
-    """Returns the family of a config, and its name. Raises ConfigError for one that is not known."""
+    """Return the family of a config, and its name. Raises ConfigError for one that is not known."""
     said = config.get("model_type")
     name = SAME_AS.get(said, said) if isinstance(said, str) else ""
     if name in REMOVED:
@@ -260,7 +260,7 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
 
 
 def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    """Returns what the family's own keys say, by the keys of other families."""
+    """Return what the family's own keys say, by the keys of other families."""
     found = {usual: raw[key] for key, usual in family.keys.items() if raw.get(key) is not None}
     if "intermediate_size" in family.keys.values() and "intermediate_size" not in found:
         found["intermediate_size"] = 4 * size({**raw, **found}, "hidden_size")
@@ -272,7 +272,7 @@ def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the language model's config out of a config for text and images, where it stands in it or, in old ones,
+    """Return the language model's config out of a config for text and images, where it stands in it or, in old ones,
     beside what is about images; any other config as it is. Raises ConfigError for a text model that is not known."""
     outer, text = str(config.get("model_type")), config.get("text_config")
     if outer in TEXT_AS:
@@ -295,7 +295,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_family(text: Mapping[str, Any], said: str) -> Mapping[str, Any]:
-    """Returns the config of a text model of type ``said`` as its family's configs are."""
+    """Return the config of a text model of type ``said`` as its family's configs are."""
     if said not in TEXT_AS:
         return {**text, "model_type": said}
     family, own = TEXT_AS[said]
@@ -303,7 +303,7 @@ def _as_family(text: Mapping[str, Any], said: str) -> Mapping[str, Any]:
 
 
 def _without_places(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a config's rotary embedding without what says where pictures stand in a text."""
+    """Return a config's rotary embedding without what says where pictures stand in a text."""
     found = {}
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key)
@@ -325,7 +325,7 @@ def _activation(name: str, family: ModelFamily, raw: Mapping[str, Any], options:
 
 
 def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
-    """Returns the factor of the attention scores: the one that Granite's configs hold; for other families 1 / sqrt of
+    """Return the factor of the attention scores: the one that Granite's configs hold; for other families 1 / sqrt of
     ``query_pre_attn_scalar`` or else of head_dim."""
     if "attention_multiplier" in options:
         return above_zero(options, "attention_multiplier", 1.0 / math.sqrt(head_dim))
@@ -333,7 +333,7 @@ def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
 
 
 def _kv_heads(name: str, raw: Mapping[str, Any], heads: int, latents: LatentConfig | None) -> tuple[int, int]:
-    """Returns the number of KV heads, and how many values have a rotary embedding or, where a part of them has one,
+    """Return the number of KV heads, and how many values have a rotary embedding or, where a part of them has one,
     could have it. Raises ConfigError for numbers of heads that do not fit together."""
     kv_heads = size(raw, "num_key_value_heads", heads)
     if latents is not None and kv_heads != heads:
@@ -345,7 +345,7 @@ def _kv_heads(name: str, raw: Mapping[str, Any], heads: int, latents: LatentConf
 
 
 def _latents(raw: Mapping[str, Any], options: Mapping[str, Any], heads: int) -> LatentConfig | None:
-    """Returns how keys and values are made of latents, in families that have them."""
+    """Return how keys and values are made of latents, in families that have them."""
     if "kv_lora_rank" not in options:
         return None
     rotary = size(options, "qk_rope_head_dim")
@@ -362,7 +362,7 @@ def _latents(raw: Mapping[str, Any], options: Mapping[str, Any], heads: int) -> 
 
 
 def _token_index(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the indexer, and which layers run one (``indexer_types`` of GLM-5)."""
+    """Return the fields of the indexer, and which layers run one (``indexer_types`` of GLM-5)."""
     if "index_topk" not in options:
         return {}
     index = TokenIndex(
@@ -389,7 +389,7 @@ def _selecting(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 def _latent_scale(latents: LatentConfig, rope: RopeConfig) -> float:
-    """Returns the factor of scores: 1 / sqrt of a head's values, times YaRN's factor where a config has one for it."""
+    """Return the factor of scores: 1 / sqrt of a head's values, times YaRN's factor where a config has one for it."""
     scale = 1.0 / math.sqrt(latents.head_dim)
     if rope.kind == "default" or not rope.mscale_all_dim:
         return scale
@@ -397,7 +397,7 @@ def _latent_scale(latents: LatentConfig, rope: RopeConfig) -> float:
 
 
 def _residual_scale(options: Mapping[str, Any], num_layers: int) -> float:
-    """Returns the factor of what is added to the residual stream: Granite's, or MiniCPM's, which depends on the number
+    """Return the factor of what is added to the residual stream: Granite's, or MiniCPM's, which depends on the number
     of layers."""
     if options.get("scale_depth") is not None:
         return above_zero(options, "scale_depth", 1.0) / math.sqrt(num_layers)
@@ -411,7 +411,7 @@ def _logit_divisor(options: Mapping[str, Any], hidden_size: int) -> float:
 
 
 def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> tuple[bool, ...]:
-    """Returns whether each layer has a rotary embedding. SmolLM3 has layers without one: every fourth, or those with a
+    """Return whether each layer has a rotary embedding. SmolLM3 has layers without one: every fourth, or those with a
     0 in its list."""
     kind = options.get("position_embedding_type", "rope")
     if kind not in ("rope", "nope", None):
@@ -427,7 +427,7 @@ def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) 
 
 
 def _linear(name: str, raw: Mapping[str, Any], family: ModelFamily, slides: tuple[bool, ...]) -> LinearConfig | None:
-    """Returns which layers have states, in families that have such layers."""
+    """Return which layers have states, in families that have such layers."""
     if family.linear is not None:
         return family.linear(raw)
     _check_layer_types(name, raw, slides)
@@ -435,7 +435,7 @@ def _linear(name: str, raw: Mapping[str, Any], family: ModelFamily, slides: tupl
 
 
 def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ...]) -> None:
-    """Raises ConfigError where the family's rule decides the layer types, and a config lists others."""
+    """Raise ConfigError where the family's rule decides the layer types, and a config lists others."""
     kinds = per_layer(raw, "layer_types", len(slides)) or []
     for layer, (kind, slide) in enumerate(zip(kinds, slides, strict=False)):
         if kind not in (_WINDOW_KINDS if slide else ("full_attention",)):
@@ -445,7 +445,7 @@ def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ..
 
 
 def _kinds(options: Mapping[str, Any], key: str, known: tuple[str, str], num_layers: int) -> list[Any] | None:
-    """Returns which of two kinds a config says that each layer is, or None where it says nothing. Raises ConfigError
+    """Return which of two kinds a config says that each layer is, or None where it says nothing. Raises ConfigError
     for another kind."""
     kinds = per_layer(options, key, num_layers)
     unknown = sorted({str(kind) for kind in kinds or ()}.difference(known))
@@ -459,7 +459,7 @@ def _kinds(options: Mapping[str, Any], key: str, known: tuple[str, str], num_lay
 def _slides(
     options: Mapping[str, Any], family: ModelFamily, num_layers: int, has_rope: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Returns whether each layer has the sliding window: by the config's list of layer types, or else by its family's
+    """Return whether each layer has the sliding window: by the config's list of layer types, or else by its family's
     rule."""
     windowed = options.get("sliding_window") and options.get("use_sliding_window", True)
     if "attention_chunk_size" in options:
@@ -508,7 +508,7 @@ def _ropes(
 def _query_growth(
     raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]
 ) -> QueryGrowth | None:
-    """Returns how queries grow with their position. Raises ConfigError where rows of the rotary tables are not those of
+    """Return how queries grow with their position. Raises ConfigError where rows of the rotary tables are not those of
     positions, as frequencies that depend on the length of the text have them."""
     if family.rope.query_growth == "all":
         beta, length = query_scaling(raw)
@@ -524,7 +524,7 @@ def _query_growth(
 
 
 def _longest(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]) -> int:
-    """Returns the number of tokens of the longest text that the config allows. Configs of Gemma 3, Ministral 3, llama3
+    """Return the number of tokens of the longest text that the config allows. Configs of Gemma 3, Ministral 3, llama3
     and longrope hold the length after scaling; the other kinds of scaling multiply it by their factor, as in vLLM."""
     configured = size(raw, "max_position_embeddings")
     after_scaling = len(ropes) > 1 or family.rope.query_growth == "all"
@@ -577,7 +577,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
 
 
 def _one_of(options: Mapping[str, Any], key: str, known: tuple[str, str]) -> str:
-    """Returns the value of a key, one of two; the first where a family has no such key."""
+    """Return the value of a key, one of two; the first where a family has no such key."""
     found = options.get(key, known[0])
     if found not in known:
         raise ConfigError(f"config.json: {key} = {found!r} is not supported; {known[0]!r} and {known[1]!r} are")
@@ -585,7 +585,7 @@ def _one_of(options: Mapping[str, Any], key: str, known: tuple[str, str]) -> str
 
 
 def _expert_groups(options: Mapping[str, Any], own: str, num_experts: int, per_token: int) -> tuple[int, int]:
-    """Returns how many groups of experts there are, and in how many of them a token's experts are. Raises ConfigError
+    """Return how many groups of experts there are, and in how many of them a token's experts are. Raises ConfigError
     for groups that are not of one size, or have too few experts for two best ones or for a token."""
     method = options.get("topk_method")
     if method not in (None, "greedy", "group_limited_greedy"):
@@ -606,7 +606,7 @@ def _expert_groups(options: Mapping[str, Any], own: str, num_experts: int, per_t
 
 
 def _clamped(options: Mapping[str, Any]) -> ClampedSwiglu | None:
-    """Returns the activation of gpt-oss's experts, where a family has its numbers."""
+    """Return the activation of gpt-oss's experts, where a family has its numbers."""
     if "swiglu_limit" not in options:
         return None
     return ClampedSwiglu(
@@ -616,14 +616,14 @@ def _clamped(options: Mapping[str, Any]) -> ClampedSwiglu | None:
 
 
 def _shared(options: Mapping[str, Any], inner: int) -> int:
-    """Returns the inner width of the MLP beside the experts, some times that of an expert or a width; 0 for none."""
+    """Return the inner width of the MLP beside the experts, some times that of an expert or a width; 0 for none."""
     count = next((options[key] for key in _NUM_SHARED if key in options), None)
     width = next((options[key] for key in _SHARED_WIDTH if key in options), None)
     return size({"shared experts": count or width}, "shared experts") * (inner if count else 1) if count or width else 0
 
 
 def _with_experts(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Returns whether each layer has experts."""
+    """Return whether each layer has experts."""
     kinds = _kinds(options, "mlp_layer_types", ("dense", "sparse"), num_layers)
     if kinds is not None:
         return tuple(kind == "sparse" for kind in kinds)

@@ -88,7 +88,7 @@ class TokenInputWeights:
     norm: RmsNorm
 
     def rows(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the rows [T, layers, width] of tokens [T], by their embeddings [T, hidden]."""
+        """Return the rows [T, layers, width] of tokens [T], by their embeddings [T, hidden]."""
         width = self.norm.weight.shape[0]
         scale = float(torch.tensor(math.sqrt(width), dtype=self.embedding.dtype))
         own = (self.embedding[token_ids] * scale).view(len(token_ids), -1, width)
@@ -156,7 +156,7 @@ class LayerRun:
     ended: bool = False
 
     def run(self, operations: Layer) -> torch.Tensor:
-        """Runs the operations of the layer; returns the residual stream."""
+        """Run the operations of the layer; returns the residual stream."""
         self.mixers = sum(isinstance(operation, _MIXERS) for operation in operations)
         if not self.mixers and self.sample_rows is not None:
             # Nothing is left to be written, so only sampled rows are computed.
@@ -171,7 +171,7 @@ class LayerRun:
         return self.hidden
 
     def linear(self, tensor: LayerTensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns rows [T, in] -> [T, out], with the products that their adapters add."""
+        """Return rows [T, in] -> [T, out], with the products that their adapters add."""
         outputs = self.weights.linear(tensor)(rows)
         self._adapt(tensor, rows, outputs)
         return outputs
@@ -184,14 +184,14 @@ class LayerRun:
         numbers: torch.Tensor | None = None,
         expert: int | None = None,
     ) -> None:
-        """Adds to a layer's outputs [n, out], or to those of one expert, what the adapters of its rows [n, in] add.
+        """Add to a layer's outputs [n, out], or to those of one expert, what the adapters of its rows [n, in] add.
         Where these are not all rows in their order, ``numbers`` [n] are those that they have."""
         if self.adapters is not None:
             adapters = self.adapters if numbers is None else self.adapters.of_rows(numbers)
             adapters.add(f"layers.{self.index}.{tensor.name}", rows, outputs, expert)
 
     def _expert(self, tensor: LayerTensor, number: int, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns the rows [n, in] of one expert times its matrix [n, out], with the products that their adapters
+        """Return the rows [n, in] of one expert times its matrix [n, out], with the products that their adapters
         add; ``numbers`` [n] are those of the rows."""
         outputs = self.weights.experts(tensor)[number](rows)
         self._adapt(tensor, rows, outputs, numbers, number)
@@ -237,7 +237,7 @@ class LayerRun:
         self._go_on_with_sampled()
 
     def _go_on_with_sampled(self) -> None:
-        """Leaves, in the last layer, the rows that are sampled; ends where there are none. Where the layer has another
+        """Leave, in the last layer, the rows that are sampled; ends where there are none. Where the layer has another
         state or keys and values to write, all rows go on."""
         self.mixers -= 1
         wanted = self.sample_rows
@@ -286,7 +286,7 @@ class LayerRun:
         self._go_on_with_sampled()
 
     def _delta_rates(self, operation: DeltaRule) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the ``decays`` and ``rates`` of :class:`DeltaRows` of the step's rows."""
+        """Return the ``decays`` and ``rates`` of :class:`DeltaRows` of the step's rows."""
         made, decay = self.linear(operation.rates, self.rows).float(), self.weights.tensor(operation.decay)
         forgets = self._of_few(operation.forget_down, operation.forget_up)
         learns, forgets = made.chunk(2, -1) if forgets is None else (made, forgets.float())
@@ -294,7 +294,7 @@ class LayerRun:
         return -decay.exp()[:, None] * times, learns.sigmoid() * (2.0 if operation.doubled else 1.0)
 
     def _of_few(self, down: LayerTensor | None, up: LayerTensor | None) -> torch.Tensor | None:
-        """Returns the products of the rows with one matrix and then with another; None where there are none."""
+        """Return the products of the rows with one matrix and then with another; None where there are none."""
         return None if down is None or up is None else self.linear(up, self.linear(down, self.rows))
 
     def state_space(self, operation: StateSpace) -> None:
@@ -340,12 +340,12 @@ class LayerRun:
         self._go_on_with_sampled()
 
     def _states(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yields each sequence's rows with its state in this layer."""
+        """Yield each sequence's rows with its state in this layer."""
         assert self.states is not None
         return self.states.of_layer(self.index)
 
     def _convolved(self, rows: torch.Tensor, taps: LayerTensor) -> torch.Tensor:
-        """Returns float32 rows [T, channels], each convolved with those before it in its sequence."""
+        """Return float32 rows [T, channels], each convolved with those before it in its sequence."""
         found, factors = torch.empty_like(rows), self.weights.taps(taps)
         for mine, inputs, _ in self._states():
             found[mine] = convolve(rows[mine], inputs, factors)
@@ -393,7 +393,7 @@ class LayerRun:
         self.rows = values.flatten(1)
 
     def _index_keys(self, operation: AttendLatents) -> torch.Tensor:
-        """Returns the step's index keys [T, dim]; zeros in a layer that selects nothing itself."""
+        """Return the step's index keys [T, dim]; zeros in a layer that selects nothing itself."""
         if operation.index_key is None or operation.index_norm is None:
             assert operation.index is not None
             return self.rows.new_zeros(len(self.rows), operation.index.dim)
@@ -401,7 +401,7 @@ class LayerRun:
         return self._turned(operation, keys[:, None])[:, 0]
 
     def _select(self, operation: AttendLatents, index: TokenIndex, few: torch.Tensor) -> None:
-        """Selects the tokens that the queries of this layer and of those after it see."""
+        """Select the tokens that the queries of this layer and of those after it see."""
         if operation.index_queries is None or operation.index_weights is None:
             return
         assert self.config.latents is not None
@@ -414,7 +414,7 @@ class LayerRun:
         self.attention.select(self.index, self._turned(operation, queries), weights, first, index.top)
 
     def _turned(self, operation: AttendLatents, heads: torch.Tensor) -> torch.Tensor:
-        """Rotates the first values of index queries or keys [T, heads, dim]."""
+        """Rotate the first values of index queries or keys [T, heads, dim]."""
         if operation.rope is None:
             return heads
         assert self.config.latents is not None
@@ -476,7 +476,7 @@ class LayerRun:
         self.hidden = torch.add(self.hidden, found, alpha=operation.scale)
 
     def _projections(self) -> torch.Tensor:
-        """Returns queries, keys and values [T, heads, head_dim]; queries alone in a layer that sees those of another
+        """Return queries, keys and values [T, heads, head_dim]; queries alone in a layer that sees those of another
         one."""
         return self.rows.view(len(self.rows), -1, self.config.heads_of(self.index).head_dim)
 
@@ -532,7 +532,7 @@ def run_decoder(
     carried: StepStates | None = None,
     pooled: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs T tokens, with their adapters where any has one, and writes their KV. ``states`` gets the inputs [T, hidden]
+    """Run T tokens, with their adapters where any has one, and writes their KV. ``states`` gets the inputs [T, hidden]
     of the layers that are its keys; ``carried`` are the states of the step's sequences, which go on with their tokens.
     Of the last ``pooled`` sample_rows nobody wants logits.
 

@@ -178,13 +178,13 @@ class ModelFamily:
         return next((key for key in _EPS if key in self.defaults), "rms_norm_eps")
 
     def in_files(self, name: str) -> str:
-        """Returns the name that the family's checkpoints have for a tensor, by that of Llama's."""
+        """Return the name that the family's checkpoints have for a tensor, by that of Llama's."""
         for usual, own in self.names:
             name = name.replace(usual, own, 1)
         return name
 
     def in_models(self, name: str) -> str:
-        """Returns the name that transformers' class has for a tensor, by that of the family's checkpoints."""
+        """Return the name that transformers' class has for a tensor, by that of the family's checkpoints."""
         for in_files, own in self.model_names:
             name = name.replace(in_files, own, 1)
         return name
@@ -250,13 +250,13 @@ _HUNYUAN_FIXED = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb":
 
 
 def _indexed_attention(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the layer types of a model whose attention is sparse in every layer."""
+    """Return the layer types of a model whose attention is sparse in every layer."""
     kinds = raw.get("layer_types")
     return {"layer_types": ["full_attention" if kind == "indexed_attention" else kind for kind in kinds or ()] or None}
 
 
 def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for families whose query heads have a KV head each, whatever a config says."""
+    """Return what follows for families whose query heads have a KV head each, whatever a config says."""
     return {"num_key_value_heads": raw["num_attention_heads"]}
 
 
@@ -271,7 +271,7 @@ _DEEPSEEK_SPARSE = ModelFamily(
 
 
 def _minimax_m2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ConfigError for MiniMax's layers of linear attention, which the family before M2 has."""
+    """Raise ConfigError for MiniMax's layers of linear attention, which the family before M2 has."""
     kinds = raw.get("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
         raise ConfigError("minimax_m2: config.json has attn_type_list with layers that are not 1, not supported here")
@@ -279,7 +279,7 @@ def _minimax_m2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _cohere2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ConfigError where Cohere's own key says otherwise than transformers' which layers have no window."""
+    """Raise ConfigError where Cohere's own key says otherwise than transformers' which layers have no window."""
     if raw.get("layer_switch") not in (None, raw["sliding_window_pattern"]):
         raise ConfigError(
             f"cohere2: config.json has layer_switch = {raw['layer_switch']!r}, which is not its"
@@ -289,7 +289,7 @@ def _cohere2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _apertus(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the rotary embedding of a config that has none: that of the published models."""
+    """Return the rotary embedding of a config that has none: that of the published models."""
     if raw.get("rope_parameters") or raw.get("rope_scaling"):
         return {}
     lengths = {"factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -297,7 +297,7 @@ def _apertus(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _cohere2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns which layers have experts, a window and a rotary embedding. The first layers may be dense, with a pattern
+    """Return which layers have experts, a window and a rotary embedding. The first layers may be dense, with a pattern
     of windows and an inner width of their own; where the pattern is 1, they have no window and yet rotate. Where the
     scores of the chosen experts are a softmax, it is over these alone. All experts together, and the MLP beside
     them, count half where the two are averaged."""
@@ -327,7 +327,7 @@ def _cohere2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hunyuan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns HunYuan's rotary embedding: what its configs call "dynamic" with an ``alpha`` is a base, multiplied by a
+    """Return HunYuan's rotary embedding: what its configs call "dynamic" with an ``alpha`` is a base, multiplied by a
     power of ``alpha``, whatever the length of the text; nothing else that stands beside it is read. The power is that
     of transformers, and of HunYuan's own code."""
     for key in ("rope_parameters", "rope_scaling"):
@@ -345,7 +345,7 @@ def _hunyuan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mistral4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns Mistral 4's rotary embedding, of which transformers' configs say a second time how much of a head it
+    """Return Mistral 4's rotary embedding, of which transformers' configs say a second time how much of a head it
     rotates. Raises ConfigError where they say otherwise than the widths of the two parts."""
     rotary = size(raw, "qk_rope_head_dim")
     whole = rotary + size(raw, "qk_nope_head_dim")
@@ -366,7 +366,7 @@ def _mistral4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flint(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for Flint: its first two layers, every fourth and the last one have no window, and the first
+    """Return what follows for Flint: its first two layers, every fourth and the last one have no window, and the first
     two no experts, where its config says nothing."""
     layers = size(raw, "num_hidden_layers")
     full = {0, layers - 1, *range(1, layers, 4)}
@@ -376,7 +376,7 @@ def _flint(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _opt(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for OPT. Raises ConfigError for the layers of its smallest models."""
+    """Return what follows for OPT. Raises ConfigError for the layers of its smallest models."""
     if raw["word_embed_proj_dim"] not in (None, raw["hidden_size"]):
         raise ConfigError(
             f"opt: config.json has word_embed_proj_dim = {raw['word_embed_proj_dim']}, not supported here"
@@ -399,7 +399,7 @@ def _afmoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mimo(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for MiMo-V2-Flash, whose published configs say with keys of their own which layers have a
+    """Return what follows for MiMo-V2-Flash, whose published configs say with keys of their own which layers have a
     window or experts. Raises ConfigError where those of layers with a window say otherwise than this family does."""
     layers, heads, kv_heads = (
         size(raw, f"num_{part}") for part in ("hidden_layers", "attention_heads", "key_value_heads")
@@ -435,7 +435,7 @@ def _mimo(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for Gemma 4: a sixth of its layers has no window, and the last one never has. Raises
+    """Return what follows for Gemma 4: a sixth of its layers has no window, and the last one never has. Raises
     ConfigError for attention to later tokens, which texts have in no published model."""
     if raw["use_bidirectional_attention"] not in (None, "vision"):
         raise ConfigError(
@@ -455,7 +455,7 @@ def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _lfm2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the width of LFM2's MLPs, two thirds of which its configs may mean, rounded up."""
+    """Return the width of LFM2's MLPs, two thirds of which its configs may mean, rounded up."""
     width = raw["block_ff_dim"] or raw["intermediate_size"]
     if raw["block_auto_adjust_ff_dim"]:
         width = int(2 * width / 3)
@@ -466,7 +466,7 @@ def _lfm2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _lfm3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns which of LFM3's layers attend, and which of these have a window."""
+    """Return which of LFM3's layers attend, and which of these have a window."""
     layers = size(raw, "num_hidden_layers")
     kinds = per_layer(raw, "layer_types", layers) or [
         "full_attention" if layer % 4 == 2 else "sliding_attention" if layer % 4 == 0 and layer else "conv"
@@ -480,7 +480,7 @@ def _lfm3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the rotary embedding without what says how pictures are placed: a text's positions are the same in all
+    """Return the rotary embedding without what says how pictures are placed: a text's positions are the same in all
     directions."""
     rope = raw.get("rope_parameters")
     if not isinstance(rope, Mapping):
@@ -489,14 +489,14 @@ def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _olmo_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns that OLMo-Hybrid has no positions, where a config says of its rotary embedding that it has no base."""
+    """Return that OLMo-Hybrid has no positions, where a config says of its rotary embedding that it has no base."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     base = rope.get("rope_theta", raw.get("rope_theta", 0.0)) if isinstance(rope, Mapping) else 0.0
     return {} if base is not None else {"position_embedding_type": "nope"}
 
 
 def _nemotron_h(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns how many layers Nemotron-H has, and which of them are experts."""
+    """Return how many layers Nemotron-H has, and which of them are experts."""
     kinds = nemotron_h_kinds(raw)
     return {
         "num_hidden_layers": len(kinds),
@@ -505,7 +505,7 @@ def _nemotron_h(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _bamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ConfigError for a key of Bamba's own that rotates another part of a head than half of it, as transformers
+    """Raise ConfigError for a key of Bamba's own that rotates another part of a head than half of it, as transformers
     does whatever the key says."""
     width = size(raw, "head_dim", size(raw, "hidden_size") // size(raw, "num_attention_heads"))
     if 2 * size(raw, "attn_rotary_emb", width // 2) != width:
@@ -516,7 +516,7 @@ def _bamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _jamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for Jamba: no positions, and experts in one layer of each period, or in none where a layer
+    """Return what follows for Jamba: no positions, and experts in one layer of each period, or in none where a layer
     has one expert, a plain MLP."""
     count, layers = size(raw, "num_experts"), range(size(raw, "num_hidden_layers"))
     period, offset = size(raw, "expert_layer_period"), number(raw, "expert_layer_offset", 0)
@@ -529,7 +529,7 @@ def _jamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _granite_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what follows for Granite's hybrids without experts, whose MLP is the one beside experts elsewhere."""
+    """Return what follows for Granite's hybrids without experts, whose MLP is the one beside experts elsewhere."""
     return {} if raw["num_local_experts"] else {"intermediate_size": raw["shared_intermediate_size"]}
 
 
@@ -1321,6 +1321,6 @@ REMOVED = (
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
-    """Returns the operations of all layers of a model, or of a rank's share of it."""
+    """Return the operations of all layers of a model, or of a rank's share of it."""
     family = FAMILIES[config.family]
     return tuple(family.layer(config, index) for index in range(config.num_layers))

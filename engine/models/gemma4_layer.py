@@ -35,7 +35,7 @@ from pillion.engine.models.model_config import ModelConfig
 
 
 def gemma4_layer(config: ModelConfig, index: int) -> Layer:
-    """Returns the operations of layer ``index``."""
+    """Return the operations of layer ``index``."""
     writes = config.kv_source(index) == index
     factor = LayerTensor(
         name="layer_scalar", role=Role.VECTOR, rows=(Entries(1),), checkpoint_names=(("layer_scalar",),)
@@ -59,7 +59,7 @@ def gemma4_layer(config: ModelConfig, index: int) -> Layer:
 
 
 def _projections(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor:
-    """Describes the matrix that makes queries and, in a layer that ``writes`` its own, keys and values. Where values
+    """Describe the matrix that makes queries and, in a layer that ``writes`` its own, keys and values. Where values
     are keys before their norm, it has the rows of keys twice."""
     heads = config.heads_of(index)
     size, keys = heads.head_dim, Entries(heads.kv_heads * heads.head_dim, Share.KV_HEADS, heads.head_dim)
@@ -71,7 +71,7 @@ def _projections(config: ModelConfig, index: int, *, writes: bool) -> LayerTenso
 
 
 def _head_norms(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor:
-    """Describes the norms of the heads of queries and, in a layer that ``writes`` its own, of keys."""
+    """Describe the norms of the heads of queries and, in a layer that ``writes`` its own, of keys."""
     heads, parts = config.heads_of(index), 2 if writes else 1
     rows = Entries(config.num_heads, Share.HEADS), Entries(heads.kv_heads, Share.KV_HEADS)
     names = "self_attn.q_norm", "self_attn.k_norm"
@@ -82,7 +82,7 @@ def _head_norms(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor
 
 
 def _beside(config: ModelConfig) -> Layer:
-    """Returns the operations from the dense MLP's rows to their sum with those of the experts beside it."""
+    """Return the operations from the dense MLP's rows to their sum with those of the experts beside it."""
     return (
         AddUp(norm(config, "mlp_branch_norm", "post_feedforward_layernorm_1")),
         Norm(norm(config, "experts_norm", "pre_feedforward_layernorm_2")),
@@ -92,7 +92,7 @@ def _beside(config: ModelConfig) -> Layer:
 
 
 def _experts(config: ModelConfig) -> Experts:
-    """Describes the experts, whose router reads the residual stream by a norm of its own."""
+    """Describe the experts, whose router reads the residual stream by a norm of its own."""
     mixed, hidden = experts_of(config), Entries(config.hidden_size)
     scale = LayerTensor(
         name="router_norm",
@@ -118,7 +118,7 @@ def _experts(config: ModelConfig) -> Experts:
 
 
 def _token_inputs(config: ModelConfig, width: int) -> Layer:
-    """Returns the operations that apply what the token has for this layer."""
+    """Return the operations that apply what the token has for this layer."""
     hidden, inner = (Entries(config.hidden_size),), (Entries(width),)
     gate, projection = (
         LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, checkpoint_names=((stacked,),))

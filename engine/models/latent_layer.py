@@ -12,7 +12,7 @@ _EPS = 1e-6
 
 
 def latent_attention(config: ModelConfig, latents: LatentConfig, layer: int) -> AttendLatents:
-    """Describes the operation of a layer from normed rows to the results of all heads."""
+    """Describe the operation of a layer from normed rows to the results of all heads."""
     rotated, interleaved = latents.rotary, config.ropes[0].interleaved
     hidden, rank = (Entries(config.hidden_size),), (Entries(latents.rank),)
     queries = Entries(
@@ -47,7 +47,7 @@ def latent_attention(config: ModelConfig, latents: LatentConfig, layer: int) -> 
 
 
 def _indexer(latents: LatentConfig, hidden: tuple[Entries, ...], few: tuple[Entries, ...]) -> dict[str, Any]:
-    """Returns the tensors of an indexer, which reads the residual stream's rows and the ``few`` values of queries."""
+    """Return the tensors of an indexer, which reads the residual stream's rows and the ``few`` values of queries."""
     index, prefix = latents.index, "self_attn.indexer"
     assert index is not None
     turned = Entries(latents.rotary, head=latents.rotary, rotated=latents.rotary, interleaved=index.interleaved)

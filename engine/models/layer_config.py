@@ -18,7 +18,7 @@ _HEAD_KEYS = {"head_dim", "num_key_value_heads"}
 def read_layers(
     name: str, raw: Mapping[str, Any], options: Mapping[str, Any], heads: int, slides: Sequence[bool]
 ) -> Mapping[str, Any]:
-    """Reads what is said of single layers, in families that have such ``options``; returns fields of ``ModelConfig``,
+    """Read what is said of single layers, in families that have such ``options``; returns fields of ``ModelConfig``,
     none for other families. ``slides`` says which layers have a window. Raises ConfigError for what does not fit
     together."""
     if "attention_value_scale" in options:
@@ -36,7 +36,7 @@ def read_layers(
 
 
 def _narrow_values(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence[bool]) -> Mapping[str, Any]:
-    """Reads the heads of values, which may be narrower than those of keys, and the KV heads of layers with a window,
+    """Read the heads of values, which may be narrower than those of keys, and the KV heads of layers with a window,
     which are twice as many as those of others. Raises ConfigError for wider ones."""
     count, width, values = size(raw, "num_key_value_heads", heads), size(raw, "head_dim"), size(raw, "v_head_dim")
     if values > width or heads % (2 * count):
@@ -52,7 +52,7 @@ def _narrow_values(name: str, raw: Mapping[str, Any], heads: int, slides: Sequen
 
 
 def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence[bool]) -> tuple[LayerHeads, ...]:
-    """Returns each layer's KV heads. Raises ConfigError where layers of one kind have several sizes."""
+    """Return each layer's KV heads. Raises ConfigError where layers of one kind have several sizes."""
     local = LayerHeads(size(raw, "num_key_value_heads", heads), size(raw, "head_dim"))
     if raw[_BY_LAYER] is None:
         count = size(raw, "num_global_key_value_heads", local.kv_heads) if raw["attention_k_eq_v"] else local.kv_heads
@@ -70,7 +70,7 @@ def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence
 
 
 def _said(name: str, by_layer: Any, layer: int, local: LayerHeads) -> LayerHeads:
-    """Returns the KV heads of a layer by transformers' list of what layers have otherwise than the others."""
+    """Return the KV heads of a layer by transformers' list of what layers have otherwise than the others."""
     if not isinstance(by_layer, Mapping) or not all(str(key).isdigit() for key in by_layer):
         raise ConfigError(f"{name}: config.json: {_BY_LAYER} must be an object with numbers of layers")
     said: Any = next((said for key, said in by_layer.items() if int(key) == layer), {})
@@ -80,7 +80,7 @@ def _said(name: str, by_layer: Any, layer: int, local: LayerHeads) -> LayerHeads
 
 
 def _kv_sources(name: str, raw: Mapping[str, Any], slides: Sequence[bool]) -> tuple[int, ...]:
-    """Returns the layer whose keys and values each layer sees; () where each has its own. Layers without their own see
+    """Return the layer whose keys and values each layer sees; () where each has its own. Layers without their own see
     those of the last layer of their kind that has them. Raises ConfigError where there is no such layer."""
     if not raw["num_kv_shared_layers"]:
         return ()
@@ -96,7 +96,7 @@ def _kv_sources(name: str, raw: Mapping[str, Any], slides: Sequence[bool]) -> tu
 
 
 def _layer_widths(raw: Mapping[str, Any], sources: Sequence[int]) -> tuple[int, ...]:
-    """Returns the inner width of each layer's MLP; () where all have one. Layers without keys and values of their own
+    """Return the inner width of each layer's MLP; () where all have one. Layers without keys and values of their own
     may have twice that width."""
     if not raw["use_double_wide_mlp"]:
         return ()
@@ -105,7 +105,7 @@ def _layer_widths(raw: Mapping[str, Any], sources: Sequence[int]) -> tuple[int, 
 
 
 def _token_inputs(name: str, raw: Mapping[str, Any]) -> TokenInputs | None:
-    """Returns what layers read of a token beside the residual stream. Raises ConfigError where tokens lack that."""
+    """Return what layers read of a token beside the residual stream. Raises ConfigError where tokens lack that."""
     if not raw.get("hidden_size_per_layer_input"):
         return None
     tokens, vocab_size = size(raw, "vocab_size_per_layer_input"), size(raw, "vocab_size")

@@ -135,7 +135,7 @@ class LayerTensor:
     centered: bool = False
 
     def pieces_of(self, names: Sequence[str]) -> list[slice]:
-        """Returns which pieces of ``rows`` each tensor of one choice of names holds, in the order of ``names``. Where
+        """Return which pieces of ``rows`` each tensor of one choice of names holds, in the order of ``names``. Where
         there are fewer names than pieces, the first tensor holds several pieces, the first ones."""
         joined = len(self.rows) - len(names) + 1
         return [slice(0, joined), *(slice(number, number + 1) for number in range(joined, len(self.rows)))]
@@ -163,7 +163,7 @@ def matrix(
     *checkpoint_names: tuple[str, ...],
     bias: bool = False,
 ) -> LayerTensor:
-    """Describes a linear layer's matrix; each of ``checkpoint_names`` names its parts in checkpoints."""
+    """Describe a linear layer's matrix; each of ``checkpoint_names`` names its parts in checkpoints."""
     return LayerTensor(
         name=name, role=Role.MATRIX, rows=rows, inputs=inputs, checkpoint_names=checkpoint_names, bias=bias
     )
@@ -560,7 +560,7 @@ Layer = tuple[LayerOperation, ...]
 
 
 def tensors_of(operations: Iterable[LayerOperation]) -> Iterator[LayerTensor]:
-    """Yields the tensors that operations read, in their order."""
+    """Yield the tensors that operations read, in their order."""
     for operation in operations:
         for field in fields(operation):
             value = getattr(operation, field.name)

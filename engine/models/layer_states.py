@@ -22,7 +22,7 @@ STATE_ITEM_BYTES = 4
 
 
 def layer_state(layer: Layer) -> LayerState | None:
-    """Returns what a layer carries from token to token; None where it carries nothing."""
+    """Return what a layer carries from token to token; None where it carries nothing."""
     for operation in layer:
         match operation:
             case ShortConvolution(taps=taps):
@@ -39,12 +39,12 @@ def layer_state(layer: Layer) -> LayerState | None:
 
 
 def states_of(layers: Iterable[Layer]) -> tuple[LayerState | None, ...]:
-    """Returns what each layer carries."""
+    """Return what each layer carries."""
     return tuple(map(layer_state, layers))
 
 
 def state_bytes(states: Iterable[LayerState | None]) -> int:
-    """Returns the number of bytes of a sequence's state; 0 for a model without one."""
+    """Return the number of bytes of a sequence's state; 0 for a model without one."""
     return sum(state.values for state in states if state is not None) * STATE_ITEM_BYTES
 
 

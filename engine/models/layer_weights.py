@@ -25,7 +25,7 @@ class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] 
         return found
 
     def linears(self, tensor: LayerTensor) -> tuple[Linear, ...]:
-        """Returns the linear layers of all experts, or the layer's one."""
+        """Return the linear layers of all experts, or the layer's one."""
         found = self[tensor.name]
         return (found,) if isinstance(found, Linear) else self.experts(tensor)
 

@@ -13,7 +13,7 @@ from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, XIELU_SLOPE, 
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes the RMS norm over the last dimension, in float32, rounded before the weight is applied, as in most
+    """Compute the RMS norm over the last dimension, in float32, rounded before the weight is applied, as in most
     families."""
     wide = values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -21,7 +21,7 @@ def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 
 def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Computes the RMS norm in float32, rounded after a float32 ``weight`` is applied: OLMo 2, Gemma (with 1 + w)."""
+    """Compute the RMS norm in float32, rounded after a float32 ``weight`` is applied: OLMo 2, Gemma (with 1 + w)."""
     wide = values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * weight).to(values.dtype)
@@ -37,7 +37,7 @@ class RmsNorm:
     wide: bool
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Norms values [T, ...] to the same shape and type."""
+        """Norm values [T, ...] to the same shape and type."""
         return (rms_norm_wide if self.wide else rms_norm)(values, self.weight, self.eps)
 
 
@@ -51,7 +51,7 @@ class LayerNorm:
     bias: torch.Tensor | None = None
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Norms values [T, ...] to the same shape and type."""
+        """Norm values [T, ...] to the same shape and type."""
         wide, width = values.float(), self.weight.shape[-1:]
         if self.weight.dim() == 1:
             return layer_norm(wide, width, self.weight, self.bias, self.eps).to(values.dtype)
@@ -60,19 +60,19 @@ class LayerNorm:
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up; gate_up [T, 2 * inner], gate first -> [T, inner]."""
+    """Compute silu(gate) * up; gate_up [T, 2 * inner], gate first -> [T, inner]."""
     gate, up = gate_up.chunk(2, -1)
     return silu(gate) * up
 
 
 def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes gelu(gate) * up with gelu's tanh approximation; gate_up [T, 2 * inner], gate first -> [T, inner]."""
+    """Compute gelu(gate) * up with gelu's tanh approximation; gate_up [T, 2 * inner], gate first -> [T, inner]."""
     gate, up = gate_up.chunk(2, -1)
     return gelu(gate, approximate="tanh") * up
 
 
 def clamped_swiglu(gate_up: torch.Tensor, how: ClampedSwiglu) -> torch.Tensor:
-    """Computes gpt-oss's activation; gate_up [T, 2 * inner], gate first -> [T, inner]."""
+    """Compute gpt-oss's activation; gate_up [T, 2 * inner], gate first -> [T, inner]."""
     gate, up = gate_up.chunk(2, -1)
     gate, up = gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit)
     return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))
@@ -92,7 +92,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def xielu(values: torch.Tensor, bends: torch.Tensor) -> torch.Tensor:
-    """Computes xIELU (arXiv 2411.13010) of values of any shape: a parabola above 0 and a bent exponential below, whose
+    """Compute xIELU (arXiv 2411.13010) of values of any shape: a parabola above 0 and a bent exponential below, whose
     two factors follow from the numbers ``bends``."""
     above, below = xielu_factors(bends)
     squares, curve = above * values * values, below * (torch.expm1(values.clamp(max=0.0)) - values)
@@ -100,13 +100,13 @@ def xielu(values: torch.Tensor, bends: torch.Tensor) -> torch.Tensor:
 
 
 def xielu_factors(bends: torch.Tensor) -> torch.Tensor:
-    """Returns the factors of xIELU above and below 0, float32 [2]."""
+    """Return the factors of xIELU above and below 0, float32 [2]."""
     above, below = softplus(bends.float())
     return torch.stack((above, below + XIELU_SLOPE))
 
 
 def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
-    """Computes cap * tanh(values / cap), in place: values stay within +-cap."""
+    """Compute cap * tanh(values / cap), in place: values stay within +-cap."""
     return values.div_(cap).tanh_().mul_(cap)
 
 
@@ -119,7 +119,7 @@ ChangeProducts = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns the activation of a mixture's experts, from gate and up [T, 2 * inner], or up alone, to [T, inner]."""
+    """Return the activation of a mixture's experts, from gate and up [T, 2 * inner], or up alone, to [T, inner]."""
     clamped = how.clamped
     if not how.gated:
         return ACTIVATIONS[how.activation]
@@ -146,7 +146,7 @@ def mix_experts(
     biases: RouterBiases | None = None,
     read: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes a mixture of experts over rows [T, hidden] -> [T, hidden]; the router is [num_experts, hidden], and
+    """Compute a mixture of experts over rows [T, hidden] -> [T, hidden]; the router is [num_experts, hidden], and
     reads the rows, or ``read`` [T, hidden].
 
     Tokens are sorted by expert, so that each expert that has tokens runs once per batch, over all its tokens. A token's
@@ -172,7 +172,7 @@ def _mix_some(
     biases: RouterBiases | None,
     first: int,
 ) -> torch.Tensor:
-    """Computes a mixture over some rows, of which the first one has the number ``first`` among all."""
+    """Compute a mixture over some rows, of which the first one has the number ``first`` among all."""
     scores, chosen = route(read, router, how, biases, first)
     # Rows are sorted by expert, and by token within one: place i of the sorted rows is pair order[i] of (token,
     # choice).
@@ -189,7 +189,7 @@ def _mix_some(
 def route(
     rows: torch.Tensor, router: torch.Tensor, how: Experts, biases: RouterBiases | None = None, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses each token's experts: returns their scores [T, k] float32 and their numbers [T, k]. The first of the rows
+    """Choose each token's experts: returns their scores [T, k] float32 and their numbers [T, k]. The first of the rows
     has the number ``first`` among all rows."""
     biases = biases or RouterBiases()
     added, choice_bias = biases.products, biases.choice
@@ -213,7 +213,7 @@ def route(
 
 
 def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
-    """Returns scores [T, experts] in which those of experts outside of a token's best groups are -inf."""
+    """Return scores [T, experts] in which those of experts outside of a token's best groups are -inf."""
     grouped = choices.view(len(choices), how.groups, -1)
     kept = grouped.topk(how.group_best, -1).values.sum(-1).topk(how.kept_groups, -1).indices
     left = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choices.device).scatter_(1, kept, False)
@@ -221,7 +221,7 @@ def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
 
 
 def run_grouped(run: RunExpert, rows: torch.Tensor, numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Runs the first counts[0] rows of [N, hidden], which have ``numbers`` [N] among all rows, through expert 0, the
+    """Run the first counts[0] rows of [N, hidden], which have ``numbers`` [N] among all rows, through expert 0, the
     next through expert 1 ... -> [N, hidden]."""
     out = torch.empty_like(rows)
     begin = 0
@@ -234,7 +234,7 @@ def run_grouped(run: RunExpert, rows: torch.Tensor, numbers: torch.Tensor, count
 
 
 def combine(grouped: torch.Tensor, order: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Computes weighted sums over each token's experts: grouped [T * k, hidden] in ``order``, scores [T, k] -> [T,
+    """Compute weighted sums over each token's experts: grouped [T * k, hidden] in ``order``, scores [T, k] -> [T,
     hidden]."""
     num_tokens, choices = scores.shape
     by_token = torch.empty_like(grouped)

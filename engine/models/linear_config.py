@@ -20,7 +20,7 @@ _NO_LIMIT = ((0.0, math.inf), (0.0, {"__float__": "Infinity"}))
 
 
 def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads LFM2's convolutions: layers that no list says to have attention have one."""
+    """Read LFM2's convolutions: layers that no list says to have attention have one."""
     count = size(raw, "num_hidden_layers")
     layers = _linear_layers(raw, count, ("conv",))
     if layers is None:
@@ -31,12 +31,12 @@ def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def lfm3_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads LFM3's convolutions, which its layers have that do not attend."""
+    """Read LFM3's convolutions, which its layers have that do not attend."""
     return lfm2_layers({**raw, "layer_types": None})
 
 
 def delta_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads the gated delta nets of Qwen3-Next and of its kin, every fourth layer of which has attention where no list
+    """Read the gated delta nets of Qwen3-Next and of its kin, every fourth layer of which has attention where no list
     says it."""
     count = size(raw, "num_hidden_layers")
     layers = _linear_layers(raw, count, ("linear_attention",))
@@ -60,7 +60,7 @@ def delta_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def olmo_hybrid_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads OLMo-Hybrid's gated delta nets; the last layer at least has attention, where no list says otherwise."""
+    """Read OLMo-Hybrid's gated delta nets; the last layer at least has attention, where no list says otherwise."""
     count = size(raw, "num_hidden_layers")
     if raw.get("layer_types") is None and count < 4:
         raw = {**raw, "layer_types": ["linear_attention"] * (count - 1) + ["full_attention"]}
@@ -68,7 +68,7 @@ def olmo_hybrid_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def kimi_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads Kimi-Linear's gated delta nets, of which its configs may speak in an object of their own, with layers
+    """Read Kimi-Linear's gated delta nets, of which its configs may speak in an object of their own, with layers
     counted from 1. Raises ConfigError where that object says something unknown, or leaves a layer out."""
     count, key = size(raw, "num_hidden_layers"), "linear_attn_config"
     own = {} if raw[key] is None else raw[key]
@@ -91,20 +91,20 @@ def kimi_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def mamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads GraniteMoeHybrid's state spaces, which all layers have where no list says otherwise."""
+    """Read GraniteMoeHybrid's state spaces, which all layers have where no list says otherwise."""
     count = size(raw, "num_hidden_layers")
     layers = _linear_layers(raw, count, ("linear_attention", "mamba"))
     return _state_spaces(raw, (True,) * count if layers is None else layers)
 
 
 def bamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads Bamba's state spaces, which all layers have but those that its config lists."""
+    """Read Bamba's state spaces, which all layers have but those that its config lists."""
     attends = _listed(raw, "attn_layer_indices") or []
     return _state_spaces(raw, tuple(layer not in attends for layer in range(size(raw, "num_hidden_layers"))))
 
 
 def jamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads Jamba's state spaces (Mamba-1), which all layers have but one of each period. Raises ConfigError for sizes
+    """Read Jamba's state spaces (Mamba-1), which all layers have but one of each period. Raises ConfigError for sizes
     of which kernels have no whole vectors or pieces."""
     period, offset = size(raw, "attn_layer_period"), number(raw, "attn_layer_offset", 0)
     inner, rank = size(raw, "mamba_expand") * size(raw, "hidden_size"), raw["mamba_dt_rank"]
@@ -129,7 +129,7 @@ def jamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads Falcon-H1's state spaces, which each layer has beside attention, and the factors of its layers."""
+    """Read Falcon-H1's state spaces, which each layer has beside attention, and the factors of its layers."""
     spaces = _state_spaces(raw, (True,) * size(raw, "num_hidden_layers"))
     into = above_zero(raw, "ssm_in_multiplier", 1.0)
     gates, values, writes, reads, steps = (into * one for one in _numbers(raw, "ssm_multipliers", 5))
@@ -147,7 +147,7 @@ def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def nemotron_h_kinds(raw: Mapping[str, Any]) -> list[str]:
-    """Returns what each of Nemotron-H's layers is: "linear_attention", "full_attention", "mlp" or "moe"."""
+    """Return what each of Nemotron-H's layers is: "linear_attention", "full_attention", "mlp" or "moe"."""
     pattern = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     usual = {"mamba": "linear_attention", "attention": "full_attention"}
     listed = raw.get("layers_block_type") or raw.get("layer_types") or raw.get("hybrid_override_pattern")
@@ -160,7 +160,7 @@ def nemotron_h_kinds(raw: Mapping[str, Any]) -> list[str]:
 
 
 def nemotron_h_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Reads Nemotron-H's state spaces, and which of its other layers have attention."""
+    """Read Nemotron-H's state spaces, and which of its other layers have attention."""
     kinds = nemotron_h_kinds(raw)
     as_usual = {
         "mamba_n_heads": raw["mamba_num_heads"],
@@ -204,7 +204,7 @@ def _state_spaces(raw: Mapping[str, Any], layers: tuple[bool, ...]) -> LinearCon
 
 
 def _listed(raw: Mapping[str, Any], key: str) -> list[Any] | None:
-    """Returns the layers that a config lists; None for null and a missing key."""
+    """Return the layers that a config lists; None for null and a missing key."""
     listed = raw.get(key)
     if not isinstance(listed, list | None):
         raise ConfigError(f"config.json: {key} must be a list, not {listed!r}")
@@ -212,7 +212,7 @@ def _listed(raw: Mapping[str, Any], key: str) -> list[Any] | None:
 
 
 def _numbers(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    """Returns so many numbers of a list; ones where there is none."""
+    """Return so many numbers of a list; ones where there is none."""
     listed = raw.get(key)
     if listed is None:
         return (1.0,) * count
@@ -222,7 +222,7 @@ def _numbers(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
 
 
 def _linear_layers(raw: Mapping[str, Any], count: int, names: Collection[str]) -> tuple[bool, ...] | None:
-    """Returns whether each layer has a state, by the config's list; None where it has none. Raises ConfigError for
+    """Return whether each layer has a state, by the config's list; None where it has none. Raises ConfigError for
     another kind of layer."""
     kinds = per_layer(raw, "layer_types", count)
     for layer, kind in enumerate(kinds or ()):

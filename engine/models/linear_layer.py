@@ -47,7 +47,7 @@ def hybrid_layer(
     linear_norms: Norms | None = None,
     **options: Any,
 ) -> Layer:
-    """Returns the operations of layer ``index``: those of :func:`llama_layer` with its ``options``, or, where the layer
+    """Return the operations of layer ``index``: those of :func:`llama_layer` with its ``options``, or, where the layer
     has a state, the same with ``mixer`` in place of attention, and with ``linear_norms``."""
     linear = config.linear
     if linear is None or not linear.layers[index]:
@@ -58,7 +58,7 @@ def hybrid_layer(
 
 
 def short_convolution(config: ModelConfig, linear: LinearConfig) -> Layer:
-    """Lists LFM2's convolution."""
+    """List LFM2's convolution."""
     part, hidden = Entries(config.hidden_size, Share.CHANNELS), (Entries(config.hidden_size),)
     return (
         Multiply(matrix("conv.in", (part, part, part), hidden, ("conv.in_proj",), bias=linear.bias)),
@@ -68,7 +68,7 @@ def short_convolution(config: ModelConfig, linear: LinearConfig) -> Layer:
 
 
 def delta_net(config: ModelConfig, linear: LinearConfig, *, checkpoint_names: str = "apart") -> Layer:
-    """Lists a gated delta net. ``checkpoint_names`` says which tensors checkpoints have: "fused" ones by groups of keys
+    """List a gated delta net. ``checkpoint_names`` says which tensors checkpoints have: "fused" ones by groups of keys
     (Qwen3-Next), "apart" (Qwen3.5), or one for each part ("each", OLMo-Hybrid)."""
     hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
     keys, held = _of_keys(linear), replace(values, convolved=True)
@@ -108,7 +108,7 @@ def delta_net(config: ModelConfig, linear: LinearConfig, *, checkpoint_names: st
 
 
 def delta_attention(config: ModelConfig, linear: LinearConfig) -> Layer:
-    """Lists a gated delta net of Kimi-Linear (KDA, arXiv 2510.26692): each row of a head's matrix forgets on its own,
+    """List a gated delta net of Kimi-Linear (KDA, arXiv 2510.26692): each row of a head's matrix forgets on its own,
     and what makes that, and the gates, are products of two narrow matrices."""
     hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
     few, keys, held = (Entries(linear.head_dim),), _of_keys(linear), replace(values, convolved=True)
@@ -131,7 +131,7 @@ def delta_attention(config: ModelConfig, linear: LinearConfig) -> Layer:
 
 
 def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:
-    """Lists a state space of Mamba-2, by Granite's names."""
+    """List a state space of Mamba-2, by Granite's names."""
     hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
     sides = _of_keys(linear)
     parts = values, replace(values, convolved=True), sides, sides, *one
@@ -155,7 +155,7 @@ def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:
 
 
 def selective_scan(config: ModelConfig, linear: LinearConfig) -> Layer:
-    """Lists a state space of Mamba-1, by Jamba's names, with Jamba's norms of what is made of the convolved values."""
+    """List a state space of Mamba-1, by Jamba's names, with Jamba's norms of what is made of the convolved values."""
     hidden, values = (Entries(config.hidden_size),), _of_heads(linear, linear.head_dim)
     few, side, held = Entries(linear.step_rank), Entries(linear.key_dim), replace(values, convolved=True)
     norms = (
@@ -187,7 +187,7 @@ def selective_scan(config: ModelConfig, linear: LinearConfig) -> Layer:
 
 
 def falcon_h1_layer(config: ModelConfig, index: int) -> Layer:
-    """Returns the operations of a layer of Falcon-H1: a state space and attention read the same normed rows, and both
+    """Return the operations of a layer of Falcon-H1: a state space and attention read the same normed rows, and both
     are added to the residual stream."""
     linear = config.linear
     assert linear is not None
@@ -215,7 +215,7 @@ def falcon_h1_layer(config: ModelConfig, index: int) -> Layer:
 
 
 def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
-    """Returns the operations of a layer of Nemotron-H, which is a state space, attention, an MLP or experts alone."""
+    """Return the operations of a layer of Nemotron-H, which is a state space, attention, an MLP or experts alone."""
     linear = config.linear
     assert linear is not None
     before, add = Norm(norm(config, "norm", "input_layernorm")), AddToResidual(None, config.residual_scale)
@@ -240,12 +240,12 @@ def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
 
 
 def _of_heads(linear: LinearConfig, each: int) -> Entries:
-    """Returns a piece with so many entries for each head."""
+    """Return a piece with so many entries for each head."""
     return Entries(linear.heads * each, Share.STATE_HEADS, each)
 
 
 def _of_keys(linear: LinearConfig) -> Entries:
-    """Returns a piece with what several heads share, which a convolution reads."""
+    """Return a piece with what several heads share, which a convolution reads."""
     return Entries(linear.key_heads * linear.key_dim, Share.STATE_KEYS, linear.key_dim, convolved=True)
 
 

@@ -129,7 +129,7 @@ def llama_layer(
     experts: ExpertNames = _QWEN_EXPERTS,
     mixer: Layer = (),
 ) -> Layer:
-    """Returns the operations of layer ``index``.
+    """Return the operations of layer ``index``.
 
     Args:
         mlp: the names in checkpoints of an MLP without a gate.
@@ -152,7 +152,7 @@ def llama_layer(
 
 
 def _norms(config: ModelConfig, norms: Norms) -> Iterator[LayerTensor | None]:
-    """Yields the norms before and after attention and before and after the MLP, None where the layer has none. The
+    """Yield the norms before and after attention and before and after the MLP, None where the layer has none. The
     MLP's of a parallel layer is attention's."""
     before, after, before_mlp, after_mlp = norms if config.post_norm else (norms[0], "", norms[2], "")
     if config.parallel:
@@ -163,7 +163,7 @@ def _norms(config: ModelConfig, norms: Norms) -> Iterator[LayerTensor | None]:
 
 
 def _mixture(config: ModelConfig, names: ExpertNames, scale: float) -> Layer:
-    """Lists the operations from the rows that experts read to what is still to be added to the residual stream, times
+    """List the operations from the rows that experts read to what is still to be added to the residual stream, times
     ``scale``: their results, or where an MLP is beside them, its results, or both in one sum where that is normed."""
     assert config.moe is not None
     mixed = biased_experts(config) if names.biased else experts_of(config, names)
@@ -177,7 +177,7 @@ def _mixture(config: ModelConfig, names: ExpertNames, scale: float) -> Layer:
 
 
 def _attention(config: ModelConfig, index: int, projections: Projections, qk_norm: QkNorm | None, sinks: bool) -> Layer:
-    """Lists the operations from normed rows to attention's results."""
+    """List the operations from normed rows to attention's results."""
     if config.latents is not None:
         return (latent_attention(config, config.latents, index),)
     rotated = tuple(rotation(config, index))
@@ -192,14 +192,14 @@ def _attention(config: ModelConfig, index: int, projections: Projections, qk_nor
 
 
 def norm(config: ModelConfig, name: str, stacked: str) -> LayerTensor:
-    """Describes the weight of a norm of the residual stream."""
+    """Describe the weight of a norm of the residual stream."""
     return LayerTensor(
         name=name, role=Role.NORM, rows=_hidden(config), checkpoint_names=((stacked,),), bias=config.norm_bias
     )
 
 
 def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTensor:
-    """Describes the matrix that makes queries, keys and values in one product, and gates before them where there are
+    """Describe the matrix that makes queries, keys and values in one product, and gates before them where there are
     any."""
     queries, keys = _heads(config, rotated=True)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
@@ -218,14 +218,14 @@ def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTen
 
 
 def _gates(config: ModelConfig, form: Projections) -> tuple[Entries, ...]:
-    """Describes the gates of attention's results; () where there are none."""
+    """Describe the gates of attention's results; () where there are none."""
     if not config.attention_gate or not (form.gate or form.gated):
         return ()
     return (Entries(config.num_heads, Share.HEADS) if form.by_head else _heads(config)[0],)
 
 
 def _norm_of_heads(config: ModelConfig, how: QkNorm) -> LayerOperation:
-    """Describes the norm of queries and keys."""
+    """Describe the norm of queries and keys."""
     if how.kind == "projection":
         return NormProjections(
             *(
@@ -249,39 +249,39 @@ def _norm_of_heads(config: ModelConfig, how: QkNorm) -> LayerOperation:
 
 
 def rotation(config: ModelConfig, index: int) -> Iterator[LayerOperation]:
-    """Yields the rotary embedding of a layer, where it has one."""
+    """Yield the rotary embedding of a layer, where it has one."""
     rope = config.layer_ropes[index]
     if rope is not None:
         yield Rotate(rope)
 
 
 def growth(config: ModelConfig, index: int) -> Iterator[LayerOperation]:
-    """Yields the growth of a layer's queries with their position, where they grow."""
+    """Yield the growth of a layer's queries with their position, where they grow."""
     grows = config.query_growth
     if grows is not None and (config.layer_ropes[index] is None or not grows.nope_alone):
         yield GrowQueries()
 
 
 def attention_sinks(config: ModelConfig) -> LayerTensor:
-    """Returns the attention sinks, by gpt-oss's name."""
+    """Return the attention sinks, by gpt-oss's name."""
     rows, names = (Entries(config.num_heads, Share.HEADS),), ("self_attn.sinks",)
     return LayerTensor(name="sinks", role=Role.VECTOR, rows=rows, checkpoint_names=(names,))
 
 
 def output(config: ModelConfig, index: int = 0) -> LayerTensor:
-    """Returns the projection of attention's results in layer ``index``."""
+    """Return the projection of attention's results in layer ``index``."""
     values = (attended_values(config, index),)
     return matrix("o", _hidden(config), values, ("self_attn.o_proj",), bias=config.o_bias)
 
 
 def attended_values(config: ModelConfig, index: int = 0) -> Entries:
-    """Describes the values of attention's results in layer ``index``: those of the query heads."""
+    """Describe the values of attention's results in layer ``index``: those of the query heads."""
     size = config.heads_of(index).head_dim if config.latents is None else config.latents.values
     return Entries(config.num_heads * size, Share.HEADS, size)
 
 
 def gated(config: ModelConfig, index: int = 0) -> Mlp:
-    """Describes the operation that computes gate and up of the MLP of layer ``index``, with its activation."""
+    """Describe the operation that computes gate and up of the MLP of layer ``index``, with its activation."""
     inner, hidden = Entries(config.inner_width(index), Share.INNER), _hidden(config)
     gate_up = matrix(
         "gate_up",
@@ -306,7 +306,7 @@ def gated(config: ModelConfig, index: int = 0) -> Mlp:
 
 
 def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
-    """Describes an MLP without a gate."""
+    """Describe an MLP without a gate."""
     inner, hidden, bias = (Entries(config.intermediate_size, Share.INNER),), _hidden(config), config.mlp_bias
     bends = None
     if config.activation == "xielu":
@@ -322,7 +322,7 @@ def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
 
 
 def _shared(config: ModelConfig, names: ExpertNames) -> Mlp:
-    """Describes the MLP that all tokens pass beside their experts, and the gate of its results where it has one."""
+    """Describe the MLP that all tokens pass beside their experts, and the gate of its results where it has one."""
     assert config.moe is not None
     inner, hidden, bias = Entries(config.moe.shared, Share.INNER), _hidden(config), config.mlp_bias
     up, down = names.shared
@@ -341,7 +341,7 @@ def _shared(config: ModelConfig, names: ExpertNames) -> Mlp:
 
 
 def experts_of(config: ModelConfig, names: ExpertNames = _QWEN_EXPERTS) -> Experts:
-    """Returns experts by the names of Qwen, Mixtral, Granite, and transformers 5, which stacks them as Granite does."""
+    """Return experts by the names of Qwen, Mixtral, Granite, and transformers 5, which stacks them as Granite does."""
     moe, hidden = config.moe, _hidden(config)
     assert moe is not None
     inner, qwen, mixtral = Entries(moe.intermediate_size, Share.INNER), "mlp.experts.{}", "block_sparse_moe.experts.{}"
@@ -421,7 +421,7 @@ def _choice_bias(num_experts: int, names: ExpertNames) -> LayerTensor:
 
 
 def biased_experts(config: ModelConfig) -> Experts:
-    """Returns experts with biases, by the names of gpt-oss: transposed matrices, and rows of gate and up in turn."""
+    """Return experts with biases, by the names of gpt-oss: transposed matrices, and rows of gate and up in turn."""
     mixed, moe = experts_of(config), config.moe
     assert moe is not None
     kept: dict[str, Any] = {"checkpoint_names": (), "bias": True, "transposed": True}
@@ -441,7 +441,7 @@ def _hidden(config: ModelConfig) -> tuple[Entries, ...]:
 
 
 def _heads(config: ModelConfig, *, rotated: bool = False) -> tuple[Entries, Entries]:
-    """Returns the values of queries and those of keys. ``rotated`` puts them in the order in which a part rotates."""
+    """Return the values of queries and those of keys. ``rotated`` puts them in the order in which a part rotates."""
     size, rope = config.head_dim, config.ropes[0]
     order = rope.rotary_dim if rotated and (rope.rotary_dim < size or rope.interleaved) else 0
     return (

@@ -17,7 +17,7 @@ from pillion.engine.models.model_config import ModelConfig
 
 
 def mimo_layer(config: ModelConfig, index: int) -> Layer:
-    """Returns the operations of layer ``index``."""
+    """Return the operations of layer ``index``."""
     heads, rope, window = config.heads_of(index), config.ropes[0], config.sliding_windows[index]
     size, order = heads.head_dim, rope.rotary_dim if rope.rotary_dim < heads.head_dim else 0
     hidden = (Entries(config.hidden_size),)

@@ -295,13 +295,13 @@ class ModelConfig:
         return 2 if self.latents is None else 1
 
     def heads_of(self, layer: int) -> LayerHeads:
-        """Returns the KV heads that the queries of a layer with attention see."""
+        """Return the KV heads that the queries of a layer with attention see."""
         found = self.layer_heads[layer] if self.layer_heads else LayerHeads(self.num_kv_heads, self.head_dim)
         assert found is not None
         return found
 
     def kv_source(self, layer: int) -> int:
-        """Returns the layer whose keys and values the queries of a layer see: itself, or an earlier one."""
+        """Return the layer whose keys and values the queries of a layer see: itself, or an earlier one."""
         return self.kv_sources[layer] if self.kv_sources else layer
 
     @property
@@ -341,5 +341,5 @@ class ModelConfig:
         return max(self.intermediate_size, *self.layer_widths, 0 if self.moe is None else self.moe.shared)
 
     def inner_width(self, layer: int) -> int:
-        """Returns the inner width of a layer's dense MLP."""
+        """Return the inner width of a layer's dense MLP."""
         return self.layer_widths[layer] if self.layer_widths else self.intermediate_size

@@ -80,7 +80,7 @@ class ModelShard:
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:
-        """Computes the share of a rank out of ``size``. Raises ConfigError for a model that these cannot share."""
+        """Compute the share of a rank out of ``size``. Raises ConfigError for a model that these cannot share."""
         dense = config.moe is None or config.moe.beside or not all(config.moe.layers)
         inner = [config.intermediate_size] if dense else []
         inner += [config.moe.intermediate_size] if config.moe is not None else []
@@ -135,20 +135,20 @@ class ModelShard:
         return "" if self.whole else f"{self.rank}of{self.size}" + "_experts" * self.whole_experts
 
     def kv_heads_of(self, count: int) -> range:
-        """Returns the KV heads that the process has in a layer with ``count`` of them."""
+        """Return the KV heads that the process has in a layer with ``count`` of them."""
         group = self.model_heads // count
         return range(self.heads.start // group, -(-self.heads.stop // group))
 
     def state_heads_of(self, count: int) -> range:
-        """Returns those of ``count`` heads with a matrix in a layer's state that the process has."""
+        """Return those of ``count`` heads with a matrix in a layer's state that the process has."""
         return self.state_heads
 
     def state_keys_of(self, count: int) -> range:
-        """Returns those of ``count`` keys, or groups, of such heads that the process has."""
+        """Return those of ``count`` keys, or groups, of such heads that the process has."""
         return self.state_keys
 
     def channels(self, parts: Sequence[Entries]) -> Channels:
-        """Returns the channels of a convolution over these parts of a row that the process has."""
+        """Return the channels of a convolution over these parts of a row that the process has."""
         if self.whole:
             ends = [sum(part.size for part in parts[:end]) for end in range(len(parts) + 1)]
             return Channels(tuple(range(ends[-1])), tuple(ends[:-1]))
@@ -167,24 +167,24 @@ class ModelShard:
         return Channels(tuple(numbers), tuple(starts))
 
     def own_layers(self, config: ModelConfig) -> range:
-        """Returns the layers that the process computes. The first layer comes with the embedding, and the last one with
+        """Return the layers that the process computes. The first layer comes with the embedding, and the last one with
         the logits."""
         return range(config.num_layers) if self.layers is None else self.layers
 
     def lower(self, config: ModelConfig) -> Iterator[ModelShard]:
-        """Yields the shares of the processes whose rank is lower."""
+        """Yield the shares of the processes whose rank is lower."""
         return (self.of(config, rank, self.size) for rank in range(self.rank))
 
     def inner(self, width: int) -> range:
-        """Returns the inner values of an MLP, or of each expert, that the process has out of ``width``."""
+        """Return the inner values of an MLP, or of each expert, that the process has out of ``width``."""
         return _share(width, UNIT, self.rank, self.size)
 
     def experts(self, count: int) -> range:
-        """Returns the experts that the process has, or has a part of, out of ``count``."""
+        """Return the experts that the process has, or has a part of, out of ``count``."""
         return _share(count, 1, self.rank, self.size) if self.whole_experts else range(count)
 
     def entries(self, piece: Entries) -> range:
-        """Returns the entries of a piece of a tensor that the process has."""
+        """Return the entries of a piece of a tensor that the process has."""
         match piece.share:
             case Share.WHOLE:
                 return range(piece.size)
@@ -203,7 +203,7 @@ class ModelShard:
         return range(heads.start * piece.head, heads.stop * piece.head)
 
     def indices(self, pieces: Sequence[Entries], inner: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the entries that the process has along a dimension of a tensor, as int64. ``inner`` has its inner
+        """Return the entries that the process has along a dimension of a tensor, as int64. ``inner`` has its inner
         values, where they are not in order."""
         import torch
 
@@ -222,11 +222,12 @@ class ModelShard:
         return torch.cat(found)
 
     def vocabulary(self, tokens: int) -> range:
-        """Returns the tokens whose embeddings and logits the process has out of ``tokens``."""
+        """Return the tokens whose embeddings and logits the process has out of ``tokens``."""
         return _share(tokens, UNIT, self.rank, self.size)
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """Gives the shape of the process's own layers. Vocabulary, hidden size and number of layers are the model's."""
+        """Return the shape of the process's own layers. Vocabulary, hidden size and number of layers are the
+        model's."""
         moe = config.moe
         if moe is not None:
             width, shared = moe.intermediate_size, len(self.inner(moe.shared))
@@ -247,12 +248,12 @@ class ModelShard:
 
 
 def whole_model(config: ModelConfig) -> ModelShard:
-    """Returns the share of a process that computes all of a model."""
+    """Return the share of a process that computes all of a model."""
     return ModelShard.of(config, 0, 1)
 
 
 def _heads_of_ranks(size: int, heads: int, keys: int, of: str) -> tuple[Sequence[range], Sequence[range]]:
-    """Returns which of ``keys``, each of which has as many of ``heads``, the ranks have, and which heads. Raises
+    """Return which of ``keys``, each of which has as many of ``heads``, the ranks have, and which heads. Raises
     ConfigError where ``size`` ranks cannot share them; ``of`` says what keys are."""
     group, sharers = heads // keys, max(1, size // keys)
     if size > keys and (size % keys or group % sharers):
@@ -267,13 +268,13 @@ def _heads_of_ranks(size: int, heads: int, keys: int, of: str) -> tuple[Sequence
 
 
 def _fits(heads: range, group: int) -> bool:
-    """Returns whether query heads are those of whole KV heads, which have ``group`` each, or some of one."""
+    """Return whether query heads are those of whole KV heads, which have ``group`` each, or some of one."""
     whole = heads.start % group == 0 == heads.stop % group
     return whole or heads.start // group == (heads.stop - 1) // group
 
 
 def _share(total: int, unit: int, rank: int, size: int) -> range:
-    """Returns rank ``rank``'s part of ``total`` in whole units: shares differ by one unit at most, the larger ones come
+    """Return rank ``rank``'s part of ``total`` in whole units: shares differ by one unit at most, the larger ones come
     first, and the last rank's ends with ``total``."""
     units = -(-total // unit)
     each, more = divmod(units, size)

@@ -11,7 +11,7 @@ from pillion.engine.models.model_config import ModelConfig
 
 
 def model_weights(config: ModelConfig) -> tuple[int, int]:
-    """Returns how many weights the layers of a model have, and how many of them a token meets."""
+    """Return how many weights the layers of a model have, and how many of them a token meets."""
     inputs = config.token_inputs
     every = met = 0 if inputs is None else config.num_layers * inputs.width * config.hidden_size
     for operation in (operation for layer in layers_of(config) for operation in layer):
@@ -24,18 +24,18 @@ def model_weights(config: ModelConfig) -> tuple[int, int]:
 
 
 def looked_up_weights(config: ModelConfig) -> int:
-    """Returns how many weights a model has of which a token reads one row, beside its embedding."""
+    """Return how many weights a model has of which a token reads one row, beside its embedding."""
     inputs = config.token_inputs
     return 0 if inputs is None else inputs.vocab_size * config.num_layers * inputs.width
 
 
 def pair_operations(config: ModelConfig, layers: Iterable[int]) -> int:
-    """Returns the operations of a query-key pair in these layers with attention."""
+    """Return the operations of a query-key pair in these layers with attention."""
     return sum(4 * config.num_heads * config.heads_of(layer).head_dim for layer in layers)
 
 
 def pair_tokens(config: ModelConfig) -> float:
-    """Returns the cost of a query-key pair in tokens: the operations of a pair, divided by those of a token's
+    """Return the cost of a query-key pair in tokens: the operations of a pair, divided by those of a token's
     products. Layers with a sliding window are left out, because late in a prompt they attend to few of the pairs."""
     layers = (layer for layer in config.kv_layers if not config.sliding_windows[layer])
     return pair_operations(config, layers) / (2 * model_weights(config)[1])

@@ -35,7 +35,7 @@ class Rope:
     short_rows: int = 0
 
     def cos_sin(self, rows: torch.Tensor) -> CosSin:
-        """Returns cosines and sines [T, head_dim / 2] float32 of table rows [T]."""
+        """Return cosines and sines [T, head_dim / 2] float32 of table rows [T]."""
         positions, frequencies = rows[:, None], self.frequencies
         if self.short_frequencies is not None:
             is_short = positions >= self.short_rows
@@ -45,7 +45,7 @@ class Rope:
         return angles.cos() * self.scales, angles.sin() * self.scales
 
     def tables(self, rows: torch.Tensor, dtype: torch.dtype) -> CosSin:
-        """Returns cosines and signed sines [T, 1, head_dim] of table rows [T], the arguments of :func:`rotate`."""
+        """Return cosines and signed sines [T, 1, head_dim] of table rows [T], the arguments of :func:`rotate`."""
         cos, sin = self.cos_sin(rows)
         # The first half of a rotated head subtracts, so the table has the negative sine, and rotate() needs no
         # negation.
@@ -53,12 +53,12 @@ class Rope:
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [T, H, D] by the angles of their positions; pairs are (i, i + D/2) as in Hugging Face's layout."""
+    """Rotate heads [T, H, D] by the angles of their positions; pairs are (i, i + D/2) as in Hugging Face's layout."""
     return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * signed_sin
 
 
 def partial_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> torch.Tensor:
-    """Returns a permutation [head_dim] of a head's values that turns partial rotation into whole rotation.
+    """Return a permutation [head_dim] of a head's values that turns partial rotation into whole rotation.
 
     A checkpoint pairs (i, i + rotary_dim/2), or neighbours where it is ``interleaved``, and leaves the values from
     rotary_dim on alone. In the permuted order
@@ -71,7 +71,7 @@ def partial_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> 
 
 
 def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
-    """Makes the model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
+    """Make the model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
     ropes = tuple(make_rope(rope, rope.head_dim or config.rotary_width, max_model_len) for rope in config.ropes)
     original = original_tokens(config.ropes)
     if not 0 < original < max_model_len:
@@ -83,7 +83,7 @@ def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
 
 
 def rope_tables(config: ModelConfig, max_model_len: int) -> tuple[CosSin, ...]:
-    """Makes cosines and sines [R, head_dim / 2] float32 of each of the model's embeddings: ``max_model_len`` rows, and
+    """Make cosines and sines [R, head_dim / 2] float32 of each of the model's embeddings: ``max_model_len`` rows, and
     then those of texts within the original length, where these have frequencies of their own."""
     original = original_tokens(config.ropes)
     rows = torch.arange(max_model_len + (original if original < max_model_len else 0))
@@ -91,18 +91,18 @@ def rope_tables(config: ModelConfig, max_model_len: int) -> tuple[CosSin, ...]:
 
 
 def growth_factors(grows: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
-    """Returns the factors [T] float32 of queries that grow with their positions [T]."""
+    """Return the factors [T] float32 of queries that grow with their positions [T]."""
     return 1.0 + grows.rate * torch.log1p((positions.float() + grows.ahead).div(grows.length).floor())
 
 
 def growth_table(config: ModelConfig, max_model_len: int) -> torch.Tensor | None:
-    """Makes the factors of queries at the first ``max_model_len`` positions; None for a model whose queries do not
+    """Make the factors of queries at the first ``max_model_len`` positions; None for a model whose queries do not
     grow."""
     return None if config.query_growth is None else growth_factors(config.query_growth, torch.arange(max_model_len))
 
 
 def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:
-    """Makes one embedding. Only the kinds dynamic and longrope depend on ``max_model_len``."""
+    """Make one embedding. Only the kinds dynamic and longrope depend on ``max_model_len``."""
     frequencies, scale = _frequencies(config, max_model_len)
     still = (head_dim - config.rotary_dim) // 2
     return Rope(
@@ -112,7 +112,7 @@ def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:
 
 
 def _frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Returns frequencies [rotary_dim / 2], and the factor of cosines and sines."""
+    """Return frequencies [rotary_dim / 2], and the factor of cosines and sines."""
     theta = config.theta
     if config.kind == "dynamic":
         theta *= _ntk_stretch(config, max_model_len)
@@ -134,14 +134,14 @@ def _frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, 
 
 
 def _ntk_stretch(config: RopeConfig, max_model_len: int) -> float:
-    """Returns the factor of theta in dynamic NTK for texts of ``max_model_len`` tokens; 1 up to the original length."""
+    """Return the factor of theta in dynamic NTK for texts of ``max_model_len`` tokens; 1 up to the original length."""
     length = max(max_model_len, config.original_max_position)
     stretch = config.factor * length / config.original_max_position - (config.factor - 1)
     return float(stretch ** (config.rotary_dim / (config.rotary_dim - 2)))
 
 
 def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Applies Llama 3's scaling: long waves are slowed by ``factor``, short ones stay, the band between is blended."""
+    """Apply Llama 3's scaling: long waves are slowed by ``factor``, short ones stay, the band between is blended."""
     low_wavelength = config.original_max_position / config.low_freq_factor
     high_wavelength = config.original_max_position / config.high_freq_factor
     wavelength = 2 * math.pi / frequencies
@@ -155,7 +155,7 @@ def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(powers: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Applies YaRN (arXiv 2309.00071): it interpolates slow dimensions, keeps fast ones, and ramps between."""
+    """Apply YaRN (arXiv 2309.00071): it interpolates slow dimensions, keeps fast ones, and ramps between."""
     dim = config.rotary_dim
 
     def dimension_of(rotations: float) -> float:

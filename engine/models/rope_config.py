@@ -77,18 +77,18 @@ class RopeConfig:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """Returns YaRN's factor of attention (arXiv 2309.00071) for texts ``factor`` times as long as those of training;
+    """Return YaRN's factor of attention (arXiv 2309.00071) for texts ``factor`` times as long as those of training;
     ``weight`` is a config's ``mscale`` or ``mscale_all_dim``."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def original_tokens(ropes: Sequence[RopeConfig]) -> int:
-    """Returns the longest text, in tokens, that has the frequencies of training, or 0 if all texts have them."""
+    """Return the longest text, in tokens, that has the frequencies of training, or 0 if all texts have them."""
     return min((rope.switches_at for rope in ropes if rope.switches_at), default=0)
 
 
 def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:
-    """Returns a name for the change of frequencies that ``max_model_len`` causes; empty for no change.
+    """Return a name for the change of frequencies that ``max_model_len`` causes; empty for no change.
 
     The name is part of ``KVLayout.version``: workers that serve one model with two lengths share blocks only if both
     compute the same KV.
@@ -98,7 +98,7 @@ def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool, query_growth: bool = False) -> RopeConfig:
-    """Reads from a config the rotary embedding of a model that has the same one in all of its layers.
+    """Read from a config the rotary embedding of a model that has the same one in all of its layers.
 
     transformers 5 has everything in ``rope_parameters``; older configs use ``rope_theta`` and ``rope_scaling``.
     ``partial`` says whether the family may rotate only a part of each head, ``query_growth`` whether its rotary
@@ -113,7 +113,7 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool, query_gr
 
 
 def query_scaling(raw: Mapping[str, Any]) -> tuple[float, int]:
-    """Returns ``llama_4_scaling_beta``, by which queries grow with their position, and the original length, after which
+    """Return ``llama_4_scaling_beta``, by which queries grow with their position, and the original length, after which
     they do."""
     parameters = _rope_parameters(raw)
     length = size(parameters, "original_max_position_embeddings", size(raw, "max_position_embeddings"))
@@ -123,7 +123,7 @@ def query_scaling(raw: Mapping[str, Any]) -> tuple[float, int]:
 def parse_global_and_local(
     raw: Mapping[str, Any], head_dim: int, global_head_dim: int = 0, *, partial: bool = False
 ) -> tuple[RopeConfig, ...]:
-    """Reads two embeddings: that of layers with full attention, and that of layers with a window, which scaling leaves
+    """Read two embeddings: that of layers with full attention, and that of layers with a window, which scaling leaves
     alone. ``global_head_dim`` are the values of a head in layers of the first kind, in families where these differ."""
     parameters = _rope_parameters(raw)
     nested = any(key in parameters for key in _LAYER_TYPES)
@@ -140,7 +140,7 @@ def parse_global_and_local(
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins ``rope_parameters`` and ``rope_scaling``. Where a config has both, somebody added scaling by hand to a
+    """Join ``rope_parameters`` and ``rope_scaling``. Where a config has both, somebody added scaling by hand to a
     config saved by transformers 5: the scaling wins, as it does there.
     """
     saved, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}

@@ -57,7 +57,7 @@ class StateLayout:
 def state_layout(
     states: Iterable[LayerState | None], block_bytes: int, chunk: int = 0, *, whole_heads: bool = True
 ) -> StateLayout | None:
-    """Returns the places of the pieces of a state in slots of ``block_bytes``; None where a piece does not fit into a
+    """Return the places of the pieces of a state in slots of ``block_bytes``; None where a piece does not fit into a
     slot, where slots are no whole cache lines, or where a matrix has no whole pieces. The kernels need them so.
     ``chunk``: how many tokens' rows a state keeps beside its matrices, a multiple of 16; 0 for none. Without
     ``whole_heads`` a head's pieces follow one another into the next slot, so that less stays empty."""
@@ -89,7 +89,7 @@ def state_layout(
 
 
 def own_pieces(pieces: LayerPieces, operation: StateOperation, shard: ModelShard) -> LayerPieces:
-    """Returns those of the pieces of a layer's state that a process reads and writes: of the channels that it has, and
+    """Return those of the pieces of a layer's state that a process reads and writes: of the channels that it has, and
     of its heads with what these share."""
     inputs = tuple(pieces.inputs[piece] for piece in shard.channels(operation.taps.rows).pieces)
     match operation:
@@ -107,13 +107,13 @@ def own_pieces(pieces: LayerPieces, operation: StateOperation, shard: ModelShard
 
 
 def _of_heads(pieces: LayerPieces, mine: range, heads: int) -> tuple[tuple[int, int], ...]:
-    """Returns the places of the pieces of some of a layer's matrices."""
+    """Return the places of the pieces of some of a layer's matrices."""
     each = len(pieces.memory) // heads
     return pieces.memory[mine.start * each : mine.stop * each]
 
 
 def _matrix(state: LayerState) -> tuple[int, int, int]:
-    """Returns the rows and columns of a head's matrix as kernels have it, and the number of heads; zeros where there
+    """Return the rows and columns of a head's matrix as kernels have it, and the number of heads; zeros where there
     are convolutions alone."""
     if not state.memory:
         return 0, 0, 0
@@ -133,14 +133,14 @@ class _Cursor:
         return self._page * self._block_bytes + self._offset
 
     def take(self, count: int, piece_bytes: int) -> list[tuple[int, int]]:
-        """Returns the places of ``count`` pieces, all of them in one slot where that can be."""
+        """Return the places of ``count`` pieces, all of them in one slot where that can be."""
         if count * piece_bytes > self._block_bytes:
             return [self.room(piece_bytes) for _ in range(count)]
         page, first = self.room(count * piece_bytes)
         return [(page, first + number * piece_bytes) for number in range(count)]
 
     def room(self, size: int) -> tuple[int, int]:
-        """Returns the place of a piece of so many bytes."""
+        """Return the place of a piece of so many bytes."""
         if self._offset + size > self._block_bytes:
             self._page, self._offset = self._page + 1, 0
         found = self._page, self._offset

@@ -15,7 +15,7 @@ class Labeller(Protocol):
     """Makes the logits of a classifier's labels."""
 
     def logits(self, vector: Float32) -> Float32:
-        """Returns the logits [labels] of a text's vector [hidden]."""
+        """Return the logits [labels] of a text's vector [hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class VectorHead:
     weight: Float32
 
     def logits(self, vector: Float32) -> Float32:
-        """Returns the logits [labels] of a vector [hidden]. Each is summed up by itself in float64, so that its bits
+        """Return the logits [labels] of a vector [hidden]. Each is summed up by itself in float64, so that its bits
         depend on the vector alone."""
         found: Float32 = (self.weight.astype(np.float64) * vector).sum(1).astype(np.float32)
         return found

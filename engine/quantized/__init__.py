@@ -1,19 +1,19 @@
-"""Reads checkpoints quantized: what their configs say, how their files lie, and quantizes plain weights.
+"""Quantized checkpoints: their configs and file formats, and the quantizer of plain weights.
 
-    quantization.py               how a config says that quantized matrices are stored
-    quantization_methods.py       the table of the configs' producers
-    auto_round_config.py          the configs of AutoRound
-    compressed_tensors_config.py  the configs of compressed-tensors
-    formats/                      the formats of files
+    quantization.py               the config of quantized matrices
+    quantization_methods.py       table of the producers of such configs
+    auto_round_config.py          configs of AutoRound
+    compressed_tensors_config.py  configs of compressed-tensors
+    formats/                      file formats
     gguf_files.py                 GGUF files -> a Hugging Face folder
-    gguf_reader.py                metadata and tensors of such files
-    gguf_architectures.py         their names in config.json and in a folder's weights
+    gguf_reader.py                metadata and tensors of GGUF files
+    gguf_architectures.py         GGUF's names -> those of config.json and of a folder's weights
     gguf_tokenizer.py             metadata -> tokenizer.json
-    gguf_pre_tokenizers.py        how kinds of vocabularies split texts
-    gguf_blocks.py                the blocks of GGUF's types -> quantized matrices
+    gguf_pre_tokenizers.py        text splitting per kind of vocabulary
+    gguf_blocks.py                blocks of GGUF types -> quantized matrices
     quantizer.py                  plain matrices and folders -> quantized ones, for --quantization
-    shards.py                     writes such a folder's weights
+    shards.py                     writer of a folder's weights
 
-Read quantization.py first. Of these, only the modules about configs, and about GGUF files but gguf_blocks, import no
-torch at their top.
+Start with quantization.py. The modules about configs, and those about GGUF except gguf_blocks, import no torch at
+module level.
 """

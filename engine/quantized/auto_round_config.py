@@ -1,6 +1,6 @@
-"""Reads the ``quantization_config`` of AutoRound, in which modules may have sizes of their own. Imports no torch.
+"""The ``quantization_config`` of AutoRound, in which sizes may differ by module. Imports no torch.
 
-AutoRound (https://github.com/intel/auto-round) writes the tensors of other producers; ``packing_format`` says whose.
+AutoRound (https://github.com/intel/auto-round) writes tensors in layouts of other producers, see ``packing_format``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from pillion.errors import ConfigError
 
 _METHOD = "auto-round"
 _DEFAULT_FORMAT = "auto_round:auto_gptq"
-# For each packing format this has the layout of its tensors. Without "gptq" zero points are those of GPTQ's second
-# version.
+# Packing format -> layout of its tensors. Without "gptq", zero points are those of GPTQ v2.
 _LAYOUTS = {
     "auto": "gptq",
     _DEFAULT_FORMAT: "gptq",
@@ -35,13 +34,13 @@ _LAYOUTS = {
     "auto_round:awq": "awq",
     "auto_round:llm_compressor": "nvfp4",
 }
-# Each layout has codes of these sizes.
+# Bits of a code, per layout.
 _BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "awq": (4,), "nvfp4": (4,), "packed_mxfp4": (4,)}
-# The numbers of inputs in a group of floats.
+# Inputs per group of floats.
 _FLOATS = {"nvfp4": 16, "packed_mxfp4": 32}
 WHOLE_NUMBERS = re.compile(r"(rtn_|opt_rtn_)?int(_a?sym)?")
 _SIZES = "bits group_size sym data_type act_bits act_group_size act_sym act_data_type act_dynamic"
-# These keys say where AutoRound was and how it searched, in exports in the formats of other producers, too.
+# Keys about the search, without effect on the result; also in AutoRound's exports to other formats.
 SEARCH_KEYS = """
     autoround_version backend block_name_to_quantize to_quant_block_names quant_block_list modules_to_not_convert
     provider amp batch_size dataset enable_adam enable_alg_ext enable_deterministic_algorithms enable_minmax_tuning
@@ -50,18 +49,18 @@ SEARCH_KEYS = """
     scale_dtype seed seqlen static_attention_granularity static_kv_dtype static_kv_granularity supported_types
     train_bs
     """
-# A key of extra_config that has only these characters is the name of a module, and any other one an expression.
+# A key of extra_config made of these characters only is a module name, any other a regular expression.
 _NAME = re.compile(r"[\w.-]+")
 
 
 def parse_auto_round(raw: Raw) -> Quantization:
-    """Reads the config. Raises ConfigError for a format or an option that is not supported, by its name."""
+    """Parse the config. Raises ConfigError for an unsupported format or option, by name."""
     refuse_others(raw, f"quant_method packing_format extra_config {SEARCH_KEYS} {_SIZES}", "quantization_config")
     chosen = raw.get("extra_config") or {}
     if not isinstance(chosen, Mapping) or not all(isinstance(changes, Mapping) for changes in chosen.values()):
         raise ConfigError("config.json: quantization_config: extra_config must give an object for each module")
     schemes = []
-    # Names go before expressions. A module of 16 bits has a plain tensor, which shows that.
+    # Names before expressions. 16-bit modules are skipped: they are plain tensors.
     for key in sorted(chosen, key=lambda key: _NAME.fullmatch(key) is None):
         changes = {name: value for name, value in chosen[key].items() if value is not None}
         refuse_others(changes, _SIZES, f"extra_config of {key}")
@@ -71,12 +70,12 @@ def parse_auto_round(raw: Raw) -> Quantization:
 
 
 def _pattern(key: str) -> str:
-    """Returns the expression that matches a module's name from its first letter on."""
+    """Return a regular expression for :func:`re.match` on module names."""
     return re.escape(key) + "$" if _NAME.fullmatch(key) else checked_pattern(f".*(?:{key})", "extra_config")
 
 
 def _scheme(raw: Raw) -> MatrixScheme:
-    # Old versions named the format by the program that was to run it.
+    # Old versions name the format by the backend.
     packing, numbers = words_of(raw, "packing_format backend", _DEFAULT_FORMAT), words_of(raw, "data_type", "int")
     layout, bits, activations = _LAYOUTS.get(packing), raw.get("bits"), words_of(raw, "act_bits", "16")
     if layout == "nvfp4" and numbers.startswith("mx_fp"):

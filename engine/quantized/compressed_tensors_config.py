@@ -1,6 +1,4 @@
-"""Reads the ``quantization_config`` of compressed-tensors, which has a scheme for each group of modules. Imports no
-torch.
-"""
+"""The ``quantization_config`` of compressed-tensors, with a scheme per group of modules. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from pillion.engine.quantized.quantization import (
 )
 from pillion.errors import ConfigError
 
-# For each of these formats of files this has the layout of its tensors.
+# File format -> layout of its tensors.
 _LAYOUTS = {
     "pack-quantized": "packed",
     "int-quantized": "codes",
@@ -30,7 +28,7 @@ _LAYOUTS = {
     "nvfp4-pack-quantized": "nvfp4",
     "mxfp4-pack-quantized": "packed_mxfp4",
 }
-# The floats of these layouts have so many bits.
+# Bits of a float code, per layout.
 _FLOAT_BITS = {"codes": 8, "nvfp4": 4, "packed_mxfp4": 4}
 _KEYS = """
     quant_method format config_groups ignore quantization_status global_compression_ratio kv_cache_scheme version
@@ -41,8 +39,7 @@ _NUMBER_KEYS = """
     num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype zp_dtype observer
     observer_kwargs
     """
-# A target that names a class of modules stands for this pattern of names. Modules of other classes have no matrices
-# that Pillion reads.
+# Targets that name a class of modules, as patterns of module names. Other classes have no matrices to read.
 _CLASSES = {
     "Linear": "(?!.*embed_tokens)",
     "LinearBase": "(?!.*embed_tokens)",
@@ -50,12 +47,12 @@ _CLASSES = {
     "Embedding": ".*embed_tokens$",
 }
 _WHERE = "compressed-tensors"
-# With these values of actorder, a tensor names the group of each input. Files since 2026 have none of them.
+# Values of actorder with a tensor of each input's group. Files since 2026 have none.
 _ORDERED = (True, "group", "dynamic")
 
 
 def parse_compressed_tensors(raw: Raw) -> Quantization:
-    """Reads the config. Raises ConfigError for a scheme or an option that is not supported, by its name."""
+    """Parse the config. Raises ConfigError for an unsupported scheme or option, by name."""
     refuse_others(raw, _KEYS, "quantization_config")
     _refuse_other_compression(raw)
     groups = raw.get("config_groups")
@@ -68,7 +65,7 @@ def parse_compressed_tensors(raw: Raw) -> Quantization:
         refuse_others(group, _GROUP_KEYS, f"config_groups.{name}")
         if group.get("weights"):
             targets |= dict.fromkeys(map(str, group["targets"]), _scheme(group, words_of(raw, "format", "")))
-    # compressed-tensors itself looks for a module's scheme in this order: names, expressions, classes.
+    # The order in which compressed-tensors matches: names, expressions, classes.
     ordered = sorted(targets, key=lambda target: (target in _CLASSES, "re:" in target, target))
     return Quantization(method=_WHERE, schemes=tuple((_pattern(target), targets[target]) for target in ordered))
 
@@ -111,7 +108,7 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
     inputs = group.get("input_activations")
     activations, row_codes = _activations(inputs)
     if row_codes and (bits != 8 or size):
-        # Only whole numbers by whole numbers are quicker for it.
+        # Quantized inputs are faster for int8 by int8 only.
         activations, row_codes = "int8", ""
     return MatrixScheme(
         layout=layout,
@@ -128,7 +125,7 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
 
 
 def _shares(weights: Raw, grouped: str) -> tuple[int, int]:
-    """Returns how many outputs and inputs share a scale, 0 meaning all; ``grouped`` names the strategy of groups."""
+    """Return the outputs and inputs per scale, 0 meaning all; ``grouped`` is the name of the group strategy."""
     size = weights.get("group_size")
     inferred = "tensor" if size is None else "channel" if size == -1 else grouped
     strategy = words_of(weights, "strategy", inferred)
@@ -144,7 +141,7 @@ def _shares(weights: Raw, grouped: str) -> tuple[int, int]:
 
 
 def _activations(inputs: Any) -> tuple[str, str]:
-    """Returns the scheme's ``activations`` and ``row_codes``."""
+    """Return the scheme's ``activations`` and ``row_codes``."""
     if not inputs:
         return "", ""
     bits = inputs.get("num_bits", 8) if isinstance(inputs, Mapping) else None
@@ -156,5 +153,5 @@ def _activations(inputs: Any) -> tuple[str, str]:
         return f"fp{bits}", ""
     dynamic, symmetric = inputs.get("dynamic") or False, inputs.get("symmetric", True)
     strategy = words_of(inputs, "strategy", "token" if dynamic else "tensor")
-    # One scale for all rows of a step would make a row's result depend on the other rows.
+    # A per-step scale would make a row's result depend on the batch.
     return ("", "dynamic") if dynamic is True and strategy == "token" and symmetric else ("int8", "")

@@ -172,7 +172,7 @@ class FolderTensor:
     swapped: bool = False
 
     def numbers(self) -> Numbers:
-        """Returns the tensor's numbers."""
+        """Return the tensor's numbers."""
         found = [part.numbers() for part in self.parts]
         axis = max(found[0].ndim - 2, 0)
         if self.rows is not None:
@@ -204,7 +204,7 @@ def _gemma(model: GgufModel, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _needed(model: GgufModel, key: str) -> Any:
-    """Returns the architecture's value of a key. Raises ConfigError where there is none."""
+    """Return the architecture's value of a key. Raises ConfigError where there is none."""
     if (value := model.get(key)) is None:
         raise ConfigError(f"its metadata lack {model.architecture}.{key}")
     return value
@@ -264,7 +264,7 @@ def _qwen35(model: GgufModel, config: Config) -> Config:
 
 
 def _by_key_heads(each: str = "", after_keys: bool = False) -> Callable[[Config], Numbers]:
-    """Returns the order of a delta net's value heads: by the keys that they share, where a file has the first heads of
+    """Return the order of a delta net's value heads: by the keys that they share, where a file has the first heads of
     all keys, then the second ones. ``each`` is the key for a head's numbers, 1 without; where ``after_keys``, queries
     and keys come before."""
 
@@ -279,7 +279,7 @@ def _by_key_heads(each: str = "", after_keys: bool = False) -> Callable[[Config]
 
 
 def _by_groups(config: Config) -> Numbers:
-    """Returns the order of rows of a delta net's inputs by keys: each key's query, key, values and gates."""
+    """Return the order of rows of a delta net's inputs by keys: each key's query, key, values and gates."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     ends = np.cumsum([0, *[keys * config["linear_key_head_dim"]] * 2, *[heads * config["linear_value_head_dim"]] * 2])
     return np.concatenate([np.arange(*part).reshape(keys, -1) for part in itertools.pairwise(ends)], 1).ravel()
@@ -304,7 +304,7 @@ def _deepseek2(model: GgufModel, config: Config) -> Config:
 
 
 def _keys_and_values(keys: Numbers, values: Numbers) -> Numbers:
-    """Joins [heads, rank, keys] and [heads, values, rank] to kv_b_proj [heads * (keys + values), rank]."""
+    """Join [heads, rank, keys] and [heads, values, rank] to kv_b_proj [heads * (keys + values), rank]."""
     joined = np.concatenate((keys.swapaxes(1, 2), values), 1)
     return joined.reshape(-1, joined.shape[-1])
 
@@ -352,17 +352,17 @@ def _gemma4(model: GgufModel, config: Config) -> Config:
 
 
 def _in_turn(config: Config) -> Numbers:
-    """Returns the order of rows of gate and up of gpt-oss's experts, in turn."""
+    """Return the order of rows of gate and up of gpt-oss's experts, in turn."""
     return np.arange(2 * config["intermediate_size"]).reshape(2, -1).T.ravel()
 
 
 def _of_experts(gate: Numbers, up: Numbers) -> Numbers:
-    """Returns biases of gate and up [experts, width] in turn."""
+    """Return biases of gate and up [experts, width] in turn."""
     return np.stack((gate, up), -1).reshape(len(gate), -1)
 
 
 def _shortest(value: float) -> float:
-    """Returns the shortest decimal number that is the same in 32 bits."""
+    """Return the shortest decimal number that is the same in 32 bits."""
     return float(f"{value:.7g}")
 
 
@@ -674,7 +674,7 @@ ARCHITECTURES = {
 
 
 def read_config(model: GgufModel) -> dict[str, Any]:
-    """Returns the config.json of a model, without the tokens that end a text. Raises ConfigError for an architecture,
+    """Return the config.json of a model, without the tokens that end a text. Raises ConfigError for an architecture,
     or a part of one, that is not read."""
     name = model.architecture
     if name not in ARCHITECTURES:
@@ -703,7 +703,7 @@ def read_config(model: GgufModel) -> dict[str, Any]:
 
 
 def _add_head(config: dict[str, Any], model: GgufModel, row: GgufArchitecture) -> None:
-    """Adds a head's size, and how much of it is rotated."""
+    """Add a head's size, and how much of it is rotated."""
     head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     if model.get("attention.value_length") not in (None, head_dim):
         raise ConfigError(
@@ -719,7 +719,7 @@ def _add_head(config: dict[str, Any], model: GgufModel, row: GgufArchitecture) -
 
 
 def _refuse_unread(model: GgufModel, read: set[str]) -> None:
-    """Raises ConfigError for the first key of the architecture's own that may change numbers and is not read."""
+    """Raise ConfigError for the first key of the architecture's own that may change numbers and is not read."""
     begin = f"{model.architecture}."
     for key, value in model.metadata.items():
         own = key.removeprefix(begin)
@@ -731,7 +731,7 @@ def _refuse_unread(model: GgufModel, read: set[str]) -> None:
 
 
 def _one(key: str, value: Any) -> Any:
-    """Returns the number of all layers. Raises ConfigError where layers have different ones."""
+    """Return the number of all layers. Raises ConfigError where layers have different ones."""
     if not isinstance(value, np.ndarray):
         return value
     found = set(value.tolist())
@@ -745,7 +745,7 @@ def _vocab_size(model: GgufModel) -> int:
 
 
 def add_rope(config: dict[str, Any], model: GgufModel) -> None:
-    """Adds the rotary embedding: its base, its scaling, and the factors that are tensors."""
+    """Add the rotary embedding: its base, its scaling, and the factors that are tensors."""
     rope = config.setdefault("rope_parameters", {})
     rope |= {"rope_type": "default", "rope_theta": model.get("rope.freq_base") or 10_000.0}
     kind = model.get("rope.scaling.type") or "linear"
@@ -775,7 +775,7 @@ def add_rope(config: dict[str, Any], model: GgufModel) -> None:
 
 
 def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
-    """Yields each tensor of a folder; of all experts of a layer, one after another where it has them so. Raises
+    """Yield each tensor of a folder; of all experts of a layer, one after another where it has them so. Raises
     ConfigError for a tensor that is not known."""
     row, family = ARCHITECTURES[model.architecture], FAMILIES[config["model_type"]]
     names = {**_MODEL_TENSORS, **_LAYER_TENSORS, **row.tensors}

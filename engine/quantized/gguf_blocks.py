@@ -40,7 +40,7 @@ class BlockLayout:
 
 
 def read_blocks(layout: BlockLayout, data: torch.Tensor) -> QuantizedMatrix:
-    """Turns the blocks of a matrix, uint8 [N, bytes of a row], into the matrix."""
+    """Turn the blocks of a matrix, uint8 [N, bytes of a row], into the matrix."""
     codes, scales, offsets = layout.read(data.reshape(-1, layout.block_bytes))
     rows = len(data)
     return QuantizedMatrix(
@@ -53,7 +53,7 @@ def read_blocks(layout: BlockLayout, data: torch.Tensor) -> QuantizedMatrix:
 
 
 def reorder_inputs(matrix: QuantizedMatrix, order: torch.Tensor) -> QuantizedMatrix | None:
-    """Returns a matrix whose input k is the input ``order[k]``; None where groups do not move as a whole."""
+    """Return a matrix whose input k is the input ``order[k]``; None where groups do not move as a whole."""
     groups = order.view(-1, matrix.group)
     first = groups[:, 0]
     if not torch.equal(groups, first[:, None] + torch.arange(matrix.group)) or bool((first % matrix.group).any()):
@@ -66,17 +66,17 @@ def reorder_inputs(matrix: QuantizedMatrix, order: torch.Tensor) -> QuantizedMat
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Returns the float16 number of each block that begins at a byte, as float32 [blocks, 1]."""
+    """Return the float16 number of each block that begins at a byte, as float32 [blocks, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Splits bytes [..., n] into their halves: the lower halves of all, then the upper halves of all, [..., 2 n]."""
+    """Split bytes [..., n] into their halves: the lower halves of all, then the upper halves of all, [..., 2 n]."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Returns the 32 bits of each block that begin at a byte, each where it is in a code of five bits: [blocks, 32]."""
+    """Return the 32 bits of each block that begin at a byte, each where it is in a code of five bits: [blocks, 32]."""
     places = torch.arange(8, dtype=torch.uint8)
     return ((blocks[:, at : at + 4, None] >> places) & 1).flatten(1) << 4
 
@@ -128,7 +128,7 @@ def _mxfp4(blocks: torch.Tensor) -> Parts:
 
 
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and offsets [blocks, 8] of Q4_K and Q5_K: two float16 numbers, and 6 bits for each group,
+    """Return the scales and offsets [blocks, 8] of Q4_K and Q5_K: two float16 numbers, and 6 bits for each group,
     packed in 12 bytes. Of the last four groups the upper two bits are in the bytes of the first four."""
     first, second, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), 1)

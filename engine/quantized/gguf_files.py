@@ -1,13 +1,13 @@
-"""Converts GGUF files into Hugging Face folders.
+"""Conversion of GGUF files to Hugging Face folders.
 
 gguf_reader.py            metadata and tensors of the files
-gguf_architectures.py     their names and numbers in config.json and among a folder's tensors
+gguf_architectures.py     their names and values in config.json and among a folder's tensors
 gguf_tokenizer.py         metadata -> tokenizer.json, tokenizer_config.json, chat templates
 gguf_blocks.py            blocks of quantized types -> quantized matrices
 
-Matrices whose type :mod:`pillion.engine.quantized.gguf_blocks` knows stay quantized, in the layout of
-:mod:`pillion.engine.quantized.formats.pillion_format`. Only functions import torch, so that a start with a converted
-model stays quick.
+Matrices of the types in :mod:`pillion.engine.quantized.gguf_blocks` stay quantized, in the layout of
+:mod:`pillion.engine.quantized.formats.pillion_format`. Torch is imported in functions only, so that a converted model
+starts quickly.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ if TYPE_CHECKING:
     from pillion.engine.quantized.gguf_architectures import FolderTensor
     from pillion.engine.quantized.gguf_reader import GgufModel
 
-# Sampling values that metadata recommend, by their names in a generation_config.json.
+# Recommended sampling values in metadata -> their names in generation_config.json.
 _SAMPLING = {one.gguf: one.recommended_as for one in SAMPLING_OPTIONS.values() if one.gguf}
 
 
 def convert_gguf(parts: Sequence[Path], folder: Path, dtype: str, progress: Progress) -> None:
-    """Fills ``folder`` with config, tokenizer and weights of the model in ``parts``: quantized matrices as they are,
-    others in ``dtype`` ("bfloat16" or "float32").
-
-    Raises ConfigError for files that are damaged, and for an architecture or a tokenizer that is not known.
-    """
+    """Fill ``folder`` with config, tokenizer and weights of the model in ``parts``: quantized matrices unchanged,
+    others in ``dtype`` ("bfloat16" or "float32"). Raises ConfigError for damaged files and for an unsupported
+    architecture or tokenizer."""
     from pillion.engine.quantized.gguf_architectures import read_config
     from pillion.engine.quantized.gguf_reader import read_gguf
     from pillion.engine.quantized.gguf_tokenizer import read_tokenizer
@@ -67,7 +65,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the ids that metadata name, as config.json has them."""
+    """Return the special token ids of the metadata, by their keys in config.json."""
     names = {"bos_token_id": ("bos",), "pad_token_id": ("padding",), "eos_token_id": ("eos", "eot")}
     found = {
         name: [value for key in keys if (value := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None]
@@ -78,7 +76,7 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _blaming(source: Path) -> Iterator[None]:
-    """Converts what readers raise over damaged bytes to a ConfigError that names the file."""
+    """Convert parser exceptions to a ConfigError that names the file."""
     try:
         yield
     except ConfigError as error:
@@ -90,7 +88,7 @@ def _blaming(source: Path) -> Iterator[None]:
 
 
 def quantized_types(parts: Sequence[Path]) -> str:
-    """Names the types of a model's quantized tensors, or "". Raises ConfigError for files that are damaged."""
+    """Return the types of a model's quantized tensors, joined, or "". Raises ConfigError for damaged files."""
     from pillion.engine.quantized.gguf_reader import read_gguf
 
     with _blaming(parts[0]):
@@ -100,7 +98,7 @@ def quantized_types(parts: Sequence[Path]) -> str:
 def _convert_weights(
     source: Path, model: GgufModel, config: Mapping[str, Any], folder: Path, dtype: str, progress: Progress
 ) -> list[str]:
-    """Returns the types of matrices that stay quantized."""
+    """Write the weights and return the types of matrices that stay quantized."""
     converted = WorkReport(progress, "converting weights", sum(tensor.data.nbytes for tensor in model.tensors))
     import torch
 
@@ -126,7 +124,7 @@ def _convert_weights(
 def _matrices(
     source: Path, model: GgufModel, config: Mapping[str, Any], converted: WorkReport
 ) -> Iterator[tuple[str, Any]]:
-    """Yields each tensor by its name in a folder: numbers, or a matrix quantized, of all experts a list of these."""
+    """Yield each tensor of a folder by name: plain, a quantized matrix, or a list of those of all experts."""
     import numpy as np
     import torch
 
@@ -140,7 +138,7 @@ def _matrices(
 
 
 def _quantized(tensor: FolderTensor) -> Any:
-    """Returns a matrix, or a list of those of all experts, quantized; None where it cannot stay so."""
+    """Return a tensor as a quantized matrix, or a list of those of all experts; None if it cannot stay quantized."""
     import numpy as np
     import torch
 
@@ -169,9 +167,9 @@ def _quantized(tensor: FolderTensor) -> Any:
 
 
 def recommended_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sampling values that metadata recommend, by the keys of a generation_config.json."""
+    """Return the recommended sampling values of metadata, by the keys of a generation_config.json."""
     found = {key: metadata.get(f"general.sampling.{name}") for name, key in _SAMPLING.items()}
-    # A file holds numbers in 32 bits; the shortest decimal number with the same bits is the one that its author wrote.
+    # Values are float32; the shortest decimal with the same bits is what the author wrote.
     return {
         key: float(f"{value:.7g}") if isinstance(value, float) else value
         for key, value in found.items()

@@ -1,7 +1,7 @@
-"""What ``tokenizer.ggml.pre`` of a GGUF file means: how texts are split, and what else llama.cpp derives from it.
+"""Meaning of ``tokenizer.ggml.pre`` in a GGUF file: how texts are split, and what else llama.cpp derives from it.
 
-Names, and what follows from each, are those of ``llama_vocab::impl::load`` in src/llama-vocab.cpp. Expressions are
-those of the models' own tokenizers, which llama.cpp cites and rewrites for C++'s library. Imports nothing heavy.
+Names and their effects are those of ``llama_vocab::impl::load`` in src/llama-vocab.cpp. Expressions are those of the
+models' own tokenizers, which llama.cpp quotes and rewrites for C++. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How texts are split for a kind of BPE vocabulary.
+    """Text splitting of a kind of BPE vocabulary.
 
     Attributes:
-        splits: expressions, one after another: each match of one is a piece, and so is what is between two.
-        ignore_merges: whether a piece that is a token is taken whole, before any merge.
-        add_bos: whether texts begin with BOS where the metadata do not say.
-        byte_level: whether tokens spell bytes by GPT-2's letters; else spaces are "▁" and other bytes "<0x0A>".
+        splits: regular expressions, applied in order: matches are pieces, and so are the gaps between them.
+        ignore_merges: True if a piece that is a token is used whole, before any merge.
+        add_bos: True if texts begin with BOS where the metadata do not say.
+        byte_level: True if tokens spell bytes by GPT-2's letters; else spaces are "▁" and other bytes "<0x0A>".
     """
 
     splits: tuple[str, ...]
@@ -35,7 +35,7 @@ _QWEN35 = (
     rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
     rf"|{_LINES}|{_SPACES}"
 )
-# Words have capitals at their beginning alone.
+# Capitals only at the beginning of words.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE, _OTHERS = r"[^\r\n\p{L}\p{N}]?", rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}|{_SPACES}"
 _TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHERS}"
@@ -45,7 +45,7 @@ _ASCII_SIGN = r"""[!"#$%&'()*\+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _SIGNED_WORD = rf"{_ASCII_SIGN}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
 _HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# Georgian letters without case are no letters of words here.
+# Excludes Georgian letters, which have no case.
 _DEEPSEEK_WORD = "\\s?[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u10d0-\u10ff]]+"
 _DEEPSEEK_SIGNS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _NO_STOPS = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
@@ -75,7 +75,7 @@ def _named(names: str, pre: PreTokenizer) -> dict[str, PreTokenizer]:
 
 
 PRE_TOKENIZERS = {
-    # For a file that names none, too.
+    # Also for files without the key.
     "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **_named("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _OF_LLAMA3),
     **_named("dbrx smaug-bpe chatglm-bpe", PreTokenizer((_LLAMA3,))),

@@ -1,9 +1,9 @@
-"""Reads GGUF files: metadata, and tensors as views of the mapped files. Imports no torch.
+"""Reader of GGUF files: metadata, and tensors as views of the mapped files. Imports no torch.
 
     GGUF | version (4 bytes) | tensors (8) | entries (8) | entry ... | tensor's name, shape, type, offset ... | data
 
-An entry is a key, a type and a value: a number, a text, or an array, which has a type, a length and its items. Every
-length is checked against the file's size before anything is allocated.
+An entry is a key, a type and a value: a number, a text, or an array (type, length, items). Lengths are checked against
+the file's size before anything is allocated.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import numpy as np
 from pillion.engine.models.config_json import MAX_EXPERTS
 from pillion.errors import ConfigError
 
-# Formats of numbers by type; 8 is a text, 9 an array.
+# Numpy formats of number types; 8 is a text, 9 an array.
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _TEXT, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-# Bytes at least: an entry is a key's length and a type; a tensor a name's length, a number of dimensions, a type and an
-# offset; a text its length; an array a type and a length.
+# Lower bounds in bytes. Entry: length of the key, type; tensor: length of the name, dimensions, type, offset; text: its
+# length; array: type and length.
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES, _MIN_TEXT_BYTES, _MIN_ARRAY_BYTES = 12, 24, 8, 12
 _MAX_NESTED = 4
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 _COUNT = struct.Struct("<Q")
-# Plain types of tensors. numpy has no BF16, which is read as words of 16 bits.
+# Plain tensor types. numpy has no BF16, which is read as uint16.
 _PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 PLAIN_TYPES = frozenset(_PLAIN)
-# Types of tensors by number: name, numbers per block, bytes per block. The gguf package has the rarer ones.
+# Tensor types by number: name, values per block, bytes per block. The gguf package has the rarer ones.
 _TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -54,8 +54,8 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: its name, the name of its type ("Q4_K"), its shape with the longest stride first, and its data: numbers
-    of that shape where the type is plain (uint16 for BF16), else uint8 [..., bytes of a row]."""
+    """A tensor: its name, the name of its type ("Q4_K"), its shape in C order, and its data: values of that shape for
+    plain types (uint16 for BF16), else uint8 [..., bytes per row]."""
 
     name: str
     kind: str
@@ -63,7 +63,7 @@ class GgufTensor:
     data: np.ndarray
 
     def numbers(self) -> np.ndarray:
-        """Returns the tensor in float32 (in float64 where it is)."""
+        """Return the tensor in float32 (float64 if stored so)."""
         if self.kind == "BF16":
             return (self.data.astype(np.uint32) << 16).view(np.float32)
         if self.kind in _PLAIN:
@@ -76,7 +76,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """A model in one GGUF file, or in several parts of one. Arrays of numbers in ``metadata`` are numpy arrays."""
+    """A model in one GGUF file, or in several parts. Numeric arrays in ``metadata`` are numpy arrays."""
 
     metadata: Mapping[str, Any]
     tensors: Sequence[GgufTensor]
@@ -86,18 +86,17 @@ class GgufModel:
         return str(self.metadata.get("general.architecture", "llama"))
 
     def get(self, key: str) -> Any:
-        """Returns the architecture's value of a key, or None."""
+        """Return the architecture's value of a key, or None."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     @property
     def quantized_types(self) -> list[str]:
-        """Names of the types of tensors that are not plain."""
         return sorted({tensor.kind for tensor in self.tensors} - PLAIN_TYPES)
 
 
 def read_gguf(parts: Sequence[Path]) -> GgufModel:
-    """Reads the parts of a model, usually one; metadata are those of the first. Raises ConfigError, without the file's
-    name, for files that are damaged or no parts of one model."""
+    """Read the parts of a model, usually one; metadata are those of the first. Raises ConfigError, without the file's
+    name, for damaged files and for parts that do not belong together."""
     read = [_read_file(path) for path in parts]
     metadata = read[0][0]
     tensors = [tensor for _, found in read for tensor in found]
@@ -111,7 +110,7 @@ def read_gguf(parts: Sequence[Path]) -> GgufModel:
 
 
 def _check_counts(metadata: Mapping[str, Any], tensors: int) -> None:
-    """Bounds what a reader would allocate for each layer and expert."""
+    """Limit what later code allocates per layer and expert."""
     for key, value in metadata.items():
         most = {"block_count": tensors, "expert_count": MAX_EXPERTS}.get(key.rpartition(".")[2])
         if most is not None and isinstance(value, int) and value > most:
@@ -120,7 +119,7 @@ def _check_counts(metadata: Mapping[str, Any], tensors: int) -> None:
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
     with path.open("rb") as file:
-        # The mapping lives as long as the views of it.
+        # The mapping lives as long as its views.
         cursor = GgufCursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     if cursor.skip(4) != b"GGUF":
         raise ConfigError("it is no GGUF file")
@@ -147,7 +146,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
 
 
 def _tensor_header(cursor: GgufCursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Returns a tensor's name, shape, type and offset in the data."""
+    """Return a tensor's name, shape, type, and offset in the data."""
     name, dimensions = cursor.text(), cursor.number(4)
     if dimensions > _MAX_DIMENSIONS:
         raise ConfigError(f"{name} has {dimensions} dimensions")
@@ -178,13 +177,13 @@ def _rare_type(kind: int) -> tuple[str, int, int]:
 
 
 class GgufCursor:
-    """Reads one value of a mapped file after another. Raises ConfigError where the file ends before one does."""
+    """Sequential reader of a mapped file. Raises ConfigError at a premature end of the file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.place = data, 0
 
     def need(self, count: int, size: int) -> None:
-        """Checks that ``count`` items of at least ``size`` bytes have room behind this place."""
+        """Check that ``count`` items of at least ``size`` bytes each can follow."""
         left = max(len(self.data) - self.place, 0)
         if count * size > left:
             raise ConfigError(
@@ -202,7 +201,7 @@ class GgufCursor:
         return np.frombuffer(self.skip(form.itemsize), form)[0].item()
 
     def count(self, size: int) -> int:
-        """Reads the number of items of at least ``size`` bytes."""
+        """Read a count of items of at least ``size`` bytes each."""
         found: int = self.number(10)
         self.need(found, size)
         return found
@@ -226,7 +225,7 @@ class GgufCursor:
         return [self.value(inner, depth + 1) for _ in range(self.count(_MIN_ARRAY_BYTES))]
 
     def _texts(self, count: int) -> list[str]:
-        """Reads an array of texts. A vocabulary has hundreds of thousands, so each takes one slice."""
+        """Read an array of texts; fast, as a vocabulary has hundreds of thousands."""
         data, place, end, found = self.data, self.place, len(self.data), []
         for _ in range(count):
             begin = place + _MIN_TEXT_BYTES

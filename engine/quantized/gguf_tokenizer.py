@@ -1,9 +1,9 @@
-"""Makes a tokenizer.json of a GGUF file's metadata, as llama.cpp reads them (src/llama-vocab.cpp).
+"""Conversion of a GGUF file's metadata to tokenizer.json, as llama.cpp reads them (src/llama-vocab.cpp).
 
-tokenizer.ggml.model   what it is
-llama                  SentencePiece's BPE: scores say which pair of pieces is merged first, and no text is split
-gpt2                   BPE over bytes with a list of merges; ``tokenizer.ggml.pre`` says how texts are split
-gemma4                 BPE over characters with a list of merges
+tokenizer.ggml.model   kind
+llama                  SentencePiece's BPE: scores order the merges, and texts are not split
+gpt2                   byte-level BPE with a list of merges; ``tokenizer.ggml.pre`` is how texts are split
+gemma4                 character-level BPE with a list of merges
 
 Imports nothing heavy.
 """
@@ -18,7 +18,7 @@ from pillion.engine.models.config_keys import words
 from pillion.engine.quantized.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from pillion.errors import ConfigError
 
-# Types of tokens.
+# Token types.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "▁"
 _NAMES = {
@@ -29,25 +29,25 @@ _NAMES = {
     "pad_token": "padding",
     "mask_token": "mask",
 }
-# Ids where the metadata of a SentencePiece vocabulary name none.
+# Defaults of SentencePiece vocabularies.
 _SENTENCEPIECE_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
-# Texts of tokens that end a turn, whatever their type. "</s>" is a mark of HTML in other vocabularies.
+# Tokens that end a turn, whatever their type. Not "</s>", which is an HTML tag in some vocabularies.
 _ENDS = words(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT>
     _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[
     """
 )
-# Where a model ends turns by one of these sets, "<|end|>" ends a part of one.
+# With one of these sets, "<|end|>" ends only a part of a turn.
 _PARTS_END = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|flush|>", "<|calls|>"}))
-# Spaces behind special tokens of these models are swallowed, but behind these tokens.
+# Models whose special tokens swallow the spaces behind them, and the tokens that do not.
 _STRIPPING_MODELS, _NOT_STRIPPING = ("phi-3", "phi3"), frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """A tokenizer of a GGUF file: its tokenizer.json, its tokenizer_config.json, its chat templates by their paths in a
-    folder, and the ids of tokens that end a text."""
+    """A GGUF file's tokenizer: its tokenizer.json and tokenizer_config.json, chat templates by path in a folder, and
+    EOS ids."""
 
     codec: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -56,7 +56,7 @@ class GgufTokenizer:
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
-    """Raises ConfigError for a kind of tokenizer that is not known, and for metadata that contradict each other."""
+    """Convert a tokenizer. Raises ConfigError for an unknown kind and for inconsistent metadata."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _tokens(metadata)
     ids = {token: index for index, token in enumerate(tokens)}
@@ -120,7 +120,7 @@ def _special_ids(metadata: Mapping[str, Any], kind: str, count: int) -> dict[str
 def _ends(
     metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[str, int], specials: Mapping[str, str]
 ) -> set[str]:
-    """Returns the tokens that end a text or a turn: by their texts, and those that metadata name."""
+    """Return the tokens that end a text or a turn: by text, and by metadata."""
     found = {token for token in _ENDS if token in ids}
     if "<|end|>" in found and any(parts <= found for parts in _PARTS_END):
         found.remove("<|end|>")
@@ -132,7 +132,7 @@ def _ends(
 def _added_tokens(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], ends: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the tokens that are found in a text before it is split."""
+    """Yield the tokens that are matched before a text is split."""
     name = str(metadata.get("general.name", "")).lower()
     strips = any(one in name for one in _STRIPPING_MODELS)
     for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
@@ -150,7 +150,7 @@ def _added_tokens(
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[str, int]) -> dict[str, Any]:
-    # Each piece of text between special tokens gets the space in front.
+    # Adds the space to each piece of text between special tokens.
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
     scores = metadata.get("tokenizer.ggml.scores")
     model = {
@@ -170,7 +170,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapp
 
 
 def _merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Returns the pairs of tokens that are a token together, those of the highest score first."""
+    """Return every pair of tokens that concatenate to a token, highest score first."""
     known = frozenset(tokens)
     order = sorted(range(len(tokens)), key=lambda index: -scores[index])
     return [
@@ -231,7 +231,7 @@ def _sequence(name: str, *parts: Mapping[str, Any]) -> dict[str, Any]:
 def _post_processor(
     ids: Mapping[str, int], specials: Mapping[str, str], adds: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Returns what puts BOS before a text and EOS behind it."""
+    """Return the template that adds BOS and EOS."""
     bos, eos = (specials.get(f"{name}_token") if adds[name] else None for name in ("bos", "eos"))
     if bos is None and eos is None:
         return None

@@ -1,9 +1,9 @@
-"""Reads the ``quantization_config`` of a checkpoint: how its files hold quantized matrices. Imports no torch.
+"""The ``quantization_config`` of a checkpoint: the storage of its quantized matrices. Imports no torch.
 
-A row of :data:`pillion.engine.quantized.quantization_methods.METHODS` reads the config of one producer into a
-:class:`Quantization`, and :mod:`pillion.engine.quantized.formats` reads tensors by it. The config says only how a
-module is quantized, never whether: the lists of exceptions are written under the module names of different programs
-and versions, but a tensor in a file either is a quantized matrix or is not.
+A row of :data:`pillion.engine.quantized.quantization_methods.METHODS` parses one producer's config to a
+:class:`Quantization`, by which :mod:`pillion.engine.quantized.formats` reads tensors. The config decides how a
+module is quantized, never whether: lists of exceptions use the module names of different programs and versions, but a
+tensor in a file is evidently quantized or not.
 """
 
 from __future__ import annotations
@@ -17,38 +17,36 @@ from pillion.errors import ConfigError
 
 Raw = Mapping[str, Any]
 
-# The kinds of codes in words; codes of "int" are named by their bits.
+# Display names of kinds of codes; "int" is named by its bits.
 _WORDS = {"fp8": "8-bit floats", "fp4": "4-bit floats", "nf4": "NF4"}
-# This pattern gives a scheme to all modules.
+# Matches every module.
 ANY_MODULE = ""
-# Checkpoints say under these keys how their weights are quantized; the last is MLX's.
+# Keys of a config's quantization; the last is MLX's.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
-# What a config says of the rounding of layers' inputs on CPUs: one scale for each row, or one for each group of inputs
-# of a row, which only --activation-quantization asks for.
+# Quantization of layers' inputs on CPUs: one scale per row, or per group of a row's inputs, which only
+# --activation-quantization sets.
 WHOLE_ROWS, GROUPED_ROWS = "dynamic", "grouped"
-# Checkpoints that Pillion itself converts or quantizes have this quant_method.
+# quant_method of checkpoints that Pillion converted or quantized.
 OWN_METHOD = "pillion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixScheme:
-    """Says how the files hold the matrices of some modules.
+    """Storage of the matrices of some modules.
 
     Attributes:
-        layout: which tensors there are and how they are packed, a key of
-            :data:`pillion.engine.quantized.formats.table.LAYOUTS`.
-        kind: the kind of a code: "int", "fp8", "fp4" or "nf4".
-        bits: number of bits of a code.
-        group: number of inputs that share a scale; 0 for all inputs.
-        rows: number of outputs that share a scale; 0 for all outputs.
-        symmetric: whether there are no zero points.
-        ordered: whether inputs of a group do not follow each other (act-order), so that a tensor says their groups.
-        activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8", "fp4") where no product
-            here does, or "".
-        row_codes: WHOLE_ROWS where products on CPUs round a layer's inputs to int8
+        layout: tensors and packing, a key of :data:`pillion.engine.quantized.formats.table.LAYOUTS`.
+        kind: kind of code: "int", "fp8", "fp4" or "nf4".
+        bits: bits per code.
+        group: inputs per scale; 0 for all.
+        rows: outputs per scale; 0 for all.
+        symmetric: True without zero points.
+        ordered: True if groups are not contiguous (act-order) and a tensor has the group of each input.
+        activations: type to which the producer quantizes a layer's inputs ("int8", "fp8", "fp4") and Pillion does not,
+            or "".
+        row_codes: WHOLE_ROWS if products on CPUs quantize a layer's inputs to int8
             (:func:`pillion.kernels.torch.quantized_matrix.rounded_rows`), or "".
-        fp8_rows: whether the producer rounds a layer's inputs to FP8 by their own sizes (dynamic activations), as GPUs
-            do.
+        fp8_rows: True if the producer quantizes a layer's inputs to FP8 with dynamic scales, as GPUs do here.
     """
 
     layout: str
@@ -64,7 +62,7 @@ class MatrixScheme:
 
     @property
     def words(self) -> str:
-        """Gives the scheme in a few words: "4 bits in groups of 128"."""
+        """Short description: "4 bits in groups of 128"."""
         number = _WORDS.get(self.kind, f"{self.bits} bits")
         if self.rows > 1:
             return f"{number} in blocks of {self.rows} x {self.group}"
@@ -73,14 +71,14 @@ class MatrixScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """Says how a checkpoint's files hold its quantized matrices. It is a part of the model's fingerprint.
+    """Storage of a checkpoint's quantized matrices; part of the model's fingerprint.
 
     Attributes:
-        method: the name of the producer's format.
-        schemes: pairs of a regular expression and the scheme of modules whose names it matches from their first letter
-            on. The first match decides. In Pillion's own format the tensors themselves say all.
-        weights: the config's words about its weights, where there are no schemes.
-        row_codes: WHOLE_ROWS, GROUPED_ROWS or "", for all modules, whatever their schemes say; "" leaves it to these.
+        method: name of the producer's format.
+        schemes: (regular expression for :func:`re.match` on module names, scheme); the first match wins. Pillion's own
+            format needs none.
+        weights: the config's description of its weights, if there are no schemes.
+        row_codes: WHOLE_ROWS or GROUPED_ROWS for all modules, or "" to leave it to the schemes.
     """
 
     method: str
@@ -90,7 +88,7 @@ class Quantization:
 
     @property
     def words(self) -> str:
-        """Gives the format in a few words: "awq, 4 bits in groups of 128"."""
+        """Short description: "awq, 4 bits in groups of 128"."""
         weights = (
             self.weights or f"{self.method}, {' and '.join(dict.fromkeys(scheme.words for _, scheme in self.schemes))}"
         )
@@ -98,23 +96,22 @@ class Quantization:
 
     @property
     def activations(self) -> frozenset[str]:
-        """Gives the types to which a checkpoint's producer rounds the inputs of some layers, where Pillion's products
-        do not."""
+        """Types to which the producer quantizes some layers' inputs, and Pillion's products do not."""
         return frozenset(scheme.activations for _, scheme in self.schemes) - {""}
 
     @property
     def fp8_rows(self) -> bool:
-        """Says whether the producer rounds the inputs of all quantized layers to FP8 by their own sizes."""
+        """True if the producer quantizes the inputs of all quantized layers to FP8 with dynamic scales."""
         return bool(self.schemes) and all(scheme.fp8_rows for _, scheme in self.schemes)
 
     @property
     def rounds_rows(self) -> bool:
-        """Says whether products on CPUs round the inputs of some layers to int8."""
+        """True if products on CPUs quantize the inputs of some layers to int8."""
         return bool(self.row_codes) or any(scheme.row_codes for _, scheme in self.schemes)
 
     def rounding_notes(self, device: str, *, latents: bool) -> Iterator[str]:
-        """Yields a sentence for each difference from the arithmetic of the checkpoint's producer. ``latents`` says
-        whether the model has attention over latents."""
+        """Yield a sentence per difference from the producer's arithmetic. ``latents``: the model has latent attention
+        (MLA)."""
         rounded, grouped = self.activations, self.row_codes == GROUPED_ROWS
         if device == "cuda" and (grouped or (self.method == OWN_METHOD and self.rounds_rows)):
             flag = "--activation-quantization int8" if grouped else "--quantization int8-dynamic"
@@ -125,7 +122,7 @@ class Quantization:
         elif device == "cuda" and self.rounds_rows:
             rounded |= {"int8"}
         if device == "cuda" and self.fp8_rows:
-            rounded -= {"fp8"}  # A worker that does not do the same says so.
+            rounded -= {"fp8"}  # Reported by workers that do not.
         if rounded and not (grouped and device == "cpu"):
             yield (
                 "the checkpoint's producer also rounds the inputs of quantized layers to"
@@ -139,21 +136,21 @@ class Quantization:
 
 
 def quantization_method(config: Mapping[str, Any]) -> str:
-    """Returns the producer of a checkpoint quantized by its name in configs, such as "awq"; "" for plain weights."""
+    """Return the producer of a quantized checkpoint, such as "awq"; "" for plain weights."""
     key = next((key for key in QUANTIZATION_KEYS if config.get(key)), "")
     raw = config.get(key)
     if not isinstance(raw, Mapping):
         return repr(raw) if key else ""
-    # Old configs of bitsandbytes name only the width, and those of MLX name no method.
+    # Old configs of bitsandbytes only have the width, and MLX's name no method.
     if raw.get("load_in_4bit") or raw.get("load_in_8bit"):
         return "bitsandbytes"
     unnamed = "compressed-tensors" if key == "compression_config" else "an unnamed method"
-    # MLX writes the same under its own key and under the usual one.
+    # MLX writes both its own key and the usual one.
     return str(raw.get("quant_method") or ("mlx" if config.get("quantization") else unnamed))
 
 
 def unsupported(what: str, why: str = "") -> ConfigError:
-    """Makes the error for weights that cannot be read; ``what`` names their quantization."""
+    """Return the error for unreadable weights; ``what`` names their quantization."""
     reason = f" ({why})" if why else ""
     return ConfigError(
         f"weights quantized by {what} are not supported{reason}; use another quantization, such as awq, gptq,"
@@ -162,14 +159,14 @@ def unsupported(what: str, why: str = "") -> ConfigError:
 
 
 def refuse_others(raw: Raw, known: str, where: str) -> None:
-    """Raises ConfigError for a key that is neither in ``known`` nor switched off, and could change the numbers."""
+    """Raise ConfigError for a truthy key outside of ``known``, which could change numbers."""
     for key in sorted(raw.keys() - set(known.split())):
         if raw[key] and not key.startswith("_"):
             raise ConfigError(f"config.json: {where} has {key} = {repr(raw[key])[:60]}, which is not supported")
 
 
 def whole(raw: Raw, keys: str, default: int | None, allowed: Sequence[int] = ()) -> int:
-    """Returns a whole number under the first of ``keys`` that the config has: one of ``allowed``, or else above 0."""
+    """Return the integer under the first of ``keys`` present: one of ``allowed`` if given, else above 0."""
     key = next((key for key in keys.split() if raw.get(key) is not None), keys.split()[0])
     value = raw.get(key, default)
     fits = isinstance(value, int) and not isinstance(value, bool) and (value in allowed or (not allowed and value > 0))
@@ -181,12 +178,12 @@ def whole(raw: Raw, keys: str, default: int | None, allowed: Sequence[int] = ())
 
 
 def words_of(raw: Raw, keys: str, default: str) -> str:
-    """Returns, in lower case, the value of the first of ``keys`` that the config has, else ``default``."""
+    """Return the value of the first of ``keys`` present, in lower case, else ``default``."""
     return str(next((raw[key] for key in keys.split() if raw.get(key) is not None), default)).lower()
 
 
 def checked_pattern(pattern: str, key: str) -> str:
-    """Returns a regular expression of the config's key ``key``. Raises ConfigError for a text that is none."""
+    """Check and return a regular expression of ``key``. Raises ConfigError for an invalid one."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -197,7 +194,7 @@ def checked_pattern(pattern: str, key: str) -> str:
 
 
 def block_of(block: Any, where: str) -> tuple[int, int]:
-    """Returns the outputs and inputs of a block that shares a scale."""
+    """Return the outputs and inputs of a block that shares a scale."""
     if isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
         return block[0], block[1]
     raise ConfigError(f"config.json: {where} must be two whole numbers above 0, not {block!r}")

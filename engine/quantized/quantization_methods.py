@@ -1,5 +1,4 @@
-"""Lists the producers of checkpoints quantized in a table, by the ``quant_method`` of their configs. Imports no
-torch."""
+"""Table of the producers of quantized checkpoints, by the ``quant_method`` of their configs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,11 +28,8 @@ from pillion.errors import ConfigError
 
 
 def parse_quantization(name: str, config: Raw) -> Quantization | None:
-    """Returns how the config of a model of family ``name`` says that its matrices are quantized; None where all of them
-    are plain.
-
-    Raises ConfigError, before any weights are read, for a method or an option that is not supported.
-    """
+    """Parse the quantization of a model of family ``name``; None for a plain one. Raises ConfigError, before any
+    weights are read, for an unsupported method or option."""
     method = quantization_method(config)
     if not method:
         return None
@@ -54,7 +50,7 @@ def parse_quantization(name: str, config: Raw) -> Quantization | None:
 
 
 def _group(raw: Raw, keys: str = "group_size") -> int:
-    """Returns the number of inputs in a group; -1 in the config stands for all inputs, which is 0 here."""
+    """Return the inputs per group; 0 for all, which is -1 in the config."""
     key = next((key for key in keys.split() if raw.get(key) is not None), "")
     return 0 if key and raw[key] == -1 else whole(raw, keys, 128)
 
@@ -71,8 +67,7 @@ _GPTQ_KEYS = f"""
 
 
 def _refuse_other_numbers(raw: Raw, method: str) -> None:
-    """Raises ConfigError where AutoRound, which uses other producers' names for its exports, says that codes are no
-    whole numbers."""
+    """Raise ConfigError for non-integer codes. AutoRound exports them under other producers' names."""
     if not WHOLE_NUMBERS.fullmatch(numbers := words_of(raw, "data_type", "int")):
         raise unsupported(f"{method}, numbers of type {numbers}")
 
@@ -105,7 +100,7 @@ def _gptq(raw: Raw) -> Quantization:
     schemes = [
         (checked_pattern(pattern.removeprefix("+:"), "dynamic"), _gptq_scheme({**raw, **changes}, version))
         for pattern, changes in dynamic.items()
-        # The patterns of modules that begin with "-:" exclude them, which their plain tensors show as well.
+        # "-:" excludes modules; that they are plain tensors shows it, too.
         if not pattern.startswith("-:")
     ]
     return Quantization(method="gptq", schemes=(*schemes, (ANY_MODULE, _gptq_scheme(raw, version))))
@@ -115,7 +110,7 @@ def _gptq_scheme(raw: Raw, layout: str) -> MatrixScheme:
     if type(raw.get("bits")) is not int or raw["bits"] not in (2, 3, 4, 8):
         raise unsupported(f"gptq, {raw.get('bits')} bits", "only 2, 3, 4 and 8 bits are")
     group = _group(raw)
-    # Where one group has all inputs, the inputs need no order.
+    # A single group needs no order.
     ordered = bool(raw.get("desc_act")) and group > 0
     symmetric = raw.get("sym") is True
     return MatrixScheme(layout=layout, bits=raw["bits"], group=group, symmetric=symmetric, ordered=ordered)
@@ -132,7 +127,7 @@ def _fp8(raw: Raw) -> Quantization:
         raise unsupported(f"fp8 with numbers of type {kind} and experts of type {experts}")
     block = raw.get("weight_block_size")
     rows, group = (0, 0) if block is None else block_of(block, "quantization_config: weight_block_size")
-    # Scales of rows that are rounded up to powers of two (ue8m0) are not made here.
+    # Scales rounded up to powers of two (ue8m0) are not supported.
     dynamic = words_of(raw, "activation_scheme", "dynamic") == "dynamic" and raw.get("scale_fmt") != "ue8m0"
     scheme = MatrixScheme(
         layout="codes", kind="fp8", bits=8, group=group, rows=rows, activations="fp8", fp8_rows=dynamic
@@ -162,12 +157,12 @@ def _bitsandbytes(raw: Raw) -> Quantization:
     return Quantization(method="bitsandbytes", schemes=((ANY_MODULE, scheme),))
 
 
-# Outputs and inputs of a block that shares a scale in Model Optimizer's weight-only FP8.
+# Outputs and inputs per scale in Model Optimizer's weight-only FP8.
 _FP8_BLOCK = 128
 
 
 def _modelopt(raw: Raw) -> Quantization:
-    """Reads a config of NVIDIA's Model Optimizer, or its older file of its own, which nests and names it otherwise."""
+    """Parse a config of NVIDIA's Model Optimizer, or its older separate file with other nesting and names."""
     known = """
         quant_method quantization producer quant_algo kv_cache_scheme kv_cache_quant_algo config_groups ignore
         group_size
@@ -195,7 +190,7 @@ def _modelopt(raw: Raw) -> Quantization:
 
 
 def _mxfp4(raw: Raw) -> Quantization:
-    # ``dequantize`` says what transformers makes of the files, not what these hold.
+    # ``dequantize`` is about transformers' loading, not the files.
     refuse_others(raw, "quant_method modules_to_not_convert dequantize", "quantization_config")
     scheme = MatrixScheme(layout="mxfp4", kind="fp4", bits=4, group=32)
     return Quantization(method="mxfp4", schemes=((ANY_MODULE, scheme),))

@@ -1,11 +1,10 @@
-"""Quantizes plain matrices: finds, for each group of weights, the codes, scale and offset of the least squared error.
+"""Quantizer of plain matrices: finds the codes, scale and offset of least squared error for each group of weights.
 
-For a group x of one output the error is |scale * code + offset - x|^2. Given scale and offset the best codes are the
-nearest ones, and given the codes the best scale and offset are those of a linear regression. Rounding and regression
-take turns from several starts, of which the best result wins; the first start is the range of the group itself, whose
-plain rounding is a candidate, too, so no group is worse than rounded to nearest. In the end scales and offsets become
-float16 where the matrix hardly loses by it. No text is needed for this, as in HQQ (half-quadratic quantization), and
-the arithmetic is that of llama.cpp's make_qkx2_quants.
+For a group x of one output the error is |scale * code + offset - x|^2. Given scale and offset, the best codes are the
+nearest ones; given codes, the best scale and offset are a linear regression. Rounding and regression alternate from
+several starts, and the best result wins. The first start is the group's own range, so no group is worse than rounded to
+nearest. Finally, scales and offsets become float16 if the matrix hardly loses by it. Needs no calibration data, like
+HQQ (half-quadratic quantization); the arithmetic is that of llama.cpp's make_qkx2_quants.
 """
 
 from __future__ import annotations
@@ -31,22 +30,21 @@ from pillion.engine.quantized.shards import write_shards
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# This many weights are quantized at once: few enough for a core's cache.
+# Weights quantized at once: fits a core's cache.
 _PIECE_WEIGHTS = 2**18
-# The search for a group's codes starts with these parts of its range, which the codes span.
+# Starts of the search: the part of a group's range that the codes span.
 _REACHES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.72)
-# A matrix's squared error may grow by this share by scales and offsets in float16, which take half the memory.
+# Max relative growth of a matrix's squared error for float16 scales and offsets, which halve their memory.
 _FLOAT16_COST = 0.01
-# The progress is reported after every so many tensors.
+# Interval of progress lines, in tensors.
 _TOLD_TENSORS = 100
-# Regression and rounding take so many rounds from each start, and so many from the best result.
+# Refinement rounds: per start, and for the best result.
 _FIRST_ROUNDS, _LAST_ROUNDS = 1, 3
 
 
 @dataclass(frozen=True, slots=True)
 class CodeRange:
-    """Describes the codes of a coding: the numbers from ``least`` to ``most``; where groups have offsets, ``least`` is
-    0."""
+    """Codes of a coding: integers from ``least`` to ``most``; ``least`` is 0 with offsets."""
 
     coding: str
     least: int
@@ -54,18 +52,18 @@ class CodeRange:
     offsets: bool
 
 
-# These are the codes of each value of --quantization.
+# Codes per value of --quantization.
 CODE_RANGES = {
     "int4": CodeRange("uint4", 0, 15, True),
-    # The code -128 is left out, so that the largest weights of both signs are alike.
+    # Without -128, so that both signs have the same range.
     "int8": CodeRange("int8", -127, 127, False),
     "int8-dynamic": CodeRange("int8", -127, 127, False),
 }
 
 
 def group_of(columns: int, wanted: int) -> int:
-    """Returns the number of inputs in a group: ``wanted``, or the largest of its half, quarter and so on that divides
-    the number of inputs; where not even 16 does, or ``wanted`` is 0, all inputs are one group."""
+    """Return the inputs per group: ``wanted``, or its largest half, quarter etc. that divides ``columns``; all inputs
+    if not even 16 does, or if ``wanted`` is 0."""
     group = wanted
     while group >= 16:
         if columns % group == 0:
@@ -77,25 +75,20 @@ def group_of(columns: int, wanted: int) -> int:
 def quantize_matrix(
     weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor | None = None
 ) -> QuantizedMatrix:
-    """Quantizes a matrix [N, K] of finite numbers.
-
-    Args:
-        kind: a key of CODE_RANGES.
-        group: number of inputs that share a scale, which divides K.
-        pool: threads that do the work; None does it on this one.
-    """
+    """Quantize a matrix [N, K] of finite values to a key ``kind`` of CODE_RANGES. ``group``, the inputs per scale, must
+    divide K; ``pool`` runs the work, None runs it on this thread."""
     rows, columns = weight.shape
     levels = CODE_RANGES[kind]
     step = max(1, _PIECE_WEIGHTS // columns)
     pieces = range(0, rows, step)
-    # There are two results: with float32 scales and offsets, and with these rounded to float16.
+    # Two results: with float32 scales and offsets, and with float16 ones.
     codes = torch.empty(2, rows, columns, dtype=torch.uint8)
     scales, offsets = torch.zeros(2, 2, rows, columns // group)
     errors = torch.zeros(2, len(pieces), dtype=torch.float64)
 
     def fill(begin: int) -> None:
         piece = slice(begin, begin + step)
-        # Groups are columns here, because a processor is quickest at sums over the first dimension.
+        # Groups as columns: CPUs reduce over the first dimension fastest.
         groups = weight[piece].float().reshape(-1, group).t().contiguous()
         best = _best_fit(groups, levels)
         halves = (_not_zero(best.scale.half().float()), best.offset.half().float())
@@ -108,14 +101,14 @@ def quantize_matrix(
     for _ in map(fill, pieces) if pool is None else pool.map(fill, pieces):
         pass
     found = int(errors[1].sum() <= errors[0].sum() * (1 + _FLOAT16_COST))
-    # These are copies, because a view of one result would keep the memory of both.
+    # Copies, since views would keep both results alive.
     parts = (codes[found].clone(), scales[found].clone(), group, offsets[found].clone() if levels.offsets else None)
     return QuantizedMatrix(levels.coding, *parts)
 
 
 @dataclass(slots=True)
 class GroupFit:
-    """Holds codes [group, G] as float32 numbers, and scale, offset and squared error [G], of groups."""
+    """Fit of G groups: codes [group, G] as float32, and scale, offset and squared error [G]."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -123,7 +116,7 @@ class GroupFit:
     error: torch.Tensor
 
     def keep_better(self, other: GroupFit) -> None:
-        """Takes over from ``other`` the groups in which its error is smaller."""
+        """Take the groups in which ``other`` has a smaller error."""
         better = other.error < self.error
         for name in ("codes", "scale", "offset", "error"):
             setattr(self, name, torch.where(better, getattr(other, name), getattr(self, name)))
@@ -147,7 +140,7 @@ def _best_fit(groups: torch.Tensor, levels: CodeRange) -> GroupFit:
 
 
 def _start(groups: torch.Tensor, levels: CodeRange, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scale and offset at which the codes span this part of each group's range."""
+    """Return the scale and offset at which the codes span this share of each group's range."""
     low, high = groups.amin(0), groups.amax(0)
     if not levels.offsets:
         return _not_zero(torch.maximum(-low, high) * (reach / levels.most)), torch.zeros_like(low)
@@ -156,7 +149,7 @@ def _start(groups: torch.Tensor, levels: CodeRange, reach: float) -> tuple[torch
 
 
 def _not_zero(scale: torch.Tensor) -> torch.Tensor:
-    """Returns the scale, without zeros. For a group whose weights are all alike any scale is right."""
+    """Replace zero scales, which belong to groups of equal weights, where any scale is right."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -167,8 +160,7 @@ def _rounded(groups: torch.Tensor, levels: CodeRange, scale: torch.Tensor, offse
 
 
 def _regression(groups: torch.Tensor, levels: CodeRange, fit: GroupFit) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scale and offset of the least error for these codes; those of the fit where codes say nothing about
-    them."""
+    """Return the scale and offset of least error for the codes of ``fit``; its own if they are undetermined."""
     codes, count = fit.codes, groups.shape[0]
     squares, products = codes.square().sum(0), (codes * groups).sum(0)
     if not levels.offsets:
@@ -182,11 +174,11 @@ def _regression(groups: torch.Tensor, levels: CodeRange, fit: GroupFit) -> tuple
 
 
 def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress: Progress) -> None:
-    """Fills ``folder`` with a plain model folder's files, the matrices of its linear layers quantized.
+    """Fill ``folder`` with the files of a plain model folder and quantized linear layers.
 
-    Norms, biases, routers of experts, gates of rows and the embedding stay as they are. The head becomes int8 with one
-    scale for each output. Tensors are read one by one, and as many threads as torch has quantize each. Raises
-    ConfigError for weights that do not fit the config or are not finite.
+    Norms, biases, routers, row gates and the embedding stay plain. The head becomes int8 with a scale per output.
+    Tensors are read one by one, each quantized by torch's number of threads. Raises ConfigError for weights that do not
+    fit the config or are not finite.
     """
     raw, config = read_json(source / "config.json"), load_config(source)
     for name in TEXT_FILES:
@@ -230,13 +222,13 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
     (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
 
 
-# These matrices of the model, by the decoder's names, are tables, or make what all layers read of a token.
+# Matrices outside of layers that stay plain.
 _MODEL_TABLES = {"embedding", "positions", "token_inputs.embedding", "token_inputs.projection"}
 
 
 def _linear_names(config: ModelConfig) -> set[str]:
-    """Returns all names that checkpoints have for the matrices of linear layers. Those of two dimensions that choose or
-    weigh rows, such as routers, are none."""
+    """Return all checkpoint names of linear layers' matrices, without those that select or weigh rows, such as
+    routers."""
     exact = {
         f"layers.{index}.{tensor.name}"
         for index, operations in enumerate(layers_of(config))
@@ -255,7 +247,7 @@ def _linear_names(config: ModelConfig) -> set[str]:
 def _stored(
     name: str, weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor
 ) -> dict[str, torch.Tensor]:
-    """Quantizes a matrix [N, K], or those of all experts [experts, N, K]."""
+    """Quantize a matrix [N, K], or stacked experts [experts, N, K]."""
     if not bool(weight.isfinite().all()):
         raise ConfigError(f"{name} holds NaN or infinite numbers")
     *lead, columns = weight.shape

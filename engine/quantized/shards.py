@@ -1,6 +1,6 @@
-"""Writes the weights of a model folder tensor by tensor, in safetensors files of bounded size.
+"""Writer of a model folder's weights: tensor by tensor, in safetensors files of limited size.
 
-Memory holds one file's tensors at a time, so that a model of any size can be converted.
+Memory holds one file's tensors at a time, so models of any size can be converted.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class ShardWriter:
-    """Collects a model's tensors and writes them file by file. :func:`write_shards` makes the writer."""
+    """Writer of a model's tensors, file by file; see :func:`write_shards`."""
 
     def __init__(self, folder: Path, max_shard_bytes: int) -> None:
         self._folder = folder
         self._max_shard_bytes = max_shard_bytes
         self._tensors: dict[str, torch.Tensor] = {}
         self._size_bytes = 0
-        self._places: dict[str, str] = {}  # For each tensor that is written this has the name of its file.
+        self._places: dict[str, str] = {}  # Tensor -> name of its file.
         self._shards = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Adds tensors by their names in the checkpoint; they must not change afterwards."""
+        """Add tensors by checkpoint name; they must not change afterwards."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._tensors and self._size_bytes + size > self._max_shard_bytes:
             self._shards += 1
@@ -43,7 +43,7 @@ class ShardWriter:
         self._size_bytes += size
 
     def finish(self) -> None:
-        """Writes the tensors that are left: as the only file, or as the last one and the index of all."""
+        """Write the remaining tensors: as the only file, or as the last one plus the index."""
         if not self._shards:
             self._write(SINGLE_NAME)
             return
@@ -54,7 +54,7 @@ class ShardWriter:
         try:
             save_file(self._tensors, self._folder / name, metadata={"format": "pt"})
         except SafetensorError as error:
-            # The library tells only in words that a disk is full.
+            # The library reports a full disk only as text.
             number = _OS_ERROR.search(str(error))
             if number is None:
                 raise
@@ -65,7 +65,7 @@ class ShardWriter:
 
 @contextmanager
 def write_shards(folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Iterator[ShardWriter]:
-    """Yields a writer of a folder's weights, whose last file is written when the block ends without an error."""
+    """Yield a writer of a folder's weights, finished if the block succeeds."""
     writer = ShardWriter(folder, max_shard_bytes)
     yield writer
     writer.finish()

@@ -37,7 +37,7 @@ class CpuRankBackend(CpuBackend):
         *,
         member: RankMember,
     ) -> None:
-        """Makes a :class:`CpuBackend` over the memory of all ranks."""
+        """Make a :class:`CpuBackend` over the memory of all ranks."""
         assert model.shard == member.shard
         self._member = member
         # The kernels read from these words how the rank waits (pillion.kernels.cpu.ranks.rank_sums). The first word
@@ -46,7 +46,7 @@ class CpuRankBackend(CpuBackend):
         super().__init__(model, threads, affinity, share, self._common(model.config))
 
     def _common(self, config: ModelConfig) -> dict[str, Bytes]:
-        """Returns the memory that the programs use outside of the workspace, by the names of buffers."""
+        """Return the memory that the programs use outside of the workspace, by the names of buffers."""
         memory, shard = self._member.memory, self._member.shard
         found = {
             WORDS: memory.words,
@@ -71,7 +71,7 @@ class CpuRankBackend(CpuBackend):
             raise
 
     def _run_kernels(self, program: Program) -> None:
-        """Runs the kernels. Raises BackendLost where another rank does not come, because the step's results are worth
+        """Run the kernels. Raises BackendLost where another rank does not come, because the step's results are worth
         nothing then."""
         memory, shard = self._member.memory, self._member.shard
         # The last operation of a step is a wait, so all ranks begin the next step with the same number.

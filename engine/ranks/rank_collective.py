@@ -32,7 +32,7 @@ class RankCollective:
         self._number = 0
 
     def _wait(self) -> dict[str, Any]:
-        """Returns the arguments of every operation that waits for other ranks. The waits of a step are numbered one
+        """Return the arguments of every operation that waits for other ranks. The waits of a step are numbered one
         after the other."""
         self._number += 1
         words, collective = (Buffer(name, 1, "int64", "steps") for name in (WORDS, COLLECTIVE))
@@ -41,7 +41,7 @@ class RankCollective:
     def sum(
         self, out: Buffer, rows_of: str, when: str, *, add: bool = False, factor: float = 1.0
     ) -> tuple[Buffer, Operation]:
-        """Returns the buffer for this rank's partial rows, and the sum over all ranks, which ends in ``out``, or is
+        """Return the buffer for this rank's partial rows, and the sum over all ranks, which ends in ``out``, or is
         added to it with a factor. ``rows_of`` and ``when`` are those of the operations before it."""
         wait, stride = self._wait(), partial_row_bytes(self._config)
         turn, width = self._number % TURNS, -(-self._config.hidden_size // 32) * 32
@@ -57,7 +57,7 @@ class RankCollective:
         return partial, Operation(SumRanks(self._shard.size, add, rows_of), values, when)
 
     def squares(self, qkv: Buffer, out: Buffer, rows_of: str, when: str) -> list[Operation]:
-        """Returns the squares of this rank's queries and keys, and the sum over all ranks. Several ranks may have the
+        """Return the squares of this rank's queries and keys, and the sum over all ranks. Several ranks may have the
         same KV heads: the first of them counts their keys."""
         config, shard = self._config, self._shard
         partial, total = self.sum(out, rows_of, when)
@@ -67,9 +67,9 @@ class RankCollective:
         return [Operation(spec, values), total]
 
     def logits(self, config: ModelConfig, logits: Buffer) -> Buffer:
-        """Returns the buffer for the rank's logits, beside those of the other ranks."""
+        """Return the buffer for the rank's logits, beside those of the other ranks."""
         return replace(logits, name=LOGITS, row_bytes=logit_row_bytes(config))
 
     def end(self) -> Operation:
-        """Returns the operation that ends a step: a wait for all ranks."""
+        """Return the operation that ends a step: a wait for all ranks."""
         return Operation(MeetRanks(self._shard.size), self._wait())

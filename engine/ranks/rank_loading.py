@@ -35,7 +35,7 @@ log = logging.getLogger("pillion.worker")
 
 
 def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
-    """Raises ConfigError where ``--tensor-parallel-size`` ranks cannot run the model on this device."""
+    """Raise ConfigError where ``--tensor-parallel-size`` ranks cannot run the model on this device."""
     size = flags.tensor_parallel_size
     config = load_config(prepared.folder)
     ModelShard.of(config, 0, size)
@@ -51,7 +51,7 @@ def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: Prepar
 
 
 def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Loads a worker of several processes on the CPU kernels, of which this one is rank 0. All of them load at the same
+    """Load a worker of several processes on the CPU kernels, of which this one is rank 0. All of them load at the same
     time."""
     from pillion.engine.ranks import rank_processes
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
@@ -71,7 +71,7 @@ def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Loa
 
 
 def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, Any]:
-    """Returns the message by which a worker's other processes load: its flags, its threads, how they log, and
+    """Return the message by which a worker's other processes load: its flags, its threads, how they log, and
     ``more``."""
     return {
         "flags": {field.name: getattr(flags, field.name) for field in fields(WorkerFlags)},
@@ -83,17 +83,17 @@ def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, An
 
 
 def whole_prompt_tokens(flags: WorkerFlags, prepared: PreparedModel) -> int:
-    """Returns the tokens of the longest prompt where prompts are computed whole, and 0 where they are cut."""
+    """Return the tokens of the longest prompt where prompts are computed whole, and 0 where they are cut."""
     return 0 if flags.enable_chunked_prefill else flags.max_model_len or prepared.max_model_len
 
 
 def worker_label(flags: WorkerFlags) -> str:
-    """Returns the name under which people see a worker's ranks among the machine's processes."""
+    """Return the name under which people see a worker's ranks among the machine's processes."""
     return flags.component_id or f"worker-{os.getpid()}"
 
 
 def load_share(flags: WorkerFlags, order: dict[str, Any], memory_fd: int) -> tuple[ShareBackend, RankMemory]:
-    """Loads the share of a rank above 0 on the CPU kernels, and the ranks' memory, by rank 0's order. Raises
+    """Load the share of a rank above 0 on the CPU kernels, and the ranks' memory, by rank 0's order. Raises
     ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 
@@ -105,7 +105,7 @@ def load_share(flags: WorkerFlags, order: dict[str, Any], memory_fd: int) -> tup
 def _cpu_share(
     flags: WorkerFlags, prepared: PreparedModel, threads: int, member: RankMember, share: CoreShare | None = None
 ) -> tuple[CpuRankBackend, Isa]:
-    """Makes a rank's backend, with its share of the worker's ``threads``, and returns the instruction set of its
+    """Make a rank's backend, with its share of the worker's ``threads``, and returns the instruction set of its
     kernels, too. Raises ConfigError."""
     from pillion.engine.ranks.cpu_rank import CpuRankBackend
 
@@ -118,7 +118,7 @@ def _cpu_share(
 def load_shard(
     flags: WorkerFlags, prepared: PreparedModel, shard: ModelShard, threads: int, process: int, processes: int
 ) -> tuple[CpuModel, int, tuple[int, ...]]:
-    """Loads the share of the model that one of a worker's processes computes; returns it with the threads and cores of
+    """Load the share of the model that one of a worker's processes computes; returns it with the threads and cores of
     that process, out of the worker's ``threads``. Raises ConfigError."""
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
@@ -128,7 +128,7 @@ def load_shard(
 
 
 def shared_cores(threads: int, cores: Sequence[int], rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
-    """Returns the threads of a worker's rank and their cores, out of the worker's ``threads`` and ``cores``; ``cores``
+    """Return the threads of a worker's rank and their cores, out of the worker's ``threads`` and ``cores``; ``cores``
     has one for each thread, or none at all. Where there are more ranks than threads, each rank has one thread, and some
     share a core."""
     if threads < ranks:

@@ -74,7 +74,7 @@ class Rank:
         }
 
     def run(self) -> None:
-        """Serves rank 0, and returns when rank 0 has ended the connection."""
+        """Serve rank 0, and returns when rank 0 has ended the connection."""
         threading.Thread(target=self._pack_adapters, name="pillion-adapter", daemon=True).start()
         self._serve(self._steps)
 
@@ -164,7 +164,7 @@ class Rank:
 
 
 def run_rank(arguments: list[str], load: LoadShare, kind: type[Rank] = Rank) -> None:
-    """Runs a rank to its end, and the process with it. ``arguments`` are a name for people, rank 0's process id, and
+    """Run a rank to its end, and the process with it. ``arguments`` are a name for people, rank 0's process id, and
     the descriptors of both connections; ``kind`` serves them."""
     _, parent, *descriptors = arguments
     tie_to_parent(int(parent))
@@ -178,7 +178,7 @@ def run_rank(arguments: list[str], load: LoadShare, kind: type[Rank] = Rank) -> 
 
 
 def load_rank(order: dict[str, Any], *descriptors: int) -> LoadedShare:
-    """Loads the share of a rank above 0 by rank 0's order, on the device that its flags name. Raises ConfigError."""
+    """Load the share of a rank above 0 by rank 0's order, on the device that its flags name. Raises ConfigError."""
     flags = WorkerFlags(**order["flags"])
     if resolve_device(flags) == CPU:
         from pillion.engine.ranks.rank_loading import load_share

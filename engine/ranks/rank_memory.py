@@ -40,13 +40,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def partial_row_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of a row of partial sums: float32, whole panels of a product, and an odd number of cache
+    """Return the bytes of a row of partial sums: float32, whole panels of a product, and an odd number of cache
     lines."""
     return (-(-config.hidden_size // 32) * 2 | 1) * 64
 
 
 def logit_row_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of a row of logits: float32, one after the other up to the last vectors."""
+    """Return the bytes of a row of logits: float32, one after the other up to the last vectors."""
     return -(-config.vocab_size // 32) * 32 * 4
 
 
@@ -54,7 +54,7 @@ class RankMemory:
     """Maps the memory that ``ranks`` ranks share. A step has at most ``max_tokens`` rows."""
 
     def __init__(self, descriptor: int) -> None:
-        """Maps the memory, and then owns its descriptor. Raises ConfigError for memory of another kind."""
+        """Map the memory, and then owns its descriptor. Raises ConfigError for memory of another kind."""
         self._descriptor = descriptor
         size = os.fstat(descriptor).st_size
         mapped = mmap.mmap(descriptor, size) if size >= _PAGE_BYTES else b"\0" * _PAGE_BYTES
@@ -68,7 +68,7 @@ class RankMemory:
 
     @classmethod
     def create(cls, config: ModelConfig, ranks: int, max_tokens: int) -> RankMemory:
-        """Makes the memory for steps of up to ``max_tokens`` rows. Raises ConfigError where the system has none."""
+        """Make the memory for steps of up to ``max_tokens`` rows. Raises ConfigError where the system has none."""
         numbers = ranks, max_tokens, partial_row_bytes(config), logit_row_bytes(config)
         try:
             descriptor = os.memfd_create("pillion-ranks", os.MFD_CLOEXEC)
@@ -80,7 +80,7 @@ class RankMemory:
 
     @classmethod
     def open(cls, descriptor: int) -> RankMemory:
-        """Maps the memory of a descriptor, and then owns that descriptor. Raises ConfigError for memory of another
+        """Map the memory of a descriptor, and then owns that descriptor. Raises ConfigError for memory of another
         kind, whose descriptor stays the caller's."""
         try:
             return cls(descriptor)
@@ -93,7 +93,7 @@ class RankMemory:
         return self._descriptor
 
     def abort(self) -> None:
-        """Ends every wait of every rank for good, at the latest when its present sleep is over. Any thread may call it
+        """End every wait of every rank for good, at the latest when its present sleep is over. Any thread may call it
         before close."""
         self._words[ABORT // 8] = 1
 
@@ -108,15 +108,15 @@ class RankMemory:
         return self._words.view(np.uint8)
 
     def phase(self, rank: int) -> int:
-        """Returns the last phase at which a rank has arrived."""
+        """Return the last phase at which a rank has arrived."""
         return int(self._words[self._place(rank, ARRIVED)])
 
     def sleepers(self, rank: int) -> int:
-        """Returns how many ranks sleep until this one arrives."""
+        """Return how many ranks sleep until this one arrives."""
         return int(self._words[self._place(rank, SLEEPERS)])
 
     def partials(self, turn: int) -> Bytes:
-        """Returns the partials of all ranks in a turn, [ranks][max_tokens][row_bytes]."""
+        """Return the partials of all ranks in a turn, [ranks][max_tokens][row_bytes]."""
         size = self.ranks * self.rank_bytes
         first = _partials_at(self.ranks) + turn * size
         return self._bytes[first : first + size]
@@ -132,7 +132,7 @@ class RankMemory:
         return self._bytes[len(self._bytes) - self.max_tokens * self.logit_bytes :]
 
     def check_integrity(self) -> None:
-        """Raises Internal unless all ranks have arrived at the same phase and none sleeps. Call it between two steps,
+        """Raise Internal unless all ranks have arrived at the same phase and none sleeps. Call it between two steps,
         when the forward pass of every rank has returned; while a rank's pass goes on, it may not have woken up yet."""
         phases = [self.phase(rank) for rank in range(self.ranks)]
         sleepers = [self.sleepers(rank) for rank in range(self.ranks)]
@@ -140,7 +140,7 @@ class RankMemory:
             raise Internal(f"ranks are at phases {phases}, {sleepers} others wait for them")
 
     def close(self) -> None:
-        """Closes the memory's descriptor; the mapping goes with its last user. Idempotent."""
+        """Close the memory's descriptor; the mapping goes with its last user. Idempotent."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)

@@ -86,7 +86,7 @@ class RankLink:
     def send(
         self, kind: RankMessage, payload: bytes = b"", descriptors: Sequence[int] = (), *, limit_ms: int | None = None
     ) -> None:
-        """Sends a message; the receiver gets descriptors of its own. Raises Internal for a message that is too long."""
+        """Send a message; the receiver gets descriptors of its own. Raises Internal for a message that is too long."""
         if len(payload) > MAX_MESSAGE_BYTES:
             raise Internal(f"a message of {len(payload)} bytes to a rank; {MAX_MESSAGE_BYTES} are the most")
         rest = memoryview(_HEADER.pack(kind, len(payload)) + payload)
@@ -96,7 +96,7 @@ class RankLink:
             rest = rest[self._try(select.POLLOUT, limit_ms, self._sock.send, rest) :]
 
     def receive(self, limit_ms: int | None = None) -> tuple[RankMessage, bytearray, list[int]]:
-        """Returns the next message: its kind, its bytes, and its descriptors, which are the caller's to close."""
+        """Return the next message: its kind, its bytes, and its descriptors, which are the caller's to close."""
         header, descriptors = b"", []
         while len(header) < _HEADER.size:
             missing = _HEADER.size - len(header)
@@ -113,13 +113,13 @@ class RankLink:
         return RankMessage(kind), payload, descriptors
 
     def close(self) -> None:
-        """Ends the connection, which wakes the other side and any thread that waits here. Idempotent."""
+        """End the connection, which wakes the other side and any thread that waits here. Idempotent."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _try(self, event: int, limit_ms: int | None, call: Callable[..., T], *arguments: Any) -> T:
-        """Calls ``call`` once it would not block, and returns its result."""
+        """Call ``call`` once it would not block, and returns its result."""
         left = -1 if limit_ms is None else max(1, limit_ms // SLICE_MS)
         while True:
             try:
@@ -133,14 +133,14 @@ class RankLink:
 
 
 def _some(received: T) -> T:
-    """Returns ``received``. Raises ConnectionError where it shows the connection's end."""
+    """Return ``received``. Raises ConnectionError where it shows the connection's end."""
     if not received:
         raise ConnectionResetError("the connection has ended")
     return received
 
 
 def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> bytes:
-    """Encodes a batch, and the slots that are copied before it: the header, then arrays of int32 one after the
+    """Encode a batch, and the slots that are copied before it: the header, then arrays of int32 one after the
     other. What rank 0 alone needs is left out: which logits texts want."""
     states = () if batch.states is None else (batch.states.reads, batch.states.writes)
     optional = [array for array in (batch.rope_rows, batch.adapters, *states) if array is not None]
@@ -153,7 +153,7 @@ def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> b
 
 
 def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]]]:
-    """Reads the batch and the copies of :func:`step_to_bytes`; the batch's arrays lie in ``payload``. Raises Internal
+    """Read the batch and the copies of :func:`step_to_bytes`; the batch's arrays lie in ``payload``. Raises Internal
     for bytes that are no such message."""
     if len(payload) < _STEP.size:
         raise Internal(f"a step of {len(payload)} bytes")
@@ -181,22 +181,22 @@ def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]
 
 
 def json_to_bytes(**values: Any) -> bytes:
-    """Encodes the values of a message as JSON."""
+    """Encode the values of a message as JSON."""
     return json.dumps(values).encode()
 
 
 def error_to_bytes(error: BaseException) -> bytes:
-    """Encodes an error's words, cut where they are long."""
+    """Encode an error's words, cut where they are long."""
     return (str(error) or repr(error)).encode()[:MAX_ERROR_BYTES]
 
 
 def error_text(payload: bytearray) -> str:
-    """Returns the text that :func:`error_to_bytes` encoded."""
+    """Return the text that :func:`error_to_bytes` encoded."""
     return payload.decode(errors="replace")
 
 
 def memory_file(data: Bytes) -> int:
-    """Makes a file in memory that holds ``data``; the descriptor is the caller's."""
+    """Make a file in memory that holds ``data``; the descriptor is the caller's."""
     descriptor = os.memfd_create("pillion-adapter", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data.data)
@@ -204,13 +204,13 @@ def memory_file(data: Bytes) -> int:
 
 
 def bytes_of(descriptor: int) -> Bytes:
-    """Maps a file of :func:`memory_file` and returns its bytes; the mapping lives as long as the array."""
+    """Map a file of :func:`memory_file` and returns its bytes; the mapping lives as long as the array."""
     if not os.fstat(descriptor).st_size:
         return np.zeros(0, np.uint8)
     return np.frombuffer(mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE), np.uint8)
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Closes descriptors that came with a message."""
+    """Close descriptors that came with a message."""
     for descriptor in descriptors:
         os.close(descriptor)

@@ -52,10 +52,10 @@ class AbortableMemory(Protocol):
     """Holds what this module needs of the memory in which ranks meet (:mod:`pillion.engine.ranks.rank_memory`)."""
 
     def abort(self) -> None:
-        """Ends every wait for another rank, from any thread and for good."""
+        """End every wait for another rank, from any thread and for good."""
 
     def close(self) -> None:
-        """Closes the memory's descriptor; processes that have mapped the memory keep the mapping. Idempotent."""
+        """Close the memory's descriptor; processes that have mapped the memory keep the mapping. Idempotent."""
 
 
 class RankProcess:
@@ -69,7 +69,7 @@ class RankProcess:
         environ: Mapping[str, str] | None = None,
         module: str = "",
     ) -> None:
-        """Starts the process. ``label`` names it for people who look at the machine's processes; ``ended`` is called
+        """Start the process. ``label`` names it for people who look at the machine's processes; ``ended`` is called
         with the rank and the exit status, on a thread of its own. ``environ`` is its environment; None stands for this
         process's. ``module`` is its program; "" stands for MODULE. Raises ConfigError where it cannot be started."""
         self.rank, self.label = rank, label
@@ -102,12 +102,12 @@ class RankProcess:
         return self.thread.is_alive()
 
     def end(self) -> None:
-        """Ends both connections, and so the process."""
+        """End both connections, and so the process."""
         self.link.close()
         self.packing.close()
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process, which ends a stopped one too."""
+        """Send SIGKILL to the process, which ends a stopped one too."""
         if self.alive:
             self._process.kill()
 
@@ -141,7 +141,7 @@ class RankProcesses:
         environ: Callable[[int], Mapping[str, str] | None] = lambda rank: None,
         module: str = "",
     ) -> None:
-        """Starts the processes. ``memory`` is aborted when a rank is lost, and belongs to this object. ``environ``
+        """Start the processes. ``memory`` is aborted when a rank is lost, and belongs to this object. ``environ``
         returns the environment of a rank; None stands for this process's. ``module`` is the ranks' program; "" stands
         for MODULE. Raises ConfigError."""
         self.size = size
@@ -168,11 +168,11 @@ class RankProcesses:
             raise
 
     def name_of(self, rank: int) -> str:
-        """Returns what people call a process of the worker."""
+        """Return what people call a process of the worker."""
         return f"rank {rank}"
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """Arranges that ``on_lost`` is called with a reason when a rank is lost, in any thread; at once where one is
+        """Arrange that ``on_lost`` is called with a reason when a rank is lost, in any thread; at once where one is
         lost already."""
         with self._lock:
             self._on_lost = on_lost
@@ -187,7 +187,7 @@ class RankProcesses:
         descriptors: Sequence[int] | DescriptorsOf = (),
         limit_ms: int | None = None,
     ) -> Iterator[None]:
-        """Makes all ranks do the same: this one the body of the ``with``, the others what ``payloads`` say, one for all
+        """Make all ranks do the same: this one the body of the ``with``, the others what ``payloads`` say, one for all
         or one for each, and so with ``descriptors``.
 
         After an error the ranks are lost, since they no longer agree on where they are. Raises BackendLost, and
@@ -202,13 +202,13 @@ class RankProcesses:
 
     @contextmanager
     def beginning(self, step: bytes) -> Iterator[int]:
-        """Makes all ranks begin a step, this one in the body of the ``with``. Yields the step's number for
+        """Make all ranks begin a step, this one in the body of the ``with``. Yields the step's number for
         :meth:`ended`; raises what :meth:`together` raises."""
         with self._losing_none():
             yield self._send(RankMessage.STEP, (step,), (), STEP_SILENCE_MS)
 
     def ended(self, number: int) -> list[bytearray]:
-        """Returns what the other ranks have answered to the step of that number, once they have answered all messages
+        """Return what the other ranks have answered to the step of that number, once they have answered all messages
         up to it; [] where all answers are empty. Raises BackendLost."""
         with self._losing_none():
             self._take_answers(number, STEP_SILENCE_MS)
@@ -216,7 +216,7 @@ class RankProcesses:
 
     @contextmanager
     def loading(self, order: dict[str, Any], *descriptors: int, each: DescriptorsOf | None = None) -> Iterator[None]:
-        """Makes the other ranks load their shares, by ``order`` and ``descriptors``, the first of which is the memory
+        """Make the other ranks load their shares, by ``order`` and ``descriptors``, the first of which is the memory
         of the ranks, while this one loads its own in the body of the ``with``. ``each`` returns those of a rank, where
         ranks get different ones. Ends all ranks where one of them, or the body, fails. Raises ConfigError."""
         try:
@@ -229,13 +229,13 @@ class RankProcesses:
             raise
 
     def map_pool(self, line: bytes, descriptors: Sequence[int]) -> None:
-        """Makes the other ranks map the pool, by the line and descriptors that this one's attachment has handed
+        """Make the other ranks map the pool, by the line and descriptors that this one's attachment has handed
         over."""
         with self.together(RankMessage.POOL, line, descriptors=descriptors, limit_ms=LOAD_SILENCE_MS):
             pass
 
     def pack(self, payload: bytes, descriptor: int) -> int:
-        """Makes all ranks pack an adapter, beside steps; returns how many bytes their shares take. Raises Internal
+        """Make all ranks pack an adapter, beside steps; returns how many bytes their shares take. Raises Internal
         where a rank fails to pack it, which does not end the ranks."""
         with self._packing:
             try:
@@ -251,7 +251,7 @@ class RankProcesses:
         return sum(int(text) for _, text, _ in answers)
 
     def close(self) -> None:
-        """Ends all ranks, at once if one was lost; returns when their processes are gone. Idempotent."""
+        """End all ranks, at once if one was lost; returns when their processes are gone. Idempotent."""
         with self._lock:
             self._closing = True
         for rank in self._ranks:
@@ -268,16 +268,16 @@ class RankProcesses:
         self._memory.close()
 
     def pids(self) -> list[int]:
-        """Returns the process ids, rank 1's first."""
+        """Return the process ids, rank 1's first."""
         return [rank.pid for rank in self._ranks]
 
     def readings(self) -> Iterator[Reading]:
-        """Yields how many ranks there are, and how long rank 0 has waited for the others."""
+        """Yield how many ranks there are, and how long rank 0 has waited for the others."""
         yield names.RANKS, (), self.size
         yield names.RANK_WAIT, (), self.waited_s
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all ranks live, or all are gone."""
+        """Raise AssertionError unless all ranks live, or all are gone."""
         alive = [rank.rank for rank in self._ranks if rank.alive]
         if self._closing:
             assert not alive, f"ranks {alive} outlive their worker"
@@ -286,7 +286,7 @@ class RankProcesses:
 
     @contextmanager
     def _losing_none(self) -> Iterator[None]:
-        """Gives up all ranks at any error inside the block. Raises that error, or BackendLost where a rank is the
+        """Return up all ranks at any error inside the block. Raises that error, or BackendLost where a rank is the
         reason."""
         if self.lost:
             raise BackendLost(self.lost)
@@ -307,7 +307,7 @@ class RankProcesses:
         descriptors: Sequence[int] | DescriptorsOf,
         limit_ms: int,
     ) -> int:
-        """Sends a message to all ranks; returns how many messages each of them has got."""
+        """Send a message to all ranks; returns how many messages each of them has got."""
         for rank in self._ranks:
             payload = payloads[rank.rank - 1 if len(payloads) > 1 else 0]
             given = descriptors(rank.rank) if callable(descriptors) else descriptors
@@ -316,7 +316,7 @@ class RankProcesses:
         return self._sent
 
     def _take_answers(self, number: int, limit_ms: int) -> None:
-        """Takes the answers to the first ``number`` messages, except those that were taken before."""
+        """Take the answers to the first ``number`` messages, except those that were taken before."""
         began_s = time.monotonic()
         while self._answered < number:
             contents = []

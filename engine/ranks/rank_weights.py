@@ -26,7 +26,7 @@ from pillion.kernels.torch.torch_linear import Linear
 
 
 def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> LayerWeights:
-    """Returns a process's share of a layer whose linear layers are plain. Parts are views where that is possible.
+    """Return a process's share of a layer whose linear layers are plain. Parts are views where that is possible.
 
     Where the inputs of ``o`` are quantized and in an order of their own that crosses heads (GPTQ's act-order), their
     groups cannot be cut, and the share is float32 with the same values.
@@ -68,7 +68,7 @@ def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> Layer
 
 
 def inner_values(down: Linear, shard: ModelShard) -> torch.Tensor:
-    """Returns the inner values that the rank has, in its order, as int64. Where the down projection has its inputs in
+    """Return the inner values that the rank has, in its order, as int64. Where the down projection has its inputs in
     another order, the ranks divide them in that order, so that groups of codes stay whole."""
     matrix = down.weight
     mine = shard.inner(matrix.shape[1])

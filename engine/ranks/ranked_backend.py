@@ -34,7 +34,7 @@ class ShareBackend(Backend, Protocol):
     """Describes a backend that can be one rank of several, and that can run a forward pass alone."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the batch's KV, which is complete at the return, and returns float32 logits [R, vocab_size] of
+        """Write the batch's KV, which is complete at the return, and returns float32 logits [R, vocab_size] of
         ``sample_rows`` on the host; ranks above 0 return none."""
 
 
@@ -66,11 +66,11 @@ class RankedAdapters:
         return self._own.max_adapters
 
     def form(self) -> object:
-        """Returns the plain form of adapters: each rank lays out its own share."""
+        """Return the plain form of adapters: each rank lays out its own share."""
         return self._own.form()
 
     def take(self, digest: str, about: list[Any], data: Bytes) -> RankedAdapter:
-        """Makes every rank pack its share of a plain adapter; each rank gets the whole adapter."""
+        """Make every rank pack its share of a plain adapter; each rank gets the whole adapter."""
         own, number = self._own.take(digest, about, data), next(self._numbers)
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         descriptor = memory_file(data)
@@ -87,7 +87,7 @@ class RankedAdapters:
         return adapter
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
-        """Puts each rank's share of an adapter into a slot."""
+        """Put each rank's share of an adapter into a slot."""
         check_slot(slot, self.max_adapters)
         assert isinstance(packed, RankedAdapter)
         with self._ranks.together(RankMessage.PLACE, json_to_bytes(slot=slot, number=packed.number)):
@@ -98,37 +98,37 @@ class AheadRank(ShareBackend, Protocol):
     """Describes the backend of a rank whose steps run ahead of the host, such as a GPU's."""
 
     def check_step(self, batch: StepBatch) -> None:
-        """Raises Internal for a batch that no rank could run."""
+        """Raise Internal for a batch that no rank could run."""
 
 
 class RankedCalls:
     """Makes the calls that go to all ranks, but for steps. ``own`` is rank 0's share."""
 
     def __init__(self, own: ShareBackend, ranks: RankProcesses) -> None:
-        """Takes the own share and the other ranks, and owns both from now on."""
+        """Take the own share and the other ranks, and owns both from now on."""
         self.own, self.ranks = own, ranks
         self.layout, self.vocab_size = own.layout, own.vocab_size
         self.adapters: BackendAdapters | None = None
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Uses ``memory`` as the pool here; the other processes map it by :meth:`LoadedModel.bind_pool`."""
+        """Use ``memory`` as the pool here; the other processes map it by :meth:`LoadedModel.bind_pool`."""
         self.own.bind_pool(memory, num_slots)
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Makes empty slots in all ranks."""
+        """Make empty slots in all ranks."""
         slots = json_to_bytes(max_adapters=max_adapters, max_rank=max_rank, targets=list(targets))
         with self.ranks.together(RankMessage.ADAPTERS, slots, limit_ms=LOAD_SILENCE_MS):
             self.own.bind_adapters(max_adapters, max_rank, targets)
         self.adapters = RankedAdapters(bound_adapters(self.own.adapters), self.ranks)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Makes all ranks warm up together, because their steps wait for each other."""
+        """Make all ranks warm up together, because their steps wait for each other."""
         limit = json_to_bytes(max_tokens=max_tokens)
         with self.ranks.together(RankMessage.WARM_UP, limit, limit_ms=LOAD_SILENCE_MS):
             self.own.warm_up(max_tokens)
 
     def close(self) -> None:
-        """Ends the other ranks, and returns when their processes are gone. Idempotent."""
+        """End the other ranks, and returns when their processes are gone. Idempotent."""
         self.ranks.close()
         self.own.close()
 
@@ -147,7 +147,7 @@ class RankedBackend(RankedCalls, HostBackend):
     gives_vectors = True
 
     def __init__(self, own: HostBackend, ranks: RankProcesses) -> None:
-        """Takes the own share and the other ranks, and owns both from now on."""
+        """Take the own share and the other ranks, and owns both from now on."""
         HostBackend.__init__(self, own.layout, own.vocab_size)
         RankedCalls.__init__(self, own, ranks)
 
@@ -156,7 +156,7 @@ class RankedBackend(RankedCalls, HostBackend):
         return self.own
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Makes rank 0 alone keep states, because the inputs of layers are the same at all ranks."""
+        """Make rank 0 alone keep states, because the inputs of layers are the same at all ranks."""
         super().keep_states(layers)
         self.own.keep_states(layers)
 
@@ -168,12 +168,12 @@ class RankedBackend(RankedCalls, HostBackend):
         return self.own._read_vectors(batch)
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Uses ``memory`` as the pool of rank 0's share, and as that of whole slots."""
+        """Use ``memory`` as the pool of rank 0's share, and as that of whole slots."""
         RankedCalls.bind_pool(self, memory, num_slots)
         HostBackend.bind_pool(self, memory, num_slots)
 
     def close(self) -> None:
-        """Ends the other ranks, and returns when their processes are gone. Idempotent."""
+        """End the other ranks, and returns when their processes are gone. Idempotent."""
         RankedCalls.close(self)
         HostBackend.close(self)
 
@@ -198,7 +198,7 @@ class RankedAheadBackend(RankedCalls):
     own: AheadRank
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> RankedStep:
-        """Begins a step in all ranks, each of which copies the slots' parts in its own shard of the pool; rank 0 makes
+        """Begin a step in all ranks, each of which copies the slots' parts in its own shard of the pool; rank 0 makes
         the choices."""
         # A step that no rank could run fails alone, and no rank hears of it.
         self.own.check_step(batch)
@@ -216,11 +216,11 @@ class RankedStep:
     number: int
 
     def choose(self, rows: SamplingRows) -> None:
-        """Begins to choose tokens at rank 0 alone."""
+        """Begin to choose tokens at rank 0 alone."""
         self.own.choose(rows)
 
     def wait(self) -> Sampled:
-        """Returns rank 0's tokens. When its step has ended no rank uses a slot any more; the answers of the others tell
+        """Return rank 0's tokens. When its step has ended no rank uses a slot any more; the answers of the others tell
         whether one of them failed. Raises BackendLost."""
         sampled = self.own.wait()
         self.ranks.ended(self.number)

@@ -44,14 +44,14 @@ class StageShare(_Backend):
     worked = Worked(0.0, 0.0)
 
     def join(self, link: StageLink) -> None:
-        """Takes the ends of the links to other stages, and owns them from now on. Raises Internal for memory of another
+        """Take the ends of the links to other stages, and owns them from now on. Raises Internal for memory of another
         model."""
         if link.rows.row_bytes != self.model.plan.hidden.stride:
             raise Internal("the stages have memory for rows of another length")
         self.link = link
 
     def check(self, batch: StepBatch) -> None:
-        """Raises Internal for a batch that no stage could run."""
+        """Raise Internal for a batch that no stage could run."""
         self.check_step(self._bound_pool(), batch)
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:

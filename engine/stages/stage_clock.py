@@ -34,13 +34,13 @@ class StageClock:
         self.under_way = 0
 
     def launched(self, now: float) -> None:
-        """Notes that a step begins at the first stage now."""
+        """Note that a step begins at the first stage now."""
         if not self.under_way:
             self._idle_since_s = [now] * len(self.work_s)
         self.under_way += 1
 
     def landed(self, stages: Sequence[Worked]) -> list[float]:
-        """Notes that the oldest step has ended, by the times of each stage. Returns how long each stage has waited
+        """Note that the oldest step has ended, by the times of each stage. Returns how long each stage has waited
         since the step before: until it began with this one, and at the end of a spell also after it."""
         self.under_way -= 1
         waits = [max(0.0, one.began_s - since) for one, since in zip(stages, self._idle_since_s, strict=True)]

@@ -38,7 +38,7 @@ Pairs = Sequence[Sequence[tuple[socket.socket, socket.socket]]]
 
 
 def _check_devices(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
-    """Raises ConfigError where the processes of all stages cannot compute on the machine's GPUs."""
+    """Raise ConfigError where the processes of all stages cannot compute on the machine's GPUs."""
     stages, heads = flags.pipeline_parallel_size, config.num_kv_heads
     check_gpu_ranks(config, flags.tensor_parallel_size, stages)
     shards = pool_device(device, flags.processes).count(",") + 1
@@ -50,7 +50,7 @@ def _check_devices(flags: WorkerFlags, device: str, config: ModelConfig) -> None
 
 
 def check_stages(flags: WorkerFlags, device: str, prepared: PreparedModel) -> None:
-    """Raises ConfigError where ``--pipeline-parallel-size`` stages cannot run the model on this device."""
+    """Raise ConfigError where ``--pipeline-parallel-size`` stages cannot run the model on this device."""
     size = flags.pipeline_parallel_size
     needs = f"--pipeline-parallel-size {size} needs"
     if not isinstance(flags, PrefillFlags):
@@ -76,7 +76,7 @@ def check_stages(flags: WorkerFlags, device: str, prepared: PreparedModel) -> No
 
 
 def load_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Loads a worker of several stages on the CPU kernels, of which this process is the first. All of them load at the
+    """Load a worker of several stages on the CPU kernels, of which this process is the first. All of them load at the
     same time."""
     from pillion.engine.ranks.rank_memory import RankMemory
     from pillion.engine.stages.stage_rows import StageLink, StageRows
@@ -118,7 +118,7 @@ class _StageMemory:
         self._link, self._rank_memories = link, rank_memories
 
     def abort(self) -> None:
-        """Ends every wait for another rank of a stage, and those of this process for another stage."""
+        """End every wait for another rank of a stage, and those of this process for another stage."""
         self._link.abort()
         for memory in self._rank_memories:
             memory.abort()
@@ -132,7 +132,7 @@ class _StageMemory:
 def load_stage(
     flags: WorkerFlags, order: dict[str, Any], rows_fd: int, *more: int
 ) -> tuple[StageShare, AbortableMemory]:
-    """Loads the share of a process on the CPU kernels by the first one's order. The descriptors after that of the rows
+    """Load the share of a process on the CPU kernels by the first one's order. The descriptors after that of the rows
     are those of its sockets, and of the memory in which its stage's ranks meet. Raises ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMemory
     from pillion.engine.stages.stage_rows import StageLink, StageRows
@@ -152,7 +152,7 @@ def load_stage(
 def _share(
     flags: WorkerFlags, prepared: PreparedModel, threads: int, link: StageLink, rank_memory: RankMemory | None = None
 ) -> StageShare:
-    """Makes a process's backend, with its share of the worker's ``threads``. ``rank_memory`` is the memory of the
+    """Make a process's backend, with its share of the worker's ``threads``. ``rank_memory`` is the memory of the
     stage's ranks, where it has several. Raises ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMember
     from pillion.engine.ranks.rank_processes import STEP_SILENCE_MS
@@ -170,14 +170,14 @@ def _share(
 
 
 def hidden_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of a row of the residual stream in the kernels' buffer."""
+    """Return the bytes of a row of the residual stream in the kernels' buffer."""
     from pillion.kernels.cpu.runtime.program import Buffer
 
     return Buffer("tokens.hidden", -(-config.hidden_size // 32) * 32, "float32", "tokens").stride
 
 
 def _beside(place: StagePlace, pairs: Pairs) -> tuple[socket.socket | None, socket.socket | None]:
-    """Returns the sockets of a process: to the stage before, and to the next one."""
+    """Return the sockets of a process: to the stage before, and to the next one."""
     before = pairs[place.stage - 1][place.rank][1] if place.stage else None
     after = pairs[place.stage][place.rank][0] if place.stage < place.stages - 1 else None
     return before, after

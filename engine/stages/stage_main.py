@@ -23,7 +23,7 @@ class StageRank(Rank):
 
 
 def load(order: dict[str, Any], *descriptors: int) -> LoadedShare:
-    """Loads the share of a process by the first one's order, on the device that its flags name. Raises ConfigError."""
+    """Load the share of a process by the first one's order, on the device that its flags name. Raises ConfigError."""
     flags = WorkerFlags(**order["flags"])
     if resolve_device(flags) == CPU:
         from pillion.engine.stages.stage_loading import load_stage

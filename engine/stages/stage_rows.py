@@ -29,7 +29,7 @@ class StageRows:
     between two stages, of each rank, of each step under way."""
 
     def __init__(self, descriptor: int, stages: int, ranks: int, max_tokens: int, row_bytes: int) -> None:
-        """Maps the memory of a descriptor, and then owns that. Raises ConfigError for memory of another size."""
+        """Map the memory of a descriptor, and then owns that. Raises ConfigError for memory of another size."""
         self.fd = descriptor
         self.stages, self.ranks, self.max_tokens, self.row_bytes = stages, ranks, max_tokens, row_bytes
         size = (stages - 1) * ranks * stages * max_tokens * row_bytes
@@ -41,7 +41,7 @@ class StageRows:
 
     @classmethod
     def create(cls, stages: int, ranks: int, max_tokens: int, row_bytes: int) -> StageRows:
-        """Makes the memory; pages that no step touches take none. Raises ConfigError where the system has none."""
+        """Make the memory; pages that no step touches take none. Raises ConfigError where the system has none."""
         try:
             descriptor = os.memfd_create("pillion-stages", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, (stages - 1) * ranks * stages * max_tokens * row_bytes)
@@ -50,12 +50,12 @@ class StageRows:
             raise ConfigError(f"no memory for {stages} stages: {error.strerror}") from None
 
     def slot(self, after: int, rank: int, step: int) -> Bytes:
-        """Returns the bytes for the rows that a rank of the stage ``after`` makes in a step."""
+        """Return the bytes for the rows that a rank of the stage ``after`` makes in a step."""
         found: Bytes = self._slots[after, rank, step % self.stages]
         return found
 
     def close(self) -> None:
-        """Closes the descriptor; the mapping goes with its last user. Idempotent."""
+        """Close the descriptor; the mapping goes with its last user. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -71,7 +71,7 @@ class StageLink:
     def __init__(
         self, place: StagePlace, rows: StageRows, before: socket.socket | None, after: socket.socket | None
     ) -> None:
-        """Owns the sockets and the memory from now on."""
+        """Own the sockets and the memory from now on."""
         self.place, self.rows = place, rows
         self._before, self._after = before, after
         # These count the steps that have begun and ended here.
@@ -83,7 +83,7 @@ class StageLink:
         return self.rows.max_tokens
 
     def take(self, into: Bytes) -> None:
-        """Begins a step: returns when the stage before has given its rows, which are ``into`` then. Raises BackendLost
+        """Begin a step: returns when the stage before has given its rows, which are ``into`` then. Raises BackendLost
         where that stage has ended."""
         if self._before is not None:
             if self._number(self._before) != self._taken:
@@ -93,7 +93,7 @@ class StageLink:
         self._taken += 1
 
     def give(self, rows: Bytes) -> None:
-        """Ends a step, and gives its rows to the next stage. Raises BackendLost where that stage has ended."""
+        """End a step, and gives its rows to the next stage. Raises BackendLost where that stage has ended."""
         if self._after is not None:
             self.rows.slot(self.place.stage, self.place.rank, self._given)[: len(rows)] = rows
             try:
@@ -103,14 +103,14 @@ class StageLink:
         self._given += 1
 
     def abort(self) -> None:
-        """Ends every wait for another stage for good, here and in the stages beside this one."""
+        """End every wait for another stage for good, here and in the stages beside this one."""
         for sock in (self._before, self._after):
             if sock is not None:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the memory's descriptor, after :meth:`abort`. Idempotent."""
+        """Close the memory's descriptor, after :meth:`abort`. Idempotent."""
         self.abort()
         self.rows.close()
 

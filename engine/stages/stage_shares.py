@@ -20,7 +20,7 @@ class StagePlace:
 
     @classmethod
     def of(cls, process: int, stages: int, ranks: int) -> StagePlace:
-        """Returns the place of a process: those of the first stage come first."""
+        """Return the place of a process: those of the first stage come first."""
         return cls(*divmod(process, ranks), stages, ranks)
 
     @property
@@ -33,7 +33,7 @@ class StagePlace:
         return f"stage {self.stage}" + (f" rank {self.rank}" if self.ranks > 1 else "")
 
     def shard(self, config: ModelConfig) -> ModelShard:
-        """Returns what the process computes. Raises ConfigError for a model that ranks or stages cannot share."""
+        """Return what the process computes. Raises ConfigError for a model that ranks or stages cannot share."""
         return replace(
             ModelShard.of(config, self.rank, self.ranks),
             layers=layers_of_stage(config.num_layers, self.stage, self.stages),
@@ -41,7 +41,7 @@ class StagePlace:
 
 
 def layers_of_stage(layers: int, stage: int, stages: int) -> range:
-    """Returns the layers of a stage: shares differ by one layer at most, and the larger ones come last, because the
+    """Return the layers of a stage: shares differ by one layer at most, and the larger ones come last, because the
     last layer of a prefill step ends with its KV. Raises ConfigError where there are more stages than layers."""
     if stages > layers:
         raise ConfigError(f"--pipeline-parallel-size {stages} is too much to share {layers} layers")

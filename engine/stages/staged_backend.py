@@ -46,7 +46,7 @@ class StageBackend(ShareBackend, Protocol):
         """Says when the last forward pass computed."""
 
     def check(self, batch: StepBatch) -> None:
-        """Raises Internal for a batch that no stage could run."""
+        """Raise Internal for a batch that no stage could run."""
 
 
 class StageProcesses(RankProcesses):
@@ -63,7 +63,7 @@ class StageProcesses(RankProcesses):
         memory: AbortableMemory,
         environ: Callable[[int], Mapping[str, str] | None] = lambda process: None,
     ) -> None:
-        """Starts the processes, as :class:`RankProcesses` does."""
+        """Start the processes, as :class:`RankProcesses` does."""
         self.stages, self.ranks_each = stages, ranks
         self.clock = StageClock(stages)
         super().__init__(stages * ranks, label, memory, environ, module=MODULE)
@@ -72,7 +72,7 @@ class StageProcesses(RankProcesses):
         return StagePlace.of(rank, self.stages, self.ranks_each).name
 
     def readings(self) -> Iterator[Reading]:
-        """Yields how many processes there are, and the times of each stage."""
+        """Yield how many processes there are, and the times of each stage."""
         yield names.RANKS, (), self.size
         for stage, (work_s, wait_s) in enumerate(zip(self.clock.work_s, self.clock.wait_s, strict=True)):
             yield names.STAGE_WORK, (str(stage),), work_s
@@ -87,14 +87,14 @@ class StagedBackend(RankedCalls):
     ranks: StageProcesses
 
     def __init__(self, own: StageBackend, processes: StageProcesses) -> None:
-        """Takes the first stage's own share and the other processes, and owns both from now on."""
+        """Take the first stage's own share and the other processes, and owns both from now on."""
         super().__init__(own, processes)
         self.max_steps_under_way = processes.stages
         # This is how long the last steps took here, as many as may be under way.
         self._took_s: deque[float] = deque(maxlen=processes.stages)
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> StagedStep:
-        """Begins a step in all stages; returns when the first one has computed its layers. Raises Internal for a step
+        """Begin a step in all stages; returns when the first one has computed its layers. Raises Internal for a step
         that chooses tokens, or copies slots."""
         if copies or len(batch.sample_rows):
             raise Internal("a worker of several stages chooses no tokens")
@@ -123,7 +123,7 @@ class StagedStep:
         raise Internal("a worker of several stages chooses no tokens")
 
     def wait(self) -> Sampled:
-        """Returns when all stages have written their KV. Raises BackendLost."""
+        """Return when all stages have written their KV. Raises BackendLost."""
         processes = self.processes
         others = [Worked(*WORKED.unpack(answer)) for answer in processes.ended(self.number)]
         # Ranks of a stage compute at the same time, so the first one's times are the stage's.

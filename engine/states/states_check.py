@@ -15,7 +15,7 @@ LOOKED_UP = ("ngram", "suffix")
 
 
 def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
-    """Raises ConfigError where a worker's flags ask for something that models with states cannot do yet."""
+    """Raise ConfigError where a worker's flags ask for something that models with states cannot do yet."""
     found = next(_refused(flags, device), None)
     if found is not None:
         raise ConfigError(f"{config.family}: {found} is not there yet for models whose layers have states")
@@ -37,6 +37,6 @@ def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
 
 
 def _model_that_drafts(flags: WorkerFlags) -> str:
-    """Returns the method of drafting, if it needs a model beside the worker's own, or ""."""
+    """Return the method of drafting, if it needs a model beside the worker's own, or ""."""
     method = flags.speculative_config.method if isinstance(flags, StepFlags) else ""
     return "" if method in LOOKED_UP else method

@@ -1,5 +1,5 @@
-"""Turns quantized matrices, as the files of checkpoints hold them, into QuantizedMatrix.
+"""Readers of quantized matrices: tensors of checkpoint files -> QuantizedMatrix.
 
-Read layout.py first. Configs, which engine/quantized/quantization_methods.py reads without torch, and layouts that
-kernels want stay out of here.
+Start with layout.py. Configs are parsed without torch by engine/quantized/quantization_methods.py; layouts for kernels
+live in engine/backends.
 """

@@ -1,4 +1,4 @@
-"""Reads the layouts of bitsandbytes: NF4 with the statistics of its blocks, and int8 with a scale for each output."""
+"""Layouts of bitsandbytes: NF4 with block statistics, and int8 with a scale per output."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
-# Where blocks' largest values are stored as codes of one byte, the table of these codes has this many entries.
+# Entries of the codebook of 8-bit absmax values.
 _NESTED_CODES = 256
-# At most this many weights, or scales of blocks, share a scale.
+# Max weights, or absmax values, per block.
 _MAX_BLOCK_WEIGHTS = 4096
 
 
 class Nf4Layout:
-    """Reads ``weight`` uint8 [N * K / 2, 1], the first of two codes in the upper half, and its statistics.
+    """``weight`` uint8 [N * K / 2, 1], the first of two codes in the upper half, and its statistics.
 
-    A block is a run of codes across the ends of rows. Its largest absolute value is in ``absmax``: in float32, or as
-    an index of ``nested_quant_map`` to be scaled by ``nested_absmax`` of its own block. The sizes of blocks, and
-    the ``nested_offset`` that is then added, are JSON in the bytes of ``quant_state.bitsandbytes__nf4``.
+    Blocks are runs of codes that ignore row ends. ``absmax`` is a block's largest absolute value: float32, or an index
+    into ``nested_quant_map``, scaled by ``nested_absmax`` of its own block. Block sizes and the ``nested_offset`` to
+    add are JSON in the bytes of ``quant_state.bitsandbytes__nf4``.
     """
 
     def marks(self, name: str, headers: Headers) -> bool:
-        # A tensor of this type without its statistics is in this layout too, and is then refused as incomplete.
+        # Also match uint8 weights without statistics, so that they are rejected as incomplete.
         return _state(name) in headers or (name in headers and headers[name].dtype == "U8")
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
@@ -67,7 +67,7 @@ class Nf4Layout:
         scales = _absmax(name, state, get)
         if len(scales) != -(-count // block):
             raise ConfigError(f"{name}.absmax holds {len(scales)} numbers, not {-(-count // block)}")
-        # A block may go on in the next row, but a group that divides both lies in one block and in one row.
+        # A block may span rows; a group size that divides both keeps a group within one block and row.
         group = math.gcd(block, columns)
         return QuantizedMatrix(
             coding="nf4",
@@ -99,7 +99,7 @@ def _size(name: str, state: dict[str, Any], key: str) -> int:
 
 
 def _absmax(name: str, state: dict[str, Any], get: Get) -> torch.Tensor:
-    """Returns the largest absolute values of all blocks, float32 [blocks]."""
+    """Return the largest absolute value of each block, float32 [blocks]."""
     found = get(f"{name}.absmax").flatten()
     if found.dtype == torch.float32:
         return finite(f"{name}.absmax", found)
@@ -115,10 +115,10 @@ def _absmax(name: str, state: dict[str, Any], get: Get) -> torch.Tensor:
 
 
 class Int8Layout:
-    """Reads ``weight`` int8 [N, K] and ``SCB`` float32 [N], the largest absolute value of each row."""
+    """``weight`` int8 [N, K] and ``SCB`` float32 [N], the largest absolute value of each row."""
 
     def marks(self, name: str, headers: Headers) -> bool:
-        # A tensor of this type without its scales is in this layout too, and is then refused as incomplete.
+        # Also match int8 weights without scales, so that they are rejected as incomplete.
         return f"{stem(name)}.SCB" in headers or (name in headers and headers[name].dtype == "I8")
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:

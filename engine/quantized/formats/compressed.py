@@ -1,5 +1,4 @@
-"""Reads the layouts of compressed-tensors and fp8: rows of packed codes, or one code a byte, with scales of rows,
-groups or blocks."""
+"""Layouts of compressed-tensors and fp8: packed codes, or one per byte, with scales per row, group or block."""
 
 from __future__ import annotations
 
@@ -26,16 +25,16 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# Codes of one byte are stored in these types, by MatrixScheme.kind.
+# Types of one-byte codes, by MatrixScheme.kind.
 _CODES = {"int": ("I8",), "fp8": ("F8_E4M3",)}
 _ONE_BYTE = ("I8", "F8_E4M3")
 
 
 class PackedLayout:
-    """Reads ``weight_packed`` int32 [N, K * bits / 32], ``weight_scale`` [N, G], ``weight_shape`` int64 [2] and,
-    without symmetry, ``weight_zero_point`` int32 [N * bits / 32, G], in old files int8 [N, G].
+    """``weight_packed`` int32 [N, K * bits / 32], ``weight_scale`` [N, G], ``weight_shape`` int64 [2] and, if not
+    symmetric, ``weight_zero_point`` int32 [N * bits / 32, G] (int8 [N, G] in old files).
 
-    Codes and zero points are shifted to begin at 0. Old files may have ``weight_g_idx``, the group of each input.
+    Codes and zero points are unsigned. Old files may have ``weight_g_idx``, the group of each input.
     """
 
     def marks(self, name: str, headers: Headers) -> bool:
@@ -51,7 +50,7 @@ class PackedLayout:
             Part(f"{name}_shape", ("I64", "I32"), [(2,), (*experts, 2), (len(shape),)], optional=True),
             Part(f"{name}_g_idx", ("I32", "I64"), [(*experts, columns)], optional=not scheme.ordered),
         ]
-        # Symmetric files may have zero points that are all 0.
+        # Symmetric files may have all-zero zero points.
         return [*parts, Part(f"{name}_zero_point", ("I32", "I8"), zeros, optional=scheme.symmetric)]
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
@@ -63,7 +62,7 @@ class PackedLayout:
         scales = _scales(f"{name}_scale", get, shape, scheme, 2.0**bits)
         groups, zeros = found_in(f"{name}_g_idx", get), found_in(f"{name}_zero_point", get)
         order = None
-        # Where no order was chosen, all groups are -1.
+        # All -1 means no order.
         if groups is not None and not bool((groups == -1).all()):
             order = input_order(f"{name}_g_idx", groups, scales.shape[1])
             codes = codes if order is None else codes[:, order]
@@ -81,11 +80,11 @@ class PackedLayout:
 
 
 class CodesLayout:
-    """Reads ``weight`` [N, K] with one code a byte and its scale, which compressed-tensors calls ``weight_scale`` and
-    fp8 ``weight_scale_inv``: a number, [N, 1], [N, G], or [N / rows, G] for blocks, which may be cut at both ends."""
+    """``weight`` [N, K] with one code per byte, and ``weight_scale`` (fp8: ``weight_scale_inv``): a scalar, [N, 1],
+    [N, G], or [N / rows, G] for blocks; the last blocks may be partial."""
 
     def marks(self, name: str, headers: Headers) -> bool:
-        # A tensor of this type without its scale is in this layout too, and is then refused as incomplete.
+        # Also match one-byte codes without a scale, so that they are rejected as incomplete.
         scaled = f"{name}_scale" in headers or f"{name}_scale_inv" in headers
         found = headers.get(name)
         return found is not None and found.dtype not in FLOATS and (scaled or found.dtype in _ONE_BYTE)
@@ -104,7 +103,7 @@ class CodesLayout:
         codes = get(name)
         fp8 = scheme.kind == "fp8"
         coding = "fp8_e4m3" if fp8 else "int8"
-        # In both halves of the table the last code is NaN.
+        # The last code of either sign is NaN.
         if fp8 and bool(((codes.view(torch.uint8) & 127) == 127).any()):
             raise ConfigError(f"{name} holds NaN")
         scale = f"{name}_scale_inv" if found_in(f"{name}_scale_inv", get) is not None else f"{name}_scale"
@@ -128,8 +127,7 @@ class CodesLayout:
 
 
 def _shifted(name: str, numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Adds half of the range to int8 numbers that begin at -half, which gives uint8 from 0 on. Raises ConfigError for a
-    number that does not fit ``bits``."""
+    """Convert signed int8 numbers of ``bits`` bits to unsigned ones. Raises ConfigError for numbers out of range."""
     half = 1 << (bits - 1)
     if int(numbers.min()) < -half or int(numbers.max()) >= half:
         raise ConfigError(f"{name} holds numbers outside of {-half} to {half - 1}, which {bits} bits do not hold")
@@ -137,8 +135,7 @@ def _shifted(name: str, numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _scale_shapes(name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> list[tuple[int, ...]]:
-    """Returns the shapes that scales may have. One scale for a whole matrix may be a number, or a vector or matrix of
-    one."""
+    """Return the allowed shapes of scales. One scale for a matrix may be a scalar, or a vector or matrix of one."""
     *experts, rows, columns = shape
     if not scheme.rows:
         return [(*experts, *ones) for ones in ((), (1,), (1, 1))]
@@ -146,7 +143,7 @@ def _scale_shapes(name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> li
         groups = groups_of(name, columns, scheme.group)
         return [(*experts, rows, groups), *([(*experts, rows)] if groups == 1 else [])]
     blocks, groups = -(-rows // scheme.rows), -(-columns // scheme.group)
-    # Model Optimizer writes blocks with the axes of their values.
+    # Model Optimizer keeps the reduced axes of blocks.
     return [(*experts, blocks, groups), (*experts, blocks, 1, groups, 1)]
 
 
@@ -155,7 +152,7 @@ def _scales(name: str, get: Get, shape: tuple[int, int], scheme: MatrixScheme, m
 
 
 def _spread(values: torch.Tensor, shape: tuple[int, int], scheme: MatrixScheme) -> torch.Tensor:
-    """Spreads scales or zero points as a file holds them -> [N, G]."""
+    """Broadcast stored scales or zero points to [N, G]."""
     rows = min(scheme.rows or shape[0], shape[0])
     matrix = values.reshape(-(-shape[0] // rows), -1)
     return matrix.repeat_interleave(rows, 0)[: shape[0]].contiguous()

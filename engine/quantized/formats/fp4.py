@@ -1,5 +1,5 @@
-"""Reads floats of 4 bits: the layouts of NVFP4, which has a float of 8 bits as the scale of each group and one number
-for the matrix, and those of MXFP4 (OCP Microscaling Formats 1.0), whose scales are powers of two."""
+"""4-bit floats: the layouts of NVFP4, with an FP8 scale per group and one factor per matrix, and of MXFP4 (OCP
+Microscaling Formats 1.0), whose scales are powers of two."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 _CODING = "fp4_e2m1"
-# MXFP4's exponents are stored with this added.
+# Bias of MXFP4's stored exponents.
 _EXPONENT_BIAS = 127
 
 
 class Nvfp4Layout:
-    """Reads codes uint8 [N, K / 2], the first of two in the lower half, ``weight_scale`` in E4M3 [N, G], and a number
-    by which all scales of the matrix are divided or multiplied."""
+    """Codes uint8 [N, K / 2], the first of two in the lower half, ``weight_scale`` in E4M3 [N, G], and a factor for all
+    scales of the matrix."""
 
     def __init__(self, codes: str, factor: str, *, divides: bool) -> None:
-        """Makes the layout by what follows "weight" in the names of the codes and of the number for the matrix, and by
-        whether scales are divided by that number."""
+        """Take the suffixes of the names of the codes and of the factor; ``divides`` if scales are divided by it."""
         self._codes, self._factor, self._divides = codes, factor, divides
 
     def marks(self, name: str, headers: Headers) -> bool:
-        # Codes without their scales are in this layout too, and are then refused as incomplete.
+        # Also match codes without scales, so that they are rejected as incomplete.
         found = headers.get(name + self._codes)
         return found is not None and found.dtype == "U8"
 
@@ -63,8 +62,8 @@ class Nvfp4Layout:
 
 
 class PackedMxfp4Layout:
-    """Reads compressed-tensors' MXFP4: ``weight_packed`` uint8 [N, K / 2], the first of two codes in the lower half,
-    and ``weight_scale`` uint8 [N, G], the exponents."""
+    """MXFP4 of compressed-tensors: ``weight_packed`` uint8 [N, K / 2], the first of two codes in the lower half, and
+    ``weight_scale`` uint8 [N, G], the exponents."""
 
     def marks(self, name: str, headers: Headers) -> bool:
         found = headers.get(f"{name}_packed")
@@ -84,8 +83,8 @@ class PackedMxfp4Layout:
 
 
 class Mxfp4Layout:
-    """Reads gpt-oss's experts: ``NAME_blocks`` uint8 [..., N, K / 32, 16], two codes a byte, the first in the lower
-    half, and ``NAME_scales`` uint8 [..., N, K / 32], the exponents."""
+    """Experts of gpt-oss: ``NAME_blocks`` uint8 [..., N, K / 32, 16], two codes per byte, the first in the lower half,
+    and ``NAME_scales`` uint8 [..., N, K / 32], the exponents."""
 
     def marks(self, name: str, headers: Headers) -> bool:
         return any(part in headers for part in _names(name))
@@ -103,7 +102,7 @@ class Mxfp4Layout:
 
 
 def _powers(name: str, get: Get) -> torch.Tensor:
-    """Reads exponents as the powers of two that they stand for, float32. Raises ConfigError for the one that is NaN."""
+    """Read exponents and return their powers of two, float32. Raises ConfigError for NaN."""
     exponents = get(name).view(torch.uint8).int() - _EXPONENT_BIAS
     powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents)
     return finite(name, powers, largest(_CODING))

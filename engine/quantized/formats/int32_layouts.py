@@ -1,5 +1,4 @@
-"""Reads the layouts awq and gptq: codes packed in int32 along the outputs or the inputs, with a scale and a zero point
-for each group."""
+"""Layouts awq and gptq: codes packed in int32 along outputs or inputs, with scales and zero points of groups."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# AWQ orders the outputs of a word in this way: the n-th of eight outputs is in the group of four bits with this number.
+# AWQ's interleaving: nibble of each of the eight outputs in a word.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AwqLayout:
-    """Reads ``qweight`` int32 [K, N / 8], ``qzeros`` int32 [G, N / 8] and ``scales`` [G, N]."""
+    """``qweight`` int32 [K, N / 8], ``qzeros`` int32 [G, N / 8] and ``scales`` [G, N]."""
 
     def marks(self, name: str, headers: Headers) -> bool:
         return f"{stem(name)}.qweight" in headers
@@ -54,7 +53,7 @@ class AwqLayout:
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """Unpacks int32 [R, N / 8] -> uint8 [N, R]."""
+    """Unpack int32 [R, N / 8] -> uint8 [N, R]."""
     turned = words.t().contiguous()
     codes = torch.empty(len(turned), 8, len(words), dtype=torch.uint8)
     for output, place in enumerate(_AWQ_ORDER):
@@ -63,12 +62,11 @@ def _in_order(words: torch.Tensor) -> torch.Tensor:
 
 
 class GptqLayout:
-    """Reads ``qweight`` int32 [K * bits / 32, N], ``qzeros`` int32 [G, N * bits / 32], ``scales`` [G, N] and, with
-    act-order, ``g_idx`` int32 [K], the group of each input."""
+    """``qweight`` int32 [K * bits / 32, N], ``qzeros`` int32 [G, N * bits / 32], ``scales`` [G, N] and, with act-order,
+    ``g_idx`` int32 [K], the group of each input."""
 
     def __init__(self, zeros_less_by: int) -> None:
-        """Makes the layout. This version of the format subtracts ``zeros_less_by`` from zero points before it packs
-        them."""
+        """``zeros_less_by`` is subtracted from zero points before packing in this version of the format."""
         self._zeros_less_by = zeros_less_by
 
     def marks(self, name: str, headers: Headers) -> bool:
@@ -100,8 +98,8 @@ class GptqLayout:
 
 
 def input_order(name: str, groups: torch.Tensor, count: int) -> torch.Tensor | None:
-    """Returns the inputs sorted by their groups, int64 [K]; None where they are sorted already. Raises ConfigError
-    where the ``count`` groups do not have equally many inputs each."""
+    """Return the inputs sorted by group, int64 [K]; None if already sorted. Raises ConfigError unless the ``count``
+    groups are of equal size."""
     size = len(groups) // count
     if int(groups.min()) < 0 or int(groups.max()) >= count:
         raise ConfigError(f"{name} names groups outside of 0 to {count - 1}")

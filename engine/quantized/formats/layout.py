@@ -1,4 +1,4 @@
-"""Defines the interface of a layout of quantized matrices, and what all layouts check and unpack."""
+"""Interface of a layout of quantized matrices, and the checks and unpacking shared by layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
-# Tensors of scales may have these types; the last one holds powers of two.
+# Types of scales; the last one holds powers of two.
 SCALES = (*FLOATS, "F8_E8M0")
 
 Headers = Mapping[str, TensorHeader]
@@ -22,8 +22,8 @@ Get = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Describes one of the tensors of a matrix: the types and shapes that it may have, and whether it may be missing,
-    always or where the tensor ``instead`` is there. Without ``shapes`` only reading the tensor can tell."""
+    """One tensor of a matrix, with its allowed types and shapes (none: checked on reading). It may be missing if
+    ``optional``, or if the tensor ``instead`` is present."""
 
     name: str
     dtypes: Sequence[str]
@@ -33,27 +33,26 @@ class Part:
 
 
 class Layout(Protocol):
-    """Says which tensors stand for a matrix. ``name`` is that of the plain tensor, "...q_proj.weight", and ``shape``
-    its shape: [N, K], or [experts, N, K] for the stacked matrices of experts."""
+    """Tensors that represent a matrix. ``name`` is that of the plain tensor, "...q_proj.weight", and ``shape`` its
+    shape: [N, K], or [experts, N, K] for stacked experts."""
 
     def marks(self, name: str, headers: Headers) -> bool:
-        """Returns whether the files hold the matrix in this layout."""
+        """Return whether the files have the matrix in this layout."""
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        """Returns all tensors of the matrix. Raises ConfigError for a shape that the scheme does not fit."""
+        """Return all tensors of the matrix. Raises ConfigError for a shape that does not fit the scheme."""
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
-        """Reads a matrix whose parts have been checked, or that of one expert. Raises ConfigError, which names the
-        tensor, for numbers that cannot be. ``get`` raises KeyError for a part that is missing."""
+        """Read a matrix (or one expert) whose parts have been checked. Raises ConfigError, with the tensor's name, for
+        invalid values. ``get`` raises KeyError for a missing part."""
 
 
 def stem(name: str) -> str:
-    """Returns the module of a tensor: the name without ".weight"."""
+    """Return the module of a tensor."""
     return name.removesuffix(".weight")
 
 
 def found_in(name: str, get: Get) -> torch.Tensor | None:
-    """Returns a tensor, or None where the file lacks it."""
     try:
         return get(name)
     except KeyError:
@@ -61,29 +60,29 @@ def found_in(name: str, get: Get) -> torch.Tensor | None:
 
 
 def one_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the shape [N, K]. Raises ConfigError for stacked experts, which this layout does not have."""
+    """Return the shape [N, K]. Raises ConfigError for stacked experts, which this layout lacks."""
     if len(shape) != 2:
         raise ConfigError(f"{name}: stacked experts are not read in this format")
     return shape[0], shape[1]
 
 
 def groups_of(name: str, columns: int, group: int) -> int:
-    """Returns the number of groups of one output. Raises ConfigError where they would differ in size."""
+    """Return the groups per output. Raises ConfigError if they differ in size."""
     if group and columns % group:
         raise ConfigError(f"{name}: groups of {group} do not divide its {columns} inputs")
     return columns // group if group else 1
 
 
 def whole_words(name: str, what: str, size: int, bits: int) -> int:
-    """Returns the int32 words that hold ``size`` codes. Raises ConfigError where the last one would not be full."""
+    """Return the number of int32 words of ``size`` codes. Raises ConfigError if the last is not full."""
     if size * bits % 32:
         raise ConfigError(f"{name}: its {size} {what} of {bits} bits do not fill whole numbers of 32 bits")
     return size * bits // 32
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpacks int32 [R, W] -> uint8 [R, W * 32 / bits], one code of 2, 3, 4 or 8 bits a byte, the lowest bits first. A
-    code of 3 bits may begin in one word and end in the next."""
+    """Unpack int32 [R, W] -> uint8 [R, W * 32 / bits], one code of 2, 3, 4 or 8 bits per byte, lowest bits first. 3-bit
+    codes may span words."""
     octets = words.contiguous().view(torch.uint8)
     if bits == 3:
         a, b, c = octets.view(*octets.shape[:-1], -1, 3).unbind(-1)
@@ -95,12 +94,12 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_halves(octets: torch.Tensor) -> torch.Tensor:
-    """Unpacks uint8 [R, C] -> uint8 [R, 2 * C], the lower halves first."""
+    """Unpack uint8 [R, C] -> uint8 [R, 2 * C], lower nibble first."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
 def finite(name: str, values: torch.Tensor, most: float = 1.0) -> torch.Tensor:
-    """Returns the values in float32. Raises ConfigError where one of them, times ``most``, is not finite."""
+    """Cast to float32. Raises ConfigError if a value, times ``most``, is not finite."""
     wide = values.float()
     if not bool((wide.abs() * most).isfinite().all()):
         raise ConfigError(f"{name} holds NaN or infinite numbers")
@@ -115,13 +114,14 @@ def from_unsigned(
     group: int,
     order: torch.Tensor | None = None,
 ) -> QuantizedMatrix:
-    """Makes the matrix ``scale * (code - zero)`` of codes from 0 on.
+    """Return the matrix ``scale * (code - zero)`` for unsigned codes.
 
     Args:
-        codes: uint8 [N, K] in groups of ``group`` inputs, or of all inputs where it is 0; ``order`` as in
-            QuantizedMatrix. Those of fewer than 4 bits become codes of 4.
+        codes: uint8 [N, K]; codes of fewer than 4 bits are widened to 4.
         scales: float32 [N, G].
-        zeros: uint8 [N, G], or None where all are half of the codes.
+        zeros: uint8 [N, G]; None if all are the middle of the code range.
+        group: inputs per group; 0 for all.
+        order: as in QuantizedMatrix.
     """
     middle = 1 << (bits - 1) if bits == 8 else 0
     if bits < 4 and zeros is None:
@@ -137,12 +137,12 @@ def from_unsigned(
 
 
 def even(name: str, zeros: torch.Tensor, middle: int) -> None:
-    """Raises ConfigError for zero points of a symmetric matrix that are not all in the middle of its codes."""
+    """Raise ConfigError unless all zero points of a symmetric matrix equal ``middle``."""
     if not bool((zeros == middle).all()):
         raise ConfigError(f"{name} holds zero points other than {middle}, though quantization_config says symmetric")
 
 
 def largest(coding: str) -> float:
-    """Returns the largest absolute value of a code."""
+    """Return the largest absolute value of a coding."""
     values = CODINGS[coding]
     return float(values[values.isfinite()].abs().max())

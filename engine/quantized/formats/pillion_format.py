@@ -1,13 +1,13 @@
-"""Defines Pillion's own layout of quantized matrices, in which it keeps what it converts or quantizes itself.
+"""Pillion's own layout of quantized matrices, for checkpoints that it converts or quantizes.
 
-For a matrix ``X.weight`` [N, K], or ``X`` where the name has no such end:
+Tensors of a matrix ``X.weight`` [N, K], or of ``X`` if the name has no such suffix:
 
-    X.codes    uint8 [N, K / 2], two codes a byte, the first in the lower half; or int8 [N, K], one code a byte
-    X.fp4      the same as uint8 codes, which are floats of 4 bits (e2m1)
-    X.scales   float32 [N, groups], each for K / groups neighbouring inputs
-    X.offsets  of the same shape, or absent where all are 0
+    X.codes    uint8 [N, K / 2], two codes per byte, the first in the lower half; or int8 [N, K], one code per byte
+    X.fp4      the same as uint8, but codes are 4-bit floats (e2m1)
+    X.scales   float32 [N, groups], each for K / groups adjacent inputs
+    X.offsets  of the same shape; absent if all are 0
 
-Codes of 4 bits are numbers from 0 on where there are offsets, else from -8 on.
+4-bit codes are unsigned with offsets, and begin at -8 without.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import GROUPED_ROWS, QuantizedMatrix
 
 _FP4 = "fp4_e2m1"
-_FOUR_BITS = {True: "uint4", False: "int4"}  # The coding depends on whether there are offsets.
+_FOUR_BITS = {True: "uint4", False: "int4"}  # By whether there are offsets.
 
 
 class PillionFormat:
-    """Reads Pillion's own layout, as a :class:`pillion.engine.checkpoints.weight_format.WeightFormat`.
+    """Pillion's own layout, as a :class:`pillion.engine.checkpoints.weight_format.WeightFormat`.
 
-    ``row_codes``: how rows are rounded before a product; whole rows for matrices of one-byte codes alone.
+    ``row_codes``: quantization of a product's inputs; whole-row scales apply to matrices of one-byte codes only.
     """
 
     def __init__(self, row_codes: str = "") -> None:
         self._row_codes = row_codes
-        self._shifted: set[str] = set()  # The matrices with these names have offsets.
-        self._floats: set[str] = set()  # The codes of these are floats.
+        self._shifted: set[str] = set()  # Names of matrices with offsets.
+        self._floats: set[str] = set()  # Names of matrices of float codes.
 
     def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
         codes, scales, offsets = _names(name)
@@ -78,8 +78,7 @@ class PillionFormat:
 
 
 def stored_tensors(name: str, matrix: QuantizedMatrix) -> dict[str, torch.Tensor]:
-    """Returns the tensors that stand for the matrix ``name``, in one of the codings of this layout and without an
-    order."""
+    """Return the tensors that represent the matrix ``name``, which has a coding of this layout and no order."""
     codes_name, scales_name, offsets_name = _names(name)
     codes, offsets = matrix.codes, matrix.offsets
     assert matrix.order is None

@@ -1,4 +1,4 @@
-"""Lists the layouts of quantized matrices by name: a new format adds a row to this table and one to
+"""Layouts of quantized matrices by name. A new format needs a row here and one in
 :mod:`pillion.engine.quantized.quantization_methods`.
 """
 
@@ -35,7 +35,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "mxfp4": Mxfp4Layout(),
     "packed_mxfp4": PackedMxfp4Layout(),
 }
-# Some producers store these tensors about the rounding of a layer's inputs and outputs, which nothing here reads.
+# Statistics of activations that some producers store; never read.
 _OF_ROWS = (
     "input_scale",
     "input_zero_point",
@@ -47,7 +47,7 @@ _OF_ROWS = (
 
 
 def format_of(config: ModelConfig) -> WeightFormat | None:
-    """Returns the format of a model's quantized matrices; None if all of them are plain."""
+    """Return the format of a model's quantized matrices; None if all of them are plain."""
     quantization = config.quantization
     if quantization is None:
         return None
@@ -56,7 +56,7 @@ def format_of(config: ModelConfig) -> WeightFormat | None:
 
 
 class ConfiguredFormat:
-    """Is a :class:`WeightFormat` that finds the layout of each matrix by the config's schemes."""
+    """:class:`WeightFormat` that chooses each matrix's layout by the config's schemes."""
 
     def __init__(self, quantization: Quantization) -> None:
         self._words = quantization.words
@@ -85,10 +85,9 @@ class ConfiguredFormat:
         )
 
     def _scheme(self, module: str) -> MatrixScheme | None:
-        """Returns the scheme whose pattern is the first to match a module's name; None if the config has none for
-        it."""
+        """Return the first scheme whose pattern matches a module's name; None if there is none."""
         if module not in self._schemes:
-            # In a model of text and images, configs call the same module by a longer name.
+            # Configs of multimodal models use longer names for the same modules.
             names = (module, f"language_model.{module}", re.sub("^model[.]", "model.language_model.", module))
             found = (scheme for pattern, scheme in self._patterns if any(map(pattern.match, names)))
             self._schemes[module] = next(found, None)
@@ -96,7 +95,7 @@ class ConfiguredFormat:
 
 
 def _of_rows(name: str, noted: str) -> str:
-    """Returns the name of the tensor that says something of the inputs of the matrix ``name``."""
+    """Return the name of an activation statistic of the matrix ``name``."""
     module = stem(name)
     return f"{module}{'_' if module == name else '.'}{noted}"
 
