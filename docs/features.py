@@ -25,6 +25,7 @@ ASSEMBLE_PAGES = (
     "gateway/assemble.py",
     "kvstore/assemble.py",
     "pillion/cli/app.py",
+    "pillion/supervisor/local_cluster.py",
     "prefill_service/assemble.py",
 )
 

@@ -27,6 +27,7 @@ from pillion.engine.backends.cpu.cpu_loading import thread_count
 from pillion.engine.backends.loaded_model import BackendFactory, LoadedModel
 from pillion.engine.drafts.worker_drafts import WorkerDrafts, load_drafts
 from pillion.engine.grammars.compiler import GrammarCompiler
+from pillion.engine.grammars.step_masks import StepMasks
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.grammars import Grammars
@@ -92,6 +93,7 @@ async def start_worker(
         parts = WorkerParts(
             make_scheduler=partial(_make_scheduler, limits, model, flags, grammars, drafts),
             grammars=grammars,
+            step_masks=None if grammars is None else StepMasks.of,
             drafts=drafts,
             make_adapters=partial(_adapter_loader, flags, model) if flags.enable_lora else None,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from pillion.engine.adapters.adapter_table import AdapterTable, CpuAdapter
 from pillion.engine.adapters.adapter_weights import AdapterWeights, bits_of, shard_adapter
 from pillion.engine.adapters.plain_adapters import PlainAdapters
 from pillion.engine.backends.backend import Bytes, PackedAdapter
-from pillion.engine.backends.cpu.cpu_model import CpuModel, compile_operations
+from pillion.engine.backends.cpu.cpu_model import CpuModel, compile_operations, plan_model
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts, Mlp
@@ -114,7 +115,7 @@ def compile_with_adapters(
     model: CpuModel, table: AdapterTable, progress: Progress
 ) -> tuple[CompiledKernels, Sequence[Operation]]:
     """Return the kernels of steps with and without adapters, and the operations of a step with them."""
-    plan = model.planned(tuple(model.plan.states), table, model.plan.ropes)
+    plan = plan_model(replace(model.builder(model.plan.ropes), adapters=table), tuple(model.plan.states))
     return compile_operations((*model.plan.operations, *plan.operations), model, progress), plan.operations
 
 

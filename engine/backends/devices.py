@@ -35,6 +35,11 @@ def resolve_device(flags: ComputeFlags) -> str:
     return device
 
 
+def gpu_count() -> int:
+    """Return the number of NVIDIA GPUs that this process can use."""
+    return gpu_devices.device_count()
+
+
 def pool_device(device: str, processes: int = 1) -> str:
     """Returns the devices on which the KV node of workers on ``device``, of at most so many processes (ranks of
     stages), keeps its pool: ``--kv-device``."""

@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 
 from pillion.engine.checkpoints.checkpoint import TensorSource, open_checkpoint
-from pillion.engine.models.decoder import ModelWeights, TokenInputWeights
 from pillion.engine.models.families import FAMILIES, layers_of
 from pillion.engine.models.layer_operations import Entries, LayerTensor, Role, tensors_of
-from pillion.engine.models.layer_weights import LayerWeights
+from pillion.engine.models.layer_weights import LayerWeights, ModelWeights, TokenInputWeights
 from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.llama_layer import norm
 from pillion.engine.models.model_config import ModelConfig

@@ -21,7 +21,7 @@ from pillion.engine.models.layer_states import states_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.state_layout import LayerPieces, own_pieces, state_layout
-from pillion.kernels.cpu.states.pieces import CHUNK
+from pillion.kernels.state_pieces import CHUNK
 from pillion.kernels.step import LayerState
 from pillion.kvstore.memory.head_shares import own_rows, shares_of
 

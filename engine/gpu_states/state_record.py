@@ -19,8 +19,8 @@ import torch
 
 from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS, StepShape
 from pillion.errors import Internal
-from pillion.kernels.cpu.states.pieces import CHUNK
 from pillion.kernels.gpu_states.state_places import SIDES, StepOfStates, most_chunks
+from pillion.kernels.state_pieces import CHUNK
 from pillion.kernels.step import StateSlots, StepBatch
 
 

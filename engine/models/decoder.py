@@ -10,7 +10,6 @@ Scales of 1 and caps of 0 are skipped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,12 +46,10 @@ from pillion.engine.models.layer_operations import (
     StateSpace,
     TokenIndex,
 )
-from pillion.engine.models.layer_weights import LayerWeights
+from pillion.engine.models.layer_weights import LayerWeights, ModelWeights
 from pillion.engine.models.layers import (
     ACTIVATIONS,
     GATED,
-    LayerNorm,
-    RmsNorm,
     RouterBiases,
     expert_activation,
     mix_experts,
@@ -75,43 +72,6 @@ from pillion.kernels.torch.recurrences import (
 )
 from pillion.kernels.torch.step_states import StepStates
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
-from pillion.kernels.torch.torch_linear import Linear
-
-
-@dataclass(frozen=True, slots=True)
-class TokenInputWeights:
-    """Holds what makes the rows that layers read of a token beside the residual stream: ``embedding`` [tokens, layers *
-    width], ``projection`` [layers * width, hidden], and the norm of a layer's rows."""
-
-    embedding: torch.Tensor
-    projection: torch.Tensor
-    norm: RmsNorm
-
-    def rows(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the rows [T, layers, width] of tokens [T], by their embeddings [T, hidden]."""
-        width = self.norm.weight.shape[0]
-        scale = float(torch.tensor(math.sqrt(width), dtype=self.embedding.dtype))
-        own = (self.embedding[token_ids] * scale).view(len(token_ids), -1, width)
-        found = linear(hidden, self.projection) * hidden.shape[1] ** -0.5
-        return (self.norm(found.view(own.shape)) + own) * math.sqrt(0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """Holds a model's weights, those of its ``layers`` included. ``embedding`` is [vocab, hidden]; a model with tied
-    weights has it as ``lm_head``, too. ``positions`` [positions, hidden] are learned ones, where a model has them.
-
-    ``embedding_scale`` is rounded to the type of the weights, as transformers rounds it.
-    """
-
-    embedding: torch.Tensor
-    embedding_scale: float
-    operations: tuple[Layer, ...]
-    layers: tuple[LayerWeights, ...]
-    final_norm: RmsNorm | LayerNorm
-    lm_head: Linear
-    positions: torch.Tensor | None = None
-    token_inputs: TokenInputWeights | None = None
 
 
 @dataclass(slots=True)

@@ -1,10 +1,14 @@
-"""Holds the weights of one layer, by the names of its tensors."""
+"""A model's weights in torch: those of one layer by tensor name, and those beside the layers."""
 
 from __future__ import annotations
 
-import torch
+import math
+from dataclasses import dataclass
 
-from pillion.engine.models.layer_operations import LayerTensor
+import torch
+from torch.nn.functional import linear
+
+from pillion.engine.models.layer_operations import Layer, LayerTensor
 from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
@@ -43,3 +47,38 @@ class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] 
         found = self[tensor.name]
         assert isinstance(found, Taps)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputWeights:
+    """Weights of the rows that layers read of a token beside the residual stream: ``embedding`` [tokens, layers *
+    width], ``projection`` [layers * width, hidden], and the norm of a layer's rows."""
+
+    embedding: torch.Tensor
+    projection: torch.Tensor
+    norm: RmsNorm
+
+    def rows(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the rows [T, layers, width] of tokens [T], by their embeddings [T, hidden]."""
+        width = self.norm.weight.shape[0]
+        scale = float(torch.tensor(math.sqrt(width), dtype=self.embedding.dtype))
+        own = (self.embedding[token_ids] * scale).view(len(token_ids), -1, width)
+        found = linear(hidden, self.projection) * hidden.shape[1] ** -0.5
+        return (self.norm(found.view(own.shape)) + own) * math.sqrt(0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A model's weights. ``embedding`` is [vocab, hidden], which tied weights have as ``lm_head`` as well. ``positions`` [positions, hidden] are learned ones, where a model has them.
+
+    ``embedding_scale`` is rounded to the type of the weights, as transformers rounds it.
+    """
+
+    embedding: torch.Tensor
+    embedding_scale: float
+    operations: tuple[Layer, ...]
+    layers: tuple[LayerWeights, ...]
+    final_norm: RmsNorm | LayerNorm
+    lm_head: Linear
+    positions: torch.Tensor | None = None
+    token_inputs: TokenInputWeights | None = None

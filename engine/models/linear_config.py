@@ -12,7 +12,7 @@ from pillion.engine.models.config_json import above_zero, number, per_layer, siz
 from pillion.engine.models.model_config import LinearConfig, MixerScales
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
+from pillion.kernels.state_pieces import PIECE_CHANNELS
 
 _ATTENTION = ("full_attention", "attention")
 # The limits of a step of time that change nothing, as configs and as transformers 5 write them.

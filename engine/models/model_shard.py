@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from pillion.engine.models.layer_operations import Entries, Share
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
+from pillion.kernels.state_pieces import PIECE_CHANNELS
 from pillion.kvstore.memory.head_shares import shares_of
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from pillion.engine.models.layer_operations import (
 )
 from pillion.engine.models.layer_states import STATE_ITEM_BYTES
 from pillion.engine.models.model_shard import ModelShard
-from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES, PIECE_CHANNELS, PIECE_COLUMNS
+from pillion.kernels.state_pieces import PIECE_ALIGNMENT_BYTES, PIECE_CHANNELS, PIECE_COLUMNS
 from pillion.kernels.step import LayerState
 
 

@@ -43,10 +43,12 @@ from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
+from pillion.engine.scheduling.step_plan import StepPlan
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
 from pillion.engine.worker.worker_telemetry import StepMeter, load_readings
 from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
 from pillion.host.adapter_folders import is_adapter_digest
+from pillion.kernels.step import RowMasks
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.memory.memory import until_over
@@ -97,12 +99,14 @@ class WorkerParts:
     Attributes:
         make_scheduler: makes the scheduler of an epoch over a pool of so many slots.
         grammars: compiles the grammars of requests.
+        step_masks: the grammar masks of a step's rows; None without ``grammars``.
         drafts: drafts tokens, by a model of its own or without.
         make_adapters: makes what brings adapters to the worker.
     """
 
     make_scheduler: Callable[[int], Scheduler]
     grammars: GrammarCompiler | None
+    step_masks: Callable[[StepPlan], RowMasks | None] | None
     drafts: WorkerDrafts | None
     make_adapters: Callable[[NodeClient, Meters], AdapterLoader] | None
 
@@ -231,7 +235,8 @@ class Worker:
             on_lost=self._epoch_lost,
             on_fail=self._epoch_failed,
             meter=self._meter,
-            adapters=self._adapters,
+            load_adapter=None if self._adapters is None else self._adapters.load,
+            step_masks=self._parts.step_masks,
         )
 
     def announce(self, address: str) -> None:

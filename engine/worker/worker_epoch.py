@@ -17,17 +17,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from opentelemetry.context import Context
 
 from pillion.config import WorkerFlags
-from pillion.engine.adapters.adapter_loader import AdapterLoader
-from pillion.engine.backends.backend import InFlightStep, bound_adapters
+from pillion.engine.backends.backend import InFlightStep, PackedAdapter, bound_adapters
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.loaded_model import LoadedModel
-from pillion.engine.grammars.step_masks import StepMasks
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
@@ -44,7 +42,7 @@ from pillion.engine.worker.step_loop import StepLoop
 from pillion.engine.worker.tickets import Tickets
 from pillion.engine.worker.worker_telemetry import PREFILL, TAIL, StepMeter, record, record_step
 from pillion.errors import Cancelled, Conflict, DeadlineExceeded, Internal, NotFound, PillionError, Unavailable
-from pillion.kernels.step import SamplingRows
+from pillion.kernels.step import RowMasks, SamplingRows
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import telemetry
 from pillion.v1.kvnode_pb2 import CommitRunResult
@@ -87,7 +85,8 @@ class WorkerEpoch:
         on_lost: called with a reason, maybe more than once, when the epoch cannot go on but the worker can.
         on_fail: called with a reason, maybe more than once, when the worker cannot go on.
         meter: counts the steps.
-        adapters: reads and packs the adapters that the scheduler orders, where the worker runs any.
+        load_adapter: reads and packs an adapter that the scheduler ordered; None without --enable-lora.
+        step_masks: the grammar masks of a step's rows; None where the worker compiles no grammars.
     """
 
     def __init__(
@@ -102,7 +101,8 @@ class WorkerEpoch:
         on_lost: Callable[[str], None],
         on_fail: Callable[[str], None],
         meter: StepMeter,
-        adapters: AdapterLoader | None = None,
+        load_adapter: Callable[[str], Awaitable[PackedAdapter]] | None = None,
+        step_masks: Callable[[StepPlan], RowMasks | None] | None = None,
     ) -> None:
         self.number = number
         self.listeners: dict[int, SequenceListener] = {}
@@ -119,7 +119,7 @@ class WorkerEpoch:
         self._on_lost = on_lost
         self._on_fail = on_fail
         self._meter = meter
-        self._adapters = adapters
+        self._read_adapter, self._step_masks = load_adapter, step_masks
         self._traced = telemetry.recording()
         self._loop = asyncio.get_running_loop()
         # The tasks are kept in the order in which they began, in which they are cancelled too.
@@ -342,7 +342,7 @@ class WorkerEpoch:
         for slot, packed in plan.placements:
             bound_adapters(backend.adapters).place(slot, packed)
         batch = build_step_batch(plan, self._block_size)
-        return backend.launch(batch, plan.copies, None if plan.awaits_tokens else _sampling_rows(plan))
+        return backend.launch(batch, plan.copies, None if plan.awaits_tokens else self._sampling_rows(plan))
 
     def _tell_begun(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
@@ -351,7 +351,14 @@ class WorkerEpoch:
                 listener.on_begun()
 
     def _choose(self, plan: StepPlan, step: InFlightStep) -> None:
-        step.choose(_sampling_rows(plan))
+        step.choose(self._sampling_rows(plan))
+
+    def _sampling_rows(self, plan: StepPlan) -> SamplingRows:
+        masks = None
+        if any(chunk.sequence.grammar is not None for chunk in plan.scheduled):
+            assert self._step_masks is not None
+            masks = self._step_masks(plan)
+        return build_sampling(plan, masks)
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if self.over:
@@ -374,9 +381,9 @@ class WorkerEpoch:
                 listener.on_update(update)
 
     async def _load_adapter(self, digest: str) -> None:
-        assert self._adapters is not None
+        assert self._read_adapter is not None
         try:
-            packed = await self._adapters.load(digest)
+            packed = await self._read_adapter(digest)
         except PillionError as error:
             self._steps.post_event(Scheduler.adapter_failed, digest, error)
         else:
@@ -407,11 +414,6 @@ class WorkerEpoch:
         if listener is not None and not result.refusal:
             for chunk in order.chunks:
                 listener.on_chunk(chunk)
-
-
-def _sampling_rows(plan: StepPlan) -> SamplingRows:
-    follows = any(chunk.sequence.grammar is not None for chunk in plan.scheduled)
-    return build_sampling(plan, StepMasks.of(plan) if follows else None)
 
 
 async def new_epoch(node: NodeClient, old: int) -> int:

@@ -67,6 +67,11 @@ class ModelFormats:
         return REASONING_FORMATS.get(self.reasoning_parser)
 
     @property
+    def reads_reasoning(self) -> bool:
+        """True if answers have a reasoning part."""
+        return self.reasoning_parser != NONE
+
+    @property
     def spells_out(self) -> bool:
         """Says whether tools, calls and results can be told to the model as text."""
         return self.tool_parser in SPELLED_OUT

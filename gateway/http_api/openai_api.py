@@ -11,7 +11,6 @@ from starlette.routing import Route
 
 from pillion.errors import PillionError
 from pillion.gateway.admission.tenants import Tenant
-from pillion.gateway.formats.model_formats import NONE
 from pillion.gateway.gateway import ModelEntry
 from pillion.gateway.http_api.body_reading import parse
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall, reads_body
@@ -129,7 +128,7 @@ class OpenAIApi:
         if asked.body.return_tokens_as_token_ids:
             texts = TokenTexts(entry.tokenizer.spellings, by_ids=True)
         if is_chat and entry.formats.read_answers(asked.requests[0].tools):
-            reasons = entry.formats.reasoning_parser != NONE
+            reasons = entry.formats.reads_reasoning
             return ReadResponseWriter(head, texts, asked, ids, reasons)
         if is_chat:
             return ChatResponseWriter(head, texts, asked, ids)

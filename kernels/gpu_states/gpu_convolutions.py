@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.state_places import (
@@ -24,6 +23,7 @@ from pillion.kernels.gpu_states.state_places import (
     piece_of,
     pieces_of_inputs,
 )
+from pillion.kernels.state_pieces import PIECE_CHANNELS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

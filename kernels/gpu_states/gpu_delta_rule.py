@@ -26,7 +26,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_COLUMNS
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
@@ -43,6 +42,7 @@ from pillion.kernels.gpu_states.state_places import (
     programs_for,
     softplus,
 )
+from pillion.kernels.state_pieces import CHUNK, PIECE_COLUMNS
 
 # Queries and keys are normed with this number.
 _L2_EPS = tl.constexpr(1e-6)

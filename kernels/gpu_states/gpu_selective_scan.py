@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
 from pillion.kernels.gpu.launch import check, check_tensor, next_power_of_2
 from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
 from pillion.kernels.gpu_states.state_places import (
@@ -29,6 +28,7 @@ from pillion.kernels.gpu_states.state_places import (
     programs_for,
     softplus,
 )
+from pillion.kernels.state_pieces import PIECE_COLUMNS
 
 # Most values of a channel's row, and most programs for each multiprocessor.
 MOST_SCANNED, SCAN_PROGRAMS = 64, 32

@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_COLUMNS
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
@@ -37,6 +36,7 @@ from pillion.kernels.gpu_states.state_places import (
     programs_for,
     softplus,
 )
+from pillion.kernels.state_pieces import CHUNK, PIECE_COLUMNS
 
 # So many of a state's values are multiplied at a time, and the most that a state has.
 MOST_MET, MOST_STATE = 128, 256

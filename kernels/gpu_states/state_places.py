@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_CHANNELS, PIECE_COLUMNS
 from pillion.kernels.gpu.launch import check, check_tensor, processors_of
+from pillion.kernels.state_pieces import CHUNK, PIECE_CHANNELS, PIECE_COLUMNS
 
 # The namespace of blocks whose model has states contains this version of what a state keeps of a chunk (I2).
 CHUNKS_LAYOUT_VERSION = "chunks-1"

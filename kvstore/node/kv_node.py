@@ -1,6 +1,6 @@
 """Runs the KV node as a component: memory, pool, attach socket, gRPC services, heartbeats, metrics.
 
-start --> serving --the first worker attaches--> the pool has its shape: storage (pillion.kvstore.node.storage)
+start --> serving --the first worker attaches--> the pool has its shape: storage (pillion.kvstore.tiers.storage)
                     +-- stop --> sessions and attachments ended --> gone
                     +-- a task of its own died --> wait_failed() returns why
 """
@@ -29,10 +29,10 @@ from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.node_directory import NodeDirectory
 from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
-from pillion.kvstore.node.storage import Storage
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
 from pillion.kvstore.tiers.object_tier.object_store import ObjectStore
+from pillion.kvstore.tiers.storage import Storage
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading

@@ -15,7 +15,6 @@ from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
-from pillion.kvstore.transfer.hand_over import OtherNode
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
@@ -45,13 +44,11 @@ class NodeDirectory:
         components = await self._registry.components() if self._registry is not None else []
         return {component.node_id: component.address for component in components if component.role == "kvnode"}
 
-    async def others(self) -> list[OtherNode]:
-        """Returns the other nodes that may take blocks; those that leave themselves may not. Raises Unavailable."""
+    async def others(self) -> list[ComponentRecord]:
+        """Return the records of the other live nodes that are not leaving. Raise Unavailable."""
         components = await self._registry.components() if self._registry is not None else []
         return [
-            OtherNode(one.node_id, one.free_blocks, max(0, one.committed_blocks - one.pinned_blocks))
-            for one in components
-            if one.role == "kvnode" and one.node_id != self._flags.node_id and not one.leaving
+            one for one in components if one.role == "kvnode" and one.node_id != self._flags.node_id and not one.leaving
         ]
 
     async def look_up(self, hashes: bytes) -> dict[str, int]:

@@ -30,7 +30,7 @@ from lab.benchmarks.report import save, show_table
 from pillion.config import ModelFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
-from pillion.engine.backends.cpu.cpu_model import CpuModel, plan_model
+from pillion.engine.backends.cpu.cpu_model import CpuModel, model_builder, plan_model
 from pillion.engine.backends.cpu.cpu_weights import InMemoryMatrices, MatrixPacker
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.prepare import prepare
@@ -111,7 +111,7 @@ class StateBench:
             config = load_config(prepared.folder)
             layout = kv_layout(prepared, BLOCK_SIZE, LAYOUT_VERSION)
             shard, length, weights = whole_model(config), prepared.max_model_len, random_weights(config)
-            plan = plan_model(config, weights, layout, prepared.dtype, length, shard)
+            plan = plan_model(model_builder(config, weights, layout, prepared.dtype, length, shard))
             code = ModelCache().make("kernels")
             specs = [*(one.spec for one in plan.operations), ReadAll(), PeakDots("bf16")]
             kernels = compile_kernels(specs, isa, cache_folder=code)

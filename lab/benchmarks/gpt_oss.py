@@ -28,7 +28,7 @@ from lab.benchmarks.report import save, show_table
 from pillion.config import ModelFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
-from pillion.engine.backends.cpu.cpu_model import CpuModel, plan_model
+from pillion.engine.backends.cpu.cpu_model import CpuModel, model_builder, plan_model
 from pillion.engine.backends.cpu.cpu_weights import WIDE_KINDS, InMemoryMatrices, MatrixPacker
 from pillion.engine.checkpoints.checkpoint import decoder_tensors
 from pillion.engine.checkpoints.model_cache import ModelCache
@@ -145,7 +145,7 @@ def random_model(prepared: PreparedModel, isa: Isa) -> CpuModel:
     config = load_config(prepared.folder)
     layout, shard = kv_layout(prepared, BLOCK_SIZE, LAYOUT_VERSION), whole_model(config)
     weights = random_weights(config, prepared.dtype)
-    plan = plan_model(config, weights, layout, prepared.dtype, prepared.max_model_len, shard)
+    plan = plan_model(model_builder(config, weights, layout, prepared.dtype, prepared.max_model_len, shard))
     code = ModelCache().make("kernels")
     kernels = compile_kernels([*(one.spec for one in plan.operations), ReadAll()], isa, cache_folder=code)
     length = prepared.max_model_len

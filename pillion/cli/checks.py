@@ -50,10 +50,6 @@ def check_flags(flags: Any) -> None:
     if isinstance(flags, GatewayFlags):
         refuse_strangers(flags)
         _check_edge(flags)
-    if values.get("object_url"):
-        from pillion.kvstore.tiers.object_tier.object_store import parse_object_url
-
-        parse_object_url(values["object_url"])
     if "also_model" in values:
         other_models(flags)
     if "split_policy" in values:
@@ -66,9 +62,6 @@ def _check_edge(flags: GatewayFlags) -> None:
     """Refuses flags that a gateway would refuse only after all other components had started."""
     if flags.gateway_workers > 1 and not isinstance(flags, ServeFlags):
         raise ConfigError("--gateway-workers is a flag of pillion serve: start several pillion gateway --share-ports")
-    from pillion.gateway.adapters.adapter_names import parse_lora_modules
-
-    parse_lora_modules(flags.lora_modules)
 
 
 def _check_tls(values: dict[str, Any]) -> None:

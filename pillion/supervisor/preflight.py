@@ -58,6 +58,10 @@ def check_files(flags: Any) -> None:
             tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca)
     if getattr(flags, "disk_path", ""):
         _check_folder("disk_path", flags.disk_path)
+    if getattr(flags, "object_url", ""):
+        from pillion.kvstore.tiers.object_tier.object_store import parse_object_url
+
+        parse_object_url(flags.object_url)
     if getattr(flags, "batch_path", ""):
         _check_folder("batch_path", flags.batch_path)
     if getattr(flags, "record_path", ""):
@@ -71,11 +75,9 @@ def _check_answer_files(flags: Any) -> None:
     answers that does not exist."""
     from pillion.engine.checkpoints.generation_config import check_folder
     from pillion.engine.checkpoints.model_files import check_folder_named
-    from pillion.gateway.formats.model_formats import parser_names
 
     if hasattr(flags, "tool_call_parser"):
-        parser_names("", flags.tool_call_parser, flags.reasoning_parser)
-
+        parser_names(flags)
     if getattr(flags, "chat_template", ""):
         from pillion.gateway.tokens.tokenizer import read_template
 
@@ -83,6 +85,14 @@ def _check_answer_files(flags: Any) -> None:
     check_folder(getattr(flags, "generation_config", "auto"))
     if getattr(flags, "tokenizer", ""):
         check_folder_named(flags.tokenizer, "--tokenizer")
+
+
+def parser_names(flags: Any, template: str = "") -> tuple[str, str]:
+    """Return the tool-call and reasoning parsers that the flags select for a chat template. Raise ConfigError for
+    unknown names, and for two that do not go together."""
+    from pillion.gateway.formats import model_formats
+
+    return model_formats.parser_names(template, flags.tool_call_parser, flags.reasoning_parser)
 
 
 def _check_draft_model(speculation: SpeculativeConfig) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from pillion.cli.console import Notices
 from pillion.config import ServeFlags
 from pillion.supervisor.pool_fit import PoolFit, human_bytes
+from pillion.supervisor.preflight import parser_names
 from pillion.supervisor.probes import reachable_host
 
 # Clients try this port without --target.
@@ -29,15 +30,14 @@ def tell_model(
 ) -> None:
     """Prints the first four lines with which a cluster starts. ``prepared`` is the PreparedModel, ``threads`` those of
     each worker on a CPU."""
-    from pillion.engine.backends.gpu.gpu_devices import device_count
+    from pillion.engine.backends.devices import gpu_count
     from pillion.engine.checkpoints.prepare import choose_dtype
     from pillion.engine.models.config_parser import load_config
-    from pillion.gateway.formats.model_formats import parser_names
     from pillion.gateway.tokens.tokenizer import chat_template_of
 
     called = f"{prepared.name} (or {', '.join(prepared.aliases)})" if prepared.aliases else prepared.name
     template = chat_template_of(prepared.folder, flags.chat_template)
-    tools, reasoning = parser_names(template, flags.tool_call_parser, flags.reasoning_parser)
+    tools, reasoning = parser_names(flags, template)
     parsers = f"parsers of tool calls: {tools}, of reasoning: {reasoning}"
     notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens; {parsers}")
     quantization = load_config(prepared.folder).quantization
@@ -52,7 +52,7 @@ def tell_model(
     if flags.pipeline_parallel_size > 1:
         workers += f", prefill workers of {flags.pipeline_parallel_size} stages"
     if flags.device != "cpu":
-        notices.fact("kernels", f"Triton's on {device_count() or 'no'} GPU; {workers}")
+        notices.fact("kernels", f"Triton's on {gpu_count() or 'no'} GPU; {workers}")
         weights_bytes = 0
     else:
         kernels, weights_bytes = _cpu_kernels(flags, prepared, sizes)

@@ -15,13 +15,13 @@ from torch.nn.functional import silu, softplus
 from pillion.engine.gpu_states.state_record import StateRecord
 from pillion.engine.models.state_layout import state_layout
 from pillion.errors import Internal
-from pillion.kernels.cpu.states.pieces import CHUNK
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, prepare_rows
 from pillion.kernels.gpu_states.gpu_gates import group_squares, norm_gated
 from pillion.kernels.gpu_states.gpu_selective_scan import ScanShape, selective_scan
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 from pillion.kernels.gpu_states.state_places import StepOfStates, most_chunks
+from pillion.kernels.state_pieces import CHUNK
 from pillion.kernels.step import LayerState, StateSlots
 from pillion.kernels.torch import recurrences
 from pillion.kernels.torch.recurrences import DeltaRows, ScanRows, SpaceRows, Taps

@@ -13,8 +13,8 @@ import torch
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.gpu_states.state_record import StateRecord
 from pillion.engine.models.state_layout import state_layout
-from pillion.kernels.cpu.states.pieces import CHUNK
 from pillion.kernels.gpu_states.state_places import StepOfStates
+from pillion.kernels.state_pieces import CHUNK
 from pillion.kernels.step import LayerState, StateSlots
 from tests.support.batches import Sequences
 

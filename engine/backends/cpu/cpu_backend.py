@@ -24,6 +24,7 @@ from pillion.engine.backends.cpu.cpu_model import (
     ModelPlan,
     attention_planners,
     compile_operations,
+    plan_model,
 )
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
@@ -43,7 +44,7 @@ from pillion.kernels.cpu.runtime.program import (
     check_batch,
 )
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
-from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES
+from pillion.kernels.state_pieces import PIECE_ALIGNMENT_BYTES
 from pillion.kernels.step import Float32, Int32, States, StepBatch
 
 log = logging.getLogger("pillion.worker")
@@ -124,7 +125,7 @@ class CpuBackend(HostBackend):
         """Compiles the kernel that keeps states for EAGLE, the first time on a machine."""
         super().keep_states(layers)
         model = self.model
-        plan = model.planned(layers)
+        plan = plan_model(model.builder(), layers)
         self.use(plan, compile_operations(plan.operations, model, log.info))
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:

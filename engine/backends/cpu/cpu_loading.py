@@ -19,7 +19,7 @@ from pillion.host.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.kernels.cpu.attention.cpu_attention_plan import MAX_SELECTED_TOKENS
 from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
-from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
+from pillion.kernels.state_pieces import PIECE_COLUMNS
 
 if TYPE_CHECKING:
     from pillion.engine.backends.cpu.cpu_model import CpuModel

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pillion.engine.adapters.adapter_table import AdapterTable
 from pillion.engine.backends.backend import KVLayout, kv_layout
 from pillion.engine.backends.cpu.cpu_layer import MAX_PARTIAL_ROWS, LayerEmitter
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
@@ -39,7 +38,6 @@ from pillion.engine.models.families import layers_of
 from pillion.engine.models.model_config import ModelConfig, TokenInputs
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import CosSin, growth_table, rope_tables
-from pillion.engine.ranks.rank_collective import RankCollective
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
@@ -49,7 +47,7 @@ from pillion.kernels.cpu.rows.rows import AddPositions, Embed, GroupMaxima, Larg
 from pillion.kernels.cpu.rows.token_inputs import MixTokenInputs
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
-from pillion.kernels.cpu.states.pieces import STATE_LAYOUT_VERSION
+from pillion.kernels.state_pieces import STATE_LAYOUT_VERSION
 
 CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
 
@@ -94,19 +92,15 @@ class CpuModel:
     checked: bool
     code_folder: Path
 
-    def planned(
-        self, state_layers: Sequence[int], adapters: AdapterTable | None = None, ropes: tuple[CosSin, ...] = ()
-    ) -> ModelPlan:
-        """Returns another plan of the model, with arguments as of :func:`plan_model`."""
-        return plan_model(
+    def builder(self, ropes: tuple[CosSin, ...] = ()) -> OperationBuilder:
+        """Return a builder of another plan of the model; ``ropes`` are the rotary tables of an earlier plan."""
+        return model_builder(
             self.config,
             self.weights,
             self.layout,
             self.dtype,
             self.max_model_len,
             self.shard,
-            state_layers,
-            adapters,
             ropes,
             rounds_codes=self.isa.rounds_codes,
         )
@@ -137,7 +131,8 @@ def load_cpu_model(
     shard = shard or whole_model(config)
     weights = load_cpu_weights(prepared, config, progress, cache, shard)
     rounds = isa.rounds_codes
-    plan = plan_model(config, weights, layout, prepared.dtype, prepared.max_model_len, shard, rounds_codes=rounds)
+    length = prepared.max_model_len
+    plan = plan_model(model_builder(config, weights, layout, prepared.dtype, length, shard, rounds_codes=rounds))
     specs = [operation.spec for operation in plan.operations]
     folder = cache.make("kernels")
     kernels = compile_kernels(specs, isa, checked=checked, cache_folder=folder, progress=progress)
@@ -152,35 +147,31 @@ def compile_operations(operations: Sequence[Operation], model: CpuModel, progres
     return compile_kernels(specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=progress)
 
 
-def plan_model(
+def model_builder(
     config: ModelConfig,
     weights: PackedMatrices,
     layout: KVLayout,
     dtype: str,
     max_model_len: int,
     shard: ModelShard,
-    state_layers: Sequence[int] = (),
-    adapters: AdapterTable | None = None,
     ropes: tuple[CosSin, ...] = (),
     *,
     rounds_codes: bool = False,
-) -> ModelPlan:
-    """Lists the operations of a step of the model of ``config``, of which this process computes ``shard``, with
-    ``adapters`` or without. The inputs of the layers in ``state_layers`` are stored for an EAGLE head. ``ropes`` are
-    the rotary tables of another plan of the model; ``rounds_codes`` is the attribute of the instruction set."""
+) -> OperationBuilder:
+    """Return a builder of the operations of ``shard`` of a model. ``ropes`` are the rotary tables of an earlier plan;
+    ``rounds_codes`` is the attribute of the instruction set."""
     ropes = ropes or rope_tables(config, max_model_len)
     local, heads = shard.local(config), config.num_heads
     growth = growth_table(config, max_model_len)
-    builder = OperationBuilder(
-        local, weights, layout, dtype, ropes, shard, heads, adapters=adapters, growth=growth, rounds_codes=rounds_codes
-    )
-    return _plan(builder, state_layers)
+    return OperationBuilder(
+        local, weights, layout, dtype, ropes, shard, heads, growth=growth, rounds_codes=rounds_codes
+    ).with_collective()
 
 
-def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
-    config, weights, shard = builder.config, builder.weights, builder.shard
-    collective = None if shard.whole else RankCollective(shard, config, builder.layout.num_kv_heads)
-    builder = replace(builder, collective=collective, keeps_states=bool(state_layers))
+def plan_model(builder: OperationBuilder, state_layers: Sequence[int] = ()) -> ModelPlan:
+    """List the operations of a step. The inputs of the layers in ``state_layers`` are stored for an EAGLE head."""
+    config, weights, shard, collective = builder.config, builder.weights, builder.shard, builder.collective
+    builder = replace(builder, keeps_states=bool(state_layers))
     sampled = replace(builder, rows_of="samples")
     mine, layers = shard.own_layers(config), layers_of(config)
     operations = [*_embed(builder)] if mine.start == 0 else []

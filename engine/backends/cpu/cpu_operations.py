@@ -75,6 +75,12 @@ class OperationBuilder:
     keeps_states: bool = False
     rounds_codes: bool = False
 
+    def with_collective(self) -> OperationBuilder:
+        """Return a builder that adds up the partial sums of ranks, where ``shard`` is not the whole model."""
+        if self.shard.whole:
+            return self
+        return replace(self, collective=RankCollective(self.shard, self.config, self.layout.num_kv_heads))
+
     @property
     def bf16(self) -> bool:
         """Says whether the model's type is bfloat16, not float32."""

@@ -42,8 +42,8 @@ from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
 from pillion.kernels.cpu.states.convolutions import Convolve
 from pillion.kernels.cpu.states.delta_rule import PrepareDelta, RunDeltaRule
 from pillion.kernels.cpu.states.gates import GroupSquares, NormGated
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS, PIECE_COLUMNS
 from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunSelectiveScan, RunStateSpace
+from pillion.kernels.state_pieces import PIECE_CHANNELS, PIECE_COLUMNS
 
 # Such a function makes a buffer of a builder: that for all tokens, or for sampled rows.
 BufferOf = Callable[[OperationBuilder], Buffer]

@@ -40,11 +40,11 @@ from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.states.pieces import CHUNK, PIECE_COLUMNS, STATE_LAYOUT_VERSION
 from pillion.kernels.gpu.attention.latent_attention import widths_fit
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 from pillion.kernels.gpu.products.fp8_product import computes_in_fp8
 from pillion.kernels.gpu_states.state_places import CHUNKS_LAYOUT_VERSION
+from pillion.kernels.state_pieces import CHUNK, PIECE_COLUMNS, STATE_LAYOUT_VERSION
 
 log = logging.getLogger("pillion.worker")
 

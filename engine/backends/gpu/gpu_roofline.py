@@ -25,7 +25,7 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_work import looked_up_weights, model_weights, pair_operations
 from pillion.engine.scheduling.step_cost import LEAST_SUITABLE_TOKENS, suitable_tokens
 from pillion.engine.scheduling.step_model import StepModel
-from pillion.kernels.cpu.states.pieces import CHUNK
+from pillion.kernels.state_pieces import CHUNK
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 
 # Copies reach about this share of the memory's rate in a data sheet, and matrix products this share of the arithmetic.

@@ -15,8 +15,8 @@ from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 from pillion.kernels.cpu.states.state_pages import STATE_NUMBERS, STATE_POINTERS, each_sequence_and
+from pillion.kernels.state_pieces import PIECE_CHANNELS
 
 _VECTORS = PIECE_CHANNELS // LANES
 _PIECE_BYTES = PIECE_CHANNELS * 4

@@ -15,7 +15,6 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rows import vectors_of
-from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
 from pillion.kernels.cpu.states.state_pages import (
     STATE_NUMBERS,
     STATE_POINTERS,
@@ -25,6 +24,7 @@ from pillion.kernels.cpu.states.state_pages import (
     each_piece,
     zeros,
 )
+from pillion.kernels.state_pieces import PIECE_COLUMNS
 
 # Queries and keys are normed with this number.
 _L2_EPS = 1e-6

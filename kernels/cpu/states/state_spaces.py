@@ -16,7 +16,6 @@ from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
 from pillion.kernels.cpu.states.state_pages import (
     STATE_NUMBERS,
     STATE_POINTERS,
@@ -26,6 +25,7 @@ from pillion.kernels.cpu.states.state_pages import (
     each_piece,
     zeros,
 )
+from pillion.kernels.state_pieces import PIECE_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from lab.benchmarks.gpu.calls import KernelCase
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.gpu_states.state_record import StateRecord
 from pillion.engine.models.state_layout import state_layout
-from pillion.kernels.cpu.states.pieces import CHUNK
 from pillion.kernels.gpu_states.gpu_convolutions import convolve
 from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, prepare_rows
 from pillion.kernels.gpu_states.gpu_gates import norm_gated
 from pillion.kernels.gpu_states.state_places import StepOfStates
+from pillion.kernels.state_pieces import CHUNK
 from pillion.kernels.step import Int32, LayerState, StateSlots, StepBatch
 from pillion.kernels.torch.recurrences import DeltaRows
 from pillion.kernels.torch.recurrences import delta_rule as reference

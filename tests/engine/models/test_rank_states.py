@@ -15,7 +15,7 @@ from pillion.engine.models.layer_states import states_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.state_layout import state_layout
-from pillion.kernels.cpu.states.pieces import CHUNK
+from pillion.kernels.state_pieces import CHUNK
 from pillion.kvstore.memory.shards import Shards
 
 # Published sizes, of fewer layers: Qwen3-Next-80B, Granite 4.0 H Small, whose heads share one group, and LFM2-8B.

@@ -13,7 +13,7 @@ from pillion.engine.models.layer_operations import Entries, Share
 from pillion.engine.models.model_config import LayerHeads, LinearConfig, ModelConfig, MoeConfig
 from pillion.engine.models.model_shard import UNIT, ModelShard, whole_model
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
+from pillion.kernels.state_pieces import PIECE_CHANNELS
 from tests.support.families import FAMILIES, make_model
 
 

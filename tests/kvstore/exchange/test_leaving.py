@@ -35,9 +35,11 @@ async def seen(host: KVHost, *node_ids: str, blocks: int) -> None:
     async def known() -> bool:
         found = {other.node_id: other for other in await node_of(host)._directory.others()}
         # A block that is still pinned counts for neither.
-        used = [NUM_SLOTS - other.free for other in found.values()]
+        used = [NUM_SLOTS - other.free_blocks for other in found.values()]
         return (
-            set(found) == set(node_ids) and used == [other.cached for other in found.values()] and sum(used) == blocks
+            set(found) == set(node_ids)
+            and used == [other.committed_blocks - other.pinned_blocks for other in found.values()]
+            and sum(used) == blocks
         )
 
     await until("the other nodes in the registry", known)

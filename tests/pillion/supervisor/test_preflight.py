@@ -56,6 +56,8 @@ def refusal(*argv: str) -> str:
         (["--also-model", "b=/no/model"], "--also-model: /no/model is no file or folder here"),
         (["--disk-path", "/proc/pillion"], "--disk-path /proc/pillion: No such file"),
         (["--lora-modules", "x=/nope", "--enable-lora"], "--lora-modules x: /nope holds no adapter"),
+        (["--lora-modules", "a=b", "--lora-modules", "a=c", "--enable-lora"], "two adapters are called 'a'"),
+        (["--object-url", "https://bucket"], "--object-url does not begin with s3://"),
         (["--record-path", "redis"], "--record-path redis needs --record-key-file"),
         (["--host", "203.0.113.7"], "--host 203.0.113.7 is no address of this machine"),
         (["--metrics-host", "203.0.113.7", "--metrics-port", "9"], "--metrics-host 203.0.113.7 is no address"),

@@ -28,6 +28,7 @@ from pillion.kvstore.tiers.tiers import BlockName, Tier
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.hand_over import HandOver, LookUp, OtherNode, rooms_of, warm_tips
 from pillion.v1.kvnode_pb2 import NodeStatus
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -147,7 +148,7 @@ class Storage:
         return ((name.hash, name.segment) for tier in self._tiers for name in tier.names())
 
     async def hand_over(
-        self, others: Sequence[OtherNode], look_up: LookUp, within_s: float, bytes_per_s: float
+        self, others: Sequence[ComponentRecord], look_up: LookUp, within_s: float, bytes_per_s: float
     ) -> None:
         """Lets other nodes fetch the pool's hottest chains, and copies those that they have no room for to the disk.
         The node is about to leave; both take ``within_s`` at most, at this rate."""
@@ -157,9 +158,12 @@ class Storage:
         used = [block for block in tree.by_hash.values() if block.holds]
         hot_first = [*sorted(used, key=lambda block: block.depth), *reversed(idle)]
         tips = warm_tips(hot_first, lambda block: block.parent, lambda block: block.prefix_pins > 0)
+        nodes = [
+            OtherNode(one.node_id, one.free_blocks, max(0, one.committed_blocks - one.pinned_blocks)) for one in others
+        ]
         plan = HandOver(
             (tuple(one.hash for one in tree.chain(tip)) for tip in tips if tree.by_hash.get(tip.hash) is tip),
-            rooms_of(len(idle), others),
+            rooms_of(len(idle), nodes),
             block_bytes=self.memory.block_bytes,
             bytes_per_s=bytes_per_s,
             begun_s=began_s,
