@@ -69,9 +69,9 @@ class TokenInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model's weights. ``embedding`` is [vocab, hidden], which tied weights have as ``lm_head`` as well. ``positions`` [positions, hidden] are learned ones, where a model has them.
-
-    ``embedding_scale`` is rounded to the type of the weights, as transformers rounds it.
+    """A model's weights. ``embedding`` is [vocab, hidden], which tied weights have as ``lm_head`` as well;
+    ``positions`` [positions, hidden] are learned ones. ``embedding_scale`` is rounded to the type of the weights, as
+    in transformers.
     """
 
     embedding: torch.Tensor
