@@ -32,7 +32,6 @@ ALL_LINEAR = "all-linear"
 MERGE = "PEFT's merge_and_unload makes a model of it that can be served"
 
 
-# Keys about training or provenance.
 _BOOKKEEPING = words(
     """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout
@@ -256,7 +255,6 @@ def _modules(raw: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     found = raw.get(key)
     if isinstance(found, str):
         return found if found.lower() == ALL_LINEAR else _expressions([found], key, "{}")[0]
-    # Sorted, because PEFT writes a set.
     return tuple(sorted(set(_list_of(str, found, key))))
 
 

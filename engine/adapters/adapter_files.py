@@ -38,7 +38,6 @@ from pillion.host.adapter_folders import MAX_HEADER_BYTES
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-# Max bytes per read call.
 READ_AT_ONCE_BYTES = 2**20
 
 # Tensor type -> numpy type of its bits, and the exponent bits, which are all 1 in NaN and infinities.
@@ -52,7 +51,6 @@ TYPES: Mapping[str, tuple[type[np.unsignedinteger], int]] = {
 MAX_CHANGE = 1e6
 _KINDS = {"float32": "F32", "bfloat16": "BF16"}
 _PEFT_PREFIX = "base_model.model."
-# Suffixes of the two tensors of a module.
 _A, _B = "lora_A.weight", "lora_B.weight"
 _OF_MODULE = re.compile(r"(.+?)\.(lora_[AB]\.weight)")
 # Prefixes of the decoder: of text models, and of multimodal models in transformers 5 and 4.
@@ -60,7 +58,6 @@ _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 _WRAPPED = ".base_layer"
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# Modules whose adapters are not supported.
 _REFUSED = (
     ("lm_head", "the head has no adapters here"),
     *((name, "embeddings have no adapters here") for name in ("embed_tokens", "wte", "wpe")),
@@ -205,7 +202,6 @@ def _names(family: ModelFamily, name: str) -> tuple[str, ...]:
 def widened(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
     """Cast numbers of a tensor type to new float32."""
     if kind == "BF16":
-        # bfloat16 is the upper half of float32.
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16 if kind == "F16" else np.float32).astype(np.float32)
 

@@ -38,7 +38,6 @@ class PairBits:
     b: Bits
 
 
-# Pairs per fused layer, ordered by output.
 Layers = Mapping[str, Sequence[PairBits]]
 
 

@@ -37,7 +37,6 @@ from pillion.observability.metrics import Meters
 
 log = logging.getLogger("pillion.worker")
 
-# Max transfers running, and running or waiting.
 MAX_TRANSFERS = 2
 MAX_BRINGING = 256
 
@@ -129,7 +128,6 @@ class AdapterLoader:
         except TimeoutError:
             raise Unavailable(f"adapter {digest[:12]} did not come within {TRANSFER_TIMEOUT_S:g} s") from None
         except (ConfigError, InvalidRequest, OSError) as error:
-            # Wrong content, or no space left.
             raise Unavailable(f"adapter {digest[:12]} cannot be had on this machine: {error}") from None
         except PillionError:
             raise

@@ -22,9 +22,7 @@ from pillion.engine.adapters.adapter_process_main import ANSWER_HEAD
 from pillion.errors import Internal, PillionError, Unavailable
 
 _PROGRAM = "pillion.engine.adapters.adapter_process_main"
-# Timeout for a killed process to exit.
 END_TIMEOUT_S = 2.0
-# Timeout of reading and packing an adapter, on a busy machine.
 READ_TIMEOUT_S = 120.0
 # Linux's max pipe size without privileges; larger pipes wake the owner less often.
 _PIPE_BYTES = 2**20
@@ -43,7 +41,6 @@ class AdapterProcess:
         self._lines = (memory_bytes, described(worker))
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        # Serializes jobs.
         self._turn = threading.Lock()
         # Guards the process against close, which any thread may call.
         self._changing = threading.Lock()
@@ -137,7 +134,6 @@ class AdapterProcess:
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         # Do not close the pipes: another thread may be reading. They are closed when unreferenced.
         process.kill()
-        # A process in a disk wait exits later; the next start reaps it.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
 

@@ -23,7 +23,6 @@ from pillion.engine.adapters.adapter_forms import NO_BYTES, Bytes, made
 from pillion.errors import ConfigError, PillionError
 from pillion.host.cores import BACKGROUND_NICENESS
 
-# Sizes of an answer's JSON and bytes.
 ANSWER_HEAD = struct.Struct("<QQ")
 
 # On busy cores, compute for BURST_S, then sleep for PAUSE_S. A step is as slow as its slowest thread, and a running

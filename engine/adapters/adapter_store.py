@@ -112,6 +112,7 @@ class AdapterStore:
             max_rank: max rank; 0 allows any.
             targets: names of linear layers that it may change; empty allows all.
             inside: folder, resolved, that the files must be in; None for anywhere.
+
         Raises:
             ConfigError: the adapter does not fit the model. PermissionDenied: a file is outside of ``inside``.
                 Overloaded: the store is full or not writable.

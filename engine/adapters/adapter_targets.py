@@ -15,7 +15,6 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
 FLAG = "--lora-target-modules"
-# All linear layers.
 EVERY = "all"
 # Outputs that adapters may change, by name of the fused layer, such as "layers.3.qkv".
 TargetedOutputs = dict[str, list[range]]

@@ -94,7 +94,6 @@ def shard_adapter(
         if values is None or values.ndim == 1:
             layers[name] = _share_of(pairs, tensor, shard, values)
             continue
-        # Per-expert order of inner values.
         each = [
             _share_of([replace(pair, a=pair.a[number], b=pair.b[number]) for pair in pairs], tensor, shard, order)
             for number, order in enumerate(values)

@@ -73,7 +73,6 @@ class CpuAdapters(PlainAdapters):
     ) -> None:
         """Compile kernels, the first time on a machine."""
         super().__init__(max_adapters, max_rank, adapter_shapes(model.config, targets))
-        # Order of the inner values of MLPs, by layer, where weights reorder them.
         self._inner_values = inner_orders(model)
         self._model = model
         self._table = adapter_table(model, self._inner_values, max_adapters, max_rank, targets)

@@ -59,7 +59,6 @@ def _repeat(least: int, most: int, inside: _Ways) -> _Ways:
         return 0, _total(inside) + (least == 0)
     if inside == (0, 1):
         return (0, 1) if least == most else (1, 1)
-    # Each iteration has all ways of the repeated expression.
     return 0, min(_total(inside) ** min(most, NAME_CHARS), MAX_WAYS + 1)
 
 

@@ -49,7 +49,7 @@ _BARE_TEXT_PREFIXES = ("language_model.", "text_model.")
 # transformers 5 saves the text layers of Qianfan-OCR and Kimi K2.5 under the published names of their vision layers.
 _LAYERS_OF_PICTURES = ("encoder.layers.", "blocks.")
 _MOST_DRAFT_LAYERS = 8
-_LISTED_NAMES = 4  # Max tensors in an error.
+_LISTED_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,6 @@ def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple
     if before or behind:
         (names,) = tensor.checkpoint_names
         return ((CheckpointTensor(names[0] + suffix, (*[1] * before, rows, *[1] * behind)),),)
-    # A norm of whole projections has one row for all query heads and one for all key heads.
     of_heads = tensor.role is Role.HEAD_NORM and not tensor.by_head
     columns = [] if suffix == ".bias" and not of_heads else columns
     sizes, found = [piece.in_files for piece in tensor.rows], []
@@ -441,7 +440,6 @@ def _open_decoder(folder: Path, config: ModelConfig) -> Iterator[tuple[dict[str,
     """Open a decoder's files and yield its tensors by plain name, and whether the files lack the wrapper model."""
     with open_files(folder) as files:
         handles = {_plain(name): found for name, found in files.items() if not name.startswith(_IGNORED_PREFIXES)}
-        # Embedding models are often saved as the inner model only.
         prefix, _, embedding = FAMILIES[config.family].in_files("model.embed_tokens.weight").partition(".")
         within = embedding in handles
         if within:

@@ -31,7 +31,6 @@ TRIAL_MEMORY_BYTES = 4 * 2**30
 _TRIAL = Path(__file__).with_name("tokenizer_trial.py")
 _TOO_MUCH = f"it took more than {TRIAL_CPU_S} s of computing or {TRIAL_MEMORY_BYTES // 2**30} GiB of memory"
 
-# Tokenizer files of other tools; transformers converts most of them.
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
 

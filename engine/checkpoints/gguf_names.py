@@ -11,7 +11,7 @@ from pillion.errors import ConfigError
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 # Files of llama.cpp's tools beside a model: vision projectors, and statistics for quantization.
 _NO_MODELS = ("mmproj", "imatrix")
-_LISTED_MODELS = 10  # Max models in an error.
+_LISTED_MODELS = 10
 
 
 def gguf_parts(path: Path) -> tuple[Path, ...]:

@@ -38,7 +38,6 @@ PACKING_VERSION = 13
 _DIGEST_PIECE_BYTES = 2**22
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
-# Suffix of a file or folder in the making.
 DRAFT_SUFFIX = ".tmp"
 
 
@@ -69,7 +68,6 @@ class ModelCache:
             record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
             now = stamp(Path(path) for path, _, _ in files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            # Missing, or written by another version of Pillion: prepare again.
             return None
         return record if now == files else None
 

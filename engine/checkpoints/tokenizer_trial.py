@@ -15,7 +15,6 @@ from typing import Any
 
 # Max growth of a text under a tokenizer's replacements; Unicode's own rules reach 18.
 MOST_GROWTH = 32
-# Letters of many scripts.
 _SAMPLE = "".join(map(chr, (*range(0x20, 0x250), *range(0x390, 0x3D0), *range(0x4E00, 0x4E20), 0x1F600, 0xFDFA)))
 
 

@@ -15,7 +15,6 @@ import torch
 
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# Supported types of plain tensors.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 

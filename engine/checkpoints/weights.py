@@ -31,7 +31,6 @@ from pillion.kernels.torch.quantized_matrix import (
 from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
 
-# Types of arithmetic and KV, by their names in flags and layouts.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Makes a linear layer from a matrix [out, in] and a bias [out].
 MakeLinear = Callable[[Matrix, torch.Tensor | None], Linear]
@@ -75,7 +74,6 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
     """Load the output projection: the embedding if the two are tied and the checkpoint has no other. A tied head stays
     quantized if the embedding is."""
     if not checkpoint.has("lm_head"):
-        # A model without lm_head never computes logits; any tensor will do.
         tied = checkpoint.take_matrix("embedding", dtype)
         return _exact_rows(tied) if isinstance(tied, QuantizedMatrix) else embedding
     head = _exact_rows(checkpoint.take_matrix("lm_head", dtype))

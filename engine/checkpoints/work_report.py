@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Interval of progress lines, in seconds.
 LINE_EVERY_S = 5.0
 
 

@@ -24,7 +24,6 @@ UNKNOWN_WEIGHT = 8.0
 # Weights in draft tokens: of all streams' rate in a stream's, and of the expected rate at a position.
 OTHERS_WEIGHT = 2.0
 PLACE_WEIGHT = 3.0
-# Max expected rate at a position before any draft token was verified there.
 MOST_EXPECTED = 0.98
 
 NO_TOKENS = np.empty(0, dtype=np.int32)

@@ -169,7 +169,6 @@ class DraftChains:
         # Existing chains by chain id, and unclosed chains by sequence id.
         self.chains: dict[int, DraftChain] = {}
         self._of: dict[int, DraftChain] = {}
-        # Ids of sequences that are never drafted for.
         self._refused: set[int] = set()
         self._paused_until_s = 0.0
         self._now = 0.0
@@ -259,7 +258,6 @@ class DraftChains:
         ):
             self.refuse(chain.sequence)
             return None
-        # The last draft token needs no KV.
         self._grow(chain, reach + max(after - 1, 0))
         room = chain.num_blocks * chain.block_size
         count = min(reach, room) - start

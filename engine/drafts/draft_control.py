@@ -56,7 +56,6 @@ SLOW_PROBE_TOKENS = 128
 # Slow drafters probe one stream at a time: max share of all step time, and max unused time carried over.
 MOST_PROBING_SHARE = 0.01
 MOST_PROBING_CREDIT_S = 0.05
-# Max consecutive steps without a decision while draft tokens do not pay.
 MOST_RESTING_STEPS = 4
 
 
@@ -124,11 +123,9 @@ class DraftControl:
         self._all = Acceptance(WORKER_FADING)
         self._level = UNKNOWN_RATE
         self._rates: Float64 = self._all.rates(UNKNOWN_RATE, UNKNOWN_WEIGHT)
-        # Accepted and expected draft tokens, and their ratio.
         self._right = self._expected = CALIBRATION_TOKENS
         self._trust = 1.0
         self.costs = RowCosts()
-        # Decodes of the next step, and the drafting time per draft token.
         self._decodes = 0
         self._drafting_s = 0.0
         # Steps until the next decision if the number of decodes stays; length of the next rest; steps since the last

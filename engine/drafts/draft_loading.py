@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pillion.worker")
 
-# Max block size of the GPU kernels.
 GPU_BLOCK_TOKENS = 128
 
 

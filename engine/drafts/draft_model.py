@@ -28,7 +28,6 @@ from pillion.kernels.step import Int32, StepBatch
 log = logging.getLogger("pillion.worker")
 
 PASS_WEIGHT = 0.1
-# Min known tokens of a pass that measures the time of reading a text.
 LEAST_READ_TOKENS = 32
 
 

@@ -36,11 +36,9 @@ class EagleChain(DraftChain):
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         super().__init__(chain_id, sequence, shape)
-        # No ticket, no commits.
         self.open(Holding(0, (), ()))
         self.refuse_commit()
         self.begin = 0
-        # The model's states at the positions after the computed entries.
         self._states: list[States] = []
         self._num_states = 0
 

@@ -19,7 +19,6 @@ from pillion.engine.models.layer_operations import Entries, Layer, Multiply
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
-# Supported kinds of the head's layer.
 _KINDS = ("llama", "qwen3")
 _OF_HEAD = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_config")
 

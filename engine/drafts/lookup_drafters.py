@@ -16,7 +16,6 @@ from pillion.settings.speculative_config import SpeculativeConfig
 
 # Max tokens searched for a text's last tokens: some 20 microseconds.
 MAX_LOOKBACK_TOKENS = 16_384
-# Min match length within the text itself.
 LEAST_OWN_MATCH_TOKENS = 2
 
 

@@ -20,9 +20,7 @@ from pillion.kernels.step import Int32
 
 Int64 = npt.NDArray[np.int64]
 
-# Min tokens of a match.
 LEAST_MATCH_TOKENS = 3
-# Max places of a chain to inspect, latest first.
 MAX_PLACES = 32
 # Initial and max ring size; a token takes 12 bytes, and a slot of its table 8.
 FIRST_RING_TOKENS, MAX_RING_TOKENS = 2**12, 2**18

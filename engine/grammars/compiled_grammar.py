@@ -24,7 +24,6 @@ MAX_FORCED_BYTES = 2048
 _CUT_BYTES = 64
 # Finds the spent fuel in an error of llguidance, and an invalid token that provokes one.
 _FUEL, _NO_TOKEN = re.compile(r'"lexer_cost": (\d+)'), 2**31 - 1
-# Special token in the bytes that a grammar forces.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 

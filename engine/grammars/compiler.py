@@ -39,11 +39,8 @@ from pillion.rules.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-# Max compiled grammars in the LRU cache.
 MAX_COMPILED_GRAMMARS = 64
-# Approximate max memory of compiled grammars.
 MAX_COMPILED_BYTES = 64 * 2**20
-# Concurrent compilations.
 COMPILE_THREADS = 2
 # Max compilations private to an answer, made when the shared one has met a limit.
 MAX_OWN_GRAMMARS = 8

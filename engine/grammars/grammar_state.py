@@ -251,7 +251,6 @@ class GrammarState:
                 self._fail(self.broken)
                 return True
             self._renewed_at = self.num_tokens
-            # The new state includes these tokens.
             self._unfollowed.clear()
             self._renewal.add_done_callback(lambda _: self._threads.wake())
         if not self._renewal.done():

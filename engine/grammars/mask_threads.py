@@ -25,7 +25,6 @@ from pillion.kernels.step import UInt32
 
 # Max wait of a step for its masks; a row whose mask is late is not sampled in that step.
 MASK_WAIT_MS = 5
-# A slower mask fails its request.
 MASK_LIMIT_MS = 5000
 MAX_MASK_THREADS = 8
 # Max waiting masks per thread before another thread starts, up to one per core.
@@ -134,7 +133,6 @@ class MaskThreads:
         self.wake = wake
         self._queue: SimpleQueue[MaskJob | None] = SimpleQueue()
         self._lock = Lock()
-        # Cached: a system call.
         self._cores = os.cpu_count() or 1
         self._threads = 0
         # Running jobs, one per grammar, and jobs waiting for their grammar's job.

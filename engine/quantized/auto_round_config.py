@@ -34,9 +34,7 @@ _LAYOUTS = {
     "auto_round:awq": "awq",
     "auto_round:llm_compressor": "nvfp4",
 }
-# Bits of a code, per layout.
 _BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "awq": (4,), "nvfp4": (4,), "packed_mxfp4": (4,)}
-# Inputs per group of floats.
 _FLOATS = {"nvfp4": 16, "packed_mxfp4": 32}
 WHOLE_NUMBERS = re.compile(r"(rtn_|opt_rtn_)?int(_a?sym)?")
 _SIZES = "bits group_size sym data_type act_bits act_group_size act_sym act_data_type act_dynamic"

@@ -28,7 +28,6 @@ _LAYOUTS = {
     "nvfp4-pack-quantized": "nvfp4",
     "mxfp4-pack-quantized": "packed_mxfp4",
 }
-# Bits of a float code, per layout.
 _FLOAT_BITS = {"codes": 8, "nvfp4": 4, "packed_mxfp4": 4}
 _KEYS = """
     quant_method format config_groups ignore quantization_status global_compression_ratio kv_cache_scheme version

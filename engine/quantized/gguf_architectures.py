@@ -1,7 +1,7 @@
-"""Turns a GGUF file's metadata and tensor names into those of a Hugging Face folder. Imports no torch.
+"""Conversion of a GGUF file's metadata and tensor names to those of a Hugging Face folder. Imports no torch.
 
-The table has a row for each architecture. Keys and names are those of llama.cpp's converter (``gguf-py``), whose
-changes are undone; what its loader derives by itself (``src/llama-model.cpp``) is in ``derived``.
+A table with a row per architecture. Keys and names are those of llama.cpp's converter (``gguf-py``), whose changes are
+undone; ``derived`` has what llama.cpp's loader derives itself (``src/llama-model.cpp``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _KEYS = {
     "vocab_size": "vocab_size",
 }
 _OPTIONAL = ("vocab_size", "attention.key_length", "attention.head_count_kv")
-# Read by add_rope and by the checks of read_config.
 _OTHER_KEYS = words(
     """
     rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scale_linear
@@ -39,19 +38,18 @@ _OTHER_KEYS = words(
     rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier attention.value_length
     """
 )
-# No effect on the numbers of texts, whose positions are the same in all directions of pictures.
+# Without effect on texts, whose positions are equal in all axes.
 _IDLE_KEYS = frozenset(
     {"rope.scaling.finetuned", "rope.dimension_sections", "n_deepstack_layers", "pooling_type", "tensor_data_layout"}
 )
 _OF_PICTURES = ("vision.", "audio.", "mm.")
 _TENSORS_OF_PICTURES = ("v.", "a.", "mm.")
-# Values that change nothing; any other key that is not read may be 0, false or empty.
+# Values without effect; any other unread key may only be 0, false or empty.
 _NEUTRAL = {
     "attention.causal": (True,),
     **dict.fromkeys(("expert_gating_func", "expert_group_count", "expert_group_used_count"), (0, 1)),
     **dict.fromkeys(("expert_weights_scale", "rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"), (0.0, 1.0)),
 }
-# Tensors outside of layers, and in them, by Llama's names.
 _MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -72,7 +70,7 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Experts of a layer are one tensor, and one name for each in a folder.
+# GGUF has one tensor for a layer's experts, a folder one per expert.
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -111,12 +109,12 @@ _DEEPSEEK_EXPERTS = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<stem>[\w.]+?)(?P<suffix>\.weight|\.bias)?)")
-# Divisors of the rotary frequencies: for texts of any length, for short ones and for long ones.
+# Divisors of the rotary frequencies: for any length, for short and for long texts.
 _ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _FACTORS = (_ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG)
-# Layers of Gemma models whose scores are scaled by sqrt(hidden / heads), not by sqrt(head_dim).
+# Layer counts of Gemma's 27B models, which scale scores by sqrt(hidden / heads) instead of sqrt(head_dim).
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-# The number that stands for sigmoids among the functions of routers.
+# Enum value of sigmoid routing.
 _SIGMOID = 2
 
 Numbers = np.ndarray
@@ -125,22 +123,21 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """An architecture of GGUF files. Tensors are named as in their layer, such as "ssm_a" and "attn_q.weight".
-
+    """An architecture of GGUF files. Tensor names are relative to their layer, e.g. "ssm_a" and "attn_q.weight".
     Attributes:
-        model_type: its ``model_type`` in config.json, unless ``derived`` says another.
-        keys: keys of its metadata, beside those of all, by their names in config.json.
-        config: values of config.json that llama.cpp has in its code.
-        derived: what llama.cpp computes from the metadata and the config so far.
-        others: keys that ``derived`` reads, some in place of those of all, and those that follow from others.
-        tensors: Llama's names of tensors, or of their modules, beside those of all, or instead of them.
-        joined: tensors that a folder has of the rows of several.
-        permutes: whether the two halves of a rotated head are interleaved in rows of queries and keys.
-        shifted_norms: whether the weights of norms are stored with 1 added, except of state spaces.
-        partial_rope: whether only a part of a head may be rotated.
-        changes: what undoes a change of numbers, of all tensors of a joined one.
-        rows, columns: the order of rows and columns in a folder. A joined tensor has those of its first one.
-        swapped: matrices of all experts that a folder has as [experts, inputs, outputs], where they are plain.
+        model_type: its ``model_type`` in config.json, unless ``derived`` sets another.
+        keys: metadata keys beyond the common ones -> names in config.json.
+        config: values of config.json that llama.cpp hard-codes.
+        derived: values computed from the metadata and the config so far.
+        others: keys that ``derived`` reads instead, and redundant ones.
+        tensors: tensors, or their modules, beyond the common ones or instead of them -> Llama's names.
+        joined: tensors of a folder that concatenate the rows of several.
+        permutes: True if rows of queries and keys interleave the two halves of a rotated head.
+        shifted_norms: True if norm weights, except of SSMs, are stored with 1 added.
+        partial_rope: True if a part of a head may be rotated.
+        changes: functions that undo a change of values; for a joined tensor they take all its parts.
+        rows, columns: order of rows and columns in a folder; for a joined tensor under its first part.
+        swapped: expert matrices that a folder stores as [experts, inputs, outputs], if plain.
     """
 
     model_type: str
@@ -161,8 +158,8 @@ class GgufArchitecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderTensor:
-    """A tensor of a folder: the tensors of a file whose rows it has, the order of rows and columns, None where that is
-    the file's, and the change of numbers; ``swapped`` as in :class:`GgufArchitecture`."""
+    """A tensor of a folder: its parts in the file, the order of its rows and columns (None: the file's) and the change
+    of values; ``swapped`` as in :class:`GgufArchitecture`."""
 
     name: str
     parts: tuple[GgufTensor, ...]
@@ -172,7 +169,6 @@ class FolderTensor:
     swapped: bool = False
 
     def numbers(self) -> Numbers:
-        """Return the tensor's numbers."""
         found = [part.numbers() for part in self.parts]
         axis = max(found[0].ndim - 2, 0)
         if self.rows is not None:
@@ -186,7 +182,7 @@ class FolderTensor:
 
 
 def _gemma(model: GgufModel, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The scale of scores, which layers have a window, and the frequencies of those."""
+    """Derive the scale of scores, the layers with a sliding window, and their rotary base."""
     by_head = config["hidden_size"] // config["num_attention_heads"]
     largest = config["num_hidden_layers"] == _GEMMA_27B_LAYERS[model.architecture]
     found: dict[str, Any] = {"query_pre_attn_scalar": by_head if largest else config.get("head_dim", by_head)}
@@ -204,14 +200,14 @@ def _gemma(model: GgufModel, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _needed(model: GgufModel, key: str) -> Any:
-    """Return the architecture's value of a key. Raises ConfigError where there is none."""
+    """Return a key's value. Raises ConfigError if it is missing."""
     if (value := model.get(key)) is None:
         raise ConfigError(f"its metadata lack {model.architecture}.{key}")
     return value
 
 
 def _mixtral(model: GgufModel, config: Config) -> Config:
-    """Mixtral's files are those of Llama with experts."""
+    """Derive Mixtral, whose files are those of Llama with experts."""
     count = model.get("expert_count")
     if not count:
         if model.get("expert_used_count"):
@@ -226,13 +222,13 @@ def _mixtral(model: GgufModel, config: Config) -> Config:
 
 
 def _glm4_moe(model: GgufModel, config: Config) -> Config:
-    """Some of these models norm queries and keys."""
+    """Detect the norm of queries and keys, which only some of these models have."""
     normed = any(tensor.name == "blk.0.attn_q_norm.weight" for tensor in model.tensors)
     return {"use_qk_norm": normed, **_routing(model)}
 
 
 def _routing(model: GgufModel) -> dict[str, Any]:
-    """How experts are chosen and weighed in DeepSeek's models, and those like them."""
+    """Return the routing of experts of DeepSeek's and similar models."""
     return {
         "n_group": model.get("expert_group_count") or 1,
         "topk_group": model.get("expert_group_used_count") or 1,
@@ -242,7 +238,7 @@ def _routing(model: GgufModel) -> dict[str, Any]:
 
 
 def _ministral(model: GgufModel, config: Config) -> Config:
-    """How queries grow with their position, where they do."""
+    """Derive the position-dependent scale of queries."""
     beta = model.get("attention.temperature_scale")
     if not beta:
         return {}
@@ -253,7 +249,7 @@ def _ministral(model: GgufModel, config: Config) -> Config:
 
 
 def _lfm2(model: GgufModel, config: Config) -> Config:
-    """Layers without KV heads are convolutions."""
+    """Derive the kinds of layers: those without KV heads are convolutions."""
     heads = np.broadcast_to(_needed(model, "attention.head_count_kv"), config["num_hidden_layers"]).tolist()
     kinds = ["full_attention" if count else "conv" for count in heads]
     return {"num_key_value_heads": max(heads), "layer_types": kinds}
@@ -264,9 +260,9 @@ def _qwen35(model: GgufModel, config: Config) -> Config:
 
 
 def _by_key_heads(each: str = "", after_keys: bool = False) -> Callable[[Config], Numbers]:
-    """Return the order of a delta net's value heads: by the keys that they share, where a file has the first heads of
-    all keys, then the second ones. ``each`` is the key for a head's numbers, 1 without; where ``after_keys``, queries
-    and keys come before."""
+    """Return the folder's order of a delta net's value heads, grouped by key head; a file has the first heads of all
+    keys, then the second ones. ``each`` is the config key of a head's size (default 1); ``after_keys`` if queries and
+    keys come first."""
 
     def order(config: Config) -> Numbers:
         keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -279,15 +275,14 @@ def _by_key_heads(each: str = "", after_keys: bool = False) -> Callable[[Config]
 
 
 def _by_groups(config: Config) -> Numbers:
-    """Return the order of rows of a delta net's inputs by keys: each key's query, key, values and gates."""
+    """Return the row order of a delta net's in_proj_qkvz, by key head: its query, key, values and gates."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     ends = np.cumsum([0, *[keys * config["linear_key_head_dim"]] * 2, *[heads * config["linear_value_head_dim"]] * 2])
     return np.concatenate([np.arange(*part).reshape(keys, -1) for part in itertools.pairwise(ends)], 1).ravel()
 
 
 def _deepseek2(model: GgufModel, config: Config) -> Config:
-    """DeepSeek's third version, and models like it, score experts by sigmoids. Keys and values of latents may be stored
-    as one head."""
+    """Derive DeepSeek V3, which routes by sigmoids. With MLA, keys and values may be stored as one head."""
     key, value = (
         model.get(f"attention.{kind}_length_mla") or _needed(model, f"attention.{kind}_length")
         for kind in ("key", "value")
@@ -331,7 +326,7 @@ def _gemma4(model: GgufModel, config: Config) -> Config:
         "num_key_value_heads": heads[local],
         "intermediate_size": widths[0],
         "use_double_wide_mlp": len(set(widths)) > 1,
-        # Without a matrix for values, layers without a window have their keys.
+        # Without v_proj, full-attention layers use their keys as values.
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
         "num_global_key_value_heads": heads[full],
         "enable_moe_block": bool(model.get("expert_count")),
@@ -341,7 +336,7 @@ def _gemma4(model: GgufModel, config: Config) -> Config:
                 "rope_type": "proportional",
                 "rope_theta": config["rope_parameters"]["rope_theta"],
                 "factor": model.get("rope.scaling.factor") or 1.0,
-                # Pairs that do not turn have huge divisors.
+                # Pairs that are not rotated have huge divisors.
                 "partial_rotary_factor": float((factors < 1e6).mean()),
             },
         },
@@ -352,17 +347,17 @@ def _gemma4(model: GgufModel, config: Config) -> Config:
 
 
 def _in_turn(config: Config) -> Numbers:
-    """Return the order of rows of gate and up of gpt-oss's experts, in turn."""
+    """Return the row order that interleaves gate and up of gpt-oss's experts."""
     return np.arange(2 * config["intermediate_size"]).reshape(2, -1).T.ravel()
 
 
 def _of_experts(gate: Numbers, up: Numbers) -> Numbers:
-    """Return biases of gate and up [experts, width] in turn."""
+    """Interleave the biases of gate and up, [experts, width] each."""
     return np.stack((gate, up), -1).reshape(len(gate), -1)
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal number that is the same in 32 bits."""
+    """Return the shortest decimal with the same float32 value."""
     return float(f"{value:.7g}")
 
 
@@ -372,7 +367,7 @@ _GEMMA_KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 _ROW = {"ffn_gate_inp_shexp.weight": lambda gate: gate.reshape(1, -1)}
-# A convolution of each channel on its own reads one channel.
+# Depthwise convolutions have one input channel.
 _TAPS = lambda taps: taps[:, None]  # noqa: E731
 _VALUE = "linear_value_head_dim"
 _QWEN35 = GgufArchitecture(
@@ -454,7 +449,6 @@ _LFM2 = GgufArchitecture(
     },
     changes={"shortconv.conv.weight": _TAPS},
 )
-# Files of Llama, SmolLM2 and Mistral are all "llama".
 ARCHITECTURES = {
     "llama": GgufArchitecture(
         model_type="llama",
@@ -489,7 +483,7 @@ ARCHITECTURES = {
     "phi3": GgufArchitecture(
         model_type="phi3",
         keys={"attention.sliding_window": "sliding_window"},
-        # The factor of attention follows from the two context lengths.
+        # The attention factor follows from the two context lengths.
         others={"rope.scaling.attn_factor"},
         tensors=_FUSED,
         partial_rope=True,
@@ -674,8 +668,8 @@ ARCHITECTURES = {
 
 
 def read_config(model: GgufModel) -> dict[str, Any]:
-    """Return the config.json of a model, without the tokens that end a text. Raises ConfigError for an architecture,
-    or a part of one, that is not read."""
+    """Return the config.json of a model, without EOS ids. Raises ConfigError for an unsupported architecture or
+    option."""
     name = model.architecture
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -703,7 +697,7 @@ def read_config(model: GgufModel) -> dict[str, Any]:
 
 
 def _add_head(config: dict[str, Any], model: GgufModel, row: GgufArchitecture) -> None:
-    """Add a head's size, and how much of it is rotated."""
+    """Add head_dim and the rotated part of a head."""
     head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     if model.get("attention.value_length") not in (None, head_dim):
         raise ConfigError(
@@ -719,7 +713,7 @@ def _add_head(config: dict[str, Any], model: GgufModel, row: GgufArchitecture) -
 
 
 def _refuse_unread(model: GgufModel, read: set[str]) -> None:
-    """Raise ConfigError for the first key of the architecture's own that may change numbers and is not read."""
+    """Raise ConfigError for a key of the architecture that is not read and may change numbers."""
     begin = f"{model.architecture}."
     for key, value in model.metadata.items():
         own = key.removeprefix(begin)
@@ -731,7 +725,7 @@ def _refuse_unread(model: GgufModel, read: set[str]) -> None:
 
 
 def _one(key: str, value: Any) -> Any:
-    """Return the number of all layers. Raises ConfigError where layers have different ones."""
+    """Return the value common to all layers. Raises ConfigError if they differ."""
     if not isinstance(value, np.ndarray):
         return value
     found = set(value.tolist())
@@ -745,7 +739,7 @@ def _vocab_size(model: GgufModel) -> int:
 
 
 def add_rope(config: dict[str, Any], model: GgufModel) -> None:
-    """Add the rotary embedding: its base, its scaling, and the factors that are tensors."""
+    """Add the rotary embedding: base, scaling, and the factors that are tensors."""
     rope = config.setdefault("rope_parameters", {})
     rope |= {"rope_type": "default", "rope_theta": model.get("rope.freq_base") or 10_000.0}
     kind = model.get("rope.scaling.type") or "linear"
@@ -762,7 +756,7 @@ def add_rope(config: dict[str, Any], model: GgufModel) -> None:
             if (value := model.get(f"rope.scaling.yarn_{key}")) is not None:
                 rope[ours] = value
         if log := model.get("rope.scaling.yarn_log_multiplier"):
-            # Files of deepseek2 alone have a tenth of it.
+            # deepseek2 files have a tenth of it.
             log = _shortest(log * 10 if model.architecture == "deepseek2" else log)
             rope |= {"mscale": log, "mscale_all_dim": log}
     factors = {tensor.name: tensor.numbers().tolist() for tensor in model.tensors if tensor.name in _FACTORS}
@@ -775,8 +769,8 @@ def add_rope(config: dict[str, Any], model: GgufModel) -> None:
 
 
 def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
-    """Yield each tensor of a folder; of all experts of a layer, one after another where it has them so. Raises
-    ConfigError for a tensor that is not known."""
+    """Yield the tensors of a folder, experts one by one where the folder has them so. Raises ConfigError for an unknown
+    tensor."""
     row, family = ARCHITECTURES[model.architecture], FAMILIES[config["model_type"]]
     names = {**_MODEL_TENSORS, **_LAYER_TENSORS, **row.tensors}
     firsts = {parts[0]: (name, parts) for name, parts in row.joined.items()}
@@ -790,7 +784,7 @@ def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
         found = _TENSOR.fullmatch(place)
         own, layer = (found["own"], found["layer"]) if found else (place, None)
         if layer is not None and int(layer) >= config["num_hidden_layers"]:
-            # It only drafts tokens.
+            # For multi-token prediction.
             continue
         parts = [tensor]
         if own in firsts:

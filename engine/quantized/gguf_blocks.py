@@ -1,12 +1,11 @@
-"""Reads the blocks of GGUF's quantized types as quantized matrices, with exactly the numbers that gguf's package
-makes.
+"""Conversion of GGUF's quantized blocks to quantized matrices, bit-exact with the gguf package.
 
-A row of a matrix is a sequence of blocks; a block is a few float16 numbers and the codes of 32 or 256 inputs. The
-layouts are those of ggml-quants.h of llama.cpp. In all of them
+A row of a matrix is a sequence of blocks; a block has a few float16 values and the codes of 32 or 256 inputs. Layouts
+are those of ggml-quants.h of llama.cpp. In all of them
 
     weight = scale * code + offset
 
-is computed from a product that float32 holds exactly, so that any order of these operations gives the same bits.
+is computed from a product that float32 represents exactly, so any order of operations gives the same bits.
 """
 
 from __future__ import annotations
@@ -18,19 +17,16 @@ import torch
 
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# The parts of blocks are codes [blocks, inputs of a block], scales [blocks, groups of a block], and offsets of the same
-# shape or None.
+# Codes [blocks, inputs per block], scales [blocks, groups per block], and offsets of the same shape or None.
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Describes how a quantized type of GGUF is laid out.
+    """Layout of a quantized type of GGUF.
 
-    Attributes:
-        block_bytes: bytes of a block, which ``read`` takes as uint8 [blocks, block_bytes].
-        coding: what the codes stand for, a key of :data:`pillion.kernels.torch.quantized_matrix.CODINGS`.
-        group: number of inputs that share a scale.
+    ``read`` takes uint8 [blocks, block_bytes]; ``coding`` is a key of
+    :data:`pillion.kernels.torch.quantized_matrix.CODINGS`; ``group``: inputs per scale.
     """
 
     block_bytes: int
@@ -40,7 +36,7 @@ class BlockLayout:
 
 
 def read_blocks(layout: BlockLayout, data: torch.Tensor) -> QuantizedMatrix:
-    """Turn the blocks of a matrix, uint8 [N, bytes of a row], into the matrix."""
+    """Convert the blocks of a matrix, uint8 [N, bytes per row]."""
     codes, scales, offsets = layout.read(data.reshape(-1, layout.block_bytes))
     rows = len(data)
     return QuantizedMatrix(
@@ -53,7 +49,7 @@ def read_blocks(layout: BlockLayout, data: torch.Tensor) -> QuantizedMatrix:
 
 
 def reorder_inputs(matrix: QuantizedMatrix, order: torch.Tensor) -> QuantizedMatrix | None:
-    """Return a matrix whose input k is the input ``order[k]``; None where groups do not move as a whole."""
+    """Return a matrix whose input k is the input ``order[k]``; None if that splits a group."""
     groups = order.view(-1, matrix.group)
     first = groups[:, 0]
     if not torch.equal(groups, first[:, None] + torch.arange(matrix.group)) or bool((first % matrix.group).any()):
@@ -66,17 +62,17 @@ def reorder_inputs(matrix: QuantizedMatrix, order: torch.Tensor) -> QuantizedMat
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the float16 number of each block that begins at a byte, as float32 [blocks, 1]."""
+    """Return the float16 value at byte ``at`` of each block, float32 [blocks, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Split bytes [..., n] into their halves: the lower halves of all, then the upper halves of all, [..., 2 n]."""
+    """Unpack bytes [..., n] to [..., 2 n]: all lower nibbles, then all upper ones."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the 32 bits of each block that begin at a byte, each where it is in a code of five bits: [blocks, 32]."""
+    """Return the 32 bits at byte ``at`` of each block, shifted to the fifth bit of a code: [blocks, 32]."""
     places = torch.arange(8, dtype=torch.uint8)
     return ((blocks[:, at : at + 4, None] >> places) & 1).flatten(1) << 4
 
@@ -90,7 +86,7 @@ def _q4_1(blocks: torch.Tensor) -> Parts:
 
 
 def _q5_0(blocks: torch.Tensor) -> Parts:
-    # Subtracting from bytes wraps around, which is the two's complement of a code below 16.
+    # uint8 wraps around: the two's complement of a code below 16.
     return (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)) - 16, _half(blocks, 0), None
 
 
@@ -109,7 +105,7 @@ def _q4_k(blocks: torch.Tensor) -> Parts:
 
 def _q5_k(blocks: torch.Tensor) -> Parts:
     low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    # Bit g of byte i is the fifth bit of input i of group g.
+    # Bit g of byte i is the fifth bit of input i in group g.
     high = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
     return (low | high << 4).flatten(1), *_scales_and_offsets(blocks)
 
@@ -128,15 +124,14 @@ def _mxfp4(blocks: torch.Tensor) -> Parts:
 
 
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales and offsets [blocks, 8] of Q4_K and Q5_K: two float16 numbers, and 6 bits for each group,
-    packed in 12 bytes. Of the last four groups the upper two bits are in the bytes of the first four."""
+    """Return the scales and offsets [blocks, 8] of Q4_K and Q5_K: two float16 values, and 6 bits per group packed in 12
+    bytes. The upper two bits of the last four groups are in the bytes of the first four."""
     first, second, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), 1)
     offsets = torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), 1)
     return _half(blocks, 0) * scales.float(), -(_half(blocks, 2) * offsets.float())
 
 
-# Matrices of these types, by their names in GGUF, stay quantized.
 BLOCK_LAYOUTS = {
     "Q4_0": BlockLayout(18, "int4", 32, _q4_0),
     "Q4_1": BlockLayout(20, "uint4", 32, _q4_1),

@@ -119,7 +119,6 @@ def _check_counts(metadata: Mapping[str, Any], tensors: int) -> None:
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
     with path.open("rb") as file:
-        # The mapping lives as long as its views.
         cursor = GgufCursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     if cursor.skip(4) != b"GGUF":
         raise ConfigError("it is no GGUF file")

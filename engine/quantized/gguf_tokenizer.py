@@ -18,7 +18,6 @@ from pillion.engine.models.config_keys import words
 from pillion.engine.quantized.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from pillion.errors import ConfigError
 
-# Token types.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "▁"
 _NAMES = {
@@ -29,7 +28,6 @@ _NAMES = {
     "pad_token": "padding",
     "mask_token": "mask",
 }
-# Defaults of SentencePiece vocabularies.
 _SENTENCEPIECE_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 # Tokens that end a turn, whatever their type. Not "</s>", which is an HTML tag in some vocabularies.
 _ENDS = words(

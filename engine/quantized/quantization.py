@@ -17,16 +17,13 @@ from pillion.errors import ConfigError
 
 Raw = Mapping[str, Any]
 
-# Display names of kinds of codes; "int" is named by its bits.
 _WORDS = {"fp8": "8-bit floats", "fp4": "4-bit floats", "nf4": "NF4"}
-# Matches every module.
 ANY_MODULE = ""
 # Keys of a config's quantization; the last is MLX's.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 # Quantization of layers' inputs on CPUs: one scale per row, or per group of a row's inputs, which only
 # --activation-quantization sets.
 WHOLE_ROWS, GROUPED_ROWS = "dynamic", "grouped"
-# quant_method of checkpoints that Pillion converted or quantized.
 OWN_METHOD = "pillion"
 
 
@@ -122,7 +119,7 @@ class Quantization:
         elif device == "cuda" and self.rounds_rows:
             rounded |= {"int8"}
         if device == "cuda" and self.fp8_rows:
-            rounded -= {"fp8"}  # Reported by workers that do not.
+            rounded -= {"fp8"}
         if rounded and not (grouped and device == "cpu"):
             yield (
                 "the checkpoint's producer also rounds the inputs of quantized layers to"

@@ -157,7 +157,6 @@ def _bitsandbytes(raw: Raw) -> Quantization:
     return Quantization(method="bitsandbytes", schemes=((ANY_MODULE, scheme),))
 
 
-# Outputs and inputs per scale in Model Optimizer's weight-only FP8.
 _FP8_BLOCK = 128
 
 

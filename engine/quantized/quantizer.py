@@ -36,7 +36,6 @@ _PIECE_WEIGHTS = 2**18
 _REACHES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.72)
 # Max relative growth of a matrix's squared error for float16 scales and offsets, which halve their memory.
 _FLOAT16_COST = 0.01
-# Interval of progress lines, in tensors.
 _TOLD_TENSORS = 100
 # Refinement rounds: per start, and for the best result.
 _FIRST_ROUNDS, _LAST_ROUNDS = 1, 3
@@ -52,7 +51,6 @@ class CodeRange:
     offsets: bool
 
 
-# Codes per value of --quantization.
 CODE_RANGES = {
     "int4": CodeRange("uint4", 0, 15, True),
     # Without -128, so that both signs have the same range.

@@ -30,7 +30,7 @@ class ShardWriter:
         self._max_shard_bytes = max_shard_bytes
         self._tensors: dict[str, torch.Tensor] = {}
         self._size_bytes = 0
-        self._places: dict[str, str] = {}  # Tensor -> name of its file.
+        self._places: dict[str, str] = {}
         self._shards = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -23,9 +23,7 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
-# Entries of the codebook of 8-bit absmax values.
 _NESTED_CODES = 256
-# Max weights, or absmax values, per block.
 _MAX_BLOCK_WEIGHTS = 4096
 
 
@@ -118,7 +116,6 @@ class Int8Layout:
     """``weight`` int8 [N, K] and ``SCB`` float32 [N], the largest absolute value of each row."""
 
     def marks(self, name: str, headers: Headers) -> bool:
-        # Also match int8 weights without scales, so that they are rejected as incomplete.
         return f"{stem(name)}.SCB" in headers or (name in headers and headers[name].dtype == "I8")
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:

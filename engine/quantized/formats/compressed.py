@@ -25,7 +25,6 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# Types of one-byte codes, by MatrixScheme.kind.
 _CODES = {"int": ("I8",), "fp8": ("F8_E4M3",)}
 _ONE_BYTE = ("I8", "F8_E4M3")
 
@@ -84,7 +83,6 @@ class CodesLayout:
     [N, G], or [N / rows, G] for blocks; the last blocks may be partial."""
 
     def marks(self, name: str, headers: Headers) -> bool:
-        # Also match one-byte codes without a scale, so that they are rejected as incomplete.
         scaled = f"{name}_scale" in headers or f"{name}_scale_inv" in headers
         found = headers.get(name)
         return found is not None and found.dtype not in FLOATS and (scaled or found.dtype in _ONE_BYTE)

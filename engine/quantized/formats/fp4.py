@@ -23,7 +23,6 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 _CODING = "fp4_e2m1"
-# Bias of MXFP4's stored exponents.
 _EXPONENT_BIAS = 127
 
 
@@ -36,7 +35,6 @@ class Nvfp4Layout:
         self._codes, self._factor, self._divides = codes, factor, divides
 
     def marks(self, name: str, headers: Headers) -> bool:
-        # Also match codes without scales, so that they are rejected as incomplete.
         found = headers.get(name + self._codes)
         return found is not None and found.dtype == "U8"
 

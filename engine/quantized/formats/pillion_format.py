@@ -22,7 +22,7 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import GROUPED_ROWS, QuantizedMatrix
 
 _FP4 = "fp4_e2m1"
-_FOUR_BITS = {True: "uint4", False: "int4"}  # By whether there are offsets.
+_FOUR_BITS = {True: "uint4", False: "int4"}
 
 
 class PillionFormat:
