@@ -49,7 +49,6 @@ from pillion.gateway.request.admitted_request import (
     NO_GRAMMAR,
     AdmittedRequest,
     GatewayOptions,
-    PoolingRows,
     RequestGrammar,
 )
 from pillion.gateway.request.refusals import Refusals
@@ -103,7 +102,16 @@ from pillion.observability.metrics import Meters, Reading, Values
 from pillion.rules.priority import queue_order
 from pillion.settings.sampling_defaults import NEUTRAL, NO_DEFAULTS, joined
 from pillion.tasks import at_most
-from pillion.types import AnswerSoFar, ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, TenantUsage, Usage
+from pillion.types import (
+    AnswerSoFar,
+    ClusterStatus,
+    GenerateRequest,
+    ModelInfo,
+    PoolingParams,
+    SamplingParams,
+    TenantUsage,
+    Usage,
+)
 from pillion.wire.registry import DOWN, ComponentRecord
 
 T = TypeVar("T")
@@ -255,7 +263,7 @@ class Gateway:
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
         counted: CountedCall | None = None,
-        pooled: PoolingRows | None = None,
+        pooling: PoolingParams | None = None,
         places: PlacesOf | None = None,
         streamed: bool = True,
         recorded: bool = False,
@@ -270,7 +278,7 @@ class Gateway:
             parent: the client's trace context.
             entry: the model that the request's name meant when its call came; by default what it means now.
             counted: the call of this request, which :meth:`counted` has counted; None: the request is counted here.
-            pooled: which rows the request ends with, which then generates nothing; None: it generates.
+            pooling: how the text becomes a vector; None for a request that generates.
             places: called with the prompt where a model's layers carry states. Returns after how many of its tokens
                 other prompts are expected to part from it.
             streamed: whether the client asked for the answer in pieces, for the trace.
@@ -296,7 +304,7 @@ class Gateway:
             # The quota is taken after the bounds are checked, so that a request that they refuse takes none.
             if counted is None and quota is not None:
                 quota.take(1, arrived)
-            admitted, answers = await self._prepare(request, model, permit, arrived, deadline, pooled, places, span)
+            admitted, answers = await self._prepare(request, model, permit, arrived, deadline, pooling, places, span)
             if plan is not None:
                 policy = plan.policy or self._options.policy
                 admitted = replace(admitted, options=replace(self._options, policy=policy, node_id=plan.node_id))
@@ -315,7 +323,7 @@ class Gateway:
         permit: AdmissionPermit,
         arrived: float,
         deadline: float | None,
-        pooled: PoolingRows | None,
+        pooling: PoolingParams | None,
         places: PlacesOf | None,
         span: trace.Span,
     ) -> tuple[AdmittedRequest, list[AnswerText]]:
@@ -360,7 +368,7 @@ class Gateway:
             original_tokens=model.limits.original_tokens,
             adapter="" if model.adapter is None else model.adapter.digest,
             adapter_rank=0 if model.adapter is None else model.adapter.rank,
-            pooled=pooled,
+            pooling=pooling,
             flow=flow_of(tenant, model.fingerprint),
         )
         if request.sampling.bad_words:
@@ -712,7 +720,8 @@ class Gateway:
         """Returns the request with the tokens of the words that its answers never have. Raises Overloaded."""
         words, vocab_size = admitted.asked.sampling.bad_words, model.limits.vocab_size
         size_bytes, job = sum(WORD_BYTES + len(word) for word in words), model.tokenizer.bad_sequences
-        return replace(admitted, bad_words=await self.off_loop(tenant, size_bytes, job, words, vocab_size))
+        found = await self.off_loop(tenant, size_bytes, job, words, vocab_size)
+        return replace(admitted, sampling=replace(admitted.sampling, bad_words_token_ids=found))
 
     async def _grammar(
         self, request: GenerateRequest, model: ModelEntry, output_format: OutputFormat | None, tenant: Tenant
@@ -744,7 +753,7 @@ class Gateway:
 
         with stop:
             # A stream that goes on here is not refused for what is left of it.
-            new = admitted.pooled is None and admitted.resume is None
+            new = admitted.pooling is None and admitted.resume is None
             allowed = admitted.max_tokens if new else 0
             try:
                 await self.admission.turn(permit, admitted.model, admitted.deadline, allowed, waits)

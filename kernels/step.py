@@ -3,7 +3,7 @@ and the chosen tokens. Kernels and backends read these; the scheduler's plan is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import is_
@@ -188,40 +188,40 @@ class ScoredRows:
     alternatives: Int64
 
 
-# The parameters and seeds of the last step's rows, with their arrays: those of a decode step are mostly the same.
-_last_parameters: tuple[tuple[SamplingParams, ...], tuple[int, ...], dict[str, Any]] = ((), (), {})
+# Parameters and seeds of the last step's rows, with their arrays: those of a decode step are mostly the same.
+_last_parameters: tuple[tuple[SamplingParams, ...], tuple[int, ...], tuple[dict[str, Any], UInt64] | None] = (
+    (),
+    (),
+    None,
+)
 
 
-def _parameters_of(params: tuple[SamplingParams, ...], seeds: tuple[int, ...]) -> dict[str, Any]:
-    """Returns the arrays of rows with these parameters and seeds, by their fields in SamplingRows; nobody may change
-    them."""
+def _parameters_of(params: tuple[SamplingParams, ...], seeds: tuple[int, ...]) -> tuple[dict[str, Any], UInt64]:
+    """Return the read-only arrays of rows with these parameters, by option, and their seeds."""
     global _last_parameters
-    last_params, last_seeds, values = _last_parameters
-    # To compare parameters field by field would take longer than to make the arrays.
-    if values and seeds == last_seeds and len(params) == len(last_params) and all(map(is_, params, last_params)):
-        return values
+    last_params, last_seeds, last = _last_parameters
+    # Comparing parameters field by field would take longer than making the arrays.
+    if last and seeds == last_seeds and len(params) == len(last_params) and all(map(is_, params, last_params)):
+        return last
     values = {
         name: np.array([neutral if (given := getattr(one, name)) is None else given for one in params], dtype)
         for name, neutral, dtype in _OF_ROWS
     }
     # A top_k of -1 keeps all tokens, as 0 does.
     values["top_k"] = np.maximum(values["top_k"], 0)
-    values["seeds"] = np.array([seed & _SEED_MASK for seed in seeds], np.uint64)
-    for array in values.values():
+    found = values, np.array([seed & _SEED_MASK for seed in seeds], np.uint64)
+    for array in (*values.values(), found[1]):
         array.flags.writeable = False
-    _last_parameters = params, seeds, values
-    return values
+    _last_parameters = params, seeds, found
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Holds the parameters with which R rows of logits are sampled.
+    """The parameters with which R rows of logits are sampled; ``rows["top_p"]`` is the array of an option.
 
     Attributes:
-        temperature: [R] float32; 0 is greedy.
-        top_k: [R] int64; 0 keeps all.
-        top_p: [R] float32 in (0, 1]; 1 keeps all.
-        min_p: [R] float32 in [0, 1]; 0 keeps all.
+        options: [R] float32 or int64, the values of each option of ``SamplingParams`` that is ``of_rows``, by name.
         seeds: [R] uint64.
         positions: [R] int64, the position that the chosen token will have in its sequence.
         logprobs: [R] int64, number of alternatives to report beside the chosen token's log probability; -1: no report.
@@ -234,10 +234,7 @@ class SamplingRows:
             from the other fields.
     """
 
-    temperature: Float32
-    top_k: Int64
-    top_p: Float32
-    min_p: Float32
+    options: Mapping[str, Any]
     seeds: UInt64
     positions: Int64
     logprobs: Int64
@@ -252,22 +249,21 @@ class SamplingRows:
     ) -> SamplingRows:
         """Makes the arrays for rows with these parameters. ``more`` has the fields that no parameter gives; without
         ``logprobs`` nothing is reported."""
-        values = {**_parameters_of(tuple(params), tuple(seeds)), "positions": np.array(positions, np.int64)}
-        return cls(**{"logprobs": np.full(len(params), -1, np.int64), **values, **more})
+        options, own_seeds = _parameters_of(tuple(params), tuple(seeds))
+        more.setdefault("logprobs", np.full(len(params), -1, np.int64))
+        return cls(options=options, seeds=own_seeds, positions=np.array(positions, np.int64), **more)
 
     def __post_init__(self) -> None:
-        greedy = bool(self.temperature.max(initial=0.0) < MIN_TEMPERATURE)
+        greedy = bool(self["temperature"].max(initial=0.0) < MIN_TEMPERATURE)
         plain = greedy and not self.edits and bool(self.logprobs.max(initial=-1) < 0)
         object.__setattr__(self, "plain", plain)
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    @property
-    def cut(self) -> Bool:
-        """Says which rows draw from a part of their tokens, [R]."""
-        found: Bool = (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
-        return found
+    def __getitem__(self, option: str) -> npt.NDArray[Any]:
+        array: npt.NDArray[Any] = self.options[option]
+        return array
 
 
 @dataclass(frozen=True, slots=True)

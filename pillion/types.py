@@ -118,9 +118,14 @@ _COMPLETIONS = ("completions",)
 _BOTH = ("completions", "responses")
 
 
-def _option(allowed: Range | None = None, **more: Any) -> Any:
-    """Makes a field of :class:`SamplingParams` with its row."""
-    return field(default=None, metadata={"option": SamplingOption(allowed, **more)})
+# Metadata of fields that end at the gateway (workers get their defaults), and of one that begins there.
+_AT_GATEWAY = {"at_gateway": True}
+_OF_GATEWAY = {"of_gateway": True}
+
+
+def _option(allowed: Range | None = None, *, metadata: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    """Make a field of :class:`SamplingParams` with its row."""
+    return field(default=None, metadata={"option": SamplingOption(allowed, **more), **(metadata or {})})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +160,7 @@ class SamplingParams:
         prompt_logprobs: report log probabilities of the prompt's tokens but the first, and of this many alternatives.
         allowed_token_ids: only these tokens are chosen, an end token too only where it is one of them; empty: all.
         bad_words: texts that the answer's tokens never spell, with or without a space before them.
+        bad_words_token_ids: their tokens, set by the gateway; no client sends them.
         skip_special_tokens: False shows the texts of special tokens in the answer's text; None is True.
         include_stop_str_in_output: the stop string, or the text of the stop token, is part of the answer's text.
         detokenize: False gives tokens without text; None is True.
@@ -193,7 +199,7 @@ class SamplingParams:
     )
     seed: int | None = _option(Range(-(2**63), 2**63 - 1), whole=True, apis=_BOTH, about="Makes sampling repeatable.")
     max_tokens: int | None = _option(whole=True, recommended_as="max_new_tokens")
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = field(default=(), metadata=_AT_GATEWAY)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_p: float | None = _option(
@@ -232,21 +238,46 @@ class SamplingParams:
     logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True)
     n: int | None = _option(whole=True, apis=_COMPLETIONS)
     best_of: int | None = _option(whole=True, apis=_COMPLETIONS)
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | None = field(default=None, metadata=_AT_GATEWAY)
     prompt_logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True, apis=_COMPLETIONS)
     allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool = False
-    detokenize: bool | None = None
-    truncate_prompt_tokens: int | None = _option(Range(-1, MAX_INT32), whole=True, apis=_COMPLETIONS)
-    truncation_side: str = ""
+    bad_words: tuple[str, ...] = field(default=(), metadata=_AT_GATEWAY)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata=_OF_GATEWAY)
+    skip_special_tokens: bool | None = field(default=None, metadata=_AT_GATEWAY)
+    include_stop_str_in_output: bool = field(default=False, metadata=_AT_GATEWAY)
+    detokenize: bool | None = field(default=None, metadata=_AT_GATEWAY)
+    truncate_prompt_tokens: int | None = _option(
+        Range(-1, MAX_INT32), whole=True, apis=_COMPLETIONS, metadata=_AT_GATEWAY
+    )
+    truncation_side: str = field(default="", metadata=_AT_GATEWAY)
 
 
-# These are the rows of the numbers in SamplingParams, by name.
+# Rows of the numbers in SamplingParams, by name.
 SAMPLING_OPTIONS: Mapping[str, SamplingOption] = {
-    one.name: one.metadata["option"] for one in fields(SamplingParams) if one.metadata
+    one.name: one.metadata["option"] for one in fields(SamplingParams) if "option" in one.metadata
 }
+# Defaults of the fields that workers do not get, by name.
+GATEWAY_OPTIONS: Mapping[str, Any] = {
+    one.name: one.default for one in fields(SamplingParams) if "at_gateway" in one.metadata
+}
+# Names of the fields of the public message, protos/pillion/v1/common.proto:SamplingParams.
+PUBLIC_OPTIONS = tuple(one.name for one in fields(SamplingParams) if "of_gateway" not in one.metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How a text becomes a vector, for a request that generates nothing.
+
+    Attributes:
+        rows: positions of the prompt whose hidden states' mean is the vector; None for the last token's alone, for
+            which cached prefixes can be used.
+        logits_of: tokens whose logits after the last token are the vector; () for the hidden state itself.
+        second_from: position where the second text of a pair begins, for encoders; 0 for a single text.
+    """
+
+    rows: range | None = None
+    logits_of: tuple[int, ...] = ()
+    second_from: int = 0
 
 
 # One request may ask for this many log probabilities of its prompt: tokens, times each token's own and its

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import accumulate, chain
@@ -15,9 +15,7 @@ from pillion.engine.scheduling.block_chain import BlockChain
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import (
-    NO_IDS,
     Int32,
-    Int64,
     RowEdit,
     RowMasks,
     SamplingRows,
@@ -55,9 +53,11 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
         pooled=sum(not ids for _, ids in pooled),
         pooled_ids=tuple(ids for _, ids in pooled),
     )
-    seconds = [chunk.sequence.second_from for chunk in scheduled]
-    if any(seconds):
-        batch = replace(batch, seconds=np.array(seconds, np.int32))
+    if pooled:
+        poolings = (chunk.sequence.pooling for chunk in scheduled)
+        seconds = [0 if one is None else one.second_from for one in poolings]
+        if any(seconds):
+            batch = replace(batch, seconds=np.array(seconds, np.int32))
     for place, chosen in plan.unknown:
         batch.token_ids[ends[place] - counts[place]] = -1 - chosen
     return batch
@@ -70,7 +70,8 @@ def _add_rows_of_prompts(
     pooled: list[_Pooled] = []
     for chunk, end in zip(scheduled, ends, strict=True):
         sample_rows += _last_rows(chunk, end, chunk.scores)
-        pooled += [(row, chunk.sequence.pooled_ids) for row in _last_rows(chunk, end, chunk.pools)]
+        if (pooling := chunk.sequence.pooling) is not None:
+            pooled += [(row, pooling.logits_of) for row in _last_rows(chunk, end, chunk.pools)]
     # Rows whose logits are wanted stand before those whose vectors are.
     sample_rows += [row for row, ids in pooled if ids] + [row for row, ids in pooled if not ids]
     return pooled
@@ -192,37 +193,16 @@ def _rows_of(chunk: ScheduledChunk) -> list[_Row]:
 
 def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
     """Yields the edits of rows that change logits, which are few."""
-    for row, (sequence, params, _, position) in enumerate(rows):
-        if sequence.changes_logits or position - sequence.prompt_tokens < (params.min_tokens or 0):
-            yield _edit(row, sequence, params, position)
-
-
-def _edit(row: int, sequence: Sequence, params: SamplingParams, position: int) -> RowEdit:
-    repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
-    presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
-    prompt, bad_words = sequence.prompt_tokens, sequence.bad_words
-    # A stream that failed with the step before lacks a token, and nobody wants the token that is chosen for it here.
-    end = min(position, sequence.num_tokens + sequence.num_proposed)
-    banned = [*sequence.stop_token_ids] if position - prompt < (params.min_tokens or 0) else []
-    if bad_words:
-        banned += bad_words.completing(sequence.tokens(max(prompt, end - bad_words.longest), end))
-    return RowEdit(
-        row=row,
-        biased=_ids(params.logit_bias),
-        bias=np.array([*params.logit_bias.values()], dtype=np.float32),
-        seen=sequence.tokens(0, end) if repetition != 1.0 else NO_IDS,
-        repetition=repetition,
-        answered=sequence.tokens(prompt, end) if presence or frequency else NO_IDS,
-        presence=presence,
-        frequency=frequency,
-        banned=_ids(banned),
-    )
+    for row, (sequence, _, _, position) in enumerate(rows):
+        edits, prompt_tokens = sequence.edits, sequence.prompt_tokens
+        assert edits is not None
+        if edits.change(position - prompt_tokens):
+            # A stream that failed in the step before lacks a token; the token chosen for it here is dropped.
+            end = min(position, sequence.num_tokens + sequence.num_proposed)
+            yield edits.of_row(row, sequence.tokens(0, end), prompt_tokens, position)
 
 
 def _allowed(rows: list[_Row]) -> dict[int, UInt32]:
     """Returns the masks of rows whose requests allow only some tokens."""
-    return {row: mask for row, (sequence, *_) in enumerate(rows) if (mask := sequence.allowed) is not None}
-
-
-def _ids(ids: Collection[int]) -> Int64:
-    return np.fromiter(ids, dtype=np.int64, count=len(ids)) if ids else NO_IDS
+    found = ((row, sequence.edits) for row, (sequence, *_) in enumerate(rows))
+    return {row: edits.allowed for row, edits in found if edits is not None and edits.allowed is not None}

@@ -3,7 +3,7 @@
     sampler.py         the stages of a row of logits, from its bias and penalties to the chosen token
     masks.py           what grammars and requests allow
     allowed_masks.py   the tokens that a request allows, beside its grammar
-    bad_words.py       the tokens that would complete a bad word
+    logit_edits.py     what a stream's parameters change in its logits, compiled once
     cuts.py            top_k, top_p and min_p
     gumbel.py          the noise, and its random numbers
     logprobs.py        log probabilities of chosen and most likely tokens

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
-from pillion.kernels.step import Float32, Int64, SamplingRows
+from pillion.kernels.step import Bool, Float32, Int64, SamplingRows
 
 # A row whose top_k touches more groups than this is cut on its own, over the whole vocabulary.
 MAX_HEAD_GROUPS = 256
@@ -34,6 +34,12 @@ _LESS = 1 - 1e-4
 # at a weight of e^-32 of the largest; smaller weights share the last range.
 _RANGES = 4096
 _RANGE_END = 32.0
+
+
+def cut_rows(rows: SamplingRows) -> Bool:
+    """Return which rows draw from a part of their tokens, [R]."""
+    found: Bool = (rows["top_k"] > 0) | (rows["top_p"] < 1.0) | (rows["min_p"] > 0.0)
+    return found
 
 
 def whole_groups(logits: torch.Tensor) -> Float32:
@@ -88,8 +94,8 @@ def heads(table: Float32, maxima: Float32, rows: Int64, counts: Int64, max_group
 
 def lone_nuclei(rows: SamplingRows, drawn: Int64, width: int) -> Int64:
     """Returns which of ``drawn`` [S] have a lone nucleus: top_p, and no top_k that limits their ``width`` tokens."""
-    unlimited = (rows.top_k[drawn] == 0) | (rows.top_k[drawn] >= width)
-    found: Int64 = np.flatnonzero((rows.top_p[drawn] < 1.0) & unlimited)
+    unlimited = (rows["top_k"][drawn] == 0) | (rows["top_k"][drawn] >= width)
+    found: Int64 = np.flatnonzero((rows["top_p"][drawn] < 1.0) & unlimited)
     return found
 
 
@@ -100,12 +106,12 @@ def surely_in_nucleus(
     largest logits show: these have all likelier tokens then, and so much mass that the nucleus reaches further."""
     count = min(_NUCLEUS_GROUPS, maxima.shape[1])
     groups = np.argpartition(-maxima, count - 1, axis=1)[:, :count]
-    top, temperature = maxima.max(axis=1)[:, None], rows.temperature[drawn][:, None]
+    top, temperature = maxima.max(axis=1)[:, None], rows["temperature"][drawn][:, None]
     own, least = table[drawn, tokens], np.take_along_axis(maxima, groups, 1).min(axis=1)
     values = gather_groups(table, drawn[:, None], groups).reshape(len(drawn), -1)
     weights = np.exp((values - top) / temperature)
     likelier = np.where(values > own[:, None], weights, 0).sum(axis=1, dtype=np.float64)
-    reached = rows.top_p[drawn] * weights.sum(axis=1, dtype=np.float64) * _LESS
+    reached = rows["top_p"][drawn] * weights.sum(axis=1, dtype=np.float64) * _LESS
     found: npt.NDArray[np.bool_] = (least <= own) & (likelier < reached)
     return found
 
@@ -123,9 +129,9 @@ def cuts(table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64, *, l
 
     ``lone`` says whether lone nuclei (:func:`lone_nuclei`) are cut, too.
     """
-    top, temperature = maxima.max(axis=1), rows.temperature[drawn]
-    top_p, min_p = rows.top_p[drawn], rows.min_p[drawn]
-    top_k = np.where(rows.top_k[drawn] < table.shape[1], rows.top_k[drawn], 0)
+    top, temperature = maxima.max(axis=1), rows["temperature"][drawn]
+    top_p, min_p = rows["top_p"][drawn], rows["min_p"][drawn]
+    top_k = np.where(rows["top_k"][drawn] < table.shape[1], rows["top_k"][drawn], 0)
     cut = np.full(len(drawn), -np.inf, np.float32)
     alone = np.zeros(len(drawn), dtype=bool)
     if lone:

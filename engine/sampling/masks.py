@@ -15,6 +15,7 @@ from math import isfinite
 
 import numpy as np
 
+from pillion.engine.sampling.cuts import cut_rows
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.kernels.step import NO_IDS, Bool, Float32, Int64, RowEdit, SamplingRows, UInt32
 
@@ -85,7 +86,7 @@ class AllowedTokens:
     @classmethod
     def of(cls, rows: Int64, bits: UInt32, sampling: SamplingRows) -> AllowedTokens | None:
         """Returns what ``rows`` may choose; None where edits, cuts or reports need their masked logits."""
-        if sampling.edits or sampling.cut[rows].any() or (sampling.logprobs[rows] >= 0).any():
+        if sampling.edits or cut_rows(sampling)[rows].any() or (sampling.logprobs[rows] >= 0).any():
             return None
         return cls(rows, bits)
 

@@ -156,7 +156,7 @@ def _within(ids: Int64, width: int) -> Int64:
 
 def _choose(table: Float32, rows: SamplingRows, largest: LargestLogits | None, allowed: AllowedTokens | None) -> Int64:
     each = np.arange(len(table))
-    drawn = rows.temperature >= MIN_TEMPERATURE
+    drawn = rows["temperature"] >= MIN_TEMPERATURE
     if allowed is None and not drawn.any():
         tokens: Int64 = table.argmax(axis=1)
         broken = ~np.isfinite(table[each, tokens])
@@ -201,7 +201,7 @@ def _race_in_nuclei(
         lone = lone[~surely_in_nucleus(table, maxima[lone], rows, racing[lone], winners[lone])]
     for at in lone.tolist():
         row, top = table[racing[at]], maxima[at].max()
-        temperature, top_p = rows.temperature[racing[at]], float(rows.top_p[racing[at]])
+        temperature, top_p = rows["temperature"][racing[at]], float(rows["top_p"][racing[at]])
         if not in_nucleus(row, top, temperature, top_p, int(winners[at])):
             cut[at] = max(cut[at], row_cut(row, top, temperature, 0, top_p))
             outside.append(at)
@@ -221,7 +221,7 @@ def _race(
 ) -> Int64:
     """Draws tokens [S] among those whose logits reach ``cut`` [S], and that their rows may choose."""
     num_groups = maxima.shape[1]
-    top, temperature = table[racing, likeliest][:, None], rows.temperature[racing][:, None]
+    top, temperature = table[racing, likeliest][:, None], rows["temperature"][racing][:, None]
     cut = cut[:, None]
     seeds, positions = rows.seeds[racing], rows.positions[racing]
     waits, firsts, own = group_waits(seeds, positions, num_groups, likeliest)

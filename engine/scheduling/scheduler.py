@@ -478,18 +478,19 @@ class Scheduler:
                 if not wanted or sequence.end_reported:
                     continue
             scored = sequence.unscored_from
-            if scored is not None and sequence.pooled is None:
+            if scored is not None and sequence.pooling is None:
                 wanted = min(wanted, max(scored - start, 0) + rows_left)
                 if not wanted:
                     continue
             elif self.whole_prompts and wanted > left:
                 return
-            if sequence.pooled_ids and rows_left <= 0:
+            logits = sequence.pooling is not None and bool(sequence.pooling.logits_of)
+            if logits and rows_left <= 0:
                 continue
             if sequence.step_ends and not self.whole_prompts:
                 wanted = sequence.cut_to_place(start, wanted)
             chunk = self._tail_chunk(sequence, min(left, wanted), now)
-            rows_left -= chunk.scores or bool(chunk.pools and sequence.pooled_ids)
+            rows_left -= chunk.scores or bool(chunk.pools and logits)
             room.take(start, chunk.count)
             yield chunk
 
@@ -499,7 +500,7 @@ class Scheduler:
         start = sequence.next_start
         sequence.plan_chunk(count, now)
         rows = sequence.rows_to_score(start, start + count)
-        if sequence.pooled is not None:
+        if sequence.pooling is not None:
             return ScheduledChunk(sequence, start, count, 0, pools=rows)
         if sequence.is_prefill or sequence.is_prompt_only or start + count < sequence.num_tokens:
             return ScheduledChunk(sequence, start, count, 0, scores=rows)

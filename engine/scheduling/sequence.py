@@ -29,12 +29,12 @@ import numpy as np
 
 from pillion.engine.drafts.acceptance import DraftRecord
 from pillion.engine.grammars.grammar_state import GrammarState
-from pillion.engine.sampling.bad_words import BadWords
+from pillion.engine.sampling.logit_edits import LogitEdits
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
-from pillion.kernels.step import Float32, Int32, UInt32
+from pillion.kernels.step import Float32, Int32
 from pillion.rules.priority import NO_FLOW, OUTPUT_COST, Flow, prompt_order, queue_order
-from pillion.types import FinishReason, SamplingParams
+from pillion.types import FinishReason, PoolingParams, SamplingParams
 
 
 def rope_shift(text_tokens: int, original_tokens: int, max_model_len: int) -> int:
@@ -125,9 +125,7 @@ class Sequence(BlockChain):
         start_tokens: where hashing starts, a multiple of the block size. 0 for a stream.
         prompt_tokens: how many of token_ids are prompt.
         sampling: resolved parameters; None for a prefill range, which ends when its tokens are computed.
-        stop_token_ids: ids that end the stream.
         rope_shift: row of the rotary tables for position 0.
-        max_tokens: most tokens after the prompt.
         max_model_len: most tokens in all.
         chunk_ends: the ends of a prefill range's chunks, each of which is acknowledged when it is committed; the last
             one is the range's end. A step may compute several chunks. Empty for a stream.
@@ -137,13 +135,8 @@ class Sequence(BlockChain):
         scored_tokens: with ``sampling.prompt_logprobs``, the number of tokens after the prompt's first one that are not
             scored.
         adapter: digest of the adapter that the sequence runs with; "" for the model alone.
-        pooled: the positions whose rows' mean is the vector with which the sequence ends, which generates nothing; None
-            where no vector is wanted.
-        pooled_ids: the tokens whose logits that vector has, of one position; empty for the model's own rows.
-        second_from: where the second text of a pair begins, for encoders; 0 for a single text.
+        pooling: how the text becomes a vector, with its positions; None for a sequence that generates.
         keeps_blocks: whether whole blocks are committed; False for a model without keys and values.
-        allowed: uint32 [ceil(vocabulary / 32)], the mask of the tokens that alone are chosen; None allows all.
-        bad_words: sequences of tokens that the answer never has; None where there are none.
         flow: the tenant's share of the worker.
         kept_tokens: after so many tokens of the prompt other texts are expected to part from it; a model whose layers
             carry states keeps one before each of these places.
@@ -159,24 +152,21 @@ class Sequence(BlockChain):
     start_tokens: int = 0
     prompt_tokens: int = 0
     sampling: SamplingParams | None = None
-    stop_token_ids: frozenset[int] = frozenset()
     rope_shift: int = 0
-    max_tokens: int = 0
     max_model_len: int = 0
     chunk_ends: tuple[int, ...] = ()
     priority: int = 0
     parallel_samples: tuple[ParallelSampleSpec, ...] = ()
     scored_tokens: int = 0
     adapter: str = ""
-    pooled: range | None = None
-    pooled_ids: tuple[int, ...] = ()
-    second_from: int = 0
+    pooling: PoolingParams | None = None
     keeps_blocks: bool = True
     kept_tokens: tuple[int, ...] = ()
-    allowed: UInt32 | None = None
-    bad_words: BadWords | None = None
     flow: Flow = NO_FLOW
     hashes: InitVar[bytes] = b""
+    vocab_size: InitVar[int] = 0
+    # Compiled from ``sampling``; parallel samples share it.
+    edits: LogitEdits | None = None
     # The acknowledgements of these chunks are sent, or wait only for the node's answer.
     _acked_chunks: int = field(default=0, init=False)
     # This says whether the sequence's end was reported, or nobody listens to the sequence any more.
@@ -190,10 +180,8 @@ class Sequence(BlockChain):
     adapter_slot: int = field(default=-1, init=False)
     # Where the model's layers carry states, steps of the prompt end at these places, where one is kept.
     step_ends: list[int] = field(default_factory=list, init=False)
-    # These say whether a sampled token depends on the tokens before it, and not only on the logits and its position,
-    # and whether single logits are changed before each choice.
+    # True if a sampled token depends on the tokens before it, and not only on the logits and its position.
     reads_history: bool = field(default=False, init=False)
-    changes_logits: bool = field(default=False, init=False)
     # Prompt tokens are scored by the rows of positions num_scored .. score_end, each row scores the token after it.
     scored_alternatives: int = field(default=0, init=False)
     _rows_sum: Float32 | None = field(default=None, init=False)
@@ -205,7 +193,9 @@ class Sequence(BlockChain):
     # This counts what the sequence's flow was charged for it.
     _charged: int = field(default=0, init=False)
 
-    def __post_init__(self, holding: Holding, now: float, hashes: bytes) -> None:
+    def __post_init__(self, holding: Holding, now: float, hashes: bytes, vocab_size: int) -> None:
+        sampling = self.sampling
+        self.max_tokens = (sampling.max_tokens or 0) if sampling is not None else 0
         room = max(len(self.token_ids), min(self.max_model_len, self.prompt_tokens + self.max_tokens))
         super().__init__(
             self.seq_id,
@@ -222,22 +212,19 @@ class Sequence(BlockChain):
         self.progress = SequenceProgress(arrived_s=now)
         ends = enumerate(self.chunk_ends)
         self._chunks = [ChunkDone(seq_id=self.seq_id, index=index, end_tokens=end) for index, end in ends]
-        sampling = self.sampling
         if sampling is not None:
-            penalties = sampling.presence_penalty or sampling.frequency_penalty
-            penalties = penalties or sampling.repetition_penalty not in (None, 1.0)
-            words = self.bad_words
-            self.reads_history = bool(penalties) or (words is not None and words.longest > 0)
-            self.changes_logits = bool(penalties or sampling.logit_bias or words)
+            self.edits = self.edits or LogitEdits(sampling, vocab_size)
+            self.reads_history = self.edits.read_history
+            self._stop_token_ids = self.edits.stop_token_ids
         # This says whether the sequence ends with its prompt, without a generated token.
         self.is_prompt_only = sampling is not None and self.max_tokens == 0
         self.num_scored = self.score_end = self.scored_tokens
         if sampling is not None and sampling.prompt_logprobs is not None:
             self.scored_alternatives = sampling.prompt_logprobs
             self.score_end = max(self.scored_tokens, self.prompt_tokens - 1)
-        # Where a vector is wanted, these positions' rows are not scored: they are added up, in their order.
-        if self.pooled is not None:
-            self.num_scored, self.score_end = self.pooled.start, self.pooled.stop
+        if self.pooling is not None:
+            # These rows are not scored but summed, in order.
+            self.num_scored, self.score_end = self._pooled.start, self._pooled.stop
         self.hold(holding, SequenceState.WAITING)
         if not self.keeps_blocks:
             self.refuse_commit()
@@ -418,9 +405,15 @@ class Sequence(BlockChain):
     @property
     def vector(self) -> Float32 | None:
         """Gives the mean of the rows that were added up; None where no vector is wanted."""
-        if self.pooled is None or self._rows_sum is None:
+        if self._rows_sum is None:
             return None
-        return self._rows_sum / np.float32(len(self.pooled))
+        return self._rows_sum / np.float32(len(self._pooled))
+
+    @property
+    def _pooled(self) -> range:
+        assert self.pooling is not None
+        assert self.pooling.rows is not None
+        return self.pooling.rows
 
     def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
         """Appends a step's tokens as far as the token that was proposed after each was right; later results are void.
@@ -458,7 +451,7 @@ class Sequence(BlockChain):
         last = self.next_is_last
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
-        if token in self.stop_token_ids:
+        if token in self._stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if last else None
 

@@ -30,8 +30,6 @@ import numpy as np
 from opentelemetry.context import Context
 
 from pillion.engine.grammars.grammar_state import GrammarState
-from pillion.engine.sampling.allowed_masks import mask_of
-from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceProgress, rope_shift
 from pillion.engine.scheduling.step_plan import Update
@@ -60,7 +58,8 @@ from pillion.types import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit, TokenSequence
 from pillion.v1.prefill_pb2 import RunPrefillRequest
-from pillion.wire.common import finish_to_pb, logprob_to_pb, sampling_from_pb
+from pillion.wire.common import finish_to_pb, logprob_to_pb
+from pillion.wire.decode import read_pooling, read_sampling
 from pillion.wire.errors import as_pillion_error
 
 log = logging.getLogger("pillion.decode")
@@ -179,11 +178,12 @@ class DecodeSession:
         try:
             worker.check_open()
             sampling = check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
-            if _pooling_rows(submit) is not None and not worker.gives_vectors:
+            generates = read_pooling(submit) is None
+            if not generates and not worker.gives_vectors:
                 raise InvalidRequest(f"{worker.component_id} gives no vectors of texts: it computes in stages")
-            if _pooling_rows(submit) is None and self._limits.vectors_alone:
+            if generates and self._limits.vectors_alone:
                 raise InvalidRequest(f"{worker.component_id} generates nothing: it is a {worker.role} worker")
-            if (_pooling_rows(submit) is None or submit.pooled_ids) and not worker.model.chooses_tokens:
+            if (generates or submit.pooled_ids) and not worker.model.chooses_tokens:
                 raise InvalidRequest(
                     f"{worker.model.prepared.name} generates nothing: it has no head that chooses tokens"
                 )
@@ -379,7 +379,7 @@ class DecodeSession:
         )
         if _waits(submit):
             self._check_room(1 + len(stream.parallel_samples))
-        allowed, model = sampling.allowed_token_ids, self._worker.model
+        model = self._worker.model
         sequence = Sequence(
             holding,
             self._worker.block_size,
@@ -389,8 +389,6 @@ class DecodeSession:
             parent_hash=submit.root_hash,
             prompt_tokens=submit.prompt_tokens,
             sampling=sampling,
-            stop_token_ids=frozenset(submit.stop_token_ids),
-            max_tokens=submit.max_tokens,
             max_model_len=self._worker.max_model_len,
             rope_shift=rope_shift(
                 submit.prompt_tokens + submit.max_tokens, model.prepared.original_tokens, model.prepared.max_model_len
@@ -399,13 +397,10 @@ class DecodeSession:
             parallel_samples=tuple(other.sample for other in stream.parallel_samples),
             scored_tokens=submit.scored_tokens,
             adapter=submit.adapter,
-            pooled=_pooling_rows(submit),
-            pooled_ids=tuple(submit.pooled_ids),
-            second_from=submit.second_from,
+            pooling=read_pooling(submit),
             keeps_blocks=not model.whole_texts,
             kept_tokens=tuple(submit.kept_tokens),
-            allowed=mask_of(allowed, model.backend.vocab_size) if allowed else None,
-            bad_words=BadWords(tuple(one.token_ids) for one in submit.bad_words) if submit.bad_words else None,
+            vocab_size=model.backend.vocab_size,
             flow=bounded_flow(submit.flow.key, submit.flow.weight),
         )
         if grammar is not None:
@@ -464,13 +459,6 @@ def _waits(submit: Submit) -> bool:
     return bool(submit.awaited_blocks) or not submit.ticket_id
 
 
-def _pooling_rows(submit: Submit) -> range | None:
-    """Returns the positions whose rows' mean is the stream's vector; None where no vector is wanted."""
-    if submit.pooled_rows:
-        return range(submit.pooled_first, submit.pooled_first + submit.pooled_rows)
-    return range(submit.prompt_tokens - 1, submit.prompt_tokens) if submit.pooled else None
-
-
 def _error_of(error: PillionError) -> DecodeError:
     retryable = isinstance(error, _RETRYABLE) and not isinstance(error, BrokenGrammar | BrokenModel | MemoryShort)
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
@@ -494,7 +482,7 @@ def check_submit(submit: Submit, block_size: int, vocab_size: int, max_model_len
 
     A gateway has checked its clients' requests already; these checks keep a broken or older gateway from the step loop.
     """
-    sampling = sampling_from_pb(submit.sampling)
+    sampling = read_sampling(submit)
     violations = [*_shape(submit, block_size, vocab_size, max_model_len), *_sampling(sampling, submit, vocab_size)]
     if submit.pooled or submit.pooled_rows or submit.pooled_ids or submit.second_from:
         violations += _pooling(submit, vocab_size)
@@ -558,14 +546,15 @@ def violations_of_place(asked: Submit | RunPrefillRequest) -> Iterator[FieldViol
 
 def _pooling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
     """Yields the violations of the fields by which a stream ends with a vector."""
-    pooled = _pooling_rows(submit)
-    if pooled is not None and pooled.stop > submit.prompt_tokens:
-        yield FieldViolation("pooled_rows", f"rows up to {pooled.stop} of {submit.prompt_tokens} tokens")
+    pooled = read_pooling(submit) is not None
+    end = submit.pooled_first + submit.pooled_rows
+    if submit.pooled_rows and end > submit.prompt_tokens:
+        yield FieldViolation("pooled_rows", f"rows up to {end} of {submit.prompt_tokens} tokens")
     if submit.second_from >= max(submit.prompt_tokens, 1):
         yield FieldViolation(
             "second_from", f"a second text from {submit.second_from} of {submit.prompt_tokens} tokens on"
         )
-    if pooled is not None and (submit.max_tokens or submit.siblings or submit.sampling.HasField("prompt_logprobs")):
+    if pooled and (submit.max_tokens or submit.siblings or submit.sampling.HasField("prompt_logprobs")):
         yield FieldViolation("pooled", "a stream that ends with a vector generates nothing and scores nothing")
     if len(submit.pooled_ids) > MAX_POOLED_IDS or (submit.pooled_ids and not submit.pooled):
         text = f"{len(submit.pooled_ids)} tokens; at most {MAX_POOLED_IDS}, and only with pooled"

@@ -6,6 +6,7 @@ Open first: vectors.py, which makes the vectors and scores of a call as the chec
     vectors.py         vectors of texts, cut and normalized, their labels, and scores of pairs
     text_call.py       the texts of one call, as requests of the gateway: read, then run
     text_bodies.py     what the bodies of all pages have in common
+    pooling_rows.py    which rows of a text make its vector
     pooling_files.py   what a checkpoint's sentence-transformers files say: pooling, normalization, prompts
     label_forms.py     how a classifier's labels are called, and how logits become probabilities
     pair_forms.py      how a checkpoint scores pairs: by cosines, by a head with a label, by two tokens

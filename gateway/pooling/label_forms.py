@@ -23,7 +23,7 @@ import numpy as np
 from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, Internal
 from pillion.gateway.pooling.pooling_files import Vector, read_json
-from pillion.gateway.request.admitted_request import LAST_ROW, Pooling, PoolingRows
+from pillion.gateway.pooling.pooling_rows import LAST_ROW, Pooling, PoolingRows
 
 MAX_LABEL_CHARS = 512
 

@@ -29,7 +29,7 @@ from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest
 from pillion.gateway.pooling.label_forms import label_rows, sigmoid
 from pillion.gateway.pooling.pooling_files import Vector, modules_of, prompts_of, read_json, tokenizer_bound
-from pillion.gateway.request.admitted_request import LAST_ROW, PoolingRows
+from pillion.gateway.pooling.pooling_rows import LAST_ROW, PoolingRows
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
 

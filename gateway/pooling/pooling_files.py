@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError
-from pillion.gateway.request.admitted_request import Pooling
+from pillion.gateway.pooling.pooling_rows import Pooling
 
 Vector = npt.NDArray[np.float32]
 # A file that describes pooling is no larger than this.

@@ -25,7 +25,7 @@ from pillion.gateway.admission.quotas import CountedCall
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.pooling_files import Vector
-from pillion.gateway.request.admitted_request import LAST_ROW, PoolingRows
+from pillion.gateway.pooling.pooling_rows import LAST_ROW, PoolingRows
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.validation import too_long
 from pillion.gateway.tokens.tokenizer import TOKEN_BYTES
@@ -176,7 +176,7 @@ class TextCall:
             parent=self.parent,
             entry=self.model,
             counted=quota,
-            pooled=replace(self.pooled, second_from=second),
+            pooling=self.pooled.params(request.token_ids, second),
             streamed=False,
         )
 

@@ -31,8 +31,8 @@ from pillion.gateway.pooling.pair_forms import (
     read_pair_form,
 )
 from pillion.gateway.pooling.pooling_files import Vector, VectorForm, read_vector_form
+from pillion.gateway.pooling.pooling_rows import PoolingRows
 from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids, in_turns
-from pillion.gateway.request.admitted_request import PoolingRows
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Usage
 
 # An error names at most so many of a checkpoint's prompts.

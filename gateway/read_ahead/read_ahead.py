@@ -51,9 +51,7 @@ class ReadAhead:
     def waits(self, admitted: AdmittedRequest) -> Callable[[], None]:
         """Puts a request in line that has to wait for its turn. Returns what takes it out again."""
         number = next(self._numbers)
-        # A prompt whose tokens are scored, or whose vector has the rows of several tokens, is computed whole.
-        whole = admitted.sampling.prompt_logprobs is not None or admitted.pooling_rows is not None
-        if len(self._line) < MAX_IN_LINE and not whole:
+        if len(self._line) < MAX_IN_LINE and not admitted.reads_prompt_rows:
             self._line[number] = admitted
             self._begin()
         return partial(self._over, number)

@@ -46,6 +46,7 @@ from pillion.records.bundle import (
     hidden,
     read_key,
 )
+from pillion.types import GATEWAY_OPTIONS
 
 log = logging.getLogger("pillion.gateway.recorder")
 
@@ -59,11 +60,6 @@ MAX_BEGINNINGS = 4096
 # A gateway that stops waits this long for the last bundles to be written.
 LAST_WRITES_S = 5.0
 DAY_S = 24 * 3600
-# Workers do not get these fields of the sampling, which is what an AdmittedRequest has of it.
-_OF_GATEWAY = (
-    *("stop", "include_stop_str_in_output", "bad_words", "structured_outputs"),
-    *("skip_special_tokens", "detokenize", "truncate_prompt_tokens", "truncation_side"),
-)
 # A replay needs to know these flags.
 _FLAGS = ("split_policy", "chunk_size", "enable_chunked_prefill", "enable_prefix_caching", "max_attempts")
 # What became of requests that were to be recorded, and have no bundle.
@@ -232,16 +228,16 @@ def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, key: bytes) -> 
 
 
 def _request(admitted: AdmittedRequest, content: Content, key: bytes) -> BundleRequest:
-    asked, sampling = admitted.asked, admitted.sampling
+    asked, sampling = admitted.asked, replace(admitted.sampling, bad_words_token_ids=())
     texts: dict[str, Any] = {
         "token_ids": admitted.prompt,
         "messages": asked.messages,
         "grammar": admitted.grammar.text,
-        "bad_words": admitted.bad_words,
+        "bad_words": admitted.sampling.bad_words_token_ids,
     }
     if content == "full":
         texts |= {"chat": asked.chat, "tools": asked.tools}
-        sampling = replace(sampling, **{name: getattr(asked.sampling, name) for name in _OF_GATEWAY})
+        sampling = replace(sampling, **{name: getattr(asked.sampling, name) for name in GATEWAY_OPTIONS})
     else:
         given = {**texts, "stop": asked.sampling.stop} if content == "hash" else {}
         texts = {"hmacs": {name: hidden(key, name, value) for name, value in given.items() if value}}
@@ -259,7 +255,7 @@ def _request(admitted: AdmittedRequest, content: Content, key: bytes) -> BundleR
 
 def _answers(story: Story, content: Content, key: bytes) -> Iterator[BundleAnswer]:
     """Yields the answers as far as they came. A request for a vector has none."""
-    if story.admitted.pooled is not None:
+    if story.admitted.pooling is not None:
         return
     shows = content == "full" and story.admitted.asked.sampling.logprobs is not None
     for answer in story.answers:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 from pillion.gateway.planning.cluster_view import SplitPolicy
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.rules.priority import NO_FLOW, Flow
-from pillion.types import GenerateRequest, Resume, SamplingParams
+from pillion.types import GenerateRequest, PoolingParams, Resume, SamplingParams
 from pillion.wire.public import origin_digest
 
 
@@ -27,55 +26,6 @@ class GatewayOptions:
     prefix_caching: bool
     max_running_requests: int = 0
     node_id: str = ""
-
-
-class Pooling(StrEnum):
-    """Names the rows whose mean is the vector of a text, as sentence-transformers does: that of its first token, all of
-    them, or that of its last token."""
-
-    CLS = "cls"
-    MEAN = "mean"
-    LAST = "lasttoken"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingRows:
-    """Says what a request ends with that generates nothing.
-
-    Attributes:
-        pooling: the rows whose mean is its vector.
-        logits_of: the tokens whose logits after the last token are that vector; () for the model's own rows.
-        second_from: where the second text of a pair begins, for encoders; 0 for a single text.
-        padding_id: a token that does not count as the last one, as classifiers have it; None where each does.
-    """
-
-    pooling: Pooling = Pooling.LAST
-    logits_of: tuple[int, ...] = ()
-    second_from: int = 0
-    padding_id: int | None = None
-
-    @property
-    def uses_prefixes(self) -> bool:
-        """Says whether cached prefixes are used: they have no rows but the last token's."""
-        return self.pooling is Pooling.LAST
-
-    def positions(self, prompt: tuple[int, ...]) -> range | None:
-        """Returns the positions of the rows in a prompt; None for the last one."""
-        match self.pooling:
-            case Pooling.MEAN:
-                return range(len(prompt))
-            case Pooling.CLS:
-                return range(1)
-        last = len(prompt) - 1
-        while last > 0 and prompt[last] == self.padding_id:
-            last -= 1
-        # A text of padding alone has the row of its first token; transformers takes that one, too.
-        last = 0 if prompt[last] == self.padding_id else last
-        return None if last == len(prompt) - 1 else range(last, last + 1)
-
-
-# The vector of a text is by default that of its last token.
-LAST_ROW = PoolingRows()
 
 
 class RequestGrammar(NamedTuple):
@@ -126,9 +76,8 @@ class AdmittedRequest:
     adapter: str = ""
     adapter_rank: int = 0
     background: bool = False
-    pooled: PoolingRows | None = None
+    pooling: PoolingParams | None = None
     kept_tokens: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
     flow: Flow = NO_FLOW
 
     @property
@@ -154,10 +103,10 @@ class AdmittedRequest:
         return self.asked.resume
 
     @property
-    def pooling_rows(self) -> range | None:
-        """Gives the positions whose rows' mean is the vector; None where it is the last token's row alone, for which
-        cached blocks are used, or where no vector is wanted."""
-        return None if self.pooled is None else self.pooled.positions(self.prompt)
+    def reads_prompt_rows(self) -> bool:
+        """True if rows of prompt tokens are scored or pooled: cached prefixes lack them, so none is used."""
+        pooled = self.pooling is not None and self.pooling.rows is not None
+        return pooled or self.sampling.prompt_logprobs is not None
 
     @property
     def text_tokens(self) -> int:

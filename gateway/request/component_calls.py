@@ -47,16 +47,17 @@ from pillion.gateway.links.prefill_link import PrefillBroken
 from pillion.gateway.planning.cluster_view import ClusterSnapshot
 from pillion.gateway.planning.planner import PrefixSource, RequestPlan, chunks_between, plan_fetch
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.admitted_request import AdmittedRequest, BlockHashChain, PoolingRows
+from pillion.gateway.request.admitted_request import AdmittedRequest, BlockHashChain
 from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.gateway.request.request_telemetry import BroughtTokens
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
 from pillion.kvstore.index.index import PrefixHits
 from pillion.observability import telemetry
 from pillion.rules.grammar_limits import GRAMMAR_FAULT
-from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit, TokenSequence
+from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
-from pillion.wire.common import flow_to_pb, sampling_to_pb
+from pillion.wire.common import flow_to_pb
+from pillion.wire.decode import write_pooling, write_sampling
 
 
 def run_range(
@@ -281,15 +282,6 @@ async def chain_of(admitted: AdmittedRequest, token_ids: Sequence[int], served: 
     return BlockHashChain(root, await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed))
 
 
-def _pool(submit: Submit, admitted: AdmittedRequest, pooled: PoolingRows) -> None:
-    """Asks for the vector of a text instead of an answer."""
-    rows = admitted.pooling_rows
-    submit.pooled = rows is None
-    submit.pooled_first, submit.pooled_rows = (0, 0) if rows is None else (rows.start, len(rows))
-    submit.pooled_ids.extend(pooled.logits_of)
-    submit.second_from = pooled.second_from
-
-
 @dataclass(slots=True, eq=False)
 class ComponentCalls:
     """Makes the calls to components that one answer needs. At most one look-up, ticket call, fetch or prefill range
@@ -353,10 +345,6 @@ class ComponentCalls:
             root_hash=self.chain.root,
             token_ids=self._tokens(),
             prompt_tokens=len(admitted.prompt),
-            # Stop ids stand beside the sampling parameters.
-            sampling=sampling_to_pb(replace(admitted.sampling, seed=self._seed, stop_token_ids=())),
-            stop_token_ids=admitted.sampling.stop_token_ids,
-            max_tokens=admitted.max_tokens,
             timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
             traceparent=telemetry.traceparent(trace.set_span_in_context(self._span)),
             priority=admitted.priority,
@@ -366,11 +354,11 @@ class ComponentCalls:
             grammar=admitted.grammar.text,
             adapter=admitted.adapter,
             kept_tokens=admitted.kept_tokens,
-            bad_words=[TokenSequence(token_ids=one) for one in admitted.bad_words],
             flow=flow_to_pb(admitted.flow),
         )
-        if admitted.pooled is not None:
-            _pool(submit, admitted, admitted.pooled)
+        write_sampling(submit, replace(admitted.sampling, seed=self._seed))
+        if admitted.pooling is not None:
+            write_pooling(submit, admitted.pooling)
         if action.hold is None:
             submit.block_hashes, submit.expected_blocks = self.chain.hashes, plan.cached_blocks
             submit.known_blocks = plan.known_blocks
@@ -485,7 +473,7 @@ class ComponentCalls:
             state_pages=served.state_pages,
             working_pages=served.working_pages,
             known_blocks=found.known_blocks,
-            text_workers=frozenset() if admitted.pooled is None else cluster.text_workers(components),
+            text_workers=frozenset() if admitted.pooling is None else cluster.text_workers(components),
         )
         decided = cluster.routes.plan(seen, time.monotonic())
         if span.is_recording():

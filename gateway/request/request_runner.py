@@ -376,9 +376,8 @@ class RequestRunner:
 
 def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:
     resume = admitted.resume
-    # The first answer brings the prompt's log probabilities, for all of them. Where rows are pooled, those of cached
-    # tokens are not there, so all tokens from the first of these rows on are computed.
-    scores = (index == 0 and admitted.sampling.prompt_logprobs is not None) or admitted.pooling_rows is not None
+    # Only the first answer's stream reports the prompt's log probabilities.
+    scores = index == 0 and admitted.reads_prompt_rows
     scored_tokens = 0 if resume is None else resume.scored_tokens
     return RequestMachine(
         admitted.prompt,

@@ -164,7 +164,7 @@ class RequestMeter:
 
 def operation_of(admitted: AdmittedRequest) -> str:
     """Names what a request asks for."""
-    return EMBEDDINGS if admitted.pooled is not None else CHAT if admitted.asked.messages else TEXT
+    return EMBEDDINGS if admitted.pooling is not None else CHAT if admitted.asked.messages else TEXT
 
 
 class TenantSums:

@@ -31,6 +31,7 @@ from pillion.near_names import did_you_mean
 from pillion.rules.priority import MAX_PRIORITY
 from pillion.settings.sampling_defaults import NEUTRAL, NO_DEFAULTS, SAMPLING_KEYS
 from pillion.types import (
+    GATEWAY_OPTIONS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
     MAX_PROMPT_LOGPROBS,
@@ -110,13 +111,6 @@ _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NAME_RULE = f"1 to {MAX_TOOL_NAME_CHARS} letters, digits and _ . : -"
 _NO_TOOLS, _PLAIN_CHAT = ToolOptions(), ChatOptions()
 _STRUCTURE = "sampling.structured_outputs"
-# Workers get neither stop strings, which the gateway finds, nor the grammar, which stands beside the sampling
-# parameters, nor what concerns the text or the prompt.
-_GATEWAYS_OWN = (
-    *("stop", "structured_outputs", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
-    *("detokenize", "truncate_prompt_tokens", "truncation_side"),
-)
-_NOT_FOR_WORKERS: Mapping[str, Any] = {name: getattr(SamplingParams(), name) for name in _GATEWAYS_OWN}
 _TOOL_CHOICES = ("", "auto", "none", "required", "named")
 # A request id goes into headers, trailers and logs.
 
@@ -372,7 +366,7 @@ def resolve(
     resolved = replace(
         sampling,
         **unset,
-        **_NOT_FOR_WORKERS,
+        **GATEWAY_OPTIONS,
         stop_token_ids=tuple(dict.fromkeys(ends)),
         top_k=max(0, top_k or 0),
         seed=drawn_seed if sampling.seed in (None, -1) else sampling.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,7 @@ class DecodeLoop:
                 token_ids=draw.integers(1000, 40_000, context).astype(np.int32) if prompt is None else prompt,
                 parent_hash=bytes(32),
                 prompt_tokens=context,
-                sampling=sampling,
-                max_tokens=MAX_TOKENS // batch,
+                sampling=replace(sampling, max_tokens=MAX_TOKENS // batch),
                 max_model_len=1_000_000,
             )
             attach(number, sequence)

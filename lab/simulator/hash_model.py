@@ -276,7 +276,7 @@ class HashBackend:
         if rows is None:
             return Sampled()
         positions, seeds = rows.positions.tolist(), rows.seeds.tolist()
-        greedy = [temperature < MIN_TEMPERATURE for temperature in rows.temperature.tolist()]
+        greedy = [temperature < MIN_TEMPERATURE for temperature in rows["temperature"].tolist()]
         sampled = step.batch.sample_rows.tolist()
         # The rows that are sampled come first; those whose tokens are scored follow.
         drawn = sampled[: len(positions)]

@@ -9,7 +9,7 @@ from typing import Any
 from pillion._version import PROTOCOL, VERSION
 from pillion.errors import Conflict
 from pillion.rules.priority import Flow
-from pillion.types import FinishReason, SamplingParams, StructuredOutputs, TokenLogprob
+from pillion.types import PUBLIC_OPTIONS, FinishReason, SamplingParams, StructuredOutputs, TokenLogprob
 from pillion.v1 import common_pb2
 
 _FINISH_TO_PB = {
@@ -19,13 +19,10 @@ _FINISH_TO_PB = {
 }
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
 _SHAPE = "structured_outputs"
-_OPTIONAL = tuple(field.name for field in fields(SamplingParams) if field.default is None and field.name != _SHAPE)
-# The types of all other fields: tuples, a dict, booleans and a text.
-_PLAIN = {
-    field.name: type(value)
-    for field in fields(SamplingParams)
-    if (value := getattr(SamplingParams(), field.name)) is not None
-}
+_DEFAULTS = SamplingParams()
+_OPTIONAL = tuple(name for name in PUBLIC_OPTIONS if getattr(_DEFAULTS, name) is None and name != _SHAPE)
+# Types of all other fields: tuples, a dict, booleans and a str.
+_PLAIN = {name: type(value) for name in PUBLIC_OPTIONS if (value := getattr(_DEFAULTS, name)) is not None}
 
 
 def hello_to_pb(component_id: str) -> common_pb2.Hello:
@@ -75,7 +72,7 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """Writes sampling parameters. Raises ValueError where a number does not fit its field."""
-    plain = {field.name: getattr(params, field.name) for field in fields(params) if field.name != _SHAPE}
+    plain = {name: getattr(params, name) for name in PUBLIC_OPTIONS if name != _SHAPE}
     if isinstance(plain["stop"], str):
         # Programs for vLLM write a single stop string so; as a list it would be one string a character.
         plain["stop"] = (plain["stop"],)

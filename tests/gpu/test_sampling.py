@@ -18,7 +18,7 @@ from pillion.errors import Internal
 from pillion.kernels.gpu.sampling import sampling_record
 from pillion.kernels.gpu.sampling.gpu_sampling import MASS_TOLERANCE, TOTAL_TOLERANCE, choose
 from pillion.kernels.gpu.sampling.sampling_device import HEAD_TOKENS, SamplerScratch
-from pillion.kernels.gpu.sampling.sampling_record import pack_rows, write_rows
+from pillion.kernels.gpu.sampling.sampling_record import FIELD_OF, KEY_FIELD, pack_rows, write_rows
 from pillion.kernels.step import MIN_TEMPERATURE
 from tests.support.examples import examples
 from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
@@ -202,8 +202,11 @@ def test_records_are_what_kernels_read():
     record = pack_rows(rows, 3)
     assert record.shape == (3, sampling_record.RECORD_FIELDS)
     assert record.view(np.float32)[:, 0].tolist() == [0.0, 2.0, -1.0]
-    assert record.view(np.float32)[:2, 3].tolist() == [-np.inf, np.float32(2.0) * np.log(np.float32(0.5))]
-    assert record[0, [1, 4, 5, 6, 7]].tolist() == [2**31 - 1, -1, -1, 0, 2]
+    assert record.view(np.float32)[:2, FIELD_OF["min_p"]].tolist() == [
+        -np.inf,
+        np.float32(2.0) * np.log(np.float32(0.5)),
+    ]
+    assert record[0, [FIELD_OF["top_k"], *range(KEY_FIELD, KEY_FIELD + 4)]].tolist() == [2**31 - 1, -1, -1, 0, 2]
     # A record that is written again has nothing of the rows before.
     table = np.full_like(record, 7)
     write_rows(table, rows)

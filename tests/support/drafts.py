@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,8 +34,7 @@ def text_to_guess_for(
         token_ids=np.array(tokens, np.int32),
         parent_hash=bytes(32),
         prompt_tokens=len(tokens),
-        sampling=sampling or SamplingParams(temperature=0.0),
-        max_tokens=100,
+        sampling=replace(sampling or SamplingParams(temperature=0.0), max_tokens=100),
         max_model_len=max_model_len,
     )
 

@@ -59,10 +59,12 @@ def rows_of(all_params: Sequence[RowParameters]) -> SamplingRows:
         if params.bias or params.repetition != 1.0 or params.presence or params.frequency or len(params.banned)
     )
     return SamplingRows(
-        temperature=np.array([params.temperature for params in all_params], np.float32),
-        top_k=np.array([params.top_k for params in all_params], np.int64),
-        top_p=np.array([params.top_p for params in all_params], np.float32),
-        min_p=np.array([params.min_p for params in all_params], np.float32),
+        options={
+            "temperature": np.array([params.temperature for params in all_params], np.float32),
+            "top_k": np.array([params.top_k for params in all_params], np.int64),
+            "top_p": np.array([params.top_p for params in all_params], np.float32),
+            "min_p": np.array([params.min_p for params in all_params], np.float32),
+        },
         seeds=np.array([params.seed & (2**64 - 1) for params in all_params], np.uint64),
         positions=np.array([params.position for params in all_params], np.int64),
         logprobs=np.array([params.logprobs for params in all_params], np.int64),

@@ -224,6 +224,7 @@ class SchedulerHarness:
                 adapter=adapter,
             )
         sampling = replace(GREEDY, seed=seed, frequency_penalty=penalty, prompt_logprobs=0 if scored else None)
+        sampling = replace(sampling, max_tokens=max_tokens, stop_token_ids=tuple(stop))
         sequence = Sequence(
             holding,
             BLOCK,
@@ -234,8 +235,6 @@ class SchedulerHarness:
             adapter=str(adapter) if adapter else "",
             prompt_tokens=len(prompt),
             sampling=None if chunks else sampling,
-            stop_token_ids=stop,
-            max_tokens=max_tokens,
             max_model_len=0 if chunks else 10_000,
             chunk_ends=chunks,
             priority=priority,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ def run_scored(backend: Any, texts: Seq[Seq[int]], chunks: Seq[int], rope_shift:
     """Score all texts side by side, in chunks of these sizes and the rest in one; each ends with three first tokens."""
     block_size = backend.layout.block_size
     blocks = -(-max(map(len, texts)) // block_size) + 1
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=3, logprobs=1, prompt_logprobs=ALTERNATIVES)
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=3, logprobs=1, max_tokens=4)
+    sampling = replace(sampling, prompt_logprobs=ALTERNATIVES)
     sequences = [
         Sequence(
             Holding(1, (), tuple(range(number * blocks, (number + 1) * blocks))),
@@ -33,7 +35,6 @@ def run_scored(backend: Any, texts: Seq[Seq[int]], chunks: Seq[int], rope_shift:
             parent_hash=b"\7" * 32,
             prompt_tokens=len(text),
             sampling=sampling,
-            max_tokens=4,
             max_model_len=4096,
             rope_shift=rope_shift,
             parallel_samples=(ParallelSampleSpec(90, 4), ParallelSampleSpec(91, 5)),

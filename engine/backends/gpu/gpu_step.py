@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.kernels.gpu.attention.gpu_attention_plan import ITEM_WORDS, GpuAttentionPlan
-from pillion.kernels.gpu.sampling.sampling_record import NO_ROW, RECORD_FIELDS, write_rows
+from pillion.kernels.gpu.sampling.sampling_record import FIELD_OF, NO_ROW, RECORD_FIELDS, write_rows
 from pillion.kernels.step import Int32, SamplingRows, StepBatch
 
 # Two steps may be in flight, whose records may still be read while the third one is written.
@@ -136,4 +136,4 @@ class GpuStepRecord:
         """Makes the record an empty step: kernels that run over it write nothing to the pool."""
         self._device.zero_()
         self.rows.fill_(-1)
-        self.sampling.view(torch.float32)[:, 0] = NO_ROW
+        self.sampling.view(torch.float32)[:, FIELD_OF["temperature"]] = NO_ROW

@@ -43,7 +43,7 @@ from pillion.kernels.gpu.sampling.sampling_device import (
     slice_tile,
 )
 from pillion.kernels.gpu.sampling.sampling_race import race
-from pillion.kernels.gpu.sampling.sampling_record import RECORD_FIELDS
+from pillion.kernels.gpu.sampling.sampling_record import FIELD_OF, RECORD_FIELDS
 from pillion.kernels.gpu.tuned import tuned
 
 # This tolerance of totals is absolute, in units of scores: totals that can win are between -30 and 30, where float32
@@ -55,6 +55,10 @@ MASS_TOLERANCE = 2e-5
 _LOGIT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 REPORTED: tl.constexpr = tl.constexpr(REPORT_FIELDS)
+TEMPERATURE: tl.constexpr = tl.constexpr(FIELD_OF["temperature"])
+TOP_K: tl.constexpr = tl.constexpr(FIELD_OF["top_k"])
+TOP_P: tl.constexpr = tl.constexpr(FIELD_OF["top_p"])
+MIN_P: tl.constexpr = tl.constexpr(FIELD_OF["min_p"])
 HEAD: tl.constexpr = tl.constexpr(HEAD_TOKENS)
 MINUS_INFINITY_BITS: tl.constexpr = tl.constexpr(-(2**23))
 
@@ -64,7 +68,7 @@ def _survey(logits, record, report, maxima, masses, vocab, num_slices, num_group
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1)
     fields = record + row * FIELDS
-    temperature = float_field(fields, 0)
+    temperature = float_field(fields, TEMPERATURE)
     if temperature >= 0.0:
         groups = place * SLICE_GROUPS + tl.arange(0, SLICE_GROUPS)
         tokens, values, odd = slice_tile(logits + row * vocab, groups, vocab)
@@ -78,8 +82,8 @@ def _survey(logits, record, report, maxima, masses, vocab, num_slices, num_group
         if temperature > 0.0:
             own, inside = row * num_groups + groups, groups < num_groups
             tl.store(maxima + own, largest, mask=inside)
-            top_k = tl.load(fields + 1)
-            if (float_field(fields, 2) < 1.0) & ((top_k == 0) | (top_k >= vocab)):
+            top_k = tl.load(fields + TOP_K)
+            if (float_field(fields, TOP_P) < 1.0) & ((top_k == 0) | (top_k >= vocab)):
                 weights = tl.exp((values - largest[:, None]) * (1.0 / temperature))
                 mass = tl.where(largest > float("-inf"), tl.sum(weights, axis=1), 0.0)
                 tl.store(masses + own, mass, mask=inside)
@@ -109,10 +113,10 @@ def _drawn(
     there = groups < num_groups
     largest = tl.load(maxima + groups, mask=there, other=float("-inf"))
     rate = 1.0 / temperature
-    top_k = tl.load(fields + 1)
+    top_k = tl.load(fields + TOP_K)
     top_k = tl.where(top_k < vocab, top_k, 0)
-    top_p = float_field(fields, 2)
-    cut = top + float_field(fields, 3)
+    top_p = float_field(fields, TOP_P)
+    cut = top + float_field(fields, MIN_P)
     bound, total = top, tl.full((), 0.0, tl.float32)
     wide = tl.full((), 0, tl.int32)
     if (top_k > 0) | (top_p < 1.0):
@@ -167,7 +171,7 @@ def _settle(
 ):
     row = tl.program_id(0).to(tl.int64)
     fields = record + row * FIELDS
-    temperature = float_field(fields, 0)
+    temperature = float_field(fields, TEMPERATURE)
     if temperature >= 0.0:
         places = tl.arange(0, SLICES)
         inside = places < num_slices

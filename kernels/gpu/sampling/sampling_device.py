@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.launch import arch_of, cdiv, check
-from pillion.kernels.gpu.sampling.sampling_record import RECORD_FIELDS
+from pillion.kernels.gpu.sampling.sampling_record import KEY_FIELD, RECORD_FIELDS
 from pillion.kernels.gpu.tuned import tuned
 
 GROUP: tl.constexpr = tl.constexpr(128)
 NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 FIELDS: tl.constexpr = tl.constexpr(RECORD_FIELDS)
+KEY: tl.constexpr = tl.constexpr(KEY_FIELD)
 # Each slice of each row reports the largest logit's bits, its token, and whether there is a NaN.
 REPORT_FIELDS = 3
 # Counts are summed in float32, which is exact up to this number.
@@ -63,10 +64,10 @@ def float_field(fields, PLACE: tl.constexpr):
 @triton.jit
 def noise_key(fields):
     """Loads seed and position of a row's record: low and high words of each."""
-    seed_low = tl.load(fields + 4).to(tl.uint32, bitcast=True)
-    seed_high = tl.load(fields + 5).to(tl.uint32, bitcast=True)
-    place_low = tl.load(fields + 6).to(tl.uint32, bitcast=True)
-    place_high = tl.load(fields + 7).to(tl.uint32, bitcast=True)
+    seed_low = tl.load(fields + KEY).to(tl.uint32, bitcast=True)
+    seed_high = tl.load(fields + KEY + 1).to(tl.uint32, bitcast=True)
+    place_low = tl.load(fields + KEY + 2).to(tl.uint32, bitcast=True)
+    place_high = tl.load(fields + KEY + 3).to(tl.uint32, bitcast=True)
     return seed_low, seed_high, place_low, place_high
 
 

@@ -1,13 +1,10 @@
 """Packs the parameters of the sampler's kernels as arrays of int32. Imports no torch.
 
-A row's record has RECORD_FIELDS numbers, floats by their bits:
+A row's record has RECORD_FIELDS numbers, floats by their bits: each option that is ``of_rows`` in the order of its
+declaration (FIELD_OF), then the seed and the position, each as low and high word. Options are written as they are, but:
 
     temperature   0 for greedy rows, -1 for padding rows
-    top_k         0: all
-    top_p         1: all
-    depth         temperature * log(min_p), the least difference to the largest logit; -inf: all
-    seed          low word, high word
-    position      low word, high word
+    min_p         temperature * log(min_p), the least difference to the largest logit; -inf: all
 
 An edit's record has EDIT_FIELDS numbers: row, id, bias, repetition, subtrahend. Each (row, id) occurs once, so a
 kernel applies edits in any order. The subtrahend of banned ids is infinite.
@@ -20,11 +17,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from pillion.kernels.step import MIN_TEMPERATURE, Int32, RowEdit, SamplingRows
+from pillion.types import SAMPLING_OPTIONS
 
-RECORD_FIELDS = 8
+_OPTIONS = {name: one for name, one in SAMPLING_OPTIONS.items() if one.of_rows}
+# Place of each option in a row's record.
+FIELD_OF = {name: place for place, name in enumerate(_OPTIONS)}
+# Place of the seed, an even one: seed and position are written as int64.
+KEY_FIELD = len(_OPTIONS) + len(_OPTIONS) % 2
+RECORD_FIELDS = KEY_FIELD + 4
 EDIT_FIELDS = 5
-# The temperature of rows that choose no token.
+# Temperature of rows that choose no token.
 NO_ROW = -1.0
+_TEMPERATURE, _MIN_P = FIELD_OF["temperature"], FIELD_OF["min_p"]
+_COPIED = [
+    (name, place, _OPTIONS[name].whole) for name, place in FIELD_OF.items() if name not in ("temperature", "min_p")
+]
+_MAX_INT32 = np.iinfo(np.int32).max
 _GREEDY = np.float32(0.0)
 
 
@@ -40,20 +48,22 @@ def write_rows(table: Int32, rows: SamplingRows | None) -> None:
     become padding."""
     count = 0 if rows is None else len(rows)
     floats, words = table.view(np.float32), table.view(np.int64)
-    floats[count:, 0] = NO_ROW
+    floats[count:, _TEMPERATURE] = NO_ROW
     if rows is None or not count:
         return
-    floats[:count, 0] = np.where(rows.temperature >= MIN_TEMPERATURE, rows.temperature, _GREEDY)
-    # A top_k that int32 cannot hold is larger than any vocabulary, so it is cut.
-    table[:count, 1] = np.minimum(rows.top_k, np.iinfo(np.int32).max)
-    floats[:count, 2] = rows.top_p
-    if rows.min_p.any():
+    for name, place, whole in _COPIED:
+        if whole:
+            table[:count, place] = np.minimum(rows[name], _MAX_INT32)
+        else:
+            floats[:count, place] = rows[name]
+    temperature, min_p = rows["temperature"], rows["min_p"]
+    floats[:count, _TEMPERATURE] = np.where(temperature >= MIN_TEMPERATURE, temperature, _GREEDY)
+    floats[:count, _MIN_P] = -np.inf
+    if min_p.any():
         with np.errstate(divide="ignore", invalid="ignore"):
-            floats[:count, 3] = np.where(rows.min_p > 0.0, rows.temperature * np.log(rows.min_p), np.float32(-np.inf))
-    else:
-        floats[:count, 3] = -np.inf
-    words[:count, 2] = rows.seeds.view(np.int64)
-    words[:count, 3] = rows.positions
+            floats[:count, _MIN_P] = np.where(min_p > 0.0, temperature * np.log(min_p), np.float32(-np.inf))
+    words[:count, KEY_FIELD // 2] = rows.seeds.view(np.int64)
+    words[:count, KEY_FIELD // 2 + 1] = rows.positions
 
 
 class EditPacker:

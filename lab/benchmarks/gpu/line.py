@@ -165,8 +165,7 @@ class EngineLoop:
             token_ids=self._draw.integers(2, 250, load.prompt_tokens).astype(np.int32),
             parent_hash=bytes(32),
             prompt_tokens=load.prompt_tokens,
-            sampling=SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1),
-            max_tokens=load.answer_tokens,
+            sampling=SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1, max_tokens=load.answer_tokens),
             max_model_len=1_000_000,
         )
         self.scheduler.add(sequence, now_s)

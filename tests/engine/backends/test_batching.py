@@ -13,7 +13,6 @@ import torch
 from pillion.engine.adapters.adapter_rows import adapted_runs
 from pillion.engine.backends.batching import build_draft_sampling, build_sampling, build_step_batch
 from pillion.engine.sampling.allowed_masks import mask_of
-from pillion.engine.sampling.bad_words import BadWords
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence
@@ -22,6 +21,7 @@ from pillion.types import SamplingParams
 from tests.support.sampling import GivenMasks
 
 BLOCK = 4
+VOCAB_SIZE = 64
 
 
 def sequence(
@@ -30,11 +30,10 @@ def sequence(
     *,
     prompt: int | None = None,
     prefill_range: bool = False,
-    allowed: np.ndarray | None = None,
-    bad_words: BadWords | None = None,
     **overrides: Any,
 ) -> Sequence:
-    params = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 100 + seq_id}
+    params = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 100 + seq_id, "max_tokens": 50}
+    params["stop_token_ids"] = (9, 11)
     slots = tuple(range(1000 * seq_id, 1000 * seq_id + len(tokens) // BLOCK + 3))
     return Sequence(
         Holding(seq_id, (), slots),
@@ -45,12 +44,9 @@ def sequence(
         parent_hash=b"\7" * 32,
         prompt_tokens=len(tokens) if prompt is None else prompt,
         sampling=None if prefill_range else SamplingParams(**params | overrides),
-        stop_token_ids=frozenset({9, 11}),
-        max_tokens=50,
         max_model_len=100,
         chunk_ends=(len(tokens),) if prefill_range else (),
-        allowed=allowed,
-        bad_words=bad_words,
+        vocab_size=VOCAB_SIZE,
     )
 
 
@@ -104,10 +100,10 @@ def test_parameters_and_their_defaults() -> None:
     tuned = sequence(1, [3], temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, logprobs=4, seed=-1)
     bare = sequence(2, [3], temperature=None, top_p=None, top_k=None, seed=None)
     rows = build_sampling(StepPlan((ScheduledChunk(tuned, 0, 1, 1), ScheduledChunk(bare, 0, 1, 1))), None)
-    assert rows.temperature.tolist() == [0.5, 1.0]
-    assert rows.top_p.tolist() == [0.25, 1.0]
-    assert rows.top_k.tolist() == [0, 0]
-    assert rows.min_p.tolist() == [0.125, 0.0]
+    assert rows["temperature"].tolist() == [0.5, 1.0]
+    assert rows["top_p"].tolist() == [0.25, 1.0]
+    assert rows["top_k"].tolist() == [0, 0]
+    assert rows["min_p"].tolist() == [0.125, 0.0]
     assert rows.logprobs.tolist() == [4, -1]
     assert rows.seeds.tolist() == [2**64 - 1, 0]
 
@@ -160,8 +156,10 @@ def test_draft_tokens_are_drawn_as_the_rows_that_judge_them() -> None:
     judging = build_sampling(
         StepPlan((ScheduledChunk(with_drafts(stream, [5]), 3, 2, 2), ScheduledChunk(other, 1, 1, 1))), None
     )
-    for field in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions"):
-        assert getattr(drafting, field).tolist() == getattr(judging, field).tolist()
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        assert drafting[name].tolist() == judging[name].tolist()
+    assert drafting.seeds.tolist() == judging.seeds.tolist()
+    assert drafting.positions.tolist() == judging.positions.tolist()
     # Tokens that are only drafted are in no penalty, and nothing is reported.
     assert [edit.answered.tolist() for edit in drafting.edits] == [[4], [4]]
     assert drafting.logprobs.tolist() == [-1, -1, -1]
@@ -184,14 +182,14 @@ def test_runs_of_adapters_cover_each_row_once(most):
 
 def test_bad_words_see_the_answer_and_its_drafts() -> None:
     """Prompt 1 2, answer 3 4, drafts 5 6: a word is banned where its last token would complete it in the answer."""
-    words = BadWords([(7,), (3, 4, 8), (4, 5, 9), (5, 6, 10), (2, 3, 11), (1, 2, 3, 4, 12)])
-    stream = with_drafts(sequence(1, [1, 2, 3, 4], prompt=2, bad_words=words), [5, 6])
+    words = ((7,), (3, 4, 8), (4, 5, 9), (5, 6, 10), (2, 3, 11), (1, 2, 3, 4, 12))
+    stream = with_drafts(sequence(1, [1, 2, 3, 4], prompt=2, bad_words_token_ids=words), [5, 6])
     rows = build_sampling(StepPlan((ScheduledChunk(stream, 3, 3, 3),)), None)
     assert [sorted(edit.banned.tolist()) for edit in rows.edits] == [[7, 8], [7, 9], [7, 10]]
     assert stream.reads_history
-    assert not sequence(1, [1], bad_words=BadWords([(7,)])).reads_history
+    assert not sequence(1, [1], bad_words_token_ids=((7,),)).reads_history
     # The tokens of a prompt are none of the answer's.
-    fresh = sequence(1, [1, 2, 3], bad_words=words)
+    fresh = sequence(1, [1, 2, 3], bad_words_token_ids=words)
     assert build_sampling(StepPlan((ScheduledChunk(fresh, 2, 1, 1),)), None).edits[0].banned.tolist() == [7]
 
 
@@ -199,8 +197,8 @@ def test_allowed_tokens_are_masks_of_their_rows() -> None:
     """A parallel sample has its parent's mask, a grammar's mask is narrowed, and one that takes none of the tokens
     decides."""
     some = mask_of([3, 40], 64)
-    plain, parent = sequence(1, [1, 2]), sequence(2, [1, 2, 3], allowed=some)
-    other = sequence(3, [5, 6], allowed=mask_of([9], 64))
+    plain, parent = sequence(1, [1, 2]), sequence(2, [1, 2, 3], allowed_token_ids=(3, 40))
+    other = sequence(3, [5, 6], allowed_token_ids=(9,))
     plan = StepPlan(
         (
             ScheduledChunk(plain, 1, 1, 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -131,8 +133,7 @@ def sequence_of(tokens: list[int]) -> Sequence:
         token_ids=np.array(tokens, dtype=np.int32),
         parent_hash=bytes(32),
         prompt_tokens=len(tokens),
-        sampling=GREEDY,
-        max_tokens=50,
+        sampling=replace(GREEDY, max_tokens=50),
         max_model_len=1000,
     )
 

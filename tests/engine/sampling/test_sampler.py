@@ -295,7 +295,7 @@ def test_what_is_surely_in_the_nucleus_is_in_it(
         sure = surely_in_nucleus(table, group_maxima(table), rows, np.arange(2), tokens)
         for row in np.flatnonzero(sure):
             assert in_nucleus(
-                table[row], table[row].max(), np.float32(temperature), float(rows.top_p[row]), int(tokens[row])
+                table[row], table[row].max(), np.float32(temperature), float(rows["top_p"][row]), int(tokens[row])
             )
         if place == 0:
             assert sure.all(), "the likeliest token is in each nucleus"

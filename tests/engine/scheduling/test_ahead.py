@@ -7,6 +7,7 @@ Whatever a step under way uses is checked against the ledger after every launch,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import Int32, Sampled
 from pillion.kvstore.ledger.integrity import check_integrity
+from pillion.types import PoolingParams
 from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.engine.scheduling.test_properties import ANSWER, CANCEL, CROWD, FLOW, LOAD, PUNCTUAL, STEP, begin_with
 from tests.engine.scheduling.test_step_cost import decodes
@@ -146,9 +148,7 @@ def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozen
         token_ids=np.array(prompt(seq_id, length), dtype=np.int32),
         parent_hash=ROOT,
         prompt_tokens=length,
-        sampling=GREEDY,
-        stop_token_ids=stop,
-        max_tokens=50,
+        sampling=replace(GREEDY, stop_token_ids=tuple(stop), max_tokens=50),
         max_model_len=1000,
     )
 
@@ -204,7 +204,7 @@ def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> Non
     in_flight = InFlightSteps()
     texts = [stream(n, 6, range(4 * n, 4 * n + 4)) for n in (1, 2, 3)]
     for text in texts:
-        text.pooled, text.max_tokens = range(5, 6), 0
+        text.pooling, text.max_tokens = PoolingParams(rows=range(5, 6)), 0
         text.start_running()
     plan = StepPlan(tuple(ScheduledChunk(text, 0, 6, 0, pools=1) for text in texts))
     in_flight.launched(plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -179,8 +181,7 @@ def stream(seq_id: int, length: int, slots: range, parallel_samples: tuple[Paral
         token_ids=np.array(prompt(seq_id, length), dtype=np.int32),
         parent_hash=ROOT,
         prompt_tokens=length,
-        sampling=GREEDY,
-        max_tokens=50,
+        sampling=replace(GREEDY, max_tokens=50),
         max_model_len=1000,
         parallel_samples=parallel_samples,
     )

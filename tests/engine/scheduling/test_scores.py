@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pillion.types import PoolingParams
 from tests.support.ahead_harness import AheadHarness
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
@@ -78,7 +79,7 @@ def test_texts_whose_logits_are_wanted_count_among_these_rows() -> None:
     for seq_id, ids in zip(asked, ((5,), (), (6, 7), (8,), ()), strict=True):
         assert seq_id is not None
         sequence = harness.scheduler.sequences[seq_id]
-        sequence.pooled, sequence.pooled_ids = range(5, 6), ids
+        sequence.pooling = PoolingParams(rows=range(5, 6), logits_of=ids)
         sequence.num_scored, sequence.score_end = 5, 6
     plan = harness.scheduler.schedule(harness.now)
     assert [(chunk.sequence.seq_id, chunk.pools) for chunk in plan.scheduled] == [

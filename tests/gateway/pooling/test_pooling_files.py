@@ -10,7 +10,7 @@ import pytest
 
 from pillion.errors import ConfigError
 from pillion.gateway.pooling.pooling_files import MAX_FILE_BYTES, VectorForm, read_vector_form
-from pillion.gateway.request.admitted_request import Pooling
+from pillion.gateway.pooling.pooling_rows import Pooling
 
 OLD = "sentence_transformers.models."
 MEAN = {"pooling_mode_mean_tokens": True}
