@@ -1,25 +1,24 @@
-"""Is the engine that prefill and decode workers share, from a step's schedule to the tokens that it samples.
+"""Engine shared by prefill and decode workers, from the schedule of a step to its sampled tokens.
 
-    assemble_worker.py  a worker put together: its model, what it has beside it, and its place at a KV node
-    load_model.py       the model that a worker's flags ask for, and what runs it
+    assemble_worker.py  assembles a worker: its model, its features, and its KV node
+    load_model.py       loads the model of a worker's flags, with its backend
     scheduling/    which tokens run in the next step, and which sequence owns which slot; sans-IO
-    worker/        asyncio's side of a worker: its place at a KV node, the step thread, tickets, heartbeats
-    streams/       how gateways reach a worker's streams: connections, submits and deltas
-    models/        model families, and the decoder that all of them share
+    worker/        asyncio side of a worker: connection to a KV node, step thread, tickets, heartbeats
+    streams/       gateways' access to a worker's streams: connections, submits and deltas
+    models/        model families, and the decoder that they share
     checkpoints/   weights and configurations on disk
-    quantized/     checkpoints quantized, and plain weights that are quantized here
+    quantized/     quantized checkpoints, and quantization of plain weights
     sampling/      logits to tokens
-    adapters/      LoRA: small matrices that change the model for the requests that name them;  gpu_adapters/: on GPUs
-    grammars/      which tokens an answer may go on with
-    drafts/        speculative decoding: draft tokens of next tokens, which steps judge
-    states/        the check of flags that models whose layers carry states do not go with
+    adapters/      LoRA: low-rank changes of the model for the requests that name them;  gpu_adapters/: on GPUs
+    grammars/      allowed next tokens of an answer
+    drafts/        speculative decoding: draft tokens, verified by steps
+    states/        check of flags for hybrid models
     gpu_states/    layers with states on GPUs
-    encoders/      models whose tokens all see each other: vectors and labels of whole texts, without any cache
-    ranks/         workers of several processes, each with a share of the model;  gpu_ranks/: those on GPUs
-    stages/        prefill workers of several processes, each with some of the layers;  gpu_stages/: those on GPUs
+    encoders/      bidirectional models: vectors and labels of whole texts, without a cache
+    ranks/         tensor parallelism: several processes, each with a shard of the model;  gpu_ranks/: on GPUs
+    stages/        pipeline parallelism of prefill workers;  gpu_stages/: on GPUs
     backends/      a step on a device: torch, cpu, gpu
 
-Open first: scheduling/scheduler.py for a decision, worker/step_loop.py for the loop schedule -> launch -> wait ->
-commit. It has no process of its own (prefill_service, decode_service), no HTTP, and no block's life beyond this worker
-(kvstore).
+Start with scheduling/scheduler.py for decisions, and worker/step_loop.py for the loop schedule -> launch -> wait ->
+commit. Processes are in prefill_service and decode_service, blocks beyond this worker in kvstore.
 """

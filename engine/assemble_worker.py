@@ -1,12 +1,12 @@
-"""Puts a worker together: its model, what it has beside it as its flags say, and its place at a KV node.
+"""Assembly of a worker: its model, the features of its flags, and its KV node.
 
 the model                          engine/load_model.py
-grammars                           on decode workers, where llguidance can be used
+grammars                           on decode workers, if llguidance is usable
 draft tokens                       --speculative-config
 adapters                           --enable-lora
 partial blocks                     --partial-block-percent, on decode workers
-states                             models whose layers carry one from token to token
-ranks, stages, lent cores          engine/load_model.py, too
+states                             for hybrid models
+ranks, stages, lent cores          also engine/load_model.py
 standbys                           the turn for which a loaded worker waits
 """
 
@@ -52,16 +52,13 @@ async def start_worker(
     backend_factory: BackendFactory,
     turn: StartTurn,
 ) -> Worker:
-    """Load a model, makes what the worker has beside it, attaches and runs. Nothing that others can see is done before
-    the process's ``turn``.
-
-    Raises ConfigError for flags that cannot work, Unavailable when no node answers.
-    """
+    """Load a model, assemble the worker, attach and run. Has no visible effects before the process's ``turn``. Raises
+    ConfigError for invalid flags, Unavailable if no node answers."""
     began_s = time.monotonic()
     model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
     longest = flags.max_model_len or model.prepared.max_model_len
     if model.whole_texts:
-        # A step holds at least the longest text, which nobody may cut.
+        # A step must fit the longest text, which is never chunked.
         max_num_batched_tokens = max(max_num_batched_tokens, longest + max_num_seqs)
     limits = partial(
         Scheduler,
@@ -76,9 +73,9 @@ async def start_worker(
         pair_tokens=model.pair_tokens,
     )
     async with contextlib.AsyncExitStack() as undo:
-        # Where the start fails, this ends the backend's threads and the processes of other ranks.
+        # Ends the backend's threads and ranks if the start fails.
         undo.callback(model.backend.close)
-        # The scheduler refuses bad flags before anything is held.
+        # Validate flags early, with a scheduler that is dropped.
         limits(blocks=BlockManager(flags.block_size))
         grammars = await asyncio.to_thread(_load_grammars, model) if role == "decode" else None
         if grammars is not None:
@@ -87,7 +84,7 @@ async def start_worker(
         if drafts is not None:
             undo.callback(drafts.close)
         if flags.enable_lora:
-            # On a GPU the node's pool takes the memory that is left.
+            # Before attaching: the node's pool takes the remaining memory of a GPU.
             targets = listed_targets(flags.lora_target_modules)
             await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank, targets)
         parts = WorkerParts(
@@ -112,9 +109,9 @@ def _make_scheduler(
     drafts: WorkerDrafts | None,
     pool_slots: int,
 ) -> Scheduler:
-    """Make the scheduler of one epoch over a pool of so many slots, and what it has beside its sequences."""
+    """Return the scheduler of one epoch over a pool of ``pool_slots``, with its features."""
     blocks, pages = BlockManager(flags.block_size), model.backend.layout.state_pages
-    # Prefill ranges end with whole blocks, and a text cannot go on from keys and values alone where there are states.
+    # Prefill ranges end with whole blocks, and hybrid models cannot continue from KV alone.
     percent = flags.partial_block_percent if isinstance(flags, DecodeFlags) and not pages else 0
     return limits(
         blocks=blocks,
@@ -127,7 +124,7 @@ def _make_scheduler(
 
 
 def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
-    """Load what compiles a worker's grammars; returns None, and logs a line, where llguidance cannot be used."""
+    """Return the worker's grammar compiler; None, with a warning, if llguidance is unusable."""
     prepared = model.prepared
     try:
         return GrammarCompiler.load(prepared.folder, model.backend.vocab_size, prepared.eos_token_ids)
@@ -137,6 +134,6 @@ def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
 
 
 def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, meters: Meters) -> AdapterLoader:
-    """Make what brings adapters to a worker whose backend has slots for them."""
+    """Return the adapter loader of a worker whose backend has adapter slots."""
     process = AdapterProcess(model.adapter_reader(flags.max_lora_rank, listed_targets(flags.lora_target_modules)))
     return AdapterLoader(process, model.backend, flags.lora_store_bytes, node, meters)

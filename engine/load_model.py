@@ -1,9 +1,9 @@
-"""Puts a worker's model together: what its flags ask for is made here, and what is heavy or optional is imported here.
+"""Loading of a worker's model: chooses what its flags ask for, and imports what is heavy or optional.
 
-an encoder                     torch, each text of a step by itself
+an encoder                     torch, each text of a step alone
 several ranks or stages        processes of one worker, on the CPU kernels or on GPUs
 a GPU                          the GPU kernels
-the CPU kernels, or torch      where neither is asked for: the kernels if they can run the model
+the CPU kernels, or torch      otherwise: the kernels if they support the model
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ TORCH_BFLOAT16 = (
 
 
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """Load a model as workers do by default: with a device's kernels where the flags name one, else CPU kernels if
-    they can run the model, else torch."""
+    """Load a model: on the flags' device, else on the CPU kernels if they support the model, else on torch."""
     flags = with_budgets(flags)
     device, prepared = resolve_device(flags), prepare(flags, log.info)
     config = load_config(prepared.folder)
@@ -80,8 +79,7 @@ def _load_encoder(flags: WorkerFlags, threads: int, device: str, prepared: Prepa
 
 
 def check_processes(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
-    """Raise ConfigError where the processes of one worker that the flags ask for cannot run the model on this
-    device."""
+    """Raise ConfigError if the processes of a worker cannot run the model on this device."""
     if isinstance(flags, WorkerFlags) and flags.pipeline_parallel_size > 1:
         check_stages(flags, device, prepared)
     elif flags.tensor_parallel_size > 1:
@@ -89,7 +87,7 @@ def check_processes(flags: PrepareFlags | WorkerFlags, device: str, prepared: Pr
 
 
 def _check(flags: WorkerFlags, device: str, prepared: PreparedModel, config: ModelConfig) -> None:
-    """Raise ConfigError for what a decoder cannot do yet, and logs what its user should know."""
+    """Raise ConfigError for unsupported combinations of flags and decoder, and log notes for the user."""
     if config.linear is not None:
         check_states(flags, device, config)
     check_processes(flags, device, prepared)
@@ -130,7 +128,7 @@ def _load_decoder(
     if isa is None:
         if flags.batch_invariant:
             raise ConfigError(f"--batch-invariant needs a GPU or the CPU kernels: {reason}")
-        # That torch runs is worth a warning where nobody asked for it, because the CPU kernels are faster.
+        # Warn unless torch was asked for, because the CPU kernels are faster.
         level = logging.INFO if flags.cpu_kernels == "torch" else logging.WARNING
         log.log(level, "all operators run on torch, %d threads: %s", threads, reason)
         if prepared.dtype == "bfloat16":
@@ -148,10 +146,10 @@ def _load_decoder(
 
 
 def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[str]:
-    """Yield a sentence for each reason why answers are not those of the checkpoint in transformers."""
+    """Yield a sentence for each reason why answers differ from the checkpoint's in transformers."""
     saved, config = read_json(prepared.folder / "config.json"), load_config(prepared.folder)
     half = (saved.get("dtype") or saved.get("torch_dtype")) == "float16"
-    # The codes and scales of quantized matrices are the same in each type.
+    # Quantized matrices have the same codes and scales in each type.
     if prepared.dtype == "bfloat16" and half and config.quantization is None:
         yield (
             "the checkpoint is float16, of whose 11 significant bits bfloat16 keeps 8;"
@@ -168,16 +166,16 @@ def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[st
 
 
 def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
-    """Make everything that is made only once on a machine: the model, and for the CPU kernels packed weights and
-    machine code, those of each rank.
+    """Make everything that is made once on a machine: the model, and for the CPU kernels packed weights and machine
+    code, of each rank.
 
-    If the weights are packed already, and adapters are not asked for, nothing is loaded, which would take seconds at
-    every start. Machine code that is missing then, for example after an update, is compiled by the first worker.
+    Nothing is loaded, which would take seconds, if the weights are packed and adapters are not asked for. Machine code
+    that is then missing, e.g. after an update, is compiled by the first worker.
     """
     prepared = prepare(flags, progress)
     packs = resolve_device(flags) == CPU and choose_kernels(flags, prepared)[0] is not None
     if not packs and flags.load_format != "dummy":
-        # Where weights are packed, packing has looked at all of them.
+        # Packing would have checked all tensors.
         _check_tensors(prepared)
     for isa, shard in _left_to_make(flags, prepared):
         model = load_for_cpu(flags, prepared, isa, progress, shard)
@@ -189,7 +187,7 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
 
 
 def _check_tensors(prepared: PreparedModel) -> None:
-    """Raise ConfigError where a decoder's files lack a tensor, or have one of another shape than the config says."""
+    """Raise ConfigError if a decoder's files lack a tensor, or have one of a wrong shape."""
     from pillion.engine.checkpoints.checkpoint import open_checkpoint
 
     config = load_config(prepared.folder)
@@ -199,25 +197,22 @@ def _check_tensors(prepared: PreparedModel) -> None:
 
 
 def is_ready(flags: PrepareFlags) -> bool:
-    """Return whether :func:`make_ready` would have nothing to load. The answer takes milliseconds and imports no torch.
-
-    Raises ConfigError where :func:`make_ready` does.
-    """
+    """Return whether :func:`make_ready` would have nothing to load; takes milliseconds and imports no torch. Raises
+    ConfigError where :func:`make_ready` does."""
     return is_prepared(flags) and not _left_to_make(flags, prepare(flags))
 
 
 def shares_weights(flags: WorkerFlags) -> bool:
-    """Return whether a second process that loads the same model takes next to no memory for it: the CPU kernels map
-    weights that all processes of a machine share. Raises ConfigError where :func:`load_model` does."""
+    """Return whether a second process needs next to no memory for the same model, because the CPU kernels map shared
+    weights. Raises ConfigError where :func:`load_model` does."""
     if resolve_device(flags) != CPU or flags.processes > 1:
         return False
     return choose_kernels(flags, prepare(flags, log.info))[0] is not None
 
 
 def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, ModelShard]]:
-    """Return the shares that are to be loaded for the CPU kernels, where these run the model: those whose weights are
-    not packed yet. With adapters these are all shares, because only a loaded model can tell which machine code is
-    missing."""
+    """Return the shards to load for the CPU kernels, if these run the model: those whose weights are not packed yet, or
+    all with adapters, since only a loaded model reveals missing machine code."""
     device, size = resolve_device(flags), flags.tensor_parallel_size
     if flags.enable_lora:
         check_adapters(load_config(prepared.folder))
@@ -232,13 +227,12 @@ def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Is
 
 
 def shares_of(config: ModelConfig, size: int) -> Sequence[ModelShard]:
-    """Return the share of a model that each of a worker's ``size`` ranks computes. Raises ConfigError if they cannot
-    share it."""
+    """Return the shard of each of a worker's ``size`` ranks. Raises ConfigError if they cannot divide the model."""
     return [ModelShard.of(config, rank, size) for rank in range(size)]
 
 
 def check_adapters(config: ModelConfig) -> None:
-    """Raise ConfigError for a model that cannot have adapters yet."""
+    """Raise ConfigError for a model without support for adapters."""
     if config.values_are_keys:
         raise ConfigError(f"{config.family}: --enable-lora is not there yet where values are keys (attention_k_eq_v)")
     if config.value_width:

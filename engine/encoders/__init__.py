@@ -1,4 +1,4 @@
-"""Serves encoders (BERT, RoBERTa, XLM-RoBERTa, ModernBERT): vectors and labels of whole texts, without any cache.
+"""Encoders (BERT, RoBERTa, XLM-RoBERTa, ModernBERT): vectors and labels of whole texts, without a cache.
 
-Open encoder.py first. A text is computed by itself, so its vector has the same bits whatever is beside it.
+Start with encoder.py. A text is computed alone, so its vector has the same bits in any batch.
 """

@@ -1,4 +1,4 @@
-"""Runs the forward pass of an encoder over one text on torch, and a classifier's head over its vector.
+"""Forward pass of an encoder over one text on torch, and a classifier's head over its vector.
 
     BERT, RoBERTa:  rows = norm(words + kinds + positions)
                     each layer:  rows = norm(rows + attention(rows));  rows = norm(rows + mlp(rows))
@@ -6,7 +6,7 @@
                     each layer:  rows += attention(norm(rows));  rows += mlp(norm(rows))
                     norm(rows)
 
-Every token sees the whole text, or in layers with a window what is near.
+Attention is bidirectional, over the whole text or a window.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Encoder:
-    """Holds an encoder's tensors by their names in files."""
+    """An encoder's tensors, by their names in files."""
 
     def __init__(self, config: EncoderConfig, tensors: Mapping[str, torch.Tensor]) -> None:
         self._config = config
         self._tensors = dict(tensors)
         self._act = ACTIVATIONS[config.activation]
         for layer in range(0 if config.rotary else config.num_layers):
-            # One product makes queries, keys and values.
+            # Fuse queries, keys and values.
             at = f"encoder.layer.{layer}.attention.self."
             for part in ("weight", "bias"):
                 every = [self._tensors.pop(f"{at}{name}.{part}") for name in ("query", "key", "value")]
                 self._tensors[f"{at}all.{part}"] = torch.cat(every)
 
     def rows(self, token_ids: torch.Tensor, second_from: int) -> torch.Tensor:
-        """Return the last hidden states [T, hidden] of one text [T]. The tokens of a pair's second text begin at
-        ``second_from``; 0 stands for a single text."""
+        """Return the last hidden states [T, hidden] of one text [T]. ``second_from``: start of the second text of a
+        pair; 0 for a single text."""
         return self._rotary(token_ids) if self._config.rotary else self._learned(token_ids, second_from)
 
     def _linear(self, name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -73,8 +73,8 @@ class Encoder:
         return rows
 
     def _positions(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return each token's row of the learned positions. In RoBERTa's kind a padding token within a text has the
-        padding's position, and is not counted."""
+        """Return each token's row of the learned positions. In RoBERTa's kind, padding tokens within a text are not
+        counted and have the padding's position."""
         padding = self._config.padding_id
         if padding is None:
             return torch.arange(len(token_ids))
@@ -120,7 +120,7 @@ def _attended(
     angles: tuple[torch.Tensor, torch.Tensor] | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention's results [T, hidden] of queries, keys and values [T, 3 * hidden]."""
+    """Return the attention outputs [T, hidden] of fused queries, keys and values [T, 3 * hidden]."""
     queries, keys, values = made.view(len(made), 3, heads, -1).permute(1, 2, 0, 3)
     if angles is not None:
         queries, keys = _turned(queries, *angles), _turned(keys, *angles)
@@ -134,7 +134,7 @@ def _turned(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def _angles(theta: float, count: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines [T, width] of a text's positions, rounded to the model's type as transformers does."""
+    """Return cosines and sines [T, width] of a text's positions, cast to the model's type as in transformers."""
     rates = 1.0 / (theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
     turns = torch.arange(count, dtype=torch.float32)[:, None] * rates
     both = torch.cat((turns, turns), -1)
@@ -142,7 +142,7 @@ def _angles(theta: float, count: int, width: int, dtype: torch.dtype) -> tuple[t
 
 
 def _near(count: int, window: int) -> torch.Tensor | None:
-    """Return which tokens see each other in a layer with a window [T, T]; None where all do."""
+    """Return the attention mask [T, T] of a sliding window; None if it covers the text."""
     if not window or count <= window + 1:
         return None
     places = torch.arange(count)

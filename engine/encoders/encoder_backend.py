@@ -1,4 +1,4 @@
-"""Implements the backend of encoders on torch: each text of a step is computed whole and by itself."""
+"""Backend of encoders on torch: each text of a step is computed whole and alone."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from pillion.kernels.step import Float32, StepBatch
 
 
 class EncoderBackend(HostBackend):
-    """Is a :class:`HostBackend` over an :class:`Encoder`. It neither reads nor writes the pool. Texts are not put
-    together in products, whose last places depend on the number of rows: a vector has the same bits alone and beside
-    others."""
+    """:class:`HostBackend` over an :class:`Encoder`. Does not use the pool. Texts are not batched in products, whose
+    last bits depend on the number of rows, so a vector has the same bits in any batch."""
 
     gives_vectors = True
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
-        """Load the weights. Raises ConfigError where they do not fit the config. ``threads`` sets torch's threads for
-        the whole process; 0 leaves torch's default."""
+        """Load the weights. ``threads`` sets torch's threads for the whole process; 0 keeps the default. Raises
+        ConfigError if the weights do not fit the config."""
         if threads:
             torch.set_num_threads(threads)
         config = load_config(prepared.folder)
         assert config.encoder is not None
         super().__init__(kv_layout(prepared, block_size), config.vocab_size)
         self.encoder = Encoder(config.encoder, read_tensors(prepared.folder, config, DTYPES[prepared.dtype]))
-        # These are the last step's rows after the last layer.
+        # Last step's rows after the last layer.
         self._hidden = torch.empty(0)
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
@@ -57,7 +56,6 @@ class EncoderBackend(HostBackend):
 
 
 def load_encoder(prepared: PreparedModel, block_size: int, threads: int) -> LoadedModel:
-    """Load an encoder. Raises ConfigError for files that do not fit the config."""
     backend = EncoderBackend(prepared, block_size, threads)
     head = backend.encoder if load_config(prepared.folder).labels else None
     return LoadedModel(prepared, backend, "torch", chooses_tokens=False, head=head, whole_texts=True)

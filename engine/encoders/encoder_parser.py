@@ -1,4 +1,4 @@
-"""Reads the ``config.json`` of an encoder. Imports no torch."""
+"""The ``config.json`` of an encoder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pillion.engine.models.families import FAMILY_KEYS
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
-# Encoders with learned positions, by their model_type, with what a classifier's head is called in their files.
+# Encoders with learned positions by model_type, and the names of their classifier heads.
 _LEARNED = {"bert": "pooler", "roberta": "dense", "xlm-roberta": "dense"}
 _ROTARY = "modernbert"
 _ACTIVATIONS = {
@@ -29,7 +29,6 @@ _OWN_ROTARY = frozenset(
         *("classifier_activation", "classifier_bias", "classifier_pooling"),
     }
 )
-# These keys are about other heads, training, or how others compute the same.
 _IGNORED = (
     *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
     "sbert_ce_default_activation_function",
@@ -41,14 +40,13 @@ _IGNORED_ROTARY = (
     "mlp_dropout",
 )
 ENCODER_KEYS = frozenset({*_OWN, *_OWN_ROTARY, *_IGNORED, *_IGNORED_ROTARY})
-# Encoders are models whose tokens all see each other. These are their values of ``model_type``.
 ENCODER_KINDS = (*_LEARNED, _ROTARY)
-# A slot of the pool has a stand-in for keys and values, which nobody reads: that of one small head.
+# Size of the dummy KV that the pool needs for an encoder: one small head.
 _STAND_IN_VALUES = 16
 
 
 def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
-    """Read the config of an encoder with so many labels. Raises ConfigError for what is not supported."""
+    """Parse the config of an encoder with ``labels`` labels. Raises ConfigError for unsupported values."""
     kind = str(raw["model_type"])
     learned = kind in _LEARNED
     fixed = {"is_causal": False, **({"position_embedding_type": "absolute"} if learned else {})}
@@ -73,7 +71,7 @@ def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
         num_kv_heads=1,
         head_dim=_STAND_IN_VALUES,
         rms_norm_eps=encoder.eps,
-        # A text is as long as the positions, and a place more is that of the answer that never comes.
+        # One more for the token that a decoder would generate.
         max_position_embeddings=(longest if learned else size(raw, "max_position_embeddings", 8192)) + 1,
         ropes=(),
         layer_ropes=(None,),
@@ -138,7 +136,7 @@ def _rotary(raw: Mapping[str, Any], labels: int) -> EncoderConfig:
 
 
 def _theta(raw: Mapping[str, Any], kind: str, old_key: str, default: float) -> float:
-    """Return the base of the rotary embedding of a kind of layers. Raises ConfigError for another rotation."""
+    """Return the rotary base of a kind of layers. Raises ConfigError for another rotary embedding."""
     every = raw.get("rope_parameters")
     own = every.get(kind) if isinstance(every, Mapping) else None
     own = own if isinstance(own, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Reads an encoder's tensors from safetensors files, checked against its config: every error names file and tensor."""
+"""An encoder's tensors from safetensors files, checked against its config; errors name file and tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
-# The names of the model within may begin like this.
 _PREFIXES = {"bert": "bert.", "roberta": "roberta.", "xlm-roberta": "roberta.", "modernbert": "model."}
-# These tensors are not read: positions that are counted, and heads for other tasks. Vectors of texts need no pooler.
+# Skipped: position counters, and heads for other tasks. Text vectors need no pooler.
 _UNREAD = re.compile(r"(.*\.)?(position_ids|token_type_ids)|(cls|lm_head|decoder)\..*|pooler\..*")
-# Old files call a norm's weight and bias so.
 _OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
 
 
 def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of an encoder by the names that files have for them, without those of another task. Raises
-    ConfigError for tensors that are missing, unknown, of another shape, or not finite."""
+    """Return the tensors of an encoder by file name, without those of other tasks. Raises ConfigError for tensors that
+    are missing, unknown, of a wrong shape, or not finite."""
     encoder, prefix = config.encoder, _PREFIXES[config.family]
     assert encoder is not None
     wanted = (_rotary if encoder.rotary else _learned)(config, encoder) | _head(config, encoder)
@@ -49,7 +47,7 @@ def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
 
 
 def _weights(name: str, *shape: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a linear layer, or of a norm, and of its bias if it has one."""
+    """Return the shapes of a linear layer or norm, and of its bias if any."""
     return {f"{name}.weight": shape, **({f"{name}.bias": shape[:1]} if bias else {})}
 
 
@@ -78,7 +76,7 @@ def _rotary(config: ModelConfig, encoder: EncoderConfig) -> dict[str, tuple[int,
     found |= _weights("embeddings.norm", hidden, bias=normed)
     for layer in range(encoder.num_layers):
         at = f"layers.{layer}."
-        # The first layer reads the normed embeddings as they are.
+        # The first layer has no norm; embeddings are normed.
         found |= _weights(f"{at}attn_norm", hidden, bias=normed) if layer else {}
         found |= _weights(f"{at}attn.Wqkv", 3 * hidden, hidden, bias=encoder.attention_bias)
         found |= _weights(f"{at}attn.Wo", hidden, hidden, bias=encoder.attention_bias)

@@ -1,5 +1,5 @@
-"""Keeps adapters in slots of a GPU's memory.
+"""Adapters in slots of a GPU's memory.
 
-The kernels that multiply by them are in ``kernels/gpu/products/low_rank_product.py``, and for experts in
+The kernels are in ``kernels/gpu/products/low_rank_product.py``, and for experts in
 ``kernels/gpu/experts/expert_adapters.py``.
 """

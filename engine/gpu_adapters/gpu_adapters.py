@@ -1,11 +1,10 @@
-"""Holds adapters on a GPU: slots of one size in fixed memory, and which rows of a step have one.
+"""Adapters on a GPU: slots of equal size at fixed addresses, and a step's rows with adapters.
 
     AdapterWeights --pack--> GpuAdapter (on the device) --slot: one copy--> a slot, whose address never changes
 
-CUDA graphs hold the addresses of all slots, so each has room for ``max_rank`` in every layer that adapters may change
-(--lora-target-modules), and in every expert of a mixture. The matrices of routers and gates are float32, in slots of
-their own. The copy into a slot is queued behind the steps that were launched before it; the adapter's own memory on the
-device is free after it.
+CUDA graphs capture the addresses of all slots, so each has room for ``max_rank`` in every layer that adapters may
+change (--lora-target-modules) and in every expert. Matrices of routers and gates are float32, in separate slots. The
+copy into a slot is queued behind the launched steps; afterwards the adapter's own device memory is free.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ from pillion.kernels.gpu.products.low_rank_product import (
 )
 from pillion.kernels.step import Int32, StepBatch
 
-# Parts of the record begin at multiples of so many words, so that kernels find all of them at addresses of 16 bytes.
+# Alignment of the record's parts in words: kernels need 16 bytes.
 _RECORD_UNIT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GpuAdapter:
-    """Holds a packed adapter: the contents of its slots, in the model's type and in float32, until they are placed, on
-    the device where it has room."""
+    """A packed adapter: the contents of its slots, in the model's type and in float32, until placed; on the device if
+    it has room."""
 
     data: tuple[torch.Tensor, ...]
 
@@ -64,8 +63,8 @@ class GpuAdapter:
 
 
 class GpuAdapters(PlainAdapters):
-    """Holds the slots of a model's adapters, and the runs of the step that is launched next. ``slots`` are [adapters,
-    values] in the model's type, and in float32."""
+    """Adapter slots of a model, and the runs of the next step. ``slots`` are [adapters, values] in the model's type and
+    in float32."""
 
     def __init__(
         self,
@@ -79,10 +78,10 @@ class GpuAdapters(PlainAdapters):
         max_tokens: int,
         targets: Sequence[str] = (),
     ) -> None:
-        """Make the slots, for steps of at most so many tokens. ``config`` is that of the whole model; ``inner_values``
-        are those of the MLPs that a rank has, None where the process is no rank of several. Raises ConfigError for a
-        model whose fused layers the kernels cannot cut into their projections."""
-        # An adapter has to fit these shapes, which are those of the whole model and not of a rank's share.
+        """Make the slots, for steps of up to ``max_tokens``. ``config``: of the whole model; ``inner_values``: of the
+        rank's MLPs, None without tensor parallelism. Raises ConfigError for a model whose fused layers the kernels
+        cannot split into projections."""
+        # Adapters are checked against the whole model, not a rank's shard.
         super().__init__(max_adapters, max_rank, adapter_shapes(config, targets))
         self._whole, self._shard, self._inner_values, self._dtype = config, shard, inner_values, dtype
         self._config = config = shard.local(config)
@@ -100,8 +99,7 @@ class GpuAdapters(PlainAdapters):
         }
         self._routers = mixtures.keys()
         self._make_rooms(list(mixtures.values()))
-        # A step has runs over the rows of all tokens and over those of the samples; both have room for their runs, the
-        # numbers of their rows, and the slot of each row.
+        # A step has runs over all rows and over sampled rows; each part has the runs, their rows, and each row's slot.
         self._most_runs = self._runs_of(max_tokens)
         sizes = RUN_WORDS * self._most_runs, max_tokens, max_tokens
         ends = [0, *accumulate(-(-size // _RECORD_UNIT) * _RECORD_UNIT for size in sizes)]
@@ -117,8 +115,8 @@ class GpuAdapters(PlainAdapters):
         self._compile()
 
     def _pack(self, weights: AdapterWeights) -> GpuAdapter:
-        """Lay an adapter, or the share of a rank or stage, out as a slot and copies it to the device; touches nothing
-        that steps use."""
+        """Lay out an adapter, or a rank's or stage's share, as a slot and copy it to the device, without touching
+        memory of steps."""
         if self._inner_values is not None:
             weights = shard_adapter(weights, self._whole, self._shard, self._inner_values)
         flats = tuple(torch.zeros(slots.shape[1], dtype=slots.dtype) for slots in self.slots)
@@ -129,38 +127,37 @@ class GpuAdapters(PlainAdapters):
         if device.type != "cuda":
             return GpuAdapter(flats)
         if self._stream is None:
-            # One stream for all adapters, because torch keeps the memory that each stream has freed for this stream.
+            # One stream for all adapters, since torch caches freed memory per stream.
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream, data = self._stream, tuple(flat.pin_memory() for flat in flats)
-        # An adapter of experts may be larger than what the pool has left; it is copied to its slot from the host.
+        # On OOM (an adapter of experts may exceed free memory) it is copied to its slot from the host.
         with torch.cuda.stream(stream), contextlib.suppress(torch.OutOfMemoryError):
             data = tuple(flat.to(device, non_blocking=True) for flat in data)
         stream.synchronize()
         return GpuAdapter(data)
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
-        """Queue a copy into the slot after the steps that were launched."""
+        """Queue a copy into the slot behind the launched steps."""
         check_slot(slot, self.max_adapters)
         assert isinstance(packed, GpuAdapter)
         for slots, data in zip(self.slots, packed.data, strict=True):
             slots[slot].copy_(data, non_blocking=True)
         if self._device.is_cuda:
-            # The adapter was allocated on another stream, and its memory may be used again only after this copy.
+            # Allocated on another stream: keep the memory until this copy is done.
             for part in packed.data:
                 if part.is_cuda:
                     part.record_stream(torch.cuda.current_stream(part.device))
 
     def check(self, batch: StepBatch) -> None:
-        """Raise Internal for a batch with adapter slots that do not exist."""
+        """Raise Internal for a batch with unknown adapter slots."""
         row_slots(batch, self.max_adapters)
 
     def clear(self) -> None:
-        """Make the next step one whose rows have no adapters."""
+        """Remove adapters from the rows of the next step."""
         self._device.fill_(-1)
 
     def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape) -> None:
-        """Begin the copy of the runs of a step's rows on the current stream. Raises Internal for slots that do not
-        exist."""
+        """Queue the copy of the runs of a step's rows on the current stream. Raises Internal for unknown slots."""
         slots = row_slots(batch, self.max_adapters)
         host = self._hosts[self._turn]
         self._turn = (self._turn + 1) % HOST_RECORDS
@@ -179,8 +176,8 @@ class GpuAdapters(PlainAdapters):
         self._device.copy_(host, non_blocking=True)
 
     def add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
-        """Add to a layer's outputs [T, outputs] the products of its inputs [T, inputs] with the rows' adapters; of
-        heads, both are [T, heads, ...]. ``sampled`` says that the rows are those of the step's samples."""
+        """Add the rows' adapter products of the inputs [T, inputs] to a layer's outputs [T, outputs]; per head, both
+        are [T, heads, ...]. ``sampled``: the rows are the step's sampled ones."""
         if name not in self._layers:
             return
         layer, (runs_at, rows_at, _) = self._layers[name], self._begins(sampled=sampled)
@@ -189,8 +186,8 @@ class GpuAdapters(PlainAdapters):
         add_low_rank(x, self.slots[layer.exact], layer, record, self._shrunk[layer.exact], out)
 
     def routed(self, name: str, x: torch.Tensor, *, sampled: bool) -> torch.Tensor | None:
-        """Return what adapters add to the products [T, experts] of a router's inputs [T, inputs], in float32; None
-        where they may not change it. The next call overwrites it."""
+        """Return the adapters' part of a router's products [T, experts], float32, for inputs [T, inputs]; None if they
+        may not change it. The next call overwrites it."""
         if name not in self._layers:
             return None
         outputs = self._layers[name].outputs
@@ -199,8 +196,8 @@ class GpuAdapters(PlainAdapters):
         return out
 
     def of_pairs(self, name: str, first: int, per_token: int, *, sampled: bool) -> PairAdapters | None:
-        """Return what adapters add to the products of a layer's experts; None where they may not change these. Pairs
-        are numbered from that of row ``first`` on, and each row has ``per_token`` of them."""
+        """Return the adapters' part of the products of a layer's experts; None if they may not change them. Pairs are
+        numbered from row ``first``, ``per_token`` per row."""
         if name not in self._layers:
             return None
         layer, (_, _, slots_at) = self._layers[name], self._begins(sampled=sampled)
@@ -210,16 +207,15 @@ class GpuAdapters(PlainAdapters):
         return PairAdapters(self.slots[0], layer, rows, per_token, pairs)
 
     def _begins(self, *, sampled: bool) -> tuple[int, ...]:
-        """Return where in the record runs, numbers of rows and rows' slots begin."""
+        """Return the offsets of runs, row indices and row slots in the record."""
         return tuple(place + (len(self._device) // 2 if sampled else 0) for place in self._places)
 
     def _runs_of(self, rows: int) -> int:
-        """Return the largest number of runs that so many rows can have: each adapter may have one that is not full."""
+        """Return the max runs of ``rows`` rows: each adapter may have a partial one."""
         return min(rows, rows // RUN_ROWS + self.max_adapters)
 
     def _lay_out(self, flat: torch.Tensor, name: str, pairs: Sequence[LowRank]) -> None:
-        """Write a layer's pairs of matrices into a slot. A pair for several projections is written into each of their
-        slices."""
+        """Write a layer's pairs to a slot. A pair for several projections is written to each of their slices."""
         layer, taken = self._layers[name], set()
         a = flat[layer.a_at : layer.b_at].view(-1, len(layer.ends), layer.rank, layer.inputs)
         b = flat[layer.b_at : layer.a_at + layer.values].view(-1, layer.outputs, layer.rank)
@@ -241,7 +237,7 @@ class GpuAdapters(PlainAdapters):
             b[:, pair.first_output : last, :rank] = pair.b
 
     def _compile(self) -> None:
-        """Run the kernels of each kind of layer, but for experts, over no rows, which compiles them."""
+        """Compile the kernels of each kind of layer, except experts, by running them over no rows."""
         seen = set()
         for name, layer in self._layers.items():
             key = layer.inputs, layer.ends, layer.rank, layer.exact, layer.heads, name in self._routers
@@ -257,19 +253,19 @@ class GpuAdapters(PlainAdapters):
                     self.add(name, x, out, sampled=sampled)
 
     def _lay_slots(self, shapes: Mapping[str, LayerShape], device: torch.device) -> None:
-        """Make the slots, which have a place for each of the layers. Raises ConfigError."""
+        """Allocate the slots, with room for each layer. Raises ConfigError."""
         self._layers: dict[str, LayerSlot] = {}
         sizes = [0, 0]
         for name, shape in shapes.items():
             ends, rank = shape.ends, self._rank
             if not shape.experts and any(boundary % RUN_ROWS for boundary in ends[:-1]):
-                # No tile of outputs lies in one projection: each has ranks of its own in one slice.
+                # Tiles would span projections, so the ranks of all projections share one slice.
                 ends, rank = (shape.outputs,), padded_rank(len(ends) * self._rank)
             experts, begin = len(self._shard.experts(shape.experts)), sizes[shape.exact]
             heads = shape.heads
             shares_b = heads > 0 and name.endswith(".keys")
             layer = LayerSlot(begin, 0, shape.inputs, shape.outputs, ends, rank, experts, shape.exact, heads, shares_b)
-            # Both matrices begin at multiples of 16 values, because the padded rank is one.
+            # Both matrices are aligned to 16 values, since the padded rank is.
             layer = replace(layer, b_at=begin + layer.a_values)
             self._layers[name] = layer
             sizes[shape.exact] += layer.values
@@ -286,10 +282,10 @@ class GpuAdapters(PlainAdapters):
             ) from None
 
     def _make_rooms(self, mixtures: Sequence[Experts]) -> None:
-        """Make the buffers of a step: rows of all ranks, in both types; what routers get; and rows of pairs."""
+        """Allocate the buffers of a step: rows of all ranks in both types, router outputs, and rows of pairs."""
         tokens, ranks = self._max_tokens, MAX_SLICES * self._rank
         heads = max((layer.heads for layer in self._layers.values()), default=0)
-        # An MLP beside the experts is a choice of each row.
+        # A shared expert counts as a choice of each row.
         beside = int(self._config.moe is not None and self._config.moe.shared > 0)
         pairs = min(tokens, MAX_MIXED_ROWS) * max((how.per_token + beside for how in mixtures), default=0)
         routed = tokens * max((how.router.shape[0] for how in mixtures), default=0)
@@ -301,17 +297,17 @@ class GpuAdapters(PlainAdapters):
 
 
 class MixtureAdapters(NamedTuple):
-    """Gives the mixture of experts of a layer, whose names begin with ``layer``, what adapters add to it. ``sampled``
-    says that its rows are those of the step's samples."""
+    """Adapters of one mixture of experts, whose layers' names begin with ``layer``. ``sampled``: the rows are the
+    step's sampled ones."""
 
     adapters: GpuAdapters
     layer: str
     sampled: bool
 
     def routed(self, tensor: LayerTensor, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return what is added to a router's products of rows [T, hidden]: [T, experts] float32, or nothing."""
+        """Return the adapters' part of a router's products of rows [T, hidden]: [T, experts] float32, or None."""
         return self.adapters.routed(self.layer + tensor.name, rows, sampled=self.sampled)
 
     def of_pairs(self, tensor: LayerTensor, first: int, per_token: int) -> PairAdapters | None:
-        """Return what is added to the experts' products of pairs of the rows from ``first`` on."""
+        """Return the adapters' part of the experts' products of pairs, for rows from ``first`` on."""
         return self.adapters.of_pairs(self.layer + tensor.name, first, per_token, sampled=self.sampled)

@@ -1,4 +1,4 @@
-"""Runs tensor parallelism on GPUs: ranks that have one each, or share one.
+"""Tensor parallelism on GPUs, with a GPU per rank or a shared one.
 
-Open ``gpu_rank_loading.py`` first. ``engine/ranks`` has what ranks on CPUs and on GPUs have in common.
+Start with ``gpu_rank_loading.py``. The part common to CPUs and GPUs is in ``engine/ranks``.
 """

@@ -1,15 +1,15 @@
-"""Makes the calls by which the ranks of one worker share a step: sums, gathers and broadcasts, by torch.distributed.
+"""Collectives of the ranks of one worker: sums, gathers and broadcasts, by torch.distributed.
 
-    NCCL    every rank has a GPU of its own: calls are queued on its stream, CUDA graphs capture them
-    gloo    ranks share a GPU, or Triton's interpreter computes: values go through host memory, every call waits
+    NCCL    each rank has its own GPU: calls are queued on its stream, and CUDA graphs capture them
+    gloo    ranks share a GPU, or Triton's interpreter computes: values go through host memory, every call blocks
 
-All ranks make the same calls in the same order. The groups are objects of their own and not torch's global one. Their
-members find each other by a file in memory, whose descriptor rank 0 hands out, and the sockets of both are bound to the
-loopback; only tensors pass between them.
+All ranks make the same calls in the same order. The groups are separate objects, not torch's global one. Members find
+each other by a file in memory, whose descriptor rank 0 passes on, and sockets of both are bound to the loopback; only
+tensors pass between them.
 
-Rank 0 gives the others up after a limit, or when it is told that one has ended; BackendLost then ends the worker with
-all of its ranks. The limit counts the time that this process slept, so that a worker that was paused goes on when it
-wakes. The other ranks wait as long as rank 0 lives, because they end with it.
+Rank 0 gives up after a limit, or when another rank is reported to have exited; BackendLost then ends the worker with
+all of its ranks. The limit counts the time that this process slept, so that a paused worker continues when resumed.
+Other ranks wait as long as rank 0 lives, since they end with it.
 """
 
 from __future__ import annotations
@@ -32,41 +32,37 @@ from pillion.engine.backends.gpu.device_memory import event_on
 from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
 
-# All ranks must have found each other within this time.
 RENDEZVOUS_TIMEOUT_S = 120.0
-# Rank 0 waits at most START_TIMEOUT_S in one call until the first pool is bound, because other ranks still load weights
-# and compile kernels, and at most STEP_TIMEOUT_S in a step.
+# Max wait of rank 0 in one call: until the first pool is bound, while other ranks load and compile, and in a step.
 START_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 60.0
-# A wait for a gloo call is interrupted after this time, to check the limits.
+# Interval for checking limits while waiting for a gloo call.
 HOST_WAIT_S = 0.1
-# While a device computes, the waiting thread sleeps this long at a time. Linux lets a thread sleep longer by its timer
-# slack, which is 50 us by itself.
+# Sleep of a thread that waits for the device, and Linux's timer slack, by default 50 us, that may be added.
 DEVICE_WAIT_S = 50e-6
 TIMER_SLACK_NS = 1000
 _PR_SET_TIMERSLACK = 29
-# The end of an NCCL group takes at most this long.
 CLOSE_TIMEOUT_S = 5.0
-# Torch's own limit counts the time of a pause, so it is set to a time that never passes.
+# Effectively disabled, because torch's timeout counts time in which the process was paused.
 TORCH_TIMEOUT = timedelta(days=30)
 LOOPBACK = "127.0.0.1"
-# What NCCL reads of the environment, where nobody has set it. Ranks are on one host. Connections are made when the
-# ranks meet, because the KV pool takes the memory that is left then, and a later buffer would find none.
+# Defaults of NCCL's environment. Ranks are on one host. Connections are made on joining, because the KV pool takes all
+# remaining memory, and later buffers would fail.
 NCCL_ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_RUNTIME_CONNECT": "0"}
-# NCCL may need this much shared memory; containers have 64 MiB unless they are given more.
+# NCCL may need this size of shared memory; containers have 64 MiB by default.
 SHARED_MEMORY, SHARED_MEMORY_BYTES = "/dev/shm", 2**30  # noqa: S108  (no file is made there)
-# Torch's type stubs lack the classes of groups.
+# Torch's type stubs lack the group classes.
 _DIST: Any = torch.distributed
 
 
 class GpuRankGroup:
-    """Represents one rank's side of the group of ranks; the thread that runs steps calls it. :meth:`join` makes it.
+    """One rank's side of the group; used by the step thread. Made by :meth:`join`.
 
     Attributes:
-        shard: the rank and its share of the model.
-        name: what errors call the process.
-        capturable: whether CUDA graphs may contain the calls.
-        limit_s: longest time of one wait of rank 0.
+        shard: the rank and its shard of the model.
+        name: name of the process in errors.
+        capturable: True if CUDA graphs may contain the calls.
+        limit_s: max wait of rank 0 in one call.
     """
 
     def __init__(
@@ -97,19 +93,19 @@ class GpuRankGroup:
         aborted: Callable[[], bool] = lambda: False,
         name: str = "",
     ) -> GpuRankGroup:
-        """Meet the other ranks, which takes until the last one is there. Raises ConfigError after MEETING_TIMEOUT_S,
-        and soon where a rank has ended.
+        """Join the other ranks; blocks until the last one has joined. Raises ConfigError after RENDEZVOUS_TIMEOUT_S, or
+        soon after a rank has exited.
 
         Args:
-            rendezvous: the descriptor of an empty file in memory, the same for all ranks; it stays the caller's.
-            device: where the rank's tensors are.
-            own_device: whether no two ranks have the same GPU.
-            aborted: returns whether a rank has ended; it is called in every wait.
-            name: what errors call the process; "" stands for its rank.
+            rendezvous: descriptor of an empty file in memory, the same for all ranks; owned by the caller.
+            device: device of the rank's tensors.
+            own_device: True if no two ranks share a GPU.
+            aborted: returns whether a rank has exited; called in every wait.
+            name: name of the process in errors; "" for its rank.
         """
         name = name or f"rank {shard.rank} of {shard.size}"
-        # torch's store opens the file by this path whenever it reads or writes, and once more when the group ends. So
-        # the descriptor stays open, even where a thread still waits for the others.
+        # torch's store reopens the file by this path whenever it is used, and when the group ends, so the descriptor
+        # must stay open.
         rendezvous = os.dup(rendezvous)
 
         def meet() -> Any:
@@ -133,10 +129,9 @@ class GpuRankGroup:
         return cls(shard, group, rendezvous, device, aborted, name)
 
     def sum(self, values: torch.Tensor, *, in_order: bool = False) -> None:
-        """Add up the contiguous ``values`` of all ranks, in place; every rank has the same bits then.
+        """Sum the contiguous ``values`` of all ranks, in place, with equal bits on every rank.
 
-        In which order depends on how many values there are, and two values have only one. ``in_order``: it is that of
-        the ranks, rounded once.
+        The order of addition depends on the number of values. ``in_order``: add in rank order, rounded once.
         """
         host = self._reachable(values)
         if in_order and self.shard.size > 2:
@@ -152,8 +147,8 @@ class GpuRankGroup:
             values.copy_(host)
 
     def gather(self, mine: torch.Tensor, every: list[torch.Tensor]) -> None:
-        """Bring the contiguous ``mine`` of each rank to rank 0, into ``every``, one tensor like ``mine`` for each
-        rank; other ranks pass no list."""
+        """Gather the contiguous ``mine`` of each rank into ``every`` on rank 0, one tensor like ``mine`` per rank;
+        other ranks pass []."""
         options = self._options(_DIST.GatherOptions)
         options.rootRank = 0
         host = self._reachable(mine)
@@ -164,7 +159,7 @@ class GpuRankGroup:
                 target.copy_(found)
 
     def spread(self, values: torch.Tensor) -> None:
-        """Copy rank 0's contiguous ``values`` into those of the other ranks."""
+        """Broadcast rank 0's contiguous ``values`` to the other ranks."""
         options = self._options(_DIST.BroadcastOptions)
         options.rootRank, options.rootTensor = 0, 0
         host = self._reachable(values)
@@ -173,11 +168,11 @@ class GpuRankGroup:
             values.copy_(host)
 
     def meet(self) -> None:
-        """Queue a call after which every rank has ended the work that it queued before."""
+        """Queue a barrier."""
         self.sum(self._flag)
 
     def agree(self, fine: bool) -> bool:
-        """Wait for all ranks; returns whether all of them say ``fine``."""
+        """Wait for all ranks and return whether all passed ``fine``."""
         self._flag.fill_(0 if fine else 1)
         self.sum(self._flag)
         if self._flag.is_cuda:
@@ -189,8 +184,8 @@ class GpuRankGroup:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Leave out all calls within the block, in which a step computes nonsense and takes the memory that it
-        needs. A rank that has none left in the middle of a real step would leave the others waiting there."""
+        """Skip all calls within the block, in which a step computes garbage to allocate the memory that it needs. An
+        OOM in a real step would leave the other ranks waiting."""
         self._alone = True
         try:
             yield
@@ -198,12 +193,12 @@ class GpuRankGroup:
             self._alone = False
 
     def begin_steps(self) -> None:
-        """Wait for all ranks. From then on a wait may take as long as in steps."""
+        """Wait for all ranks, then limit waits to those of steps."""
         self.agree(True)
         self.limit_s = STEP_TIMEOUT_S
 
     def wait(self, event: Any) -> None:
-        """Wait for a CUDA event. Raises BackendLost if the device failed, or another rank is lost."""
+        """Wait for a CUDA event. Raises BackendLost if the device failed, or a rank is lost."""
         self._check_lost()
         waited_s = 0.0
         _sleep_exactly()
@@ -216,12 +211,12 @@ class GpuRankGroup:
             raise self.gone(f"the GPU failed: {error}") from error
 
     def close(self) -> None:
-        """Leave the group, without waiting for others. Idempotent."""
+        """Leave the group without waiting for others. Idempotent."""
         group, self._group = self._group, None
         if group is None:
             return
-        # Kernels that wait for a rank that is gone would keep the device busy for ever. Torch's own end waits for the
-        # other ranks, which may have ended before this one.
+        # abort, because kernels waiting for a dead rank would never finish, and torch's own destructor waits for the
+        # other ranks.
         if self.capturable and not wait([_in_thread(group.abort)], CLOSE_TIMEOUT_S).done:
             self._keep(group)
         elif not self._lost:
@@ -229,12 +224,12 @@ class GpuRankGroup:
             os.close(self._rendezvous)
 
     def _reachable(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values themselves, or a copy in host memory if the group can only send that."""
+        """Return the values, or a copy in host memory if the group needs that."""
         return values if self.capturable else values.cpu()
 
     def _options(self, kind: Any) -> Any:
-        """Return options of a call. NCCL's run on the current stream, and not on one of its own, which would wait for
-        that one and be waited for."""
+        """Return options of a call. asyncOp=False runs NCCL's calls on the current stream, without synchronizing with
+        another one."""
         options = kind()
         options.asyncOp = not self.capturable
         return options
@@ -246,7 +241,7 @@ class GpuRankGroup:
         try:
             work = call(*args)
             if self.capturable:
-                # The device's stream waits for the call, and this thread does not.
+                # Only the device's stream waits for the call.
                 if work is not None:
                     work.wait()
                 return
@@ -258,7 +253,7 @@ class GpuRankGroup:
             self._check(waited_s)
 
     def _ended(self, work: Any) -> bool:
-        """Wait for a call for at most HOST_WAIT_S; returns whether it has ended."""
+        """Wait up to HOST_WAIT_S for a call, and return whether it has finished."""
         ended = work.is_completed()
         try:
             work.wait(timedelta(seconds=HOST_WAIT_S))
@@ -279,16 +274,16 @@ class GpuRankGroup:
             raise self.gone(f"no answer from the others in {self.limit_s:.0f} s")
 
     def gone(self, reason: str) -> BackendLost:
-        """Return the group up, for ``reason``; returns the error to raise."""
+        """Mark the group as lost and return the error to raise."""
         if not self._lost:
             self._lost = True
-            # The end of a gloo group waits for running calls, which may wait for a rank that hangs.
+            # gloo's destructor waits for running calls, and so perhaps for a hung rank.
             self._keep(self._group)
         return BackendLost(f"{self.name}: {reason}")
 
     @staticmethod
     def _keep(group: Any) -> None:
-        """Make the group object stay until the process ends, even when Python drops everything else."""
+        """Leak the group object until the process exits."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -307,7 +302,7 @@ def _nccl(store: Any, shard: ModelShard, device: torch.device) -> Any:
     options = _DIST.ProcessGroupNCCL.Options()
     options._timeout = TORCH_TIMEOUT
     group = _DIST.ProcessGroupNCCL(store, shard.rank, shard.size, options)
-    # Ranks meet in the first call, which waits for all of them, and which no graph may contain.
+    # The first call connects the ranks; it blocks and cannot be captured.
     with torch.cuda.device(device):
         group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.synchronize(device)
@@ -315,7 +310,7 @@ def _nccl(store: Any, shard: ModelShard, device: torch.device) -> Any:
 
 
 def _in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Return the result of ``work`` in a thread of its own, which does not keep the process from ending."""
+    """Run ``work`` in a daemon thread and return the future of its result."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -329,12 +324,12 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _sleep_exactly() -> None:
-    """Let this thread sleep as long as it says, but for TIMER_SLACK_NS; where that cannot be set, it sleeps longer."""
+    """Reduce this thread's timer slack to TIMER_SLACK_NS, if possible."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
 
 
 def _little_shared_memory() -> str:
-    """Return words for an error of NCCL where the machine, or the container, has little shared memory."""
+    """Return a hint for errors of NCCL if shared memory is small."""
     shared = os.statvfs(SHARED_MEMORY)
     size = shared.f_blocks * shared.f_frsize
     if size >= SHARED_MEMORY_BYTES:

@@ -1,9 +1,8 @@
-"""Gathers the logits of a model whose tokens are shared out among ranks: each multiplies by its part of the head, rank
-0 has all.
+"""Gathering of the logits of a vocabulary-parallel LM head on rank 0.
 
     rank r   normed [R, hidden] --head of its tokens--> mine [R, tokens of r] --gather--> rank 0: logits [R, vocab]
 
-The shares may differ in size, but torch's gather needs equal ones, so each rank sends as much as the largest share has.
+Shards may differ in size, but torch's gather needs equal sizes, so each rank sends as much as the largest shard.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 
 
 class RankLogits:
-    """Holds one rank's buffers for the logits of up to ``max_rows`` rows, which CUDA graphs use; a step with more rows
+    """One rank's buffers for the logits of up to ``max_rows`` rows, used by CUDA graphs; a step with more rows
     allocates its own."""
 
     def __init__(
         self, ranks: GpuRankGroup, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make the buffers. ``dtype`` is the type of the head's products."""
+        """``dtype`` is the type of the head's products."""
         shard = ranks.shard
         self._ranks, self._rank = ranks, shard.rank
         self._shares = [replace(shard, rank=rank).vocabulary(vocab_size) for rank in range(shard.size)]
         self._most = max(map(len, self._shares))
-        # Each rank sends one row of this buffer, and rank 0 also has a row for each rank.
+        # One row to send; on rank 0 also a row per rank.
         self._buffers = torch.zeros(1 + shard.size * shard.leads, max_rows * self._most, dtype=dtype, device=device)
         self._used = self._buffers
 
@@ -38,8 +37,8 @@ class RankLogits:
         return self._view(self._used[0], self._rank, rows)
 
     def gather(self, rows: int) -> list[tuple[range, torch.Tensor]]:
-        """Bring the products that all ranks put into their :meth:`room` for ``rows`` rows to rank 0, which returns
-        each rank's tokens with their logits [rows, tokens]. The other ranks return nothing."""
+        """Gather the products in all ranks' :meth:`room` for ``rows`` rows; returns each rank's tokens with their
+        logits [rows, tokens] on rank 0, [] on others."""
         mine, *every = self._used.unbind(0)
         self._ranks.gather(mine, every)
         return [

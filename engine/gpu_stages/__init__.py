@@ -1,4 +1,4 @@
-"""Runs pipeline parallelism on GPUs: stages of a prefill worker that have one each, or share one.
+"""Pipeline parallelism on GPUs: stages of a prefill worker, with a GPU each or a shared one.
 
-Open ``gpu_stage_loading.py`` first. ``engine/stages`` has what stages on CPUs and on GPUs have in common.
+Start with ``gpu_stage_loading.py``. The part common to CPUs and GPUs is in ``engine/stages``.
 """

@@ -1,10 +1,9 @@
-"""Runs a stage on a GPU: its forward pass begins with the rows of the stage before, and ends with its own.
+"""Backend of a stage on a GPU: a forward pass begins with the rows of the stage before, and ends with its own.
 
     take --> layers of the stage: their KV into the pool --> wait for that --> give
 
-What passes on is the residual stream's buffer, outside of CUDA graphs, without the rows that a step is padded with. So
-the stages of a worker need not agree on graphs. Where a stage is several ranks, their sums are those of ranks
-(``engine/gpu_ranks``).
+The residual stream's buffer is passed on, outside of CUDA graphs and without padding rows, so stages need not agree on
+graphs. In a stage of several ranks, sums are those of ranks (``engine/gpu_ranks``).
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from pillion.kernels.step import SamplingRows, StepBatch
 
 
 class GpuStageBackend(GpuBackend):
-    """Implements :class:`pillion.engine.stages.staged_backend.StageBackend` on a GPU.
+    """:class:`pillion.engine.stages.staged_backend.StageBackend` on a GPU.
 
-    Attributes:
-        worked: when the last forward pass computed.
+    ``worked``: start and end of the last forward pass.
     """
 
     worked = Worked(0.0, 0.0)
@@ -43,9 +41,9 @@ class GpuStageBackend(GpuBackend):
         enforce_eager: bool = False,
         link: GpuStageLink,
     ) -> None:
-        """Make the backend, which owns the link from now on."""
+        """Own ``link`` from now on."""
         super().__init__(model, layout, limits, enforce_eager=enforce_eager)
-        # A prefill worker chooses no tokens.
+        # Prefill workers do not sample.
         self._sampler = None
         self._link = link
 
@@ -54,23 +52,23 @@ class GpuStageBackend(GpuBackend):
         self.check_step(batch)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV, which is complete at the return, and gives the rows to the next stage, which may take
-        them later. Returns no logits."""
+        """Write the batch's KV, which is complete on return, and queue the rows for the next stage. Returns no
+        logits."""
         return self._forward(self._bound_or_raise(), batch)[0]
 
     def warm_up(self, max_tokens: int) -> None:
-        """Capture CUDA graphs over the bound pool, and waits for the stages beside this one."""
+        """Capture CUDA graphs over the bound pool, and wait for the adjacent stages."""
         super().warm_up(max_tokens)
         self._link.begin_steps()
 
     def settle(self) -> None:
-        """Wait as :meth:`GpuBackend.settle` does, and for no stage that is lost."""
+        """Wait like :meth:`GpuBackend.settle`, but not for a lost stage."""
         if self._model.device.type == "cuda":
             self._link.wait(event_on(self._model.device))
         super().settle()
 
     def close(self) -> None:
-        """Release what :meth:`GpuBackend.close` does, and leaves the other stages. Idempotent."""
+        """Release like :meth:`GpuBackend.close`, and leave the other stages. Idempotent."""
         super().close()
         self._link.close()
 
@@ -89,8 +87,7 @@ class GpuStageBackend(GpuBackend):
         return logits
 
     def _mark(self) -> Any:
-        """Return what stands for the end of all that was queued so far: a time of time.monotonic(), or a CUDA
-        event."""
+        """Return a mark of the end of everything queued: a time.monotonic(), or a CUDA event."""
         if self._model.device.type != "cuda":
             return time.monotonic()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -98,7 +95,7 @@ class GpuStageBackend(GpuBackend):
         return event
 
     def _worked_since(self, began: Any) -> Worked:
-        """Wait for all that was queued, and returns when the device computed what was queued since a mark."""
+        """Wait for everything queued and return the interval since a mark."""
         ended = self._mark()
         if isinstance(ended, float):
             return Worked(began, ended)

@@ -1,10 +1,10 @@
-"""Passes the rows of the residual stream from the GPU of one stage to that of the next one.
+"""Transfer of the residual stream's rows from one stage's GPU to the next one's.
 
     stage s: give --a broadcast in a group of two--> stage s + 1: take
 
-Each rank of a stage has a group with the same rank of the next stage (:mod:`pillion.engine.gpu_ranks.rank_group`). By
-NCCL rows go from device to device, and neither side's thread waits; by gloo, where stages share a GPU, they go through
-host memory. In both a stage's next step begins when the next stage has taken the rows of this one.
+Each rank of a stage has a group with the same rank of the next stage (:mod:`pillion.engine.gpu_ranks.rank_group`). NCCL
+copies from device to device without blocking; gloo, for stages that share a GPU, copies through host memory. Either
+way, a stage's next step begins when the next stage has received the rows of this one.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.stages.stage_shares import StagePlace
 
-# In a group of two stages the first one gives rows, and the second one takes them.
+# Ranks in the group of two adjacent stages.
 GIVES, TAKES = range(2)
 
 
 @dataclass(frozen=True, slots=True)
 class StageRendezvous:
-    """Holds the descriptors of the files in memory by which the processes of a worker find each other: one for the
-    ranks of each stage, where it has several, and one for each rank between two stages."""
+    """Descriptors of files in memory for joining a worker's processes: one for the ranks of each stage, if several, and
+    one per rank between two stages."""
 
     stages: Sequence[int]
     between: Sequence[Sequence[int]]
 
     @classmethod
     def create(cls, stages: int, ranks: int) -> StageRendezvous:
-        """Make the files."""
 
         def made(count: int) -> list[int]:
             return [os.memfd_create("pillion-rendezvous", os.MFD_CLOEXEC) for _ in range(count)]
@@ -42,19 +41,19 @@ class StageRendezvous:
         return cls(made(stages if ranks > 1 else 0), [made(ranks) for _ in range(stages - 1)])
 
     def of(self, place: StagePlace) -> list[int]:
-        """Return those of a process, in the order in which a process's share is loaded with them."""
+        """Return those of a process, in the order of :func:`load_share_of`."""
         beside = self.between[max(place.stage - 1, 0) : place.stage + 1]
         return [*self.stages[place.stage : place.stage + 1], *(each[place.rank] for each in beside)]
 
     def close(self) -> None:
-        """Close the descriptors; processes that have met keep their own."""
+        """Close the descriptors; joined processes keep their own."""
         for descriptor in (*self.stages, *(one for each in self.between for one in each)):
             os.close(descriptor)
 
 
 class GpuStageLink:
-    """Represents one process's ends of what it has in common with the stages beside its own: ``before`` leads to the
-    stage before, ``after`` to the next one; None at the ends of the pipeline. :meth:`join` makes it."""
+    """One process's connections to the adjacent stages: ``before`` and ``after``, None at the ends of the pipeline.
+    Made by :meth:`join`."""
 
     def __init__(self, before: GpuRankGroup | None, after: GpuRankGroup | None) -> None:
         """Own the groups from now on."""
@@ -71,13 +70,12 @@ class GpuStageLink:
         own_device: bool,
         aborted: Callable[[], bool] = lambda: False,
     ) -> GpuStageLink:
-        """Meet the stages beside ``place``. ``rendezvous`` are the descriptors by which it finds the stage before,
-        where there is one, and then the next one; the rest is what :meth:`GpuRankGroup.join` takes. Raises
-        ConfigError."""
+        """Join the stages adjacent to ``place``. ``rendezvous``: descriptors for the stage before, if any, then for the
+        next one; the rest as in :meth:`GpuRankGroup.join`. Raises ConfigError."""
         given = iter(rendezvous)
 
         def group(side: int) -> GpuRankGroup:
-            # A group takes a shard for its rank and its size alone: two neighbouring stages are ranks 0 and 1 of two.
+            # Only rank and size of the shard matter: adjacent stages are ranks 0 and 1 of two.
             shard = ModelShard(range(0), side, 2)
             return GpuRankGroup.join(
                 shard, next(given), device, own_device=own_device, aborted=aborted, name=place.name
@@ -92,28 +90,28 @@ class GpuStageLink:
             raise
 
     def take(self, rows: torch.Tensor) -> None:
-        """Queue, or awaits, that the contiguous ``rows`` are those of the stage before. The first stage has none
-        before it. Raises BackendLost."""
+        """Receive the stage before's rows into the contiguous ``rows``; a no-op in the first stage. Raises
+        BackendLost."""
         if self._before is not None:
             self._before.spread(rows.view(torch.uint8))
 
     def give(self, rows: torch.Tensor) -> None:
-        """Return the contiguous ``rows`` to the next stage, where there is one; what this process queues on the device
-        afterwards may change them. Raises BackendLost."""
+        """Send the contiguous ``rows`` to the next stage, if any; work queued later may change them. Raises
+        BackendLost."""
         if self._after is not None:
             self._after.spread(rows.view(torch.uint8))
 
     def wait(self, event: Any) -> None:
-        """Wait for a CUDA event: in the first stage for a limited time, in the others as long as the first one lives.
-        Raises BackendLost if the device failed, or another process is lost."""
+        """Wait for a CUDA event: with a limit in the first stage, in others as long as the first one lives. Raises
+        BackendLost if the device failed, or a process is lost."""
         self._groups[0].wait(event)
 
     def begin_steps(self) -> None:
-        """Wait for the stages beside this one. From then on a wait may take as long as in steps."""
+        """Wait for the adjacent stages, then limit waits to those of steps."""
         for group in self._groups:
             group.begin_steps()
 
     def close(self) -> None:
-        """Leave the other stages, without waiting for them. Idempotent."""
+        """Leave the other stages without waiting for them. Idempotent."""
         for group in self._groups:
             group.close()

@@ -1,4 +1,4 @@
-"""Loads the stages of a prefill worker on GPUs, each on its own or all on one."""
+"""Loading of a prefill worker's stages on GPUs, one each or a shared one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ log = logging.getLogger("pillion.worker")
 
 
 def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Load a worker of several stages, of which this process is the first."""
+    """Load a worker of several stages, as its first process."""
     stages, ranks, limits = flags.pipeline_parallel_size, flags.tensor_parallel_size, limits_of(flags, prepared)
-    # Steps write nothing to this memory, which only shows whether a process has ended.
+    # Steps do not use this memory; it only signals a process's exit.
     memory = RankMemory.create(load_config(prepared.folder), flags.processes, 1)
     apart, rendezvous = gpu_for_each(flags.processes), StageRendezvous.create(stages, ranks)
     environ = first_gpu if apart else lambda process: None
@@ -70,8 +70,8 @@ def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -
 def load_gpu_stage(
     flags: WorkerFlags, order: dict[str, Any], memory_fd: int, *descriptors: int
 ) -> tuple[GpuStageBackend, RankMemory]:
-    """Load the share of another process, and the memory that tells of the end of one. ``descriptors`` are those by
-    which it meets others. Raises ConfigError."""
+    """Load the share of another process, and the memory that signals exits. ``descriptors`` are for joining the others.
+    Raises ConfigError."""
     prepared = prepare(flags, log.info)
     place = StagePlace.of(order["rank"], flags.pipeline_parallel_size, flags.tensor_parallel_size)
     memory, limits = RankMemory.open(os.dup(memory_fd)), GpuLimits(**order["limits"])
@@ -88,9 +88,8 @@ def load_share_of(
     *,
     apart: bool,
 ) -> tuple[GpuStageBackend, str]:
-    """Meet the other processes and makes the backend of the one at ``place``; returns it with the name of its kernels.
-    ``memory`` shows whether a process has ended, ``apart`` says whether each has a GPU of its own. Raises
-    ConfigError."""
+    """Join the other processes and return the backend of the one at ``place``, with the name of its kernels. ``memory``
+    signals exits; ``apart``: each process has its own GPU. Raises ConfigError."""
     config, device, given = load_config(prepared.folder), step_device(), list(rendezvous)
     shard = rank_shard(flags, place.shard(config), config)
     group = join_ranks(shard, given.pop(0), memory, apart=apart) if place.ranks > 1 else None

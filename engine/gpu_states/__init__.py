@@ -1,1 +1,1 @@
-"""Runs layers that carry a state from token to token on GPUs (docs/decisions/states.md)."""
+"""Layers with a recurrent state on GPUs (docs/decisions/states.md)."""

@@ -1,4 +1,4 @@
-"""Calls the GPU kernels of layers that carry a state from token to token, whose pieces lie in slots of the pool.
+"""Calls of the GPU kernels of layers with a recurrent state, whose pieces are in slots of the pool.
 
     rows --gate, convolve, gate--> convolved                                                                 (LFM2)
 
@@ -11,10 +11,9 @@
     rows --linear.in--> made --convolve--> mixed --scan--> remembered, gates of made --gate--> gated
     mixed --linear.sides--> sides --norms--> narrow, writes, reads   narrow --linear.steps--> steps (Jamba, for scans)
 
-The product after them, and its sum with the residual stream, are the model's. Buffers are those of the largest layer,
-for steps of the most tokens, and all layers share them. A rank of several has some of the heads, and the channels of
-convolutions that these need; where it has a part of a group that is normed together, the squares of all parts are added
-up over the ranks before.
+The product that follows, and its sum with the residual stream, belong to the model. Buffers have the size of the
+largest layer and the longest step, and are shared by all layers. A rank has some of the heads, and the channels of
+convolutions that they need; for a norm group divided over ranks, squares are first summed over the ranks.
 """
 
 from __future__ import annotations
@@ -46,17 +45,16 @@ from pillion.kernels.gpu_states.gpu_gates import group_squares, norm_gated
 from pillion.kernels.gpu_states.gpu_selective_scan import ScanShape, selective_scan
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 
-# Pieces' places are in values of this many bytes.
+# Unit of pieces' offsets.
 _VALUE_BYTES = 4
-# Such a function multiplies rows by the layer's matrix of a name, into the rows that it returns.
+# Multiplies rows by the layer's matrix of that name, into the given rows, which it returns.
 Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-# These buffers are float32, and the others have the type of the model.
+# Float32 buffers; others have the model's type.
 _WIDE = ("remembered", "learns", "forgets", "squares")
 
 
 class _SharedGroup(NamedTuple):
-    """Describes a group of values that are normed together, of which several ranks have a part each: its number, out of
-    how many, and how many values it has."""
+    """A norm group divided over ranks: its index, the number of groups, and the group's size."""
 
     number: int
     groups: int
@@ -65,15 +63,15 @@ class _SharedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _OwnLayer:
-    """Holds what this process has of a layer with a state.
+    """This process's part of a layer with a state.
 
     Attributes:
-        inputs, memory, sides: where the pieces of its state are, int32 [pieces, 2]: those of the convolution's last
-            inputs, those of matrices, and those of the rows since a chunk began that heads have beside values.
+        inputs, memory, sides: locations of the state's pieces, int32 [pieces, 2]: the convolution's last inputs, the
+            matrices, and what heads have beside values for the rows since a chunk began.
         shape: its heads; None for a short convolution.
-        channels: how many channels the convolution reads, and ``columns`` where each goes, None where all are in order.
-        widths: how many values a row of each buffer has.
-        group: the group that is shared with other ranks; None where groups are whole.
+        channels: channels read by the convolution; ``columns``: target of each, None if in order.
+        widths: row width of each buffer.
+        group: the norm group shared with other ranks, if any.
     """
 
     inputs: torch.Tensor
@@ -87,7 +85,7 @@ class _OwnLayer:
 
 
 def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard, device: torch.device) -> _OwnLayer:
-    """Describe a process's share of an operation, whose ``pieces`` are its own."""
+    """Return a process's part of an operation, whose ``pieces`` are its own."""
     parts, found = operation.taps.rows, shard.channels(operation.taps.rows)
     spans = [(start, len(shard.entries(part))) for part, start in zip(parts, found.starts, strict=True)]
     chosen = [start + each for start, count in spans for each in range(count)]
@@ -98,7 +96,7 @@ def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard
     group: _SharedGroup | None = None
     match operation:
         case ShortConvolution():
-            # Channels that fill the last piece are not among the products.
+            # Channels that pad the last piece are not in the products.
             columns = columns[: len(chosen)]
             widths = {"made": 3 * len(chosen), "found": len(chosen)}
         case DeltaRule():
@@ -132,7 +130,7 @@ def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard
 
 
 def _delta_widths(operation: DeltaRule, shape: DeltaShape, shard: ModelShard) -> Iterator[tuple[str, int]]:
-    """Yield the buffers that a delta rule needs, and how many values a row of each has."""
+    """Yield the buffers of a delta rule, with their row widths."""
     values = shape.heads * shape.head_dim
     yield from (("made", _own_rows(operation.inputs, shard)), ("rates", _own_rows(operation.rates, shard)))
     yield from (("mixed", shape.mixed), ("remembered", values), ("found", values))
@@ -144,21 +142,21 @@ def _delta_widths(operation: DeltaRule, shape: DeltaShape, shard: ModelShard) ->
 
 
 def _own_rows(tensor: LayerTensor, shard: ModelShard) -> int:
-    """Return how many rows of a matrix a process has."""
+    """Return the number of a matrix's rows in this process."""
     return len(shard.indices(tensor.rows))
 
 
 def _values(pieces: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Return the pages of pieces, and their places there in values, int32 [pieces, 2]."""
+    """Return the pieces' pages and their offsets in values, int32 [pieces, 2]."""
     places = [(page, offset // _VALUE_BYTES) for page, offset in pieces]
     return torch.tensor(places, dtype=torch.int32, device=device).view(-1, 2)
 
 
 class GpuStates:
-    """Holds the buffers of a model's layers that have states, which are made before there is a pool."""
+    """Buffers of a model's layers with states, allocated before there is a pool."""
 
     def __init__(self, model: GpuModel, layout: KVLayout, max_seqs: int) -> None:
-        """Make the buffers of ``model``, whose states lie in slots as ``layout`` says, for steps of at most so many
+        """Allocate the buffers of ``model``, with states laid out by ``layout``, for steps of up to ``max_seqs``
         sequences."""
         assert layout.state_layout is not None
         self.model, self._layout, self._max_seqs = model, layout, max_seqs
@@ -185,17 +183,17 @@ class GpuStates:
         self.solved = torch.zeros(solved, dtype=torch.float32, device=model.device)
 
     def buffer(self, index: int, name: str, count: int) -> torch.Tensor:
-        """Return the first ``count`` rows of a buffer, as wide as layer ``index`` needs it."""
+        """Return the first ``count`` rows of a buffer, at layer ``index``'s width."""
         width = self.own[index].widths[name]
         return self._buffers[name][: count * width].view(count, width)
 
     def over(self, pool: torch.Tensor) -> StatesInPool:
-        """Return what reads and writes layers' states in the slots of a pool of bytes [slots, block_bytes]."""
+        """Return the reader and writer of states in the slots of a pool of bytes [slots, block_bytes]."""
         return StatesInPool(self, pool.view(torch.float32), self._layout.state_pages, self._max_seqs)
 
 
 class StatesInPool:
-    """Holds the states of a model's layers in the slots of one pool; ``record`` has those of the step that runs."""
+    """States of a model's layers in the slots of one pool; ``record`` has those of the running step."""
 
     def __init__(self, layers: GpuStates, pool: torch.Tensor, pages: int, max_seqs: int) -> None:
         self._layers, model = layers, layers.model
@@ -203,12 +201,12 @@ class StatesInPool:
         self.record = StateRecord(pool, model.max_tokens, max_seqs, pages, model.device)
 
     def room(self, index: int, count: int) -> torch.Tensor:
-        """Return the buffer for a product of ``count`` rows that layer ``index`` with a state reads."""
+        """Return the buffer for a product of ``count`` rows that layer ``index`` reads."""
         return self._layers.buffer(index, "made", count)
 
     def run(self, index: int, operation: StateOperation, rows: torch.Tensor, product: Product) -> torch.Tensor:
-        """Compute an operation of layer ``index`` over the step's rows [T, ...], and writes their states. Returns rows
-        of a buffer that all layers share. ``product`` multiplies by the layer's matrices."""
+        """Compute an operation of layer ``index`` over the step's rows [T, ...] and write their states. Returns rows of
+        a shared buffer. ``product`` multiplies by the layer's matrices."""
         match operation:
             case ShortConvolution():
                 out = self._buffer(index, "found", rows)
@@ -239,7 +237,7 @@ class StatesInPool:
         delta_rule(
             mixed, learns, forgets, self._layers.solved, remembered, self.record.step, own.memory, own.sides, shape
         )
-        # The buffer of factors' products is free again.
+        # The last call's buffer is free again.
         gates = self._of_few(index, operation.gate_down, operation.gate_up, rows, product)
         out, norm = self._buffer(index, "found", rows), self._vector(index, operation.norm)
         norm_gated(
@@ -305,7 +303,7 @@ class StatesInPool:
     def _squares(
         self, index: int, group: _SharedGroup, rows: torch.Tensor, gates: torch.Tensor, *, gate_first: bool
     ) -> torch.Tensor:
-        """Return the means [T] of the squares of a group, of which each of several ranks has a part."""
+        """Return the mean squares [T] of a norm group divided over ranks."""
         model, every = self._model, self._buffer(index, "squares", rows)
         assert model.ranks is not None
         group_squares(rows, gates, every, group.number, group.values, gate_first=gate_first)
@@ -323,7 +321,7 @@ class StatesInPool:
     def _of_few(
         self, index: int, down: LayerTensor | None, up: LayerTensor | None, rows: torch.Tensor, product: Product
     ) -> torch.Tensor | None:
-        """Return the product of the rows with one matrix and then with another; None where there are none."""
+        """Return the product of the rows with two matrices in sequence; None if there are none."""
         if down is None or up is None:
             return None
         narrow, few = (self._buffer(index, name, rows) for name in ("narrow", "few"))

@@ -1,12 +1,13 @@
-"""Says where a rank on GPUs has its part of a state.
+"""Locations of a rank's part of a state on GPUs.
 
-    a pool in one piece              the pieces of its own heads among those of the whole state, so that workers of all
-                                     sizes go on from each other's states
-    a pool of a shard for each rank  a state of its own heads alone, in what it has of each slot in its own shard: the
-                                     pages of all ranks are one state, which fits ranks of that number alone
+    a pool in one piece            the pieces of the rank's heads within the whole state, so that workers of all sizes
+    can
+                                   continue from each other's states
+    a pool with a shard per rank   a state of the rank's heads only, in its part of each slot in its shard: the pages of
+                                   all ranks are one state, which fits that number of ranks only
 
-Where several shards have the same KV head, each rank has some of the rows of the blocks there, which are those that
-count for its shard when a block is gathered (:func:`pillion.kvstore.memory.head_shares.own_rows`).
+Where several shards have the same KV head, each rank uses some rows of its blocks: those that count for its shard when
+a block is gathered (:func:`pillion.kvstore.memory.head_shares.own_rows`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pillion.kvstore.memory.head_shares import own_rows, shares_of
 
 
 def rank_layout(layout: KVLayout, config: ModelConfig, shard: ModelShard, *, divided: bool) -> KVLayout:
-    """Return the layout of a rank, whose pieces of states are its own alone. ``layout`` is that of a process that has
-    the whole model; ``divided`` says that each rank has a shard of the pool."""
+    """Return the layout of a rank, with only its own pieces of states. ``layout`` is that of a process with the whole
+    model; ``divided``: each rank has a shard of the pool."""
     if shard.whole or not layout.state_pages:
         return layout
     if divided:
@@ -44,7 +45,7 @@ def rank_layout(layout: KVLayout, config: ModelConfig, shard: ModelShard, *, div
 
 
 def _divided(layout: KVLayout, config: ModelConfig, shard: ModelShard) -> KVLayout:
-    """Return the layout of a rank that has a shard of the pool. All ranks need as many pages."""
+    """Return the layout of a rank with a shard of the pool. All ranks need the same number of pages."""
     size, pages, every = shard.size, 0, []
     for rank in range(size):
         first, room = _own_bytes(layout, rank, size)
@@ -59,7 +60,7 @@ def _divided(layout: KVLayout, config: ModelConfig, shard: ModelShard) -> KVLayo
 
 
 def _own_bytes(layout: KVLayout, rank: int, size: int) -> tuple[int, int]:
-    """Return where in its part of a slot a rank has states, and in how many bytes."""
+    """Return offset and size in bytes of a rank's states in its part of a slot."""
     rows, heads = layout.rows_and_pieces
     if not heads:
         return 0, 0
@@ -71,7 +72,7 @@ def _own_bytes(layout: KVLayout, rank: int, size: int) -> tuple[int, int]:
 
 
 def _own_states(config: ModelConfig, shard: ModelShard) -> Iterator[LayerState | None]:
-    """Yield what a rank's heads and channels carry from token to token, by layer."""
+    """Yield the states of a rank's heads and channels, by layer."""
     for operation, state in zip(_operations(config), states_of(layers_of(config)), strict=True):
         if operation is None or state is None:
             yield None
@@ -90,7 +91,7 @@ def _operations(config: ModelConfig) -> Iterator[StateOperation | None]:
 
 
 def _moved(pieces: LayerPieces | None, by: int) -> LayerPieces | None:
-    """Return pieces that begin so many bytes later in their slots."""
+    """Return pieces shifted by ``by`` bytes in their slots."""
     if pieces is None:
         return None
     parts = pieces.inputs, pieces.memory, pieces.sides

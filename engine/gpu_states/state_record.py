@@ -1,11 +1,10 @@
-"""Holds what a step's kernels read of its sequences and their states as one vector of integers, which one copy brings
-to the device.
+"""Kernel arguments about a step's sequences and their states, as one vector of integers, copied to the device at once.
 
     owners [max_tokens] | count [1] | starts [max_seqs + 1] | firsts [max_seqs] | chunk_starts [max_seqs + 1]
     | chunk_owners [most_chunks] | slots [max_seqs, 2, pages]
 
-It is beside the step's own record (:mod:`pillion.engine.backends.gpu.gpu_step`), has a fixed address like that, and its
-host records take turns in the same way. Behind the last sequence a record ends.
+It accompanies the step's own record (:mod:`pillion.engine.backends.gpu.gpu_step`), with a fixed address and alternating
+host buffers like that. The copy ends after the last sequence.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from pillion.kernels.step import StateSlots, StepBatch
 
 
 class StateRecord:
-    """Holds the record of the step that is launched next, for steps of at most so many tokens and sequences whose
-    states have ``pages`` slots each. ``step`` has its views on the device, and the pool, float32 [slots, values]."""
+    """Record of the next step, for up to ``max_tokens`` tokens and ``max_seqs`` sequences, whose states have ``pages``
+    slots each. ``step`` has its views on the device, and the pool, float32 [slots, values]."""
 
     def __init__(self, pool: torch.Tensor, max_tokens: int, max_seqs: int, pages: int, device: torch.device) -> None:
         self._max_tokens, self._pages = max_tokens, pages
@@ -49,7 +48,7 @@ class StateRecord:
         self.step.owners.fill_(-1)
 
     def check(self, states: StateSlots | None, num_seqs: int) -> None:
-        """Raise Internal unless each of a step's sequences has slots of the pool."""
+        """Raise Internal unless each of a step's sequences has slots in the pool."""
         if states is None:
             raise Internal("a step of a model with states names no slots for them")
         shape, most = (num_seqs, self._pages), len(self.step.pool)
@@ -60,7 +59,7 @@ class StateRecord:
                 raise Internal(f"a state that is to be {name} leaves the pool of {most} slots")
 
     def send(self, batch: StepBatch, shape: StepShape) -> None:
-        """Begin the copy of a step that has passed :meth:`check` on the current stream."""
+        """Queue the copy of a step that has passed :meth:`check` on the current stream."""
         turn, seqs, states = self._turn, batch.num_seqs, batch.states
         self._turn = (turn + 1) % HOST_RECORDS
         assert states is not None

@@ -1,8 +1,8 @@
-"""Runs a rank on the CPU kernels: the backend of its share of the model.
+"""Backend of a rank on the CPU kernels, with its shard of the model.
 
-Each rank's backend works over the same pool. All run each forward pass at the same time, with the same batch and the
-same adapters in the same slots: a rank waits in it for the others. Rank 0 alone gets logits; it copies blocks before
-its forward pass begins. Where a rank fails, all do: a step raises BackendLost.
+The ranks' backends share the pool. All run each forward pass simultaneously, with the same batch and the same adapter
+slots, and wait for each other in it. Only rank 0 gets logits; it copies blocks before its forward pass begins. If a
+rank fails, all do: a step raises BackendLost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pillion.kernels.step import StepBatch
 
 
 class CpuRankBackend(CpuBackend):
-    """Implements the backend of ``member``'s share of a model."""
+    """Backend of ``member``'s shard of a model."""
 
     def __init__(
         self,
@@ -40,13 +40,12 @@ class CpuRankBackend(CpuBackend):
         """Make a :class:`CpuBackend` over the memory of all ranks."""
         assert model.shard == member.shard
         self._member = member
-        # The kernels read from these words how the rank waits (pillion.kernels.cpu.ranks.rank_sums). The first word
-        # changes.
+        # How the rank waits, read by the kernels (pillion.kernels.cpu.ranks.rank_sums). The first word changes.
         self._collective = np.array([0, member.naps, member.nap_ns, member.memory.rank_bytes], np.int64)
         super().__init__(model, threads, affinity, share, self._common(model.config))
 
     def _common(self, config: ModelConfig) -> dict[str, Bytes]:
-        """Return the memory that the programs use outside of the workspace, by the names of buffers."""
+        """Return the memory that programs use beside the workspace, by buffer name."""
         memory, shard = self._member.memory, self._member.shard
         found = {
             WORDS: memory.words,
@@ -71,10 +70,9 @@ class CpuRankBackend(CpuBackend):
             raise
 
     def _run_kernels(self, program: Program) -> None:
-        """Run the kernels. Raises BackendLost where another rank does not come, because the step's results are worth
-        nothing then."""
+        """Run the kernels. Raises BackendLost if another rank does not arrive, as the results are then invalid."""
         memory, shard = self._member.memory, self._member.shard
-        # The last operation of a step is a wait, so all ranks begin the next step with the same number.
+        # A step ends with a wait, so all ranks begin with the same number.
         self._collective[0] = memory.phase(shard.rank)
         super()._run_kernels(program)
         if memory.aborted:

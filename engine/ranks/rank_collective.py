@@ -1,5 +1,4 @@
-"""Makes the operations by which the CPU program of one rank meets those of the others: sums of partial rows, and
-waits."""
+"""Operations that synchronize one rank's CPU program with the others: sums of partial rows, and waits."""
 
 from __future__ import annotations
 
@@ -12,19 +11,17 @@ from pillion.engine.ranks.rank_memory import TURNS, logit_row_bytes, partial_row
 from pillion.kernels.cpu.ranks.rank_sums import MeetRanks, ProjectionSquares, SumRanks
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
 
-# Buffers in the memory that ranks share: a rank's own partials and those of all ranks, by turn, the logits, and the
-# words of the waits. A rank's own memory has what its kernels read about its waits.
+# Buffers in shared memory: a rank's partials and those of all ranks, by turn, the logits, and the words of the waits;
+# and in the rank's own memory, its wait parameters.
 PARTIAL, PARTIALS, LOGITS, WORDS, COLLECTIVE = (
     f"rank.{name}" for name in ("partial", "partials", "logits", "words", "collective")
 )
 
 
 class RankCollective:
-    """Makes the sums and waits of one program of the rank ``shard``; its calls come in the order of the operations.
+    """Factory of the sums and waits in one program of the rank ``shard``, called in the order of operations.
 
-    Args:
-        config: the shape of the rank's own layers.
-        num_kv_heads: the KV heads of the whole model.
+    ``config`` is the shape of the rank's own layers, ``num_kv_heads`` are the KV heads of the whole model.
     """
 
     def __init__(self, shard: ModelShard, config: ModelConfig, num_kv_heads: int) -> None:
@@ -32,8 +29,7 @@ class RankCollective:
         self._number = 0
 
     def _wait(self) -> dict[str, Any]:
-        """Return the arguments of every operation that waits for other ranks. The waits of a step are numbered one
-        after the other."""
+        """Return the arguments of an operation that waits for other ranks. A step's waits are numbered in order."""
         self._number += 1
         words, collective = (Buffer(name, 1, "int64", "steps") for name in (WORDS, COLLECTIVE))
         return {"words": words, "collective": collective, "rank": self._shard.rank, "number": self._number}
@@ -41,8 +37,8 @@ class RankCollective:
     def sum(
         self, out: Buffer, rows_of: str, when: str, *, add: bool = False, factor: float = 1.0
     ) -> tuple[Buffer, Operation]:
-        """Return the buffer for this rank's partial rows, and the sum over all ranks, which ends in ``out``, or is
-        added to it with a factor. ``rows_of`` and ``when`` are those of the operations before it."""
+        """Return the buffer for this rank's partial rows, and the all-reduce into ``out``, or added to it with a
+        factor. ``rows_of`` and ``when`` are those of the operations before it."""
         wait, stride = self._wait(), partial_row_bytes(self._config)
         turn, width = self._number % TURNS, -(-self._config.hidden_size // 32) * 32
         partial = Buffer(f"{PARTIAL}{turn}", width, "float32", rows_of, row_bytes=stride)
@@ -57,8 +53,8 @@ class RankCollective:
         return partial, Operation(SumRanks(self._shard.size, add, rows_of), values, when)
 
     def squares(self, qkv: Buffer, out: Buffer, rows_of: str, when: str) -> list[Operation]:
-        """Return the squares of this rank's queries and keys, and the sum over all ranks. Several ranks may have the
-        same KV heads: the first of them counts their keys."""
+        """Return the squares of this rank's queries and keys, and their all-reduce. Of several ranks with the same KV
+        heads, the first counts their keys."""
         config, shard = self._config, self._shard
         partial, total = self.sum(out, rows_of, when)
         sharers = max(1, shard.size // self._num_kv_heads)
@@ -67,9 +63,9 @@ class RankCollective:
         return [Operation(spec, values), total]
 
     def logits(self, config: ModelConfig, logits: Buffer) -> Buffer:
-        """Return the buffer for the rank's logits, beside those of the other ranks."""
+        """Return the buffer for the rank's logits, adjacent to those of the other ranks."""
         return replace(logits, name=LOGITS, row_bytes=logit_row_bytes(config))
 
     def end(self) -> Operation:
-        """Return the operation that ends a step: a wait for all ranks."""
+        """Return the barrier that ends a step."""
         return Operation(MeetRanks(self._shard.size), self._wait())

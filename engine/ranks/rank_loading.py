@@ -1,4 +1,4 @@
-"""Loads workers of several ranks on the CPU kernels, and each rank's share of the model."""
+"""Loading of workers of several ranks on the CPU kernels, and of each rank's shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pillion.kvstore.memory.domain import CPU
 from pillion.observability.log_format import logs_json
 
 if TYPE_CHECKING:
-    # These modules import torch, which a supervisor that asks for a model's shares does not need.
+    # They import torch, which a supervisor that calls shared_cores etc. does not need.
     from pillion.engine.backends.cpu.cpu_model import CpuModel
     from pillion.engine.ranks.cpu_rank import CpuRankBackend
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
@@ -35,7 +35,7 @@ log = logging.getLogger("pillion.worker")
 
 
 def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
-    """Raise ConfigError where ``--tensor-parallel-size`` ranks cannot run the model on this device."""
+    """Raise ConfigError if ``--tensor-parallel-size`` ranks cannot run the model on this device."""
     size = flags.tensor_parallel_size
     config = load_config(prepared.folder)
     ModelShard.of(config, 0, size)
@@ -51,14 +51,13 @@ def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: Prepar
 
 
 def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Load a worker of several processes on the CPU kernels, of which this one is rank 0. All of them load at the same
-    time."""
+    """Load a worker of several processes on the CPU kernels, as its rank 0. All load concurrently."""
     from pillion.engine.ranks import rank_processes
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
     from pillion.engine.ranks.ranked_backend import RankedBackend
 
     size, config, share = flags.tensor_parallel_size, load_config(prepared.folder), core_share(flags)
-    # There may be more decodes than the budget; memory that no step touches is never allocated by the system.
+    # Generous, since decodes may exceed the budget; untouched pages are never allocated.
     memory = RankMemory.create(config, size, 2 * flags.step_budget_tokens + whole_prompt_tokens(flags, prepared))
     member = RankMember(ModelShard.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
     keeping = replace(share, borrows=False) if share is not None else None
@@ -71,8 +70,7 @@ def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Loa
 
 
 def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, Any]:
-    """Return the message by which a worker's other processes load: its flags, its threads, how they log, and
-    ``more``."""
+    """Return the LOAD message for a worker's other processes: flags, threads, logging, and ``more``."""
     return {
         "flags": {field.name: getattr(flags, field.name) for field in fields(WorkerFlags)},
         "threads": threads,
@@ -83,17 +81,17 @@ def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, An
 
 
 def whole_prompt_tokens(flags: WorkerFlags, prepared: PreparedModel) -> int:
-    """Return the tokens of the longest prompt where prompts are computed whole, and 0 where they are cut."""
+    """Return the length of the longest prompt if prompts are computed whole; 0 if they are chunked."""
     return 0 if flags.enable_chunked_prefill else flags.max_model_len or prepared.max_model_len
 
 
 def worker_label(flags: WorkerFlags) -> str:
-    """Return the name under which people see a worker's ranks among the machine's processes."""
+    """Return the label of a worker's ranks in process lists."""
     return flags.component_id or f"worker-{os.getpid()}"
 
 
 def load_share(flags: WorkerFlags, order: dict[str, Any], memory_fd: int) -> tuple[ShareBackend, RankMemory]:
-    """Load the share of a rank above 0 on the CPU kernels, and the ranks' memory, by rank 0's order. Raises
+    """Load the shard of a rank above 0 on the CPU kernels, and the ranks' memory, by rank 0's order. Raises
     ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 
@@ -105,8 +103,8 @@ def load_share(flags: WorkerFlags, order: dict[str, Any], memory_fd: int) -> tup
 def _cpu_share(
     flags: WorkerFlags, prepared: PreparedModel, threads: int, member: RankMember, share: CoreShare | None = None
 ) -> tuple[CpuRankBackend, Isa]:
-    """Make a rank's backend, with its share of the worker's ``threads``, and returns the instruction set of its
-    kernels, too. Raises ConfigError."""
+    """Return a rank's backend, with its share of the worker's ``threads``, and the instruction set of its kernels.
+    Raises ConfigError."""
     from pillion.engine.ranks.cpu_rank import CpuRankBackend
 
     shard = member.shard
@@ -118,8 +116,8 @@ def _cpu_share(
 def load_shard(
     flags: WorkerFlags, prepared: PreparedModel, shard: ModelShard, threads: int, process: int, processes: int
 ) -> tuple[CpuModel, int, tuple[int, ...]]:
-    """Load the share of the model that one of a worker's processes computes; returns it with the threads and cores of
-    that process, out of the worker's ``threads``. Raises ConfigError."""
+    """Load the shard of one of a worker's processes; returns it with that process's share of the worker's ``threads``
+    and cores. Raises ConfigError."""
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         raise ConfigError(reason)
@@ -128,9 +126,8 @@ def load_shard(
 
 
 def shared_cores(threads: int, cores: Sequence[int], rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
-    """Return the threads of a worker's rank and their cores, out of the worker's ``threads`` and ``cores``; ``cores``
-    has one for each thread, or none at all. Where there are more ranks than threads, each rank has one thread, and some
-    share a core."""
+    """Return the threads of a rank and their cores, out of a worker's ``threads`` and ``cores``, which has one per
+    thread or is empty. With more ranks than threads, each rank has one thread, and some share a core."""
     if threads < ranks:
         return 1, tuple(cores[rank % threads : rank % threads + 1])
     first, last = (rank * threads // ranks, (rank + 1) * threads // ranks)

@@ -1,9 +1,9 @@
-"""Runs the process of one rank above 0, which does what rank 0 says, message by message, until the connection ends.
+"""Process of a rank above 0, which executes rank 0's messages until the connection ends.
 
     started, tied to its parent --> LOAD --> POOL --> STEP, STEP, ... --> rank 0 closes, or is gone --> it ends
 
-The process has no scheduler, no record in the registry and no connection to clients. Rank 0 answers signals for the
-whole process group (Ctrl-C, a service manager's SIGTERM).
+The process has no scheduler, no registry record and no connection to clients. Rank 0 handles signals for the whole
+process group (Ctrl-C, a service manager's SIGTERM).
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ log = logging.getLogger("pillion.worker")
 
 
 class LoadedShare(NamedTuple):
-    """Holds a process's share of the model, the memory that tells of the end of another process, and what maps a pool
-    on GPUs."""
+    """A process's share of the model, the memory that signals other processes' exits, and the mapper of a pool on
+    GPUs."""
 
     backend: ShareBackend
     memory: AbortableMemory
     map_device: MapDevice | None = None
 
 
-# Such a function loads a share of the model by the JSON of LOAD and its descriptors. It raises ConfigError.
+# Loads a share of the model by the JSON of LOAD and its descriptors. Raises ConfigError.
 LoadShare = Callable[..., LoadedShare]
 
 
 class Rank:
-    """Represents a rank's side of both connections to rank 0. ``load`` makes its share of the model."""
+    """A rank's side of both connections to rank 0. ``load`` loads its share of the model."""
 
     def __init__(self, steps: RankLink, packing: RankLink, load: LoadShare) -> None:
         self._steps, self._packing, self._load = steps, packing, load
         self._loaded: LoadedShare | None = None
-        # This keeps the mapping and the duplicate of the connection to the node.
+        # Keeps the mapping and the duplicated connection to the node alive.
         self._attachment: Attachment | None = None
         self._packed: dict[int, PackedAdapter] = {}
         self._answers: dict[RankMessage, Callable[[bytearray, list[int]], bytes]] = {
@@ -74,7 +74,7 @@ class Rank:
         }
 
     def run(self) -> None:
-        """Serve rank 0, and returns when rank 0 has ended the connection."""
+        """Serve rank 0 until it closes the connection."""
         threading.Thread(target=self._pack_adapters, name="pillion-adapter", daemon=True).start()
         self._serve(self._steps)
 
@@ -87,12 +87,12 @@ class Rank:
                 return
 
     def _pack_adapters(self) -> None:
-        # Steps need the cores. This thread still shares the interpreter with them.
+        # Low priority: steps need the cores. The thread still shares the GIL with them.
         try:
             give_way()
             self._serve(self._packing)
         except BaseException:
-            # Rank 0 would wait for answers of this thread, so without it the rank has to end.
+            # Rank 0 would wait for this thread's answers, so exit.
             log.exception("this rank's packing failed")
             os._exit(1)
 
@@ -105,7 +105,7 @@ class Rank:
             if not isinstance(error, BackendLost):
                 log.exception("this rank failed")
             if kind is not RankMessage.PACK and self._loaded is not None:
-                # The other ranks wait for this one in the step, and would wait for ever.
+                # Other ranks wait for this one in the step.
                 self._loaded.memory.abort()
             return RankMessage.FAILED, error_to_bytes(error)
         finally:
@@ -142,7 +142,7 @@ class Rank:
     def _on_step(self, payload: bytearray, descriptors: list[int]) -> bytes:
         backend, (batch, copies) = self._backend, step_from_bytes(payload)
         if backend.max_steps_under_way > 1:
-            # Rank 0's step ends no sooner than this one, and rank 0 has at most two steps running.
+            # No need to wait: rank 0 finishes its step no sooner, and has at most two in flight.
             backend.launch(batch, copies, None)
         else:
             backend.forward(batch)
@@ -164,8 +164,8 @@ class Rank:
 
 
 def run_rank(arguments: list[str], load: LoadShare, kind: type[Rank] = Rank) -> None:
-    """Run a rank to its end, and the process with it. ``arguments`` are a name for people, rank 0's process id, and
-    the descriptors of both connections; ``kind`` serves them."""
+    """Run a rank until it ends, then exit the process. ``arguments``: a label, rank 0's process id, and the descriptors
+    of both connections; ``kind`` serves them."""
     _, parent, *descriptors = arguments
     tie_to_parent(int(parent))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -173,12 +173,12 @@ def run_rank(arguments: list[str], load: LoadShare, kind: type[Rank] = Rank) -> 
     steps, packing = (RankLink(socket.socket(fileno=int(descriptor))) for descriptor in descriptors)
     kind(steps, packing, load).run()
     logging.shutdown()
-    # A step's threads, and the work of an adapter's thread, are of no use any more, so the memory goes at once.
+    # Skip the threads and destructors, to free the memory at once.
     os._exit(0)
 
 
 def load_rank(order: dict[str, Any], *descriptors: int) -> LoadedShare:
-    """Load the share of a rank above 0 by rank 0's order, on the device that its flags name. Raises ConfigError."""
+    """Load the share of a rank above 0 by rank 0's order, on the device of its flags. Raises ConfigError."""
     flags = WorkerFlags(**order["flags"])
     if resolve_device(flags) == CPU:
         from pillion.engine.ranks.rank_loading import load_share

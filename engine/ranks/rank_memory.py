@@ -1,9 +1,9 @@
-"""Holds the memory of the ranks of one worker on one host: what they exchange in a step, and how they wait.
+"""Memory of the ranks of one worker on one host: what they exchange in a step, and how they wait.
 
     rank 0: RankMemory.create --> its descriptor --> ranks 1 ..: RankMemory.open --> steps --> close
-                                                     anybody, at any time: abort
+                                                     any process, at any time: abort
 
-It is one memfd without a name, zeroed; pages that nobody has touched take no memory:
+An anonymous memfd, zeroed; untouched pages take no memory:
 
     header | words of the waits (kernels/cpu/ranks/rank_sums.py) | partials [2 turns][ranks][rows] | logits [rows]
 """
@@ -23,42 +23,41 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.ranks.rank_sums import ABORT, ARRIVED, RANK_LINE_BYTES, SLEEPERS, words_bytes
 
-# A rank that waits for another one sleeps this long before it checks whether the ranks shall end.
+# Sleep of a waiting rank between checks for an abort.
 NAP_NS = 20_000_000
-# Rank 0 waits this long for another rank within a step, counted in its own naps, because time in which it was stopped
-# itself does not count. After that the ranks end.
+# Max wait of rank 0 within a step, counted in its own naps, so that time in which it was stopped does not count. The
+# ranks then end.
 MAX_RANK_WAIT_MS = 60_000
-# A rank that waits without a limit sleeps this many times.
+# Naps of a wait without a limit.
 NEVER = 2**62
 _MAGIC = int.from_bytes(b"RANKMEM1", "little")
 _PAGE_BYTES = 4096
-# There are two turns: nobody reads the partials of a turn any more when they are written again.
+# Two suffice: the partials of a turn have been read by all when they are overwritten.
 TURNS = 2
-# These are the words of the memory's header after its magic number.
+# Words of the header after the magic number.
 _FIELDS = ("ranks", "max_tokens", "row_bytes", "logit_bytes")
 Bytes = npt.NDArray[np.uint8]
 
 
 def partial_row_bytes(config: ModelConfig) -> int:
-    """Return the bytes of a row of partial sums: float32, whole panels of a product, and an odd number of cache
-    lines."""
+    """Return the bytes of a row of partial sums: float32, whole panels of a product, and an odd number of cache lines
+    (against set conflicts)."""
     return (-(-config.hidden_size // 32) * 2 | 1) * 64
 
 
 def logit_row_bytes(config: ModelConfig) -> int:
-    """Return the bytes of a row of logits: float32, one after the other up to the last vectors."""
+    """Return the bytes of a row of logits: float32, padded to whole vectors."""
     return -(-config.vocab_size // 32) * 32 * 4
 
 
 class RankMemory:
-    """Maps the memory that ``ranks`` ranks share. A step has at most ``max_tokens`` rows."""
+    """Mapping of the memory shared by ``ranks`` ranks, for steps of up to ``max_tokens`` rows."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the memory, and then owns its descriptor. Raises ConfigError for memory of another kind."""
+        """Map the memory and own its descriptor. Raises ConfigError for other memory."""
         self._descriptor = descriptor
         size = os.fstat(descriptor).st_size
         mapped = mmap.mmap(descriptor, size) if size >= _PAGE_BYTES else b"\0" * _PAGE_BYTES
-        # The mapping lives as long as the last array over it.
         self._bytes: Bytes = np.frombuffer(mapped, np.uint8)
         magic, *numbers = self._bytes[: 8 * (1 + len(_FIELDS))].view(np.int64).tolist()
         self.ranks, self.max_tokens, self.row_bytes, self.logit_bytes = numbers
@@ -68,7 +67,7 @@ class RankMemory:
 
     @classmethod
     def create(cls, config: ModelConfig, ranks: int, max_tokens: int) -> RankMemory:
-        """Make the memory for steps of up to ``max_tokens`` rows. Raises ConfigError where the system has none."""
+        """Create the memory for steps of up to ``max_tokens`` rows. Raises ConfigError on OOM."""
         numbers = ranks, max_tokens, partial_row_bytes(config), logit_row_bytes(config)
         try:
             descriptor = os.memfd_create("pillion-ranks", os.MFD_CLOEXEC)
@@ -80,8 +79,8 @@ class RankMemory:
 
     @classmethod
     def open(cls, descriptor: int) -> RankMemory:
-        """Map the memory of a descriptor, and then owns that descriptor. Raises ConfigError for memory of another
-        kind, whose descriptor stays the caller's."""
+        """Map the memory of a descriptor and own it. Raises ConfigError for other memory, whose descriptor stays the
+        caller's."""
         try:
             return cls(descriptor)
         except OSError as error:
@@ -89,22 +88,22 @@ class RankMemory:
 
     @property
     def fd(self) -> int:
-        """Gives the descriptor of the memory, which is handed on to other ranks."""
+        """Descriptor of the memory, to pass to other ranks."""
         return self._descriptor
 
     def abort(self) -> None:
-        """End every wait of every rank for good, at the latest when its present sleep is over. Any thread may call it
-        before close."""
+        """End all waits of all ranks for good, at the latest after their current nap. Any thread may call it before
+        close."""
         self._words[ABORT // 8] = 1
 
     @property
     def aborted(self) -> bool:
-        """Says whether the ranks shall end, because the results of steps are worth nothing any more."""
+        """True if the ranks must end, because results of steps are invalid."""
         return bool(self._words[ABORT // 8])
 
     @property
     def words(self) -> Bytes:
-        """Gives the words by which ranks wait for each other."""
+        """Words by which ranks wait for each other."""
         return self._words.view(np.uint8)
 
     def phase(self, rank: int) -> int:
@@ -112,7 +111,7 @@ class RankMemory:
         return int(self._words[self._place(rank, ARRIVED)])
 
     def sleepers(self, rank: int) -> int:
-        """Return how many ranks sleep until this one arrives."""
+        """Return the number of ranks sleeping until this one arrives."""
         return int(self._words[self._place(rank, SLEEPERS)])
 
     def partials(self, turn: int) -> Bytes:
@@ -123,24 +122,24 @@ class RankMemory:
 
     @property
     def rank_bytes(self) -> int:
-        """Gives the number of bytes of one rank's partial sums in one of the areas that successive sums use in turn."""
+        """Bytes of one rank's partial sums in a turn."""
         return int(self.max_tokens * self.row_bytes)
 
     @property
     def logits(self) -> Bytes:
-        """Gives the logits, [max_tokens][logit_bytes]."""
+        """The logits, [max_tokens][logit_bytes]."""
         return self._bytes[len(self._bytes) - self.max_tokens * self.logit_bytes :]
 
     def check_integrity(self) -> None:
-        """Raise Internal unless all ranks have arrived at the same phase and none sleeps. Call it between two steps,
-        when the forward pass of every rank has returned; while a rank's pass goes on, it may not have woken up yet."""
+        """Raise Internal unless all ranks have arrived at the same phase and none sleeps. Call it between steps, after
+        every rank's forward pass has returned."""
         phases = [self.phase(rank) for rank in range(self.ranks)]
         sleepers = [self.sleepers(rank) for rank in range(self.ranks)]
         if not self.aborted and (len(set(phases)) > 1 or any(sleepers)):
             raise Internal(f"ranks are at phases {phases}, {sleepers} others wait for them")
 
     def close(self) -> None:
-        """Close the memory's descriptor; the mapping goes with its last user. Idempotent."""
+        """Close the memory's descriptor; the mapping lives until its last user. Idempotent."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
@@ -153,10 +152,8 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankMember:
-    """Describes a rank on the CPU: its share of the model, and the memory that it has in common with the others.
-
-    Rank 0 waits ``max_wait_ms`` for another rank before it ends them all, in naps of ``nap_ns`` each.
-    """
+    """A rank on the CPU: its shard of the model, and the memory shared with the others. Rank 0 waits up to
+    ``max_wait_ms`` for another rank before it ends them all, in naps of ``nap_ns``."""
 
     shard: ModelShard
     memory: RankMemory
@@ -165,8 +162,7 @@ class RankMember:
 
     @property
     def naps(self) -> int:
-        """Gives the number of times that the rank sleeps in one wait before it ends all ranks; only rank 0 ever
-        does."""
+        """Max naps of one wait before the rank ends all ranks; only rank 0 ever does."""
         return max(1, self.max_wait_ms * 1_000_000 // self.nap_ns) if self.shard.leads else NEVER
 
 

@@ -1,4 +1,4 @@
-"""Defines the messages between the processes of a worker: a kind, some bytes, and sometimes descriptors of open files.
+"""Messages between the processes of a worker: a kind, bytes, and sometimes file descriptors.
 
     rank 0                                          rank r
       | -- LOAD, JSON + the ranks' memory --------> |  loads its share of the model
@@ -9,8 +9,8 @@
       | <-- OK, REFUSED or FAILED, text ----------- |  answers each of them, in order
       | ================= the end ================> |  ends
 
-PACK has a socket of its own, so that an adapter is packed beside steps. Nothing is pickled: rare messages are JSON, a
-step is a header and the raw arrays of its batch, and an adapter's matrices lie in a file in memory.
+PACK has its own socket, so that an adapter is packed beside steps. Nothing is pickled: rare messages are JSON, a step
+is a header and the raw arrays of its batch, and an adapter's matrices are in a memory file.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ from pillion.errors import Internal
 from pillion.kernels.step import StateSlots, StepBatch
 from pillion.kvstore.memory.head_shares import MAX_SHARDS
 
-# A step of thousands of long sequences stays far below this size.
+# Far above a step of thousands of long sequences.
 MAX_MESSAGE_BYTES = 256 * 2**20
-# One message may bring a descriptor of each shard of a pool, and the connection to its node.
+# A descriptor per shard of a pool, and the connection to its node.
 MAX_DESCRIPTORS = MAX_SHARDS + 1
 MAX_ERROR_BYTES = 4096
-# A wait is counted in slices, so that a process that was stopped meanwhile loses one slice of it and not the whole.
+# Waits are counted in slices, so that a stopped process loses one slice of its wait and not all of it.
 SLICE_MS = 100
 _HEADER = struct.Struct("<II")
-# The header of a step's message has the numbers of tokens, sequences, columns of the block tables, rows that are
-# computed to the end, and those of them whose vectors are wanted; whether there are rotary rows, and adapters; copies;
-# slots of each sequence's state.
+# Numbers of tokens, sequences, block table columns, rows computed to the end, and pooled rows among them; flags for
+# rotary rows and adapters; numbers of copies, and of slots per sequence's state.
 _STEP = struct.Struct("<9I")
 
 T = TypeVar("T")
 
 
 class RankMessage(IntEnum):
-    """Names the kinds of messages: rank 0's calls, then the answers to them."""
+    """Kinds of messages: rank 0's calls, then the answers."""
 
     LOAD = 1
     POOL = 2
@@ -66,14 +65,14 @@ class RankMessage(IntEnum):
 
 
 class RankSilent(Exception):  # noqa: N818  (a state, not a mistake)
-    """Says that the other side took or sent nothing in time."""
+    """Raised when the other side neither receives nor sends in time."""
 
 
 class RankLink:
-    """Represents one end of a connection between rank 0 and another rank. One thread at a time uses it.
+    """One end of a connection between rank 0 and another rank; used by one thread at a time.
 
-    ``limit_ms`` is how long the other side may be silent while this one waits; None sets no limit. After that time
-    RankSilent is raised, and ConnectionError when the other side is gone.
+    ``limit_ms`` is the max silence of the other side during a call; None for no limit. Raises RankSilent afterwards,
+    and ConnectionError if the other side is gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -86,7 +85,7 @@ class RankLink:
     def send(
         self, kind: RankMessage, payload: bytes = b"", descriptors: Sequence[int] = (), *, limit_ms: int | None = None
     ) -> None:
-        """Send a message; the receiver gets descriptors of its own. Raises Internal for a message that is too long."""
+        """Send a message; the receiver gets duplicates of the descriptors. Raises Internal for a message too long."""
         if len(payload) > MAX_MESSAGE_BYTES:
             raise Internal(f"a message of {len(payload)} bytes to a rank; {MAX_MESSAGE_BYTES} are the most")
         rest = memoryview(_HEADER.pack(kind, len(payload)) + payload)
@@ -96,7 +95,7 @@ class RankLink:
             rest = rest[self._try(select.POLLOUT, limit_ms, self._sock.send, rest) :]
 
     def receive(self, limit_ms: int | None = None) -> tuple[RankMessage, bytearray, list[int]]:
-        """Return the next message: its kind, its bytes, and its descriptors, which are the caller's to close."""
+        """Return the next message: kind, bytes, and descriptors, which the caller must close."""
         header, descriptors = b"", []
         while len(header) < _HEADER.size:
             missing = _HEADER.size - len(header)
@@ -113,13 +112,13 @@ class RankLink:
         return RankMessage(kind), payload, descriptors
 
     def close(self) -> None:
-        """End the connection, which wakes the other side and any thread that waits here. Idempotent."""
+        """Close the connection, waking the other side and any waiting thread. Idempotent."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _try(self, event: int, limit_ms: int | None, call: Callable[..., T], *arguments: Any) -> T:
-        """Call ``call`` once it would not block, and returns its result."""
+        """Call ``call`` as soon as it does not block, and return its result."""
         left = -1 if limit_ms is None else max(1, limit_ms // SLICE_MS)
         while True:
             try:
@@ -133,15 +132,15 @@ class RankLink:
 
 
 def _some(received: T) -> T:
-    """Return ``received``. Raises ConnectionError where it shows the connection's end."""
+    """Return ``received``. Raises ConnectionError if it is empty: the end of the connection."""
     if not received:
         raise ConnectionResetError("the connection has ended")
     return received
 
 
 def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> bytes:
-    """Encode a batch, and the slots that are copied before it: the header, then arrays of int32 one after the
-    other. What rank 0 alone needs is left out: which logits texts want."""
+    """Encode a batch, and the slots copied before it: the header, then concatenated int32 arrays. Omits the fields that
+    only rank 0 needs."""
     states = () if batch.states is None else (batch.states.reads, batch.states.writes)
     optional = [array for array in (batch.rope_rows, batch.adapters, *states) if array is not None]
     arrays = (batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.block_tables)
@@ -153,8 +152,8 @@ def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> b
 
 
 def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]]]:
-    """Read the batch and the copies of :func:`step_to_bytes`; the batch's arrays lie in ``payload``. Raises Internal
-    for bytes that are no such message."""
+    """Decode :func:`step_to_bytes`; the batch's arrays are views of ``payload``. Raises Internal for malformed
+    bytes."""
     if len(payload) < _STEP.size:
         raise Internal(f"a step of {len(payload)} bytes")
     tokens, seqs, width, samples, pooled, has_rope, has_adapters, copies, pages = _STEP.unpack_from(payload)
@@ -181,22 +180,21 @@ def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]
 
 
 def json_to_bytes(**values: Any) -> bytes:
-    """Encode the values of a message as JSON."""
     return json.dumps(values).encode()
 
 
 def error_to_bytes(error: BaseException) -> bytes:
-    """Encode an error's words, cut where they are long."""
+    """Encode an error's text, truncated to MAX_ERROR_BYTES."""
     return (str(error) or repr(error)).encode()[:MAX_ERROR_BYTES]
 
 
 def error_text(payload: bytearray) -> str:
-    """Return the text that :func:`error_to_bytes` encoded."""
+    """Decode :func:`error_to_bytes`."""
     return payload.decode(errors="replace")
 
 
 def memory_file(data: Bytes) -> int:
-    """Make a file in memory that holds ``data``; the descriptor is the caller's."""
+    """Return the descriptor of a new memory file with ``data``; the caller must close it."""
     descriptor = os.memfd_create("pillion-adapter", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data.data)
@@ -204,13 +202,12 @@ def memory_file(data: Bytes) -> int:
 
 
 def bytes_of(descriptor: int) -> Bytes:
-    """Map a file of :func:`memory_file` and returns its bytes; the mapping lives as long as the array."""
+    """Map a file of :func:`memory_file` and return its bytes; the mapping lives as long as the array."""
     if not os.fstat(descriptor).st_size:
         return np.zeros(0, np.uint8)
     return np.frombuffer(mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE), np.uint8)
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors that came with a message."""
     for descriptor in descriptors:
         os.close(descriptor)

@@ -1,17 +1,17 @@
-"""Manages the other ranks of a worker for rank 0: they are started, called together, watched and ended here.
+"""The other ranks of a worker, as managed by rank 0: start, joint calls, watch and end.
 
-    started --LOAD--> loading --OK--> called together, step after step --close--> the sockets end, and so do the ranks
+    started --LOAD--> loading --OK--> called together, step after step --close--> sockets closed, ranks exit
                          |                          |
-                         '---- one died, failed, or is silent for too long ----> lost: the memory of the ranks says
-                                 ABORT, every wait for a rank ends with BackendLost, the worker's process ends
+                         '---- one died, failed, or is silent for too long ----> lost: the memory of the ranks is
+                                 aborted, every wait for a rank raises BackendLost, the worker's process exits
 
-No rank goes on without another. A worker that lost one ends with all its ranks, and is started again by its supervisor.
+No rank continues without another. A worker that lost one exits with all its ranks, and its supervisor restarts it.
 
-No rank outlives the worker, because a thread for each rank starts its process and waits for its end, so the system
-kills the process when that thread ends (PR_SET_PDEATHSIG), a stopped one too; a supervisor's SIGKILL goes to the
-process group of all. No rank writes to a pool whose slots were given to others (I4), because each has a duplicate of
-the worker's connection to its KV node, and the node sees the connection's end when the last of them is gone. For a
-GPU's memory the node awaits the exit of every rank, whose processes rank 0 has named to it.
+No rank outlives the worker: a thread per rank starts its process and waits for it, and the system kills the process
+when that thread ends (PR_SET_PDEATHSIG), even a stopped one; a supervisor's SIGKILL goes to the process group. No rank
+writes to a pool whose slots were reassigned (I4): each has a duplicate of the worker's connection to its KV node, and
+the node sees its end only when the last of them is closed. For GPU memory the node awaits the exit of every rank, whose
+processes rank 0 has reported.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ from pillion.observability.metrics import Reading
 log = logging.getLogger("pillion.worker")
 
 MODULE = "pillion.engine.ranks.rank_main"
-# Rank 0 waits for a silent rank this long: the first time in a step, the second while the rank loads, compiles or
-# packs.
+# Timeouts of rank 0 for a silent rank: in a step, and while the rank loads, compiles or packs.
 STEP_SILENCE_MS = 20_000
 LOAD_SILENCE_MS = 600_000
-# A rank may take this long to end by itself, and as long to be gone after it was killed.
+# Grace periods for a rank to exit by itself, and after SIGKILL.
 END_TIMEOUT_S = 2.0
 KILL_TIMEOUT_S = 5.0
-# Such a function returns the descriptors that go to a rank with a message.
+# Returns the descriptors to send to a rank with a message.
 DescriptorsOf = Callable[[int], Sequence[int]]
 
 
 class AbortableMemory(Protocol):
-    """Holds what this module needs of the memory in which ranks meet (:mod:`pillion.engine.ranks.rank_memory`)."""
+    """Needed part of the memory in which ranks synchronize (:mod:`pillion.engine.ranks.rank_memory`)."""
 
     def abort(self) -> None:
-        """End every wait for another rank, from any thread and for good."""
+        """End all waits for other ranks for good; thread-safe."""
 
     def close(self) -> None:
-        """Close the memory's descriptor; processes that have mapped the memory keep the mapping. Idempotent."""
+        """Close the memory's descriptor; existing mappings stay. Idempotent."""
 
 
 class RankProcess:
-    """Holds one rank's process and the two connections to it. Its thread starts the process and waits for its end."""
+    """One rank's process and both connections to it. Its thread starts the process and waits for its exit."""
 
     def __init__(
         self,
@@ -69,9 +68,9 @@ class RankProcess:
         environ: Mapping[str, str] | None = None,
         module: str = "",
     ) -> None:
-        """Start the process. ``label`` names it for people who look at the machine's processes; ``ended`` is called
-        with the rank and the exit status, on a thread of its own. ``environ`` is its environment; None stands for this
-        process's. ``module`` is its program; "" stands for MODULE. Raises ConfigError where it cannot be started."""
+        """Start the process. ``label`` is shown in process lists; ``ended`` is called with the rank and the exit
+        status, on a separate thread; ``environ``: its environment, None for this process's; ``module``: its program, ""
+        for MODULE. Raises ConfigError if it cannot be started."""
         self.rank, self.label = rank, label
         self._ended, self._environ = ended, environ
         (steps, theirs), (packing, their_packing) = (socket.socketpair() for _ in range(2))
@@ -93,21 +92,20 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Gives the process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Says whether the process has not ended."""
+        """True until the process exits."""
         return self.thread.is_alive()
 
     def end(self) -> None:
-        """End both connections, and so the process."""
+        """Close both connections, which ends the process."""
         self.link.close()
         self.packing.close()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process, which ends a stopped one too."""
+        """Send SIGKILL, which ends even a stopped process."""
         if self.alive:
             self._process.kill()
 
@@ -124,11 +122,11 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Holds ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, :meth:`beginning` and
-    :meth:`ended`, any thread the rest.
+    """Ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, :meth:`beginning` and :meth:`ended`,
+    any thread the rest.
 
-    ``lost`` says why the ranks cannot go on; "" while they can. ``work_ms`` is how long the ranks may compute at most
-    when rank 0 begins to wait for them: they may be silent for so much longer. ``noun`` is what people call a process.
+    ``lost``: why the ranks cannot continue, or "". ``work_ms``: max time the ranks may still compute when rank 0 begins
+    to wait for them, added to the silence timeout. ``noun``: name of a process in messages.
     """
 
     noun = "rank"
@@ -141,18 +139,17 @@ class RankProcesses:
         environ: Callable[[int], Mapping[str, str] | None] = lambda rank: None,
         module: str = "",
     ) -> None:
-        """Start the processes. ``memory`` is aborted when a rank is lost, and belongs to this object. ``environ``
-        returns the environment of a rank; None stands for this process's. ``module`` is the ranks' program; "" stands
-        for MODULE. Raises ConfigError."""
+        """Start the processes. ``memory`` is owned, and aborted when a rank is lost. ``environ`` returns a rank's
+        environment, None for this process's; ``module``: the ranks' program, "" for MODULE. Raises ConfigError."""
         self.size = size
         self.lost = ""
         self.work_ms = 0
-        # This is how long rank 0 has waited for the others after it had computed its own share of steps.
+        # Rank 0's total wait for the others after its own share of steps.
         self.waited_s = 0.0
         self._memory = memory
-        # These count the messages that each rank has got, and those to which the answers of all were taken.
+        # Messages sent to each rank, and messages with all answers received.
         self._sent = self._answered = 0
-        # These are answers with a content, by the number of the message, until somebody asks for them.
+        # Nonempty answers by message number, until fetched.
         self._contents: dict[int, list[bytearray]] = {}
         self._closing = False
         self._lock = threading.Lock()
@@ -168,12 +165,11 @@ class RankProcesses:
             raise
 
     def name_of(self, rank: int) -> str:
-        """Return what people call a process of the worker."""
+        """Return the name of a process in messages."""
         return f"rank {rank}"
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """Arrange that ``on_lost`` is called with a reason when a rank is lost, in any thread; at once where one is
-        lost already."""
+        """Call ``on_lost`` with a reason when a rank is lost, on any thread; immediately if one is lost already."""
         with self._lock:
             self._on_lost = on_lost
         if self.lost:
@@ -187,12 +183,11 @@ class RankProcesses:
         descriptors: Sequence[int] | DescriptorsOf = (),
         limit_ms: int | None = None,
     ) -> Iterator[None]:
-        """Make all ranks do the same: this one the body of the ``with``, the others what ``payloads`` say, one for all
-        or one for each, and so with ``descriptors``.
+        """Make all ranks do the same: this one the body of the ``with``, the others ``payloads``, one for all or one
+        each; likewise ``descriptors``.
 
-        After an error the ranks are lost, since they no longer agree on where they are. Raises BackendLost, and
-        ConfigError where a rank refuses what is asked. ``limit_ms`` is the longest silence; None stands for
-        STEP_SILENCE_MS.
+        After an error the ranks are lost, since they are out of sync. Raises BackendLost, and ConfigError if a rank
+        refuses. ``limit_ms``: max silence; None for STEP_SILENCE_MS.
         """
         limit_ms = STEP_SILENCE_MS if limit_ms is None else limit_ms
         with self._losing_none():
@@ -202,23 +197,23 @@ class RankProcesses:
 
     @contextmanager
     def beginning(self, step: bytes) -> Iterator[int]:
-        """Make all ranks begin a step, this one in the body of the ``with``. Yields the step's number for
-        :meth:`ended`; raises what :meth:`together` raises."""
+        """Begin a step on all ranks, on this one in the body of the ``with``. Yields the step's number for
+        :meth:`ended`; raises like :meth:`together`."""
         with self._losing_none():
             yield self._send(RankMessage.STEP, (step,), (), STEP_SILENCE_MS)
 
     def ended(self, number: int) -> list[bytearray]:
-        """Return what the other ranks have answered to the step of that number, once they have answered all messages
-        up to it; [] where all answers are empty. Raises BackendLost."""
+        """Wait until the other ranks have answered all messages up to ``number``, and return the answers to that step;
+        [] if all are empty. Raises BackendLost."""
         with self._losing_none():
             self._take_answers(number, STEP_SILENCE_MS)
         return self._contents.pop(number, [])
 
     @contextmanager
     def loading(self, order: dict[str, Any], *descriptors: int, each: DescriptorsOf | None = None) -> Iterator[None]:
-        """Make the other ranks load their shares, by ``order`` and ``descriptors``, the first of which is the memory
-        of the ranks, while this one loads its own in the body of the ``with``. ``each`` returns those of a rank, where
-        ranks get different ones. Ends all ranks where one of them, or the body, fails. Raises ConfigError."""
+        """Make the other ranks load their shards by ``order`` and ``descriptors``, of which the first is the memory of
+        the ranks, while this one loads its own in the body of the ``with``. ``each`` returns the descriptors of a rank,
+        if they differ. Ends all ranks if one, or the body, fails. Raises ConfigError."""
         try:
             orders = [json_to_bytes(**order, rank=rank.rank, name=rank.label) for rank in self._ranks]
             given = each or descriptors
@@ -229,14 +224,13 @@ class RankProcesses:
             raise
 
     def map_pool(self, line: bytes, descriptors: Sequence[int]) -> None:
-        """Make the other ranks map the pool, by the line and descriptors that this one's attachment has handed
-        over."""
+        """Make the other ranks map the pool, by the line and descriptors of this rank's attachment."""
         with self.together(RankMessage.POOL, line, descriptors=descriptors, limit_ms=LOAD_SILENCE_MS):
             pass
 
     def pack(self, payload: bytes, descriptor: int) -> int:
-        """Make all ranks pack an adapter, beside steps; returns how many bytes their shares take. Raises Internal
-        where a rank fails to pack it, which does not end the ranks."""
+        """Make all ranks pack an adapter, beside steps; returns the total size of their shares. Raises Internal if a
+        rank fails to pack it; the ranks continue."""
         with self._packing:
             try:
                 for rank in self._ranks:
@@ -251,7 +245,7 @@ class RankProcesses:
         return sum(int(text) for _, text, _ in answers)
 
     def close(self) -> None:
-        """End all ranks, at once if one was lost; returns when their processes are gone. Idempotent."""
+        """End all ranks, at once if one was lost, and wait for their exit. Idempotent."""
         with self._lock:
             self._closing = True
         for rank in self._ranks:
@@ -268,16 +262,16 @@ class RankProcesses:
         self._memory.close()
 
     def pids(self) -> list[int]:
-        """Return the process ids, rank 1's first."""
+        """Return the process ids, from rank 1 on."""
         return [rank.pid for rank in self._ranks]
 
     def readings(self) -> Iterator[Reading]:
-        """Yield how many ranks there are, and how long rank 0 has waited for the others."""
+        """Yield the number of ranks, and rank 0's total wait for the others."""
         yield names.RANKS, (), self.size
         yield names.RANK_WAIT, (), self.waited_s
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless all ranks live, or all are gone."""
+        """Raise AssertionError unless all ranks are alive, or all have exited."""
         alive = [rank.rank for rank in self._ranks if rank.alive]
         if self._closing:
             assert not alive, f"ranks {alive} outlive their worker"
@@ -286,8 +280,7 @@ class RankProcesses:
 
     @contextmanager
     def _losing_none(self) -> Iterator[None]:
-        """Return up all ranks at any error inside the block. Raises that error, or BackendLost where a rank is the
-        reason."""
+        """Give up all ranks on any error in the block. Raises that error, or BackendLost if a rank is the reason."""
         if self.lost:
             raise BackendLost(self.lost)
         try:
@@ -307,7 +300,7 @@ class RankProcesses:
         descriptors: Sequence[int] | DescriptorsOf,
         limit_ms: int,
     ) -> int:
-        """Send a message to all ranks; returns how many messages each of them has got."""
+        """Send a message to all ranks and return its number."""
         for rank in self._ranks:
             payload = payloads[rank.rank - 1 if len(payloads) > 1 else 0]
             given = descriptors(rank.rank) if callable(descriptors) else descriptors
@@ -316,7 +309,7 @@ class RankProcesses:
         return self._sent
 
     def _take_answers(self, number: int, limit_ms: int) -> None:
-        """Take the answers to the first ``number`` messages, except those that were taken before."""
+        """Receive the answers up to message ``number`` that were not yet received."""
         began_s = time.monotonic()
         while self._answered < number:
             contents = []

@@ -1,4 +1,4 @@
-"""Cuts a rank's share of a layer out of the checkpoint's weights.
+"""Cutting of a rank's shard of a layer out of the checkpoint's weights.
 
     qkv, gate and up   the outputs of the rank's heads, or inner values: all inputs
     o, down            all outputs: the inputs of the rank's heads, or inner values
@@ -6,8 +6,8 @@
     states             the same: the outputs of the rank's heads and channels, then the inputs of its heads
     norms, routers     whole, but for norms over heads
 
-A layer's description says this of each tensor (:class:`pillion.engine.models.layer_operations.Entries`). The results of
-``o`` and ``down`` are partial sums; their biases are those of the rank that leads.
+The description of a layer has this for each tensor (:class:`pillion.engine.models.layer_operations.Entries`). Results
+of ``o`` and ``down`` are partial sums; their biases belong to rank 0.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pillion.kernels.torch.torch_linear import Linear
 
 
 def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> LayerWeights:
-    """Return a process's share of a layer whose linear layers are plain. Parts are views where that is possible.
+    """Return a process's shard of a layer with plain linear layers. Parts are views if possible.
 
-    Where the inputs of ``o`` are quantized and in an order of their own that crosses heads (GPTQ's act-order), their
-    groups cannot be cut, and the share is float32 with the same values.
+    If the inputs of ``o`` are quantized in an order that crosses heads (GPTQ's act-order), their groups cannot be
+    split, and the shard is float32 with the same values.
     """
     if shard.whole:
         return weights
-    # The outputs of gate and up are the same inner values that the rank's part of the down projection reads.
+    # The rank's outputs of gate and up must be the inner values that its down projection reads.
     downs = {one.gate_up.name: one.down for one in layer if isinstance(one, Mlp | Experts)}
     share = LayerWeights()
     for tensor in tensors_of(layer):
@@ -68,8 +68,8 @@ def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> Layer
 
 
 def inner_values(down: Linear, shard: ModelShard) -> torch.Tensor:
-    """Return the inner values that the rank has, in its order, as int64. Where the down projection has its inputs in
-    another order, the ranks divide them in that order, so that groups of codes stay whole."""
+    """Return the rank's inner values in its order, int64. If the down projection reorders its inputs, ranks divide them
+    in that order, so that quantization groups stay whole."""
     matrix = down.weight
     mine = shard.inner(matrix.shape[1])
     if isinstance(matrix, QuantizedMatrix) and matrix.order is not None:

@@ -1,6 +1,4 @@
-"""Implements the backend of rank 0, where a worker is several processes: every call goes to all ranks, rank 0's own
-share included.
-"""
+"""Backend of rank 0 in a worker of several processes: every call goes to all ranks, including rank 0's own shard."""
 
 from __future__ import annotations
 
@@ -31,19 +29,18 @@ from pillion.kernels.step import Float32, Sampled, SamplingRows, States, StepBat
 
 
 class ShareBackend(Backend, Protocol):
-    """Describes a backend that can be one rank of several, and that can run a forward pass alone."""
+    """Backend that can be one of several ranks, and can run a forward pass alone."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV, which is complete at the return, and returns float32 logits [R, vocab_size] of
+        """Write the batch's KV, which is complete on return, and return float32 logits [R, vocab_size] of
         ``sample_rows`` on the host; ranks above 0 return none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RankedAdapter:
-    """Represents an adapter that all ranks have packed under ``number``; ``own`` is rank 0's share, ``nbytes`` counts
-    all.
+    """An adapter that all ranks have packed as ``number``; ``own`` is rank 0's share, ``nbytes`` the total size.
 
-    The other ranks drop their shares when this object is gone and the next adapter comes.
+    The other ranks drop their shares after this object is garbage-collected, with the next adapter.
     """
 
     number: int
@@ -52,13 +49,12 @@ class RankedAdapter:
 
 
 class RankedAdapters:
-    """Has the slots for adapters of all ranks. ``own`` are those of rank 0."""
+    """Adapter slots of all ranks; ``own`` are rank 0's."""
 
     def __init__(self, own: BackendAdapters, ranks: RankProcesses) -> None:
         self._own, self._ranks = own, ranks
         self._numbers = itertools.count(1)
-        # These are numbers of adapters that nobody holds any more. Any thread may drop one, so the number is only noted
-        # here.
+        # Numbers of unreferenced adapters; deferred here because any thread may drop one.
         self._dropped: deque[int] = deque()
 
     @property
@@ -66,11 +62,11 @@ class RankedAdapters:
         return self._own.max_adapters
 
     def form(self) -> object:
-        """Return the plain form of adapters: each rank lays out its own share."""
+        """Return the plain form: each rank cuts its own share."""
         return self._own.form()
 
     def take(self, digest: str, about: list[Any], data: Bytes) -> RankedAdapter:
-        """Make every rank pack its share of a plain adapter; each rank gets the whole adapter."""
+        """Make every rank pack its share of a plain adapter; each receives the whole adapter."""
         own, number = self._own.take(digest, about, data), next(self._numbers)
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         descriptor = memory_file(data)
@@ -95,23 +91,23 @@ class RankedAdapters:
 
 
 class AheadRank(ShareBackend, Protocol):
-    """Describes the backend of a rank whose steps run ahead of the host, such as a GPU's."""
+    """Backend of a rank whose steps run ahead of the host, such as a GPU's."""
 
     def check_step(self, batch: StepBatch) -> None:
         """Raise Internal for a batch that no rank could run."""
 
 
 class RankedCalls:
-    """Makes the calls that go to all ranks, but for steps. ``own`` is rank 0's share."""
+    """Calls to all ranks, except steps. ``own`` is rank 0's share."""
 
     def __init__(self, own: ShareBackend, ranks: RankProcesses) -> None:
-        """Take the own share and the other ranks, and owns both from now on."""
+        """Own ``own`` and ``ranks`` from now on."""
         self.own, self.ranks = own, ranks
         self.layout, self.vocab_size = own.layout, own.vocab_size
         self.adapters: BackendAdapters | None = None
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Use ``memory`` as the pool here; the other processes map it by :meth:`LoadedModel.bind_pool`."""
+        """Use ``memory`` as the pool here; the other processes map it in :meth:`LoadedModel.bind_pool`."""
         self.own.bind_pool(memory, num_slots)
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
@@ -122,13 +118,13 @@ class RankedCalls:
         self.adapters = RankedAdapters(bound_adapters(self.own.adapters), self.ranks)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Make all ranks warm up together, because their steps wait for each other."""
+        """Warm up all ranks together, because their steps wait for each other."""
         limit = json_to_bytes(max_tokens=max_tokens)
         with self.ranks.together(RankMessage.WARM_UP, limit, limit_ms=LOAD_SILENCE_MS):
             self.own.warm_up(max_tokens)
 
     def close(self) -> None:
-        """End the other ranks, and returns when their processes are gone. Idempotent."""
+        """End the other ranks and wait for their exit. Idempotent."""
         self.ranks.close()
         self.own.close()
 
@@ -137,17 +133,17 @@ class RankedCalls:
 
 
 class RankedBackend(RankedCalls, HostBackend):
-    """Implements a :class:`HostBackend` whose steps all ranks run together.
+    """:class:`HostBackend` whose steps run on all ranks.
 
-    ``own`` is rank 0's share; it gives the logits, and ends a step when every rank has. Whole slots are copied here
-    alone, before the others begin. A rank that dies or hangs makes the call that waits for it raise BackendLost.
+    ``own`` is rank 0's share; it returns the logits, after every rank has finished. Whole slots are copied here only,
+    before the others begin. If a rank dies or hangs, the call that waits for it raises BackendLost.
     """
 
     own: HostBackend
     gives_vectors = True
 
     def __init__(self, own: HostBackend, ranks: RankProcesses) -> None:
-        """Take the own share and the other ranks, and owns both from now on."""
+        """Own ``own`` and ``ranks`` from now on."""
         HostBackend.__init__(self, own.layout, own.vocab_size)
         RankedCalls.__init__(self, own, ranks)
 
@@ -156,7 +152,7 @@ class RankedBackend(RankedCalls, HostBackend):
         return self.own
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Make rank 0 alone keep states, because the inputs of layers are the same at all ranks."""
+        """Keep states on rank 0 only, since inputs of layers are equal on all ranks."""
         super().keep_states(layers)
         self.own.keep_states(layers)
 
@@ -164,33 +160,32 @@ class RankedBackend(RankedCalls, HostBackend):
         return self.own._read_states(num_tokens)
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
-        # Rows after the last norm are the same at all ranks.
+        # Rows after the last norm are equal on all ranks.
         return self.own._read_vectors(batch)
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Use ``memory`` as the pool of rank 0's share, and as that of whole slots."""
+        """Use ``memory`` as the pool of rank 0's share, and for copies of whole slots."""
         RankedCalls.bind_pool(self, memory, num_slots)
         HostBackend.bind_pool(self, memory, num_slots)
 
     def close(self) -> None:
-        """End the other ranks, and returns when their processes are gone. Idempotent."""
+        """End the other ranks and wait for their exit. Idempotent."""
         RankedCalls.close(self)
         HostBackend.close(self)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        # A step that no rank could run fails alone, and no rank hears of it.
+        # An invalid step fails here, before other ranks see it.
         self.own.check_step(pool, batch)
         with self.ranks.together(RankMessage.STEP, step_to_bytes(batch)):
             return self.own.forward(batch)
 
 
 class RankedAheadBackend(RankedCalls):
-    """Implements a :class:`pillion.engine.backends.backend.Backend` that runs ahead, and whose steps all ranks launch
-    together.
+    """:class:`pillion.engine.backends.backend.Backend` that runs ahead, with steps launched on all ranks.
 
-    Tokens of the step before, which only rank 0's device may know yet, go from there to the others. Their answers are
-    taken when the step is waited for. Where each rank has a GPU, all run ahead; sums over ranks that share one wait for
-    all of them, so a launch returns there when all have run their forward pass.
+    Tokens of the step before, perhaps known only to rank 0's device, are sent from there to the others. Answers are
+    received when the step is waited for. With a GPU per rank, all run ahead; sums over ranks that share one block, so a
+    launch then returns after all forward passes.
     """
 
     max_steps_under_way = 2
@@ -198,9 +193,8 @@ class RankedAheadBackend(RankedCalls):
     own: AheadRank
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> RankedStep:
-        """Begin a step in all ranks, each of which copies the slots' parts in its own shard of the pool; rank 0 makes
-        the choices."""
-        # A step that no rank could run fails alone, and no rank hears of it.
+        """Begin a step on all ranks, each of which copies the slots' parts in its own shard of the pool; rank 0
+        samples."""
         self.own.check_step(batch)
         with self.ranks.beginning(step_to_bytes(batch, copies)) as number:
             return RankedStep(self.own.launch(batch, copies, rows), self.ranks, number)
@@ -208,20 +202,19 @@ class RankedAheadBackend(RankedCalls):
 
 @dataclass(frozen=True, slots=True)
 class RankedStep:
-    """Represents a step that all ranks have begun. ``own`` is rank 0's; ``number`` is what :meth:`RankProcesses.ended`
-    takes for the others'."""
+    """A step begun on all ranks. ``own`` is rank 0's; ``number`` is for :meth:`RankProcesses.ended`."""
 
     own: InFlightStep
     ranks: RankProcesses
     number: int
 
     def choose(self, rows: SamplingRows) -> None:
-        """Begin to choose tokens at rank 0 alone."""
+        """Begin sampling, on rank 0 only."""
         self.own.choose(rows)
 
     def wait(self) -> Sampled:
-        """Return rank 0's tokens. When its step has ended no rank uses a slot any more; the answers of the others tell
-        whether one of them failed. Raises BackendLost."""
+        """Return rank 0's tokens. When its step has ended no rank uses a slot any more; the other ranks' answers show
+        failures. Raises BackendLost."""
         sampled = self.own.wait()
         self.ranks.ended(self.number)
         return sampled

@@ -1,7 +1,8 @@
-"""Runs a stage on the CPU kernels: its forward pass begins with the rows of the stage before, and ends with its own.
+"""Backend of a stage on the CPU kernels: a forward pass begins with the rows of the stage before, and ends with its
+own.
 
-Where a stage is several ranks, its backend is that of a rank, whose forward passes meet those of the stage's other
-ranks. No stage gives logits, because prefill workers choose no tokens.
+In a stage of several ranks, the backend is a rank's, which synchronizes with the stage's other ranks. No stage returns
+logits, since prefill workers do not sample.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pillion.host.core_lending_table import CoreShare
 from pillion.kernels.cpu.runtime.program import Program
 from pillion.kernels.step import Int32, StepBatch
 
-# A type checker has to know whose methods StageShare calls; at run time it stands before one of two backends.
+# For type checkers, the base of StageShare; at run time it precedes one of two backends among the bases.
 if TYPE_CHECKING:
     _Backend = CpuBackend
 else:
@@ -33,19 +34,18 @@ else:
 
 
 class StageShare(_Backend):
-    """Makes the forward pass of a backend that of a stage; it stands before that backend among the base classes.
+    """Mixin that makes a backend's forward pass that of a stage.
 
     Attributes:
-        link: passes the rows.
-        worked: when the last forward pass computed.
+        link: transfers the rows.
+        worked: start and end of the last forward pass.
     """
 
     link: StageLink
     worked = Worked(0.0, 0.0)
 
     def join(self, link: StageLink) -> None:
-        """Take the ends of the links to other stages, and owns them from now on. Raises Internal for memory of another
-        model."""
+        """Own the link to adjacent stages from now on. Raises Internal for another model's row size."""
         if link.rows.row_bytes != self.model.plan.hidden.stride:
             raise Internal("the stages have memory for rows of another length")
         self.link = link
@@ -80,7 +80,7 @@ class StageShare(_Backend):
 
 
 class CpuStageBackend(StageShare, CpuBackend):
-    """Implements the backend of a stage that is one process."""
+    """Backend of a stage that is one process."""
 
     def __init__(
         self, model: CpuModel, threads: int, affinity: Sequence[int], share: CoreShare | None, link: StageLink
@@ -90,7 +90,7 @@ class CpuStageBackend(StageShare, CpuBackend):
 
 
 class CpuStageRankBackend(StageShare, CpuRankBackend):
-    """Implements the backend of one rank of a stage."""
+    """Backend of one rank of a stage."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Loads prefill workers of several stages on the CPU kernels, and each process's share of the model."""
+"""Loading of prefill workers of several stages on the CPU kernels, and of each process's share of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pillion.kvstore.memory.domain import CPU
 from pillion.kvstore.memory.head_shares import shares_of
 
 if TYPE_CHECKING:
-    # These modules import torch, which a supervisor that asks what can be run does not need.
+    # They import torch, which a supervisor that calls check_stages does not need.
     from pillion.engine.ranks.rank_memory import RankMemory
     from pillion.engine.ranks.rank_processes import AbortableMemory
     from pillion.engine.stages.cpu_stage import StageShare
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pillion.worker")
 
-# Between two stages each rank has two ends of a socket: that of the stage before, and that of the stage after.
+# Socket pairs per gap between stages and rank: (end of the stage before, end of the stage after).
 Pairs = Sequence[Sequence[tuple[socket.socket, socket.socket]]]
 
 
 def _check_devices(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
-    """Raise ConfigError where the processes of all stages cannot compute on the machine's GPUs."""
+    """Raise ConfigError if the processes of all stages cannot run on the machine's GPUs."""
     stages, heads = flags.pipeline_parallel_size, config.num_kv_heads
     check_gpu_ranks(config, flags.tensor_parallel_size, stages)
     shards = pool_device(device, flags.processes).count(",") + 1
     try:
         shares_of(heads, shards)
     except InvalidRequest as error:
-        # Where each process has a GPU, the KV node's pool is divided over all of these GPUs.
+        # With a GPU per process, the KV node's pool is divided over all of them.
         raise ConfigError(f"--pipeline-parallel-size {stages} on {shards} GPUs: {error}") from None
 
 
 def check_stages(flags: WorkerFlags, device: str, prepared: PreparedModel) -> None:
-    """Raise ConfigError where ``--pipeline-parallel-size`` stages cannot run the model on this device."""
+    """Raise ConfigError if ``--pipeline-parallel-size`` stages cannot run the model on this device."""
     size = flags.pipeline_parallel_size
     needs = f"--pipeline-parallel-size {size} needs"
     if not isinstance(flags, PrefillFlags):
@@ -76,15 +76,13 @@ def check_stages(flags: WorkerFlags, device: str, prepared: PreparedModel) -> No
 
 
 def load_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Load a worker of several stages on the CPU kernels, of which this process is the first. All of them load at the
-    same time."""
+    """Load a worker of several stages on the CPU kernels, as its first process. All load concurrently."""
     from pillion.engine.ranks.rank_memory import RankMemory
     from pillion.engine.stages.stage_rows import StageLink, StageRows
     from pillion.engine.stages.staged_backend import StagedBackend, StageProcesses
 
     stages, ranks, config = flags.pipeline_parallel_size, flags.tensor_parallel_size, load_config(prepared.folder)
-    # A prompt of the greatest length fits where prompts run whole; memory that no step touches is never allocated
-    # by the system.
+    # Fits the longest prompt if prompts are not chunked; untouched pages are never allocated.
     max_tokens = max(flags.step_budget_tokens, whole_prompt_tokens(flags, prepared))
     rows = StageRows.create(stages, ranks, max_tokens, hidden_bytes(config))
     rank_memories = [RankMemory.create(config, ranks, max_tokens) for _ in range(stages if ranks > 1 else 0)]
@@ -99,7 +97,7 @@ def load_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Lo
         return [rows.fd, *sockets, *(memory.fd for memory in rank_memories[place.stage : place.stage + 1])]
 
     with processes.loading(order, each=each):
-        # Each process has descriptors of its sockets by now, and its end shall be theirs.
+        # Processes have duplicates by now; theirs must be the last, so that a process's exit closes them.
         for sock in (end for between in pairs for pair in between for end in pair):
             if sock is not pairs[0][0][0]:
                 sock.close()
@@ -111,14 +109,14 @@ def load_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Lo
 
 
 class _StageMemory:
-    """Holds what all processes of a worker have in common; implements
+    """Memory and connections common to a worker's processes, as
     :class:`pillion.engine.ranks.rank_processes.AbortableMemory`."""
 
     def __init__(self, link: StageLink, rank_memories: Sequence[RankMemory]) -> None:
         self._link, self._rank_memories = link, rank_memories
 
     def abort(self) -> None:
-        """End every wait for another rank of a stage, and those of this process for another stage."""
+        """End all waits for other ranks of a stage, and this process's for other stages."""
         self._link.abort()
         for memory in self._rank_memories:
             memory.abort()
@@ -132,8 +130,8 @@ class _StageMemory:
 def load_stage(
     flags: WorkerFlags, order: dict[str, Any], rows_fd: int, *more: int
 ) -> tuple[StageShare, AbortableMemory]:
-    """Load the share of a process on the CPU kernels by the first one's order. The descriptors after that of the rows
-    are those of its sockets, and of the memory in which its stage's ranks meet. Raises ConfigError."""
+    """Load a process's share on the CPU kernels by the first process's order. ``more``: descriptors of its sockets, and
+    of the memory of its stage's ranks. Raises ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMemory
     from pillion.engine.stages.stage_rows import StageLink, StageRows
 
@@ -152,15 +150,15 @@ def load_stage(
 def _share(
     flags: WorkerFlags, prepared: PreparedModel, threads: int, link: StageLink, rank_memory: RankMemory | None = None
 ) -> StageShare:
-    """Make a process's backend, with its share of the worker's ``threads``. ``rank_memory`` is the memory of the
-    stage's ranks, where it has several. Raises ConfigError."""
+    """Return a process's backend, with its share of the worker's ``threads``. ``rank_memory`` is that of the stage's
+    ranks, if several. Raises ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMember
     from pillion.engine.ranks.rank_processes import STEP_SILENCE_MS
     from pillion.engine.stages.cpu_stage import CpuStageBackend, CpuStageRankBackend
 
     place, shard = link.place, link.place.shard(load_config(prepared.folder))
     model, threads, cores = load_shard(flags, prepared, shard, threads, place.process, place.stages * place.ranks)
-    # Each stage keeps the worker's cores while it computes. None borrows, because what it has to do comes step by step.
+    # Each stage keeps the worker's cores while it computes; none borrows, since steps arrive one by one.
     share = core_share(flags) if place.rank == 0 else None
     share = replace(share, borrows=False) if share is not None else None
     tell_of_kernels(model, threads, share)
@@ -170,14 +168,14 @@ def _share(
 
 
 def hidden_bytes(config: ModelConfig) -> int:
-    """Return the bytes of a row of the residual stream in the kernels' buffer."""
+    """Return the size of a row of the residual stream in the kernels' buffer."""
     from pillion.kernels.cpu.runtime.program import Buffer
 
     return Buffer("tokens.hidden", -(-config.hidden_size // 32) * 32, "float32", "tokens").stride
 
 
 def _beside(place: StagePlace, pairs: Pairs) -> tuple[socket.socket | None, socket.socket | None]:
-    """Return the sockets of a process: to the stage before, and to the next one."""
+    """Return a process's sockets to the stage before and to the next one."""
     before = pairs[place.stage - 1][place.rank][1] if place.stage else None
     after = pairs[place.stage][place.rank][0] if place.stage < place.stages - 1 else None
     return before, after

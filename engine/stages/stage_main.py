@@ -1,4 +1,4 @@
-"""Runs the process of a stage, or of a rank of one: it does what the first process says, until the connection ends."""
+"""Process of a stage, or of a rank of one, which executes the first process's messages until the connection ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pillion.kvstore.memory.domain import CPU
 
 
 class StageRank(Rank):
-    """Represents a stage's side of both connections to the first process."""
+    """A stage's side of both connections to the first process."""
 
     def _on_step(self, payload: bytearray, descriptors: list[int]) -> bytes:
         backend = cast("StageBackend", self._backend)
@@ -23,7 +23,7 @@ class StageRank(Rank):
 
 
 def load(order: dict[str, Any], *descriptors: int) -> LoadedShare:
-    """Load the share of a process by the first one's order, on the device that its flags name. Raises ConfigError."""
+    """Load a process's share by the first one's order, on the device of its flags. Raises ConfigError."""
     flags = WorkerFlags(**order["flags"])
     if resolve_device(flags) == CPU:
         from pillion.engine.stages.stage_loading import load_stage

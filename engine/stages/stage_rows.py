@@ -1,10 +1,10 @@
-"""Passes the rows of the residual stream from stage to stage.
+"""Transfer of the residual stream's rows from stage to stage.
 
-    stage s: give --copy--> slot k % stages --the number of the step--> stage s + 1: take --copy--> its buffer
+    stage s: give --copy--> slot k % stages --step number--> stage s + 1: take --copy--> its buffer
 
-Each rank of a stage passes its rows to the same rank of the next stage. The rows of a step lie in memory that all
-processes map, in one of as many slots as there are stages. That many steps are under way at most, so nobody reads a
-slot any more when it is written again. A socket carries the number of each step whose rows are there.
+Each rank of a stage sends its rows to the same rank of the next stage. Rows are in memory mapped by all processes, with
+a slot per stage; no more steps are in flight, so slots are never overwritten while read. A socket carries the number of
+each step whose rows are ready.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ _NUMBER = struct.Struct("<Q")
 
 
 class StageRows:
-    """Maps the memory for the rows of a worker's steps, [stages - 1][ranks][stages][row_bytes * max_tokens]: the rows
-    between two stages, of each rank, of each step under way."""
+    """Mapping of the rows of a worker's steps, [stages - 1][ranks][stages][row_bytes * max_tokens]: per gap between
+    stages, rank, and step in flight."""
 
     def __init__(self, descriptor: int, stages: int, ranks: int, max_tokens: int, row_bytes: int) -> None:
-        """Map the memory of a descriptor, and then owns that. Raises ConfigError for memory of another size."""
+        """Map the memory of a descriptor and own it. Raises ConfigError for another size."""
         self.fd = descriptor
         self.stages, self.ranks, self.max_tokens, self.row_bytes = stages, ranks, max_tokens, row_bytes
         size = (stages - 1) * ranks * stages * max_tokens * row_bytes
         if os.fstat(descriptor).st_size != size:
             raise ConfigError("this is no memory of these stages")
-        # The mapping lives as long as the last array over it.
         found: Bytes = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         self._slots = found.reshape(stages - 1, ranks, stages, max_tokens * row_bytes)
 
     @classmethod
     def create(cls, stages: int, ranks: int, max_tokens: int, row_bytes: int) -> StageRows:
-        """Make the memory; pages that no step touches take none. Raises ConfigError where the system has none."""
+        """Create the memory; untouched pages take none. Raises ConfigError on OOM."""
         try:
             descriptor = os.memfd_create("pillion-stages", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, (stages - 1) * ranks * stages * max_tokens * row_bytes)
@@ -50,23 +49,20 @@ class StageRows:
             raise ConfigError(f"no memory for {stages} stages: {error.strerror}") from None
 
     def slot(self, after: int, rank: int, step: int) -> Bytes:
-        """Return the bytes for the rows that a rank of the stage ``after`` makes in a step."""
+        """Return the bytes for the rows that a rank of the stage ``after`` produces in a step."""
         found: Bytes = self._slots[after, rank, step % self.stages]
         return found
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with its last user. Idempotent."""
+        """Close the descriptor; the mapping lives until its last user. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class StageLink:
-    """Represents one process's ends of what it has in common with the stages beside its own: ``before`` leads to the
-    stage before, ``after`` to the next one; None at the ends of the pipeline.
-
-    One thread passes rows; any thread may call :meth:`abort`.
-    """
+    """One process's connections to the adjacent stages: ``before`` and ``after``, None at the ends of the pipeline. One
+    thread transfers rows; any thread may call :meth:`abort`."""
 
     def __init__(
         self, place: StagePlace, rows: StageRows, before: socket.socket | None, after: socket.socket | None
@@ -74,17 +70,16 @@ class StageLink:
         """Own the sockets and the memory from now on."""
         self.place, self.rows = place, rows
         self._before, self._after = before, after
-        # These count the steps that have begun and ended here.
+        # Steps begun and ended here.
         self._taken = self._given = 0
 
     @property
     def max_tokens(self) -> int:
-        """Gives the number of rows that a step may have."""
         return self.rows.max_tokens
 
     def take(self, into: Bytes) -> None:
-        """Begin a step: returns when the stage before has given its rows, which are ``into`` then. Raises BackendLost
-        where that stage has ended."""
+        """Begin a step: wait for the stage before's rows and copy them to ``into``. Raises BackendLost if that stage
+        has exited."""
         if self._before is not None:
             if self._number(self._before) != self._taken:
                 raise Internal(f"{self.place.name} is at step {self._taken}, and the stage before is not")
@@ -93,7 +88,7 @@ class StageLink:
         self._taken += 1
 
     def give(self, rows: Bytes) -> None:
-        """End a step, and gives its rows to the next stage. Raises BackendLost where that stage has ended."""
+        """End a step and pass its rows to the next stage. Raises BackendLost if that stage has exited."""
         if self._after is not None:
             self.rows.slot(self.place.stage, self.place.rank, self._given)[: len(rows)] = rows
             try:
@@ -103,7 +98,7 @@ class StageLink:
         self._given += 1
 
     def abort(self) -> None:
-        """End every wait for another stage for good, here and in the stages beside this one."""
+        """End all waits for other stages for good, here and in the adjacent stages."""
         for sock in (self._before, self._after):
             if sock is not None:
                 with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Says which layers each stage of a worker has, and which process is which stage and rank. Imports no torch."""
+"""Layers of a worker's stages, and the mapping of processes to stages and ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pillion.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Describes the place of one process among the ``stages`` of a worker, each of which is ``ranks`` processes."""
+    """Place of one process among a worker's ``stages``, each of ``ranks`` processes."""
 
     stage: int
     rank: int
@@ -20,7 +20,7 @@ class StagePlace:
 
     @classmethod
     def of(cls, process: int, stages: int, ranks: int) -> StagePlace:
-        """Return the place of a process: those of the first stage come first."""
+        """Return the place of a process; those of the first stage come first."""
         return cls(*divmod(process, ranks), stages, ranks)
 
     @property
@@ -29,11 +29,11 @@ class StagePlace:
 
     @property
     def name(self) -> str:
-        """Gives the name by which people know the process."""
+        """Name of the process in messages."""
         return f"stage {self.stage}" + (f" rank {self.rank}" if self.ranks > 1 else "")
 
     def shard(self, config: ModelConfig) -> ModelShard:
-        """Return what the process computes. Raises ConfigError for a model that ranks or stages cannot share."""
+        """Return the process's shard. Raises ConfigError for a model that ranks or stages cannot divide."""
         return replace(
             ModelShard.of(config, self.rank, self.ranks),
             layers=layers_of_stage(config.num_layers, self.stage, self.stages),
@@ -41,8 +41,8 @@ class StagePlace:
 
 
 def layers_of_stage(layers: int, stage: int, stages: int) -> range:
-    """Return the layers of a stage: shares differ by one layer at most, and the larger ones come last, because the
-    last layer of a prefill step ends with its KV. Raises ConfigError where there are more stages than layers."""
+    """Return the layers of a stage. Shares differ by at most one layer; larger ones come last, because the last layer
+    of a prefill step ends with its KV. Raises ConfigError for more stages than layers."""
     if stages > layers:
         raise ConfigError(f"--pipeline-parallel-size {stages} is too much to share {layers} layers")
     return range(stage * layers // stages, (stage + 1) * layers // stages)

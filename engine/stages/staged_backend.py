@@ -1,10 +1,10 @@
-"""Implements the backend of a prefill worker of several stages: the first stage's process launches each step in all.
+"""Backend of a prefill worker of several stages: the first stage's process launches each step on all.
 
-    launch(k)  --the batch--> every process;  the first stage computes step k meanwhile, and gives its rows
-    wait(k)    <--when it computed-- every process;  no stage uses a slot of step k any more
+    launch(k)  --the batch--> every process;  the first stage computes step k meanwhile, and passes its rows on
+    wait(k)    <--its interval-- every process;  no stage uses a slot of step k any more
 
-While a stage computes step k, the stage before computes step k + 1. All tokens of a prefill step are known, so as many
-steps are under way as there are stages.
+While a stage computes step k, the stage before computes step k + 1. All tokens of a prefill step are known, so there is
+a step in flight per stage.
 """
 
 from __future__ import annotations
@@ -30,28 +30,26 @@ from pillion.observability.metrics import Reading
 log = logging.getLogger("pillion.step")
 
 MODULE = "pillion.engine.stages.stage_main"
-# The first stage waits for the others as long as for silent ranks, and this many times what it took for the longest of
-# the steps under way itself, for each stage.
+# Added to the silence timeout of other stages: per stage, this multiple of the first stage's longest step in flight.
 SLOWER = 4
-# The answer of a process to a step: when it computed.
+# A process's answer to a step: its interval.
 WORKED = struct.Struct("<2d")
 
 
 class StageBackend(ShareBackend, Protocol):
-    """Describes the backend of one process of a stage. A forward pass begins with the rows of the stage before and ends
-    when the process's KV is written, and its rows are on their way to the next stage."""
+    """Backend of one process of a stage. A forward pass begins with the rows of the stage before, and ends when the KV
+    is written and the rows are sent."""
 
     @property
     def worked(self) -> Worked:
-        """Says when the last forward pass computed."""
+        """Interval of the last forward pass."""
 
     def check(self, batch: StepBatch) -> None:
         """Raise Internal for a batch that no stage could run."""
 
 
 class StageProcesses(RankProcesses):
-    """Holds the other processes of a worker of several stages. ``clock`` says how long each stage computed and
-    waited."""
+    """Other processes of a worker of several stages. ``clock`` has each stage's compute and wait times."""
 
     noun = "stage"
 
@@ -63,7 +61,7 @@ class StageProcesses(RankProcesses):
         memory: AbortableMemory,
         environ: Callable[[int], Mapping[str, str] | None] = lambda process: None,
     ) -> None:
-        """Start the processes, as :class:`RankProcesses` does."""
+        """Start the processes like :class:`RankProcesses`."""
         self.stages, self.ranks_each = stages, ranks
         self.clock = StageClock(stages)
         super().__init__(stages * ranks, label, memory, environ, module=MODULE)
@@ -72,7 +70,7 @@ class StageProcesses(RankProcesses):
         return StagePlace.of(rank, self.stages, self.ranks_each).name
 
     def readings(self) -> Iterator[Reading]:
-        """Yield how many processes there are, and the times of each stage."""
+        """Yield the number of processes, and the times of each stage."""
         yield names.RANKS, (), self.size
         for stage, (work_s, wait_s) in enumerate(zip(self.clock.work_s, self.clock.wait_s, strict=True)):
             yield names.STAGE_WORK, (str(stage),), work_s
@@ -80,25 +78,24 @@ class StageProcesses(RankProcesses):
 
 
 class StagedBackend(RankedCalls):
-    """Implements a :class:`pillion.engine.backends.backend.Backend` for steps of prompts alone, which choose and score
-    no token."""
+    """:class:`pillion.engine.backends.backend.Backend` for steps of prompts only, without sampling and scoring."""
 
     own: StageBackend
     ranks: StageProcesses
 
     def __init__(self, own: StageBackend, processes: StageProcesses) -> None:
-        """Take the first stage's own share and the other processes, and owns both from now on."""
+        """Own ``own`` and ``processes`` from now on."""
         super().__init__(own, processes)
         self.max_steps_under_way = processes.stages
-        # This is how long the last steps took here, as many as may be under way.
+        # Durations of the last steps here, one per possible step in flight.
         self._took_s: deque[float] = deque(maxlen=processes.stages)
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> StagedStep:
-        """Begin a step in all stages; returns when the first one has computed its layers. Raises Internal for a step
-        that chooses tokens, or copies slots."""
+        """Begin a step on all stages; returns when the first one has computed its layers. Raises Internal for a step
+        that samples or copies slots."""
         if copies or len(batch.sample_rows):
             raise Internal("a worker of several stages chooses no tokens")
-        # A step that no stage could run fails alone, and no other process hears of it.
+        # An invalid step fails here, before other processes see it.
         self.own.check(batch)
         processes, began_s = self.ranks, time.monotonic()
         processes.clock.launched(began_s)
@@ -111,8 +108,8 @@ class StagedBackend(RankedCalls):
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """Represents a step of ``tokens`` tokens that the first stage has computed, and that other stages may still
-    compute. ``number`` is what :meth:`RankProcesses.ended` takes."""
+    """A step of ``tokens`` tokens, computed by the first stage and perhaps not yet by the others. ``number`` is for
+    :meth:`RankProcesses.ended`."""
 
     tokens: int
     own: Worked
@@ -123,10 +120,10 @@ class StagedStep:
         raise Internal("a worker of several stages chooses no tokens")
 
     def wait(self) -> Sampled:
-        """Return when all stages have written their KV. Raises BackendLost."""
+        """Wait until all stages have written their KV. Raises BackendLost."""
         processes = self.processes
         others = [Worked(*WORKED.unpack(answer)) for answer in processes.ended(self.number)]
-        # Ranks of a stage compute at the same time, so the first one's times are the stage's.
+        # Ranks of a stage compute simultaneously; use the first one's times.
         stages = [self.own, *others][:: processes.ranks_each]
         waits = processes.clock.landed(stages)
         if log.isEnabledFor(logging.DEBUG):

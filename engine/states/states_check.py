@@ -1,4 +1,4 @@
-"""Says what models with states cannot be served with yet, by name and before their weights are read."""
+"""Check of flags for models with states, before their weights are read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.domain import CPU
 
-# Draft tokens by these methods need no model beside the worker's own.
+# Methods that draft without another model.
 LOOKED_UP = ("ngram", "suffix")
 
 
 def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
-    """Raise ConfigError where a worker's flags ask for something that models with states cannot do yet."""
+    """Raise ConfigError if a worker's flags ask for something that models with states do not support yet."""
     found = next(_refused(flags, device), None)
     if found is not None:
         raise ConfigError(f"{config.family}: {found} is not there yet for models whose layers have states")
@@ -23,7 +23,7 @@ def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
 
 def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
     if device != CPU and flags.pipeline_parallel_size > 1 and gpu_for_each(flags.processes):
-        # Where a pool is divided, its shards have the states of some heads, not of some layers.
+        # Shards of a divided pool have the states of some heads, not of some layers.
         yield f"--pipeline-parallel-size {flags.pipeline_parallel_size} with a GPU for each stage"
     together = [f"--tensor-parallel-size {flags.tensor_parallel_size}"] * (flags.tensor_parallel_size > 1)
     together += [f"--pipeline-parallel-size {flags.pipeline_parallel_size}"] * (flags.pipeline_parallel_size > 1)
@@ -37,6 +37,6 @@ def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
 
 
 def _model_that_drafts(flags: WorkerFlags) -> str:
-    """Return the method of drafting, if it needs a model beside the worker's own, or ""."""
+    """Return the drafting method if it needs another model, else ""."""
     method = flags.speculative_config.method if isinstance(flags, StepFlags) else ""
     return "" if method in LOOKED_UP else method
