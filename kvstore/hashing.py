@@ -1,12 +1,12 @@
-"""Computes block hashes, which make KV blocks content-addressed (I2).
+"""Block hashes, which make KV blocks content-addressed (I2).
 
-    namespace base   everything that changes what a block's bytes mean: weights, dtype, layout, block size
+    namespace base   everything that changes the meaning of a block's bytes: weights, dtype, layout, block size
     request root     the base, narrowed by the adapter, the tenant's ``cache_salt``, and rotary frequencies by length
     block hash       SHA-256 over the parent's hash and the block's token ids; the first block's parent is the root
-    state page       SHA-256 over the hash of the block after which the state stands, and the page's number
+    state page       SHA-256 over the hash of the block that the state follows, and the page's number
 
-So a hash names a whole prefix, and two requests share a block exactly if they share model, layout, adapter, salt and
-every token up to the block's end. Nothing here is secret, and nothing depends on the process (never Python's ``hash``).
+A hash thus names a whole prefix, and two requests share a block exactly if they share model, layout, adapter, salt and
+every token up to the block's end. Nothing here is secret or depends on the process (never Python's ``hash``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pillion.errors import InvalidRequest
 
 HASH_BYTES = 32
-# The index keeps this many consecutive blocks of a chain in one place: one shard of a Redis Cluster answers for so many
-# blocks at once, and none for a whole chain.
+# Blocks of a chain per index segment. A segment lives on one shard of a Redis Cluster, so that one shard answers for
+# many blocks of a chain, but none for a whole chain.
 SEGMENT_BLOCKS = 32
 TOKEN_BYTES = 4
 _HASH = struct.Struct(f"{HASH_BYTES}s")
@@ -30,13 +30,13 @@ _BASE_TAG = b"pillion.namespace.1"
 _ROOT_TAG = b"pillion.root.1"
 _STATE_TAG = b"pillion.state.1"
 
-# array's "I" is the C compiler's unsigned int: four bytes everywhere Python runs today.
+# array's "I" is the C compiler's unsigned int: four bytes on every platform that Python supports today.
 if array("I").itemsize != TOKEN_BYTES:
     raise ImportError("this platform's unsigned int is not four bytes")
 
 
 def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int) -> bytes:
-    """Returns the digest (32 bytes) of the properties that all requests to one served model share.
+    """Return the digest (32 bytes) of the properties shared by all requests to one served model.
 
     Args:
         fingerprint: SHA-256 of weights and configuration, hexadecimal.
@@ -44,25 +44,25 @@ def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int
         layout: version of the attention backend's layout inside a block.
         block_size: tokens per block.
     """
-    # The "1" was a number of shards. It stays, so that blocks of earlier releases are found.
+    # "1" was once a number of shards; it must stay for blocks of earlier releases to match.
     return _digest(_BASE_TAG, fingerprint, dtype, layout, str(block_size), "1")
 
 
 def request_root(base: bytes, adapter: str = "", cache_salt: str = "", *, short_text: bool = False) -> bytes:
-    """Returns the parent hash (32 bytes) of a request's first block; other adapters or salts share no block.
+    """Return the parent hash (32 bytes) of a request's first block. Other adapters or salts share no block.
 
-    ``short_text`` says whether the request has the rotary frequencies of texts within the model's original length,
-    where those of longer texts differ; such requests share no block with longer ones.
+    ``short_text`` selects the rotary frequencies for texts within the model's original length, on models that have
+    separate ones for longer texts; requests of the two kinds share no block.
     """
     return _digest(_ROOT_TAG, base.hex(), adapter, cache_salt, *(("short text",) if short_text else ()))
 
 
 def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> bytes:
-    """Returns the hashes of the whole blocks of ``token_ids``, 32 bytes each, concatenated; a partial block is ignored.
+    """Return the hashes of the whole blocks of ``token_ids``, 32 bytes each, concatenated. Ignores a partial block.
 
     Args:
         parent: hash of the block before, or the request's root (32 bytes).
-        token_ids: ids in 0 .. 2**32 - 1. Raises OverflowError for others, TypeError for what is no integer.
+        token_ids: ids in 0 .. 2**32 - 1. Raises OverflowError for others, TypeError for non-integers.
         block_size: tokens per block, at least 1.
     """
     packed = array("I", token_ids)
@@ -71,31 +71,31 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> by
     tokens = packed.tobytes()
     width = block_size * TOKEN_BYTES
     whole = memoryview(tokens)[: len(tokens) - len(tokens) % width]
-    # A comprehension over iter_unpack takes half the time of slicing in a loop, and every request waits for its hashes.
+    # iter_unpack in a comprehension takes half the time of slicing in a loop, and hashing is on every request's path.
     sha256 = hashlib.sha256
     return b"".join([parent := sha256(parent + block).digest() for (block,) in struct.iter_unpack(f"{width}s", whole)])
 
 
 def state_page(block_hash: bytes, page: int) -> bytes:
-    """Returns the hash of a page of the state that stands after a block. A state's pages are a chain behind the block,
-    so it is there where its last page is."""
+    """Return the hash of a page of the state after a block. The pages form a chain behind the block, so a state is
+    complete if its last page is present."""
     return hashlib.sha256(_STATE_TAG + block_hash + page.to_bytes(4, "little")).digest()
 
 
 def split_hashes(packed: bytes) -> list[bytes]:
-    """Splits concatenated hashes. Raises InvalidRequest if their length does not fit."""
+    """Split concatenated hashes. Raises InvalidRequest if the length is not a multiple of HASH_BYTES."""
     if len(packed) % HASH_BYTES:
         raise InvalidRequest(f"{len(packed)} bytes are no whole number of {HASH_BYTES}-byte hashes")
     return [block_hash for (block_hash,) in _HASH.iter_unpack(packed)]
 
 
 def digest_share(block_hash: bytes) -> int:
-    """Returns a block's share of the digest of many blocks, the XOR of all shares: its hash's first 64 bits."""
+    """Return a block's share of a digest over many blocks (the XOR of all shares): the first 64 bits of its hash."""
     return int.from_bytes(block_hash[:8], "big")
 
 
 def _digest(tag: bytes, *fields: str) -> bytes:
-    """Digests fields, each with its length, so that no two different lists of fields have the same bytes."""
+    """Digest fields, each prefixed with its length so that different lists never have the same bytes."""
     digest = hashlib.sha256(tag)
     for text in fields:
         encoded = text.encode("utf-8", "surrogatepass")

@@ -66,7 +66,7 @@ class InvalidRequest(PillionError):  # noqa: N818  (named as the field names it)
 
     @classmethod
     def of(cls, *violations: FieldViolation) -> InvalidRequest:
-        """Makes the error whose message lists its violations."""
+        """Make the error whose message lists its violations."""
         return cls("; ".join(f"{v.field}: {v.description}" for v in violations), violations)
 
 

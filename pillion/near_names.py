@@ -10,7 +10,7 @@ MAX_COMPARED_CHARS = 100
 
 
 def did_you_mean(name: str, known: Iterable[str], skip: int = 0) -> str:
-    """Returns what an error says of a name that is nearly a known one; "" where no known name is near. The first
+    """Return what an error says of a name that is nearly a known one; "" where no known name is near. The first
     ``skip`` letters are not compared, because all known names begin with them."""
     close = difflib.get_close_matches(name[skip:][:MAX_COMPARED_CHARS], [one[skip:] for one in known], 1)
     return f"; did you mean {name[:skip]}{close[0]}?" if close else ""

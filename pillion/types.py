@@ -66,11 +66,11 @@ class Range:
     above: bool = False
 
     def __contains__(self, value: float) -> bool:
-        """Returns whether ``value`` is in the range. NaN, which compares false with everything, is in no range."""
+        """Return whether ``value`` is in the range. NaN, which compares false with everything, is in no range."""
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def complaint(self, value: float) -> str:
-        """Says what is wrong with a value that is not in the range."""
+        """Say what is wrong with a value that is not in the range."""
         if self.high < MAX_INT32:
             return f"{value} is not in {self}"
         bits = 64 if self.high > MAX_INT32 else 32
@@ -296,7 +296,7 @@ _BIAS = Range(-100, 100)
 
 
 def range_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[FieldViolation]:
-    """Yields every field that is out of its range; a field that is not set is within it. What depends on a request's
+    """Yield every field that is out of its range; a field that is not set is within it. What depends on a request's
     length or on a model's context is not checked here."""
     for name, option in SAMPLING_OPTIONS.items():
         value = getattr(sampling, name)
@@ -312,7 +312,7 @@ def range_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[Fiel
 
 
 def id_violations(field: str, token_ids: Sequence[int], vocab_size: int) -> Iterator[FieldViolation]:
-    """Yields the ids that are not of the vocabulary."""
+    """Yield the ids that are not of the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         for n, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocab_size:
@@ -398,7 +398,7 @@ class ToolOptions:
 
     @property
     def asks_for_calls(self) -> bool:
-        """Says whether answers may call tools."""
+        """Say whether answers may call tools."""
         return bool(self.tools) and self.choice != "none"
 
 
@@ -481,7 +481,7 @@ class ChatOptions:
 
     @property
     def begins_message(self) -> bool:
-        """Says whether the prompt ends where the assistant's next message begins."""
+        """Say whether the prompt ends where the assistant's next message begins."""
         chosen = self.add_generation_prompt
         return not self.continue_final_message if chosen is None else chosen
 
@@ -539,16 +539,16 @@ class Usage:
     kv_bucket_byte_seconds: int = field(default=0, compare=False)
 
     def __add__(self, other: Usage) -> Usage:
-        """Adds the counts of two requests."""
+        """Add the counts of two requests."""
         return Usage(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Usage)})
 
     def cached_by_tier(self) -> dict[str, int]:
-        """Divides the cached tokens by where their KV was found; what was brought from nowhere was in the pool."""
+        """Divide the cached tokens by where their KV was found; what was brought from nowhere was in the pool."""
         brought = {name: getattr(self, name) for name in ("fetched_tokens", "restored_tokens", "bucket_tokens")}
         return {"pool_tokens": self.cached_tokens - sum(brought.values()), **brought}
 
     def kv_byte_seconds(self) -> dict[str, int]:
-        """Returns the KV that was held in pools, in bytes times seconds, by where it came from."""
+        """Return the KV that was held in pools, in bytes times seconds, by where it came from."""
         tiers = ("computed", "pool", "fetched", "restored", "bucket")
         return {tier: getattr(self, f"kv_{tier}_byte_seconds") for tier in tiers}
 

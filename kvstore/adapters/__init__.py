@@ -1,1 +1,1 @@
-"""Brings the files of adapters to workers: out of this machine's model cache, or from another node's machine."""
+"""Transfer of adapter files to workers, from this machine's model cache or another node's machine."""

@@ -1,7 +1,6 @@
-"""Sends and receives adapters' files as a stream of pieces, from machine to machine.
+"""Streams adapter files between machines, in pieces.
 
-Nothing here reads what is in the files. Whoever asks for an adapter by its digest verifies that they are that
-adapter's.
+The contents are not interpreted: the requester of a digest verifies the files.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from pillion.host.adapter_folders import ADAPTER_FILES, MAX_ADAPTER_BYTES, MAX_C
 from pillion.v1.kvnode_pb2 import AdapterPiece
 
 MAX_PIECE_BYTES = 2**19
-# While files are written, the other side may be silent for at most this long.
 PIECE_TIMEOUT_S = 60.0
 
 
 def open_files(folder: Path) -> list[BinaryIO]:
-    """Returns an adapter's files, open, so that the folder may be removed from now on; none where one of them is
-    missing."""
+    """Open an adapter's files, so that the folder may be removed meanwhile; empty if one of them is missing."""
     files: list[BinaryIO] = []
     try:
         files.extend((folder / name).open("rb") for name in ADAPTER_FILES)
@@ -36,8 +33,7 @@ def open_files(folder: Path) -> list[BinaryIO]:
 
 
 async def pieces_of(files: list[BinaryIO], digest: str = "") -> AsyncGenerator[AdapterPiece, None]:
-    """Yields in pieces the files that :func:`open_files` returned, and closes them; the first piece names
-    ``digest``."""
+    """Yield the files from :func:`open_files` in pieces, and close them; the first piece has ``digest``."""
     try:
         total_bytes = sum(file.seek(0, 2) for file in files)
         for name, file in zip(ADAPTER_FILES, files, strict=True):
@@ -52,8 +48,7 @@ async def pieces_of(files: list[BinaryIO], digest: str = "") -> AsyncGenerator[A
 
 
 async def next_piece(pieces: AsyncIterator[AdapterPiece]) -> AdapterPiece | None:
-    """Returns the next piece of an adapter's files, None at the end. Raises Unavailable where the other side is silent
-    for PIECE_TIMEOUT_S."""
+    """Return the next piece, None at the end. Raises Unavailable if the sender is silent for PIECE_TIMEOUT_S."""
     try:
         async with asyncio.timeout(PIECE_TIMEOUT_S):
             return await anext(pieces, None)
@@ -66,12 +61,12 @@ async def receive_files(
     pieces: AsyncIterator[AdapterPiece],
     room: Callable[[int], AbstractContextManager[Path]],
 ) -> None:
-    """Writes files, on a thread, into the folder that ``room`` yields when it is given their bytes; on the same thread
-    that folder is then verified or kept. ``first`` is the first piece, or None where there was none.
+    """Write files, on a thread, into the folder that ``room`` yields for their total size; ``room`` then verifies or
+    stores the folder on the same thread. ``first`` is the first piece, or None if there was none.
 
-    Whichever way it ends, cancelled too, the thread has ended and nobody waits for ``pieces`` any more. Raises
-    InvalidRequest where the pieces are no files of an adapter, Unavailable for a silent sender, and what ``pieces`` and
-    ``room`` raise.
+    However it ends, cancelled included, the thread has ended and ``pieces`` is not awaited any more. Raises
+    InvalidRequest if the pieces are not an adapter's files, Unavailable for a silent sender, and whatever ``pieces``
+    and ``room`` raise.
     """
     if first is None or not 0 < first.total_bytes <= MAX_ADAPTER_BYTES + MAX_CONFIG_BYTES + MAX_HEADER_BYTES:
         size_bytes = first.total_bytes if first else 0
@@ -101,7 +96,7 @@ async def receive_files(
         over = True
         if reading is not None:
             reading.cancel()
-        # The thread may still have to finish writing a file, or checking its folder.
+        # The thread may still be writing a file or checking its folder.
         await asyncio.wait([writing])
 
 

@@ -1,12 +1,12 @@
-"""Serves adapters' files to workers whose machine lacks them, from this machine's model cache or another node's.
+"""Serves adapter files to workers whose machine lacks them, from this machine's model cache or another node's.
 
 worker --ReadAdapter--> its node --the files are here--> pieces
-                           '--they are not--> ReadAdapter at each other node, until one has them --> pieces
+                           '--missing--> ReadAdapter at each other node, until one has them --> pieces
 
-gateway --FindAdapters--> those that are missing here --KeepAdapter--> the model cache of this machine
+gateway --FindAdapters--> adapters missing here --KeepAdapter--> the model cache of this machine
 
-The node does not look into the files, and keeps no copy of those that it passes on. Workers verify what they get, and
-what they read from the model cache, by its digest.
+The node neither reads the files nor stores those that it forwards. Workers verify what they receive, and what they read
+from the model cache, by its digest.
 """
 
 from __future__ import annotations
@@ -38,21 +38,18 @@ from pillion.v1.kvnode_pb2 import (
 
 log = logging.getLogger("pillion.kvnode")
 
-# At most this many adapters are read here at once, those that are passed on included.
 MAX_READS = 16
-# At most MAX_ASKED_NODES nodes are asked for one adapter; a gateway may ask for at most MAX_ASKED_DIGESTS adapters at
-# once.
 MAX_ASKED_NODES = 16
 MAX_ASKED_DIGESTS = 4096
 
 
 class NodeAdapters:
-    """Serves the adapters of one node's machine.
+    """Adapters of one node's machine.
 
     Attributes:
-        addresses: returns the address of each live node, by its id.
+        addresses: returns node id -> address of the live nodes.
         root: the model cache's folder.
-        reading: number of adapters that are read or kept now.
+        reading: adapters being read or stored.
     """
 
     def __init__(self, flags: KVNodeFlags, addresses: Addresses) -> None:
@@ -63,8 +60,8 @@ class NodeAdapters:
         self.reading = 0
 
     async def pieces(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
-        """Yields the files of an adapter, in pieces. Raises NotFound where no node that was asked has them, Overloaded
-        where MAX_READS are running, and InvalidRequest for text that is no digest."""
+        """Yield an adapter's files in pieces. Raises NotFound if no node that was asked has them, Overloaded beyond
+        MAX_READS, and InvalidRequest for an invalid digest."""
         with self._counted(digest):
             files = await asyncio.to_thread(open_files, self.root / ADAPTERS / digest)
             async with aclosing(pieces_of(files) if files else self._from_others(digest, ask_others)) as pieces:
@@ -72,8 +69,8 @@ class NodeAdapters:
                     yield piece
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
-        """Returns those of the adapters that this machine lacks; the others count as used now. Raises InvalidRequest
-        for text that is no digest, and for too many."""
+        """Return the adapters that this machine lacks, and mark the others as used. Raises InvalidRequest for an
+        invalid digest or too many digests."""
         if len(digests) > MAX_ASKED_DIGESTS or not all(map(is_adapter_digest, digests)):
             raise InvalidRequest(f"at most {MAX_ASKED_DIGESTS} digests of adapters can be asked for")
         return await asyncio.to_thread(lambda: [digest for digest in digests if not self._touch(digest)])
@@ -85,8 +82,8 @@ class NodeAdapters:
         return False
 
     async def keep(self, pieces: AsyncIterator[AdapterPiece]) -> None:
-        """Keeps an adapter's files under the digest in the first piece. Raises InvalidRequest for files that are no
-        adapter, Unavailable for a silent sender, Overloaded where MAX_READS are running or the disk is full."""
+        """Store an adapter's files under the digest in the first piece. Raises InvalidRequest for files that are no
+        adapter, Unavailable for a silent sender, Overloaded beyond MAX_READS or if the disk is full."""
         first = await next_piece(pieces)
         digest = first.digest if first is not None else ""
         with self._counted(digest):
@@ -98,8 +95,8 @@ class NodeAdapters:
 
     @contextlib.contextmanager
     def _counted(self, digest: str) -> Iterator[None]:
-        """Counts one adapter as being read or kept while the block runs. Raises InvalidRequest and Overloaded as its
-        callers say."""
+        """Count one adapter in ``reading`` within the block. Raises InvalidRequest for an invalid digest, Overloaded
+        beyond MAX_READS."""
         if not is_adapter_digest(digest):
             raise InvalidRequest(f"{digest[:80]!r} is no digest of an adapter")
         if self.reading >= MAX_READS:
@@ -112,7 +109,7 @@ class NodeAdapters:
 
     @contextlib.contextmanager
     def _room(self, digest: str, size_bytes: int) -> Iterator[Path]:
-        """Yields a temporary folder, which becomes the adapter's own at the end: that is there whole or not at all."""
+        """Yield a temporary folder that is renamed to the adapter's folder at the end, so that it appears whole."""
         target = self.root / ADAPTERS / digest
         target.parent.mkdir(parents=True, exist_ok=True)
         with adapter_draft(target.parent, size_bytes, self._store_bytes) as draft:
@@ -120,7 +117,7 @@ class NodeAdapters:
             try:
                 draft.rename(target)
             except OSError:
-                # Another process has kept a copy of the adapter meanwhile.
+                # Another process has stored the adapter meanwhile.
                 if not target.is_dir():
                     raise
 

@@ -1,6 +1,1 @@
-"""Reaches a KV node from other components.
-
-Nothing of the node's own state comes in here.
-
-Open node_client.py first.
-"""
+"""How other components reach a KV node. Independent of the node's own state. Open node_client.py first."""

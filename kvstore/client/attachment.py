@@ -1,4 +1,4 @@
-"""Implements a worker's side of the attach socket, by which it maps the pool of a KV node.
+"""A worker's side of the attach socket: maps the pool of a KV node.
 
 kvstore/node/attach_server.py is the node's side and draws the protocol.
 
@@ -39,34 +39,32 @@ from pillion.wire.attach import (
 from pillion.wire.json_lines import line_to_bytes
 
 CONNECT_RETRY_S = 0.05
-# Where a node has ended before it answered a worker that attaches again, the worker pauses for this time before its
-# next try.
 RENEW_PAUSE_S = 0.1
 
 
 class MappedDevice(Protocol):
-    """Represents memory of a device that this process has mapped.
+    """Device memory mapped by this process.
 
     Attributes:
-        divided: whether each block lies in several pieces.
+        divided: True if each block is split into several pieces.
     """
 
     divided: bool
 
     def close(self) -> None:
-        """Unmaps memory that nothing uses any more. Idempotent."""
+        """Unmap the memory, which must be unused. Idempotent."""
 
 
-# Such a function maps the device memory behind a node's descriptors, of so many bytes. It raises ConfigError.
+# Maps the device memory behind a node's descriptors; the last argument is its bytes. Raises ConfigError.
 MapDevice = Callable[[Sequence[int], AttachReply, int], MappedDevice]
 
 
 class SharedMemory:
-    """Holds memory of a node that this process has mapped, and the connection that stands for its use.
+    """A node's memory mapped by this process, and the connection that represents its use.
 
     Attributes:
         mapped: the mapping.
-        memory: the bytes, writable; empty where the memory is a device's.
+        memory: the bytes, writable; empty for device memory.
     """
 
     def __init__(self, sock: socket.socket, mapped: mmap.mmap | MappedDevice) -> None:
@@ -75,21 +73,20 @@ class SharedMemory:
         self.memory = memoryview(mapped) if isinstance(mapped, mmap.mmap) else memoryview(b"")
 
     def unmap(self) -> None:
-        """Unmaps the memory of the node."""
         with contextlib.suppress(BufferError):
-            # Tensors over the memory keep it mapped until they are freed; the caller promises not to use them.
+            # Tensors over the memory keep it mapped until they are freed; the caller must not use them.
             self.memory.release()
             self.mapped.close()
 
 
 class Attachment(SharedMemory):
-    """Holds a worker's mapped pool and its connection to the KV node, which shows the node that the worker lives.
-    :func:`attach` makes it.
+    """A worker's mapped pool and its connection to the KV node, which proves that the worker is alive. Created by
+    :func:`attach`.
 
     Attributes:
-        epoch: names the worker at the node; it is void once either side ends.
+        epoch: identifies the worker at the node; void once either side ends.
         node_id, node_address: the node, and the address of its gRPC service.
-        pool_id: names a pool that outlives its node; empty for another one.
+        pool_id: identifies a pool that outlives its node; empty otherwise.
         num_slots, block_bytes: shape of the pool; slot s is at bytes s * block_bytes .. (s + 1) * block_bytes.
     """
 
@@ -104,11 +101,12 @@ class Attachment(SharedMemory):
         hello: AttachHello | None = None,
         has_states: bool = False,
     ) -> None:
-        """Maps the memory behind ``memory_fds``, unless it is a shard's, and keeps duplicates of them; ``map_device``
-        maps that of GPUs, None where the worker computes on the CPU. ``hello`` is what the node was sent for ``reply``,
-        by the process that sent it. Where the pool outlives its node, that process opens the file of the places anew
-        and locks its own: that of memory on the host, or the one that comes after memory on GPUs. Raises
-        ConfigError."""
+        """Map the memory behind ``memory_fds``, unless it is a shard's, and keep duplicates of the descriptors.
+
+        ``map_device`` maps GPU memory, None for a CPU worker. ``hello`` is the request that ``reply`` answers, in the
+        process that sent it. If the pool outlives its node, that process reopens the file of the places and locks its
+        own: the pool's file for host memory, else an extra last descriptor. Raises ConfigError.
+        """
         place = reply.epoch if hello is not None and reply.pool_id else 0
         apart = bool(place) and reply.memory_kind != HOST
         if len(memory_fds) != max(1, len(reply.shards)) + apart:
@@ -134,16 +132,16 @@ class Attachment(SharedMemory):
 
     @property
     def node_gone(self) -> bool:
-        """Says whether the node is known to have ended."""
+        """True if the node is known to have ended."""
         return peer_gone(self._sock)
 
     def renew(self, socket_path: str, timeout_s: float, given_up: threading.Event) -> None:
-        """Attaches to the next life of the node, whose end was seen, over the pool that is mapped; blocks for up to
-        ``timeout_s`` and waits for that node, or until another thread sets ``given_up``. Nothing of this worker uses
-        the pool meanwhile. Afterwards ``epoch``, ``node_address`` and the connection are new.
+        """Attach the mapped pool to the restarted node; block for up to ``timeout_s``, or until another thread sets
+        ``given_up``. The worker must not use the pool meanwhile. Afterwards ``epoch``, ``node_address`` and the
+        connection are new.
 
-        Raises ConfigError if the node refuses or has another pool, and Unavailable if it does not answer, or was given
-        up.
+        Raises ConfigError if the node refuses or has another pool, and Unavailable if it does not answer or
+        ``given_up`` was set.
         """
         assert self._hello is not None, "another process of this worker attached it"
         hello = msgspec.structs.replace(self._hello, pool_id=self.pool_id, place=self._place)
@@ -156,7 +154,6 @@ class Attachment(SharedMemory):
                     reply = _admitted(line, hello, self._has_states)
                 break
             except Unavailable:
-                # A node may die before it has answered, and then a further one follows it.
                 if time.monotonic() + RENEW_PAUSE_S >= until_s or given_up.wait(RENEW_PAUSE_S):
                     raise
         sock.setblocking(False)
@@ -165,28 +162,27 @@ class Attachment(SharedMemory):
         self.epoch, self.node_address = reply.epoch, reply.node_address
 
     def fileno(self) -> int:
-        """Returns a descriptor that becomes readable when the node is gone; for ``loop.add_reader``."""
+        """Return a descriptor that becomes readable when the node is gone, for ``loop.add_reader``."""
         return self._sock.fileno()
 
     @property
     def pool(self) -> memoryview | MappedDevice:
-        """Gives the pool's memory, in the form in which a backend takes it."""
+        """The pool's memory in the form that backends expect."""
         return self.memory if isinstance(self.mapped, mmap.mmap) else self.mapped
 
     def handed_over(self) -> tuple[bytes, list[int]]:
-        """Returns what another process of this worker passes to :meth:`joined`: bytes, and descriptors to send along,
-        which stay this attachment's."""
+        """Return what another process of this worker passes to :meth:`joined`: bytes, and descriptors to send, which
+        this attachment still owns."""
         return line_to_bytes(self._reply), [*self._memory_fds, self._sock.fileno()]
 
     def name_processes(self, pids: Sequence[int]) -> None:
-        """Tells the node of the worker's other processes, before they map a GPU's memory: it reuses no slot before all
-        of them have exited (I4). Raises ConfigError where it could not, and Unavailable where it is gone."""
+        """Register the worker's other processes with the node before they map GPU memory: no slot is reused before all
+        of them have exited (I4). Raises ConfigError if that is impossible, Unavailable if the node is gone."""
         if len(pids) > MAX_PROCESSES:
             raise ConfigError(f"a worker on a GPU may have {MAX_PROCESSES} other processes, not {len(pids)}")
         pidfds: list[int] = []
         try:
             for pid in pids:
-                # A process that has ended already writes nothing to the pool.
                 with contextlib.suppress(ProcessLookupError):
                     pidfds.append(_pidfd(pid))
             socket.send_fds(self._sock, [PROCESSES], pidfds)
@@ -200,15 +196,15 @@ class Attachment(SharedMemory):
     def joined(
         cls, line: bytes, descriptors: Sequence[int], block_bytes: int, map_device: MapDevice | None = None
     ) -> Attachment:
-        """Makes the attachment of another process of the same worker from what that one handed over; the descriptors
-        stay the caller's. As long as either process holds the connection, the node sees no end of the worker (I4).
-        Raises ConfigError where the memory cannot be mapped."""
+        """Create the attachment of another process of the same worker from :meth:`handed_over`; the caller still owns
+        the descriptors. The node sees the worker's end once both processes have closed the connection (I4). Raises
+        ConfigError if the memory cannot be mapped."""
         *memory_fds, connection = descriptors
         sock, reply = socket.socket(fileno=os.dup(connection)), attach_reply_from_line(line)
         return cls(sock, memory_fds, reply, block_bytes, map_device)
 
     def close(self) -> None:
-        """Tells the node that this process uses the pool no more. No step may run, because slots are reused at once."""
+        """Unmap and tell the node. No step may run, because the node reuses the slots at once."""
         self.unmap()
         with contextlib.suppress(OSError):
             self._sock.send(DETACHED)
@@ -216,7 +212,7 @@ class Attachment(SharedMemory):
         self._close_memory()
 
     def _close_memory(self) -> None:
-        # The lock on the pool's file is released last, because it says that this process maps the pool.
+        # The lock on the pool's file is released last: it proves that this process maps the pool.
         close_all(self._memory_fds)
         close_all(self._place_fds)
 
@@ -236,15 +232,15 @@ def attach(
     has_states: bool = False,
     map_device: MapDevice | None = None,
 ) -> Attachment:
-    """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
+    """Attach to the node behind ``socket_path``; block for up to ``timeout_s``, also while no node listens there yet.
 
-    ``kv_rows`` and ``kv_heads`` are rows of a block and pieces in a row, by which a node may divide blocks over GPUs.
-    ``block_tokens`` are the tokens of a block, which the node tells the followers of its blocks. ``processes`` is how
-    many processes of the worker will use the pool. ``has_states`` says that the worker's model is a hybrid one.
-    ``map_device`` maps a pool in a GPU's memory, and is None for a worker that computes on the CPU.
+    ``kv_rows`` and ``kv_heads`` are the rows of a block and the pieces of a row, by which a node may divide blocks over
+    GPUs. ``block_tokens`` is the number of tokens per block, for followers of the node's blocks. ``processes`` is the
+    number of processes of the worker that use the pool. ``has_states`` is True for hybrid models. ``map_device`` maps
+    a pool in GPU memory, None for a CPU worker.
 
-    Raises, in one line, ConfigError if the node refuses, and Unavailable if it does not answer, ends meanwhile or does
-    not exist: a worker that is started once more may find it again.
+    Raises, in one line, ConfigError if the node refuses, and Unavailable if it is absent, does not answer or ends
+    meanwhile: then a restarted worker may find it again.
     """
     hello = AttachHello(
         component_id=component_id,
@@ -269,9 +265,8 @@ def attach(
 
 
 def _admitted(line: bytes, hello: AttachHello, has_states: bool) -> AttachReply:
-    """Reads the node's answer to ``hello``. Raises ConfigError where the node refuses the worker, where its pool is not
-    the one that the worker has mapped, and where the worker's model has states and the node is of a version that keeps
-    none: it would take a state for blocks."""
+    """Decode the node's answer to ``hello``. Raises ConfigError if the node refuses the worker, has another pool than
+    the mapped one, or is of a version without states while the model has them: it would mistake a state for blocks."""
     reply = attach_reply_from_line(line)
     if reply.error or (hello.pool_id and reply.pool_id != hello.pool_id):
         reason = reply.error or "its pool is another one"
@@ -285,8 +280,7 @@ def _admitted(line: bytes, hello: AttachHello, has_states: bool) -> AttachReply:
 
 
 def _pidfd(pid: int) -> int:
-    """Returns a descriptor of a process. Raises ProcessLookupError where the process has ended, and ConfigError where
-    the system gives none."""
+    """Return a pidfd. Raises ProcessLookupError if the process has ended, ConfigError if the system has none."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -296,8 +290,8 @@ def _pidfd(pid: int) -> int:
 
 
 def _own_place(descriptor: int, place: int) -> int:
-    """Opens a pool's file anew and locks a place of it, by which the node's next life knows that this process uses it.
-    Raises ConfigError."""
+    """Reopen a pool's file and lock a place of it, by which a restarted node sees that this process uses it. Raises
+    ConfigError."""
     try:
         own = reopened(descriptor)
     except OSError as error:
@@ -318,12 +312,12 @@ def asked(
     timeout_s: float,
     given_up: threading.Event | None = None,
 ) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
-    """Sends ``hello`` and yields the connection, the node's answer and the descriptors that came with it. All of that
-    takes ``timeout_s`` at most, and ends soon when ``given_up`` is set.
+    """Send ``hello`` and yield the connection, the node's answer and its descriptors, within ``timeout_s`` or until
+    ``given_up`` is set.
 
-    The descriptors are closed in the end, as a mapping holds the memory; after an error the connection is closed too.
-    Raises, in one line, Unavailable where the connection fails, here or inside the block, and ConfigError for any other
-    failure.
+    The descriptors are closed at the end, since a mapping does not need them; after an error the connection is closed
+    as well. Raises, in one line, Unavailable if the connection fails, here or inside the block, and ConfigError for any
+    other failure.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
@@ -351,7 +345,6 @@ def asked(
 def _map_pool(
     fds: Sequence[int], reply: AttachReply, size_bytes: int, map_device: MapDevice | None
 ) -> mmap.mmap | MappedDevice:
-    """Maps the pool behind the node's descriptors. Raises ConfigError."""
     if reply.memory_kind == HOST:
         return map_shared(fds[0], size_bytes)
     if map_device is None:
@@ -360,8 +353,7 @@ def _map_pool(
 
 
 def _connect(sock: socket.socket, socket_path: str, give_up_s: float, given_up: threading.Event) -> None:
-    """Connects to the node. Components may start in any order, so this call waits for a node that does not listen
-    yet."""
+    """Connect to the node, waiting for one that does not listen yet: components may start in any order."""
     while True:
         try:
             return sock.connect(socket_path)
@@ -371,8 +363,7 @@ def _connect(sock: socket.socket, socket_path: str, give_up_s: float, given_up: 
 
 
 def _await_answer(sock: socket.socket, give_up_s: float, given_up: threading.Event) -> None:
-    """Returns when the socket has something to read. Raises TimeoutError, and Unavailable where the caller has given
-    up."""
+    """Wait until the socket is readable. Raises TimeoutError, and Unavailable if ``given_up`` is set."""
     answer = select.poll()
     answer.register(sock, select.POLLIN)
     while not answer.poll(CONNECT_RETRY_S * 1000):

@@ -1,4 +1,4 @@
-"""Is the gRPC client of a KV node. Every call has a deadline, and errors arrive as :mod:`pillion.errors`."""
+"""gRPC client of a KV node. Every call has a deadline; failures raise :mod:`pillion.errors`."""
 
 from __future__ import annotations
 
@@ -37,25 +37,23 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 5.0
 OPEN_TICKET_TIMEOUT_S = 60.0
-# A call that ended without an answer is released this often where the node does not answer the release either: for
-# longer than it takes to notice that a connection is cut. The end of the caller's epoch, which comes with its end,
-# releases everything.
+# Tries to release a ticket whose opening call got no answer, while the node does not answer the release either: longer
+# than it takes to detect a cut connection. After that, the end of the caller's epoch releases it.
 MAX_RELEASE_TRIES = 10
 PREFETCH_GRACE_S = 0.5
-# A call fails with one of these.
 _FAILURES = (grpc.aio.UsageError, grpc.aio.InternalError, grpc.aio.AioRpcError, asyncio.CancelledError)
 
 
 class TicketDemand(TypedDict, total=False):
-    """Says more of a ticket that is asked for.
+    """Optional fields of an OpenTicket request.
 
     Attributes:
-        resume: whether the request stands before new prompts in the node's queue.
+        resume: queue the request before new prompts.
         priority: smaller is more urgent.
-        expected_blocks: blocks of the chain that the index names at this node; the node corrects the index if they are
-            not there.
-        state_pages: slots that a state takes, for a model whose layers carry one: what is pinned ends with one.
-        known_blocks: blocks of the chain that any node has, for such a model.
+        expected_blocks: blocks of the chain at this node according to the index; the node corrects the index if they
+            are missing.
+        state_pages: slots of a state, for a model that carries one: the pinned prefix then ends with a state.
+        known_blocks: blocks of the chain present on any node, for such a model.
     """
 
     resume: bool
@@ -66,7 +64,7 @@ class TicketDemand(TypedDict, total=False):
 
 
 class NodeSession:
-    """Holds a gateway's session at a node: ``epoch`` is valid while it is open. It ends with either side."""
+    """A gateway's session at a node. ``epoch`` is valid while it is open; either side can end it."""
 
     def __init__(self, call: Any, epoch: int) -> None:
         self._call = call
@@ -74,11 +72,11 @@ class NodeSession:
         self._ended = asyncio.create_task(self._watch(), name="kv-session")
 
     async def closed(self) -> None:
-        """Returns when the session has ended, and with it everything that its epoch held."""
+        """Wait for the session's end, which releases everything that its epoch held."""
         await asyncio.shield(self._ended)
 
     async def aclose(self) -> None:
-        """Ends the session at the node. Idempotent."""
+        """End the session at the node. Idempotent."""
         self._call.cancel()
         await self._ended
 
@@ -89,10 +87,10 @@ class NodeSession:
 
 
 class NodeClient:
-    """Connects one component to one node. ``component_id`` names the component in the node's log.
+    """Connection of one component to one node. ``component_id`` appears in the node's log.
 
     Attributes:
-        channel: the connection, for stubs of the node's other services; this client closes it.
+        channel: gRPC channel, also for the node's other services; closed by this client.
     """
 
     def __init__(self, address: str, component_id: str) -> None:
@@ -102,14 +100,14 @@ class NodeClient:
         self._abandoning: dict[asyncio.Task[None], None] = {}
 
     async def reopen(self, address: str) -> None:
-        """Connects to the node's next life at once, without waiting until gRPC would try the old connection again."""
+        """Connect to the restarted node at once, without waiting for gRPC's reconnect backoff."""
         old = self.channel
         await old.close()
         self.channel = open_channel(address)
         self._stub = kvnode_pb2_grpc.KVNodeStub(self.channel)
 
     async def open_session(self, timeout_s: float = CALL_TIMEOUT_S, *, wait_for_node: bool = False) -> NodeSession:
-        """Opens a session with a new epoch; ``wait_for_node`` waits for a node that does not listen yet. Raises
+        """Open a session with a new epoch. ``wait_for_node`` waits for a node that does not listen yet. Raises
         Unavailable if the node does not answer."""
         request = kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._component_id))
         call = self._stub.OpenSession(request, wait_for_ready=wait_for_node)
@@ -138,17 +136,17 @@ class NodeClient:
         on_unreleased: Callable[[PillionError], object] = lambda error: None,
         **demand: Unpack[TicketDemand],
     ) -> OpenTicketReply:
-        """Pins the committed prefix of the chain and reserves slots for the rest; waits for memory up to ``timeout_s``.
-        With 0 ``total_blocks`` nothing is reserved, and nothing waits.
+        """Pin the committed prefix of the chain and reserve slots for the rest; wait for memory up to ``timeout_s``.
+        With 0 ``total_blocks``, nothing is reserved and the call does not wait.
 
-        When this call ends without an answer, cancelled or out of time, the node is told to release the ticket: none is
-        left behind, even if it was granted in that moment.
+        If this call ends without an answer, cancelled or timed out, the ticket is released at the node, even if it was
+        granted in that moment.
 
         Args:
-            adopt: lease all that is reserved with the same call; for workers. Raises NotFound, with nothing opened,
-                where fewer than ``expected_blocks`` are there.
-            flow: the tenant whose share of the pool decides where several wait.
-            on_unreleased: called where the release of such a call was not answered either.
+            adopt: lease all reserved slots with the same call; for workers. Raises NotFound, with nothing opened, if
+                fewer than ``expected_blocks`` are present.
+            flow: the tenant, for fair sharing of the pool between waiting requests.
+            on_unreleased: called if the release of such a call got no answer either.
         """
         nonce = secrets.randbits(62) + 1
         request = kvnode_pb2.OpenTicketRequest(
@@ -167,19 +165,19 @@ class NodeClient:
             raise
 
     async def release(self, epoch: int, ticket_ids: Sequence[int] = (), *, nonces: Sequence[int] = ()) -> None:
-        """Gives up an epoch's hold on tickets, and on tickets that calls with these nonces may still be granted.
+        """Release an epoch's hold on tickets, named by id or by the nonce of a call that may still be granted.
         Idempotent."""
         request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
         await call_unary(self._stub.ReleaseTicket, request)
 
     async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
-        """Becomes a holder of a ticket and leases exactly ``lease_blocks`` slots, the ticket's reserved ones first.
-        Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are too few slots."""
+        """Become a holder of a ticket and lease exactly ``lease_blocks`` slots, reserved ones first. Raises NotFound
+        for an unknown ticket, and Overloaded, with nothing changed, if there are too few slots."""
         request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
         return await call_unary(self._stub.AdoptTicket, request)
 
     async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AwaitChainReply:
-        """Waits until the chain of a ticket has ``blocks`` blocks or the time is over, and returns the chain.
+        """Wait until a ticket's chain has ``blocks`` blocks or the time is over, and return the chain.
 
         Nothing is leased, and a cancelled call leaves nothing behind. Raises NotFound if the epoch does not hold the
         ticket, Overloaded if too many calls wait.
@@ -187,20 +185,19 @@ class NodeClient:
         request = kvnode_pb2.AwaitChainRequest(
             epoch=epoch, ticket_id=ticket_id, blocks=blocks, timeout_ms=max(1, int(timeout_s * 1000))
         )
-        # The node itself ends the wait in time, so this deadline is a little longer than the node's.
         return await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
 
     async def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
-        """Leases up to ``blocks`` slots from the node, possibly none."""
+        """Lease up to ``blocks`` slots, possibly none."""
         request = kvnode_pb2.LeaseSlotsRequest(epoch=epoch, blocks=blocks)
         return tuple((await call_unary(self._stub.LeaseSlots, request)).slots)
 
     async def give_back(self, epoch: int, slots: Sequence[int]) -> None:
-        """Returns leased slots to the node: all of them or, with InvalidRequest, none."""
+        """Return leased slots: all of them or, with InvalidRequest, none."""
         await call_unary(self._stub.ReturnSlots, kvnode_pb2.ReturnSlotsRequest(epoch=epoch, slots=slots))
 
     async def commit(self, epoch: int, runs: Sequence[CommitRun]) -> Sequence[CommitRunResult]:
-        """Commits runs of blocks, in order; see CommitRunResult for lost races (I2)."""
+        """Commit runs of blocks, in order; see CommitRunResult for lost races (I2)."""
         request = kvnode_pb2.CommitRequest(epoch=epoch, runs=runs)
         reply: kvnode_pb2.CommitReply = await call_unary(self._stub.Commit, request)
         return reply.results
@@ -216,9 +213,9 @@ class NodeClient:
         max_bytes: int = 0,
         ahead: bool = False,
     ) -> PrefetchReply:
-        """Makes the node bring as much of the chain as it can into its pool, under a ticket that the epoch holds; into
-        free slots alone where it is ``ahead`` of their need. Raises NotFound if it holds no such ticket. A failure
-        between nodes only means that fewer blocks come (I1)."""
+        """Fetch as much of the chain as possible into the node's pool, under a ticket that the epoch holds. With
+        ``ahead``, use only free slots. Raises NotFound if the epoch does not hold the ticket. Failures between nodes
+        only mean fewer blocks (I1)."""
         request = kvnode_pb2.PrefetchRequest(
             epoch=epoch,
             ticket_id=ticket_id,
@@ -228,15 +225,14 @@ class NodeClient:
             max_bytes=max_bytes,
             ahead=ahead,
         )
-        # The node itself ends the fetch in time, so this deadline is a little longer than the node's.
         return await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
 
     async def find_blocks(
         self, block_hashes: bytes, first_block: int, *, timeout_s: float, state_pages: int = 0
     ) -> int:
-        """Returns how many blocks of the chain, from ``first_block`` on, the node's lower tiers probably have, as far
-        as the node finds that out in this time. With ``state_pages``, those of a model's states, it counts them up to
-        the last one that probably has a state."""
+        """Return how many blocks of the chain, from ``first_block`` on, the node's lower tiers probably have, as far
+        as the node can find out in ``timeout_s``. With ``state_pages`` (pages per state), count up to the last block
+        that is probably followed by a state."""
         timeout_ms = max(1, int(timeout_s * 1000))
         request = kvnode_pb2.FindBlocksRequest(
             block_hashes=block_hashes, first_block=first_block, timeout_ms=timeout_ms, state_pages=state_pages
@@ -247,17 +243,17 @@ class NodeClient:
         return reply.blocks
 
     async def pin_prefix(self, request: kvnode_pb2.PinPrefixRequest, *, timeout_s: float = CALL_TIMEOUT_S) -> PrefixPin:
-        """Pins a chain for a tenant. Raises Overloaded beyond a quota, and InvalidRequest."""
+        """Pin a chain for a tenant. Raises Overloaded beyond a quota, and InvalidRequest."""
         return await call_unary(self._stub.PinPrefix, request, timeout_s)
 
     async def unpin_prefix(self, epoch: int, owner: str, name: str) -> bool:
-        """Ends a tenant's prefix pin; returns whether the pin existed. Idempotent."""
+        """End a tenant's prefix pin; return whether the pin existed. Idempotent."""
         request = kvnode_pb2.UnpinPrefixRequest(epoch=epoch, owner=owner, name=name)
         reply: kvnode_pb2.UnpinPrefixReply = await call_unary(self._stub.UnpinPrefix, request)
         return reply.found
 
     async def list_prefix_pins(self, epoch: int, owner: str) -> Sequence[PrefixPin]:
-        """Returns a tenant's prefix pins at the node, the oldest first."""
+        """Return a tenant's prefix pins at the node, oldest first."""
         request = kvnode_pb2.ListPrefixPinsRequest(epoch=epoch, owner=owner)
         reply: kvnode_pb2.ListPrefixPinsReply = await call_unary(self._stub.ListPrefixPins, request)
         return reply.prefix_pins
@@ -265,9 +261,8 @@ class NodeClient:
     async def read_adapter(
         self, digest: str, timeout_s: float, *, ask_others: bool = True
     ) -> AsyncGenerator[AdapterPiece, None]:
-        """Yields the files of an adapter that the node's machine has or, with ``ask_others``, another node's; nobody
-        has verified them. Raises NotFound where no machine has the files, Overloaded where the node reads too many
-        already."""
+        """Yield the unverified files of an adapter on the node's machine or, with ``ask_others``, another node's.
+        Raises NotFound if no machine has them, Overloaded if the node reads too many already."""
         request = kvnode_pb2.ReadAdapterRequest(digest=digest, ask_others=ask_others)
         call = self._stub.ReadAdapter(request, timeout=timeout_s, metadata=inject())
         try:
@@ -277,18 +272,18 @@ class NodeClient:
             call.cancel()
 
     async def missing_adapters(self, digests: Sequence[str]) -> Sequence[str]:
-        """Returns those of the adapters that the node's machine lacks; the node counts the others as used now."""
+        """Return the adapters that the node's machine lacks; the others count as used now."""
         request = kvnode_pb2.FindAdaptersRequest(digests=digests)
         return tuple((await call_unary(self._stub.FindAdapters, request)).missing)
 
     async def keep_adapter(self, pieces: AsyncGenerator[AdapterPiece, None], timeout_s: float) -> None:
-        """Brings the files of an adapter to the node's machine, and closes ``pieces``. Raises PillionError where the
-        node does not take them; Internal if it refused the files while they were sent."""
+        """Send the files of an adapter to the node's machine, and close ``pieces``. Raises PillionError if the node
+        refuses; Internal if it refused them while they were sent."""
         async with contextlib.aclosing(pieces):
-            # The pieces are written here and not by gRPC, whose task may still read them when the call has ended.
+            # Written here and not by gRPC, whose task may still read the pieces after the call has ended.
             call = self._stub.KeepAdapter(timeout=timeout_s, metadata=inject())
             try:
-                # A refused call cannot be written to; its error is the call's own.
+                # A refused call cannot be written to; awaiting the call raises its error.
                 with contextlib.suppress(asyncio.InvalidStateError):
                     async for piece in pieces:
                         await typed(call.write(piece))
@@ -298,18 +293,18 @@ class NodeClient:
                 call.cancel()
 
     async def reattach(self, epoch: int) -> int:
-        """Ends a worker's epoch, fenced or not, and returns a new one; no step uses the old one's slots any more.
+        """End a worker's epoch, fenced or not, and return a new one; no step may use the old one's slots any more.
         Raises Conflict for a session's epoch, NotFound for a void one."""
         return int((await call_unary(self._stub.Reattach, kvnode_pb2.ReattachRequest(epoch=epoch))).epoch)
 
     async def heartbeat(self, epoch: int) -> HeartbeatReply:
-        """Sends a sign of life. Raises NotFound for a void epoch."""
+        """Send a sign of life. Raises NotFound for a void epoch."""
         return await call_unary(self._stub.Heartbeat, kvnode_pb2.HeartbeatRequest(epoch=epoch))
 
     async def follow_blocks(self, log_epoch: int = 0, number: int = 0) -> AsyncGenerator[BlockChanges, None]:
-        """Yields what comes into the pool and leaves it, after change ``number`` of a log, or a snapshot before; see
-        docs/events.md. It never ends without an error: Overloaded where the node has no place, or this reader was too
-        slow; Unavailable."""
+        """Yield the pool's changes after change ``number`` of a log, preceded by a snapshot if needed; see
+        docs/events.md. Only ends with an error: Overloaded if the node has no room or this reader was too slow;
+        Unavailable."""
         request = kvnode_pb2.FollowBlocksRequest(
             hello=hello_to_pb(self._component_id), log_epoch=log_epoch, number=number
         )
@@ -322,15 +317,15 @@ class NodeClient:
             call.cancel()
 
     async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> NodeStatus:
-        """Returns the node's status: slots by state, pins, reservations and counters."""
+        """Return the node's status: slots by state, pins, reservations and counters."""
         return await call_unary(self._stub.GetNodeStatus, kvnode_pb2.GetNodeStatusRequest(), timeout_s)
 
     async def check_integrity(self) -> None:
-        """Makes the node prove its integrity. Raises Conflict, which names what does not add up (I4)."""
+        """Check the node's integrity. Raises Conflict with the inconsistencies (I4)."""
         await call_unary(self._stub.CheckIntegrity, kvnode_pb2.CheckIntegrityRequest())
 
     async def aclose(self) -> None:
-        """Waits for calls that release tickets, for as long as one of them may take, then closes the connection."""
+        """Wait for pending releases, up to CALL_TIMEOUT_S, then close the connection."""
         if self._abandoning:
             _, late = await asyncio.wait(self._abandoning, timeout=CALL_TIMEOUT_S)
             for task in late:
@@ -347,13 +342,11 @@ class NodeClient:
             try:
                 await self.release(epoch, nonces=[nonce])
             except DeadlineExceeded as error:
-                # If the call that releases were cancelled, it might never reach the node, and the abandoned call might
-                # reach it later.
+                # Never cancel the release: it might not reach the node, and the abandoned call might reach it later.
                 log.debug("abandoned call: %s", error)
                 if not tries_left:
                     on_unreleased(error)
             except PillionError as error:
-                # The node is gone, or it ended the epoch: either way nothing is held there.
                 log.debug("abandoned call: %s", error)
                 on_unreleased(error)
                 return
@@ -362,7 +355,7 @@ class NodeClient:
 
 
 async def call_unary(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
-    """Makes one call, with the current trace's context. A failure of the call becomes a PillionError."""
+    """Make one call with the current trace context. Failures raise PillionError."""
     try:
         return await method(request, timeout=timeout_s, metadata=inject())
     except _FAILURES as error:
@@ -370,7 +363,7 @@ async def call_unary(method: Callable[..., Awaitable[T]], request: Any, timeout_
 
 
 async def typed(call: Awaitable[T]) -> T:
-    """Awaits a call, or one message of it, and turns its failure into a PillionError."""
+    """Await a call, or one message of it, converting failures to PillionError."""
     try:
         return await call
     except _FAILURES as error:
@@ -381,6 +374,6 @@ def _typed_error(error: Any) -> BaseException:
     if isinstance(error, grpc.aio.UsageError):
         return Unavailable("the connection was closed")
     if isinstance(error, grpc.aio.InternalError):
-        # A message could not be sent, and gRPC does not say yet why the call has ended.
+        # A message could not be sent, and gRPC does not report yet why the call has ended.
         return Unavailable(f"the connection was lost: {error}")
     return closed_under(error) if isinstance(error, asyncio.CancelledError) else from_rpc_error(error)

@@ -1,4 +1,4 @@
-"""Streams what comes into a KV node's pool and leaves it to readers outside (docs/events.md).
+"""Streams of a KV node's pool changes for external readers (docs/events.md).
 
-Nothing that changes the pool waits for a follower.
+No change of the pool waits for a follower.
 """

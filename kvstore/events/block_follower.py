@@ -1,11 +1,10 @@
-"""Keeps a mirror of a KV node's pool over lost connections, slow times and the node's restarts.
+"""Mirror of a KV node's pool that survives lost connections, backlogs and restarts of the node.
 
-    follow from where the mirror stands --messages--> applied ... --the stream ends--> pause --> follow again
-                                                        '--one does not fit--> forgotten --> pause --> follow again
+    follow from the mirror's position --messages--> applied ... --the stream ends--> pause --> follow again
+                                                      '--one does not fit--> mirror reset --> pause --> follow again
 
-The keepalive of the connection (:mod:`pillion.net.rpc`) ends a stream whose other side cannot be reached any more. It
-proves no more than that: a node that can be reached and sends nothing keeps its stream, so a mirror that is ``current``
-is as new as the last message, and nothing bounds how old that is.
+The connection's keepalive (:mod:`pillion.net.rpc`) ends a stream to an unreachable node. A reachable node that sends
+nothing keeps its stream, so a ``current`` mirror is as new as the last message, whose age is unbounded.
 """
 
 from __future__ import annotations
@@ -22,25 +21,23 @@ from pillion.v1.kvnode_pb2 import BlockChanges
 
 log = logging.getLogger("pillion.follower")
 
-# The pause before the stream is opened again is RETRY_S at first, and doubles up to MAX_RETRY_S.
 RETRY_S = 0.1
 MAX_RETRY_S = 5.0
-# When a stream of changes ends with one of these errors, it is worth opening it again.
 _PASSING = (Unavailable, Overloaded, DeadlineExceeded, Cancelled)
 
 
 class BlockFollower:
-    """Follows one node for one reader. The caller's loop makes all calls.
+    """Follows one node for one reader. Use from one event loop.
 
     Args:
-        client: the node's client, which the caller closes.
+        client: the node's client; the caller closes it.
 
     Attributes:
-        mirror: what is known of the pool; it may be read between two messages.
-        current: whether the stream is open, and the mirror whole.
-        resumed: number of streams that went on where the one before had ended.
-        snapshots: number of snapshots that were received whole.
-        misfits: number of messages that did not fit the mirror, each of which is a defect.
+        mirror: the mirrored pool, readable between messages.
+        current: True while the stream is open and the mirror complete.
+        resumed: streams that continued where the previous one had ended.
+        snapshots: complete snapshots received.
+        misfits: messages inconsistent with the mirror, each of which is a bug.
     """
 
     def __init__(self, client: NodeClient) -> None:
@@ -51,10 +48,9 @@ class BlockFollower:
         self._pause_s = RETRY_S
 
     async def follow(self) -> AsyncGenerator[BlockChanges, None]:
-        """Yields every message once the mirror has it, and opens the stream again whenever it ends, without end.
+        """Yield every message after the mirror has applied it, reopening the stream whenever it ends, forever.
 
-        Raises PillionError where it is useless to open the stream again: the node refuses the caller, or does not know
-        the call.
+        Raises PillionError if reopening is useless: the node refuses the caller, or does not implement the call.
         """
         while True:
             try:
@@ -90,6 +86,6 @@ class BlockFollower:
         self.resumed += changes and not self.current
         self.current |= message.kind != BlockChanges.KIND_SNAPSHOT_PART
         if changes:
-            # A snapshot alone is no success, because a follower that each snapshot leaves behind would ask for the next
+            # Only changes reset the pause: a follower that falls behind after each snapshot would request the next one
             # at once.
             self._pause_s = RETRY_S

@@ -1,19 +1,18 @@
-"""Keeps the pool's newest changes by number, and decides what a follower is sent of them.
+"""Numbered log of the pool's newest changes, and the messages that a follower gets from it.
 
-    the ledger's events --append--> BlockLog: changes first .. last of this epoch; older ones are forgotten
+    the ledger's events --append--> BlockLog: changes first .. last of this epoch; older ones are dropped
                                       |
-    a follower says (epoch, number)   |
-        known    ---------------------+--> the changes after that number
-        unknown  --> a snapshot of the pool, which stands for a number --> the changes after that one
-        left after by the log  --> refused; it may follow again
+    a follower sends (epoch, number)  |
+        in the log   -----------------+--> the changes after that number
+        not in it    --> a snapshot of the pool, as of a number --> the changes after it
+        overtaken by the log --> refused; it may follow again
 
-Every change has the next number of the log's epoch, and says how many blocks the pool has after it and their digest,
-so that a follower notices at once when what it believes is not what the node has. A follower is a place in the log and,
-until its snapshot has ended, a list of the blocks that were in the pool when it began. No change is queued for it, and
-nothing that changes the pool waits for it. A snapshot ends early where the log forgets the changes that would follow
-it: the rest of it would be sent for nothing.
+Every change has the next number of the log's epoch, the number of blocks in the pool after it, and their digest, so
+that a follower detects any divergence at once. A follower is a position in the log and, during a snapshot, a list of
+the blocks present at its beginning. Nothing is queued per follower, and no change of the pool waits for one. A snapshot
+is aborted if the log drops the changes that would follow it.
 
-Sans-IO (I9). All of it is called on the node's loop.
+Sans-IO (I9). Called on the node's loop only.
 """
 
 from __future__ import annotations
@@ -28,16 +27,14 @@ from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.v1.kvnode_pb2 import BlockChanges, BlockRun, PoolFacts
 
-# One message to a follower has at most this many blocks: 128 KiB of hashes, and as much of parents at worst.
+# Blocks per message: 128 KiB of hashes, and at worst the same in parents.
 MAX_MESSAGE_BLOCKS = 4096
-# A node keeps this many of the newest changes for its followers.
 MAX_CHANGES = 65_536
-# A follower that fell behind the log may follow again at once.
 FOLLOW_AGAIN_MS = 100
 
 
 class LoggedChange(NamedTuple):
-    """Holds a change of the pool, with the number of blocks in the pool and their digest after it."""
+    """A change of the pool, with the number of blocks after it and their digest."""
 
     event: IndexEvent
     blocks: int
@@ -45,15 +42,15 @@ class LoggedChange(NamedTuple):
 
 
 class BlockLog:
-    """Keeps the newest changes of a pool that was empty when the log began.
+    """Log of the newest changes of a pool that was empty when the log began.
 
     Args:
-        epoch: the name of this log; it is never 0, and another one in each life of the node.
-        max_changes: how many changes it keeps, at least 1.
+        epoch: identifies this log; nonzero, and different in each life of the node.
+        max_changes: capacity, at least 1.
 
     Attributes:
-        last: number of the newest change; 0 where there was none.
-        blocks, digest: number of blocks in the pool and their digest, after that change.
+        last: number of the newest change; 0 for none.
+        blocks, digest: number of blocks in the pool and their digest after it.
     """
 
     def __init__(self, epoch: int, max_changes: int = MAX_CHANGES) -> None:
@@ -65,11 +62,11 @@ class BlockLog:
 
     @property
     def first(self) -> int:
-        """Gives the number of the oldest change that is kept; ``last`` + 1 where none is."""
+        """Number of the oldest change in the log; ``last`` + 1 if empty."""
         return self.last - len(self._ring) + 1
 
     def append(self, events: Iterable[IndexEvent]) -> None:
-        """Gives the ledger's events the next numbers of the log. It takes O(1) for each."""
+        """Append the ledger's events. O(1) per event."""
         for event in events:
             self.blocks += 1 if event.here else -1
             self.digest ^= digest_share(event.block_hash)
@@ -81,17 +78,17 @@ class BlockLog:
             self.last += 1
 
     def keeps(self, epoch: int, number: int) -> bool:
-        """Returns whether the log still has all changes after ``number`` of an epoch."""
+        """Return whether the log still has all changes after ``number`` of an epoch."""
         return epoch == self.epoch and self.first - 1 <= number <= self.last
 
     def after(self, number: int, most: int) -> list[LoggedChange]:
-        """Returns the changes after ``number``, at most ``most``. Raises Overloaded where one of them is forgotten."""
+        """Return up to ``most`` changes after ``number``. Raises Overloaded if one of them was dropped."""
         self.require(number)
         end = min(self.last, number + most)
         return [self._ring[at % self.max_changes] for at in range(number, end)]
 
     def require(self, number: int) -> None:
-        """Raises Overloaded where a change after ``number`` is forgotten."""
+        """Raise Overloaded if a change after ``number`` was dropped."""
         if not self.keeps(self.epoch, number):
             raise Overloaded(
                 f"this follower has seen change {number}, and the node knows changes {self.first} to {self.last}:"
@@ -100,7 +97,7 @@ class BlockLog:
             )
 
     def check_integrity(self, tree: BlockTree) -> None:
-        """Raises Internal unless the log's count and digest are those of the blocks in ``tree``. O(blocks)."""
+        """Raise Internal unless the log's count and digest are those of the blocks in ``tree``. O(blocks)."""
         digest = 0
         for block_hash in tree.by_hash:
             digest ^= digest_share(block_hash)
@@ -111,15 +108,15 @@ class BlockLog:
 
 
 class FollowerStream:
-    """Decides what one follower is sent, message by message.
+    """Builds one follower's messages.
 
     Args:
         tree: the pool's blocks.
-        facts: what a follower has to know of the pool; None as long as the pool has no shape.
-        epoch, number: where the follower stands: the log's epoch and the number of the last change that it knows.
+        facts: returns the pool's properties for followers; None while the pool has no shape.
+        epoch, number: the follower's position: the log's epoch and the number of the last change that it has.
 
     Attributes:
-        more: whether the last message was full, so that the next one should follow at once.
+        more: True if the last message was full, so that the next one should follow at once.
     """
 
     def __init__(
@@ -132,12 +129,12 @@ class FollowerStream:
         self._snapshot: Iterator[Block] | None = None
         if not log.keeps(epoch, number):
             self._number, self._blocks, self._digest = log.last, log.blocks, log.digest
-            # This list is a copy, so that the snapshot stands for one number; blocks never change their hash or parent.
+            # A copy, so that the snapshot matches one number; blocks never change their hash or parent.
             self._snapshot = iter(list(tree.by_hash.values()))
 
     def next_message(self) -> BlockChanges | None:
-        """Returns the follower's next message, None where nothing is new. The first message is never None. Raises
-        Overloaded where the log has forgotten changes that the follower lacks, or will lack after its snapshot."""
+        """Return the follower's next message, None if there is nothing new; never None the first time. Raises
+        Overloaded if the log has dropped changes that the follower needs, now or after its snapshot."""
         message = self._next_changes() if self._snapshot is None else self._next_part(self._snapshot)
         if not self._facts_sent and (facts := self._facts()) is not None:
             message.pool.CopyFrom(facts)
@@ -173,8 +170,7 @@ class FollowerStream:
 
 
 def to_runs(changes: Iterable[tuple[bool, bytes, bytes]]) -> list[BlockRun]:
-    """Joins changes (stored, parent, hash) to runs: stored blocks that each follow the one before, and removed
-    blocks."""
+    """Join changes (stored, parent, hash) into runs: chains of stored blocks, and removed blocks."""
     runs: list[tuple[bool, bytes, list[bytes]]] = []
     for stored, parent, block_hash in changes:
         if runs and runs[-1][0] == stored and (not stored or parent == runs[-1][2][-1]):

@@ -1,12 +1,12 @@
-"""Mirrors the blocks of a KV node's pool for a follower. Sans-IO (I9).
+"""A follower's mirror of the blocks in a KV node's pool. Sans-IO (I9).
 
-    nothing --snapshot parts, aside--> the snapshot's end: all of it at once --changes, by number--> ...
+    empty --snapshot parts, buffered--> the snapshot's end: all of it at once --changes, by number--> ...
        ^                                                                             |
-       +------ what the node says does not fit: forgotten, to be followed anew ------+
+       +------ a message does not fit: reset, to be followed from the start ---------+
 
-The mirror is the node's pool after change ``number`` of log ``log_epoch``. A number that does not follow, a block that
-came twice or left without having come, and a count or digest that is not the node's are noticed with the message that
-they come with, so a mirror never drifts unseen.
+The mirror is the node's pool after change ``number`` of log ``log_epoch``. A gap in the numbers, a block stored twice
+or removed without being stored, and a count or digest that differs from the node's are detected with the message, so a
+mirror never diverges unnoticed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pillion.v1.kvnode_pb2 import BlockChanges, PoolFacts
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """Says that a block of a pool came (``stored``) or went.
+    """Arrival (``stored``) or removal of a block.
 
     Attributes:
         block_hash: its chain hash (32 bytes).
-        parent: for a block that came, the hash of the block before it; empty for the first block of a chain.
+        parent: of an arriving block, the hash of the block before it; empty for the first block of a chain.
     """
 
     block_hash: bytes
@@ -37,12 +37,12 @@ class BlockChange:
 
 
 class BlockMirror:
-    """Holds what is known of one node's pool.
+    """The blocks of one node's pool.
 
     Attributes:
-        blocks: the hash of each block's parent by the block's own hash, parents before their children.
-        log_epoch, number: where the mirror stands; 0 as long as it knows nothing.
-        pool: the node's name, namespace and block size; None as long as they are not known.
+        blocks: parent hash by block hash, parents before their children.
+        log_epoch, number: position in the node's log; 0 while empty.
+        pool: the node's name, namespace and block size; None until received.
     """
 
     def __init__(self) -> None:
@@ -50,24 +50,22 @@ class BlockMirror:
         self.log_epoch = self.number = 0
         self.pool: PoolFacts | None = None
         self._digest = 0
-        # These are the blocks of a snapshot whose last part has not come yet.
+        # Blocks of an incomplete snapshot.
         self._coming: dict[bytes, bytes] | None = None
 
     def begin(self) -> None:
-        """Begins with a new stream; a snapshot that did not come whole is dropped."""
+        """Start a new stream, dropping an incomplete snapshot."""
         self._coming = None
 
     def forget(self) -> None:
-        """Forgets the node's blocks, so that the next stream brings a snapshot."""
+        """Reset the mirror, so that the next stream starts with a snapshot."""
         self.blocks, self._coming, self.pool = {}, None, None
         self.log_epoch = self.number = self._digest = 0
 
     def apply(self, message: BlockChanges) -> list[BlockChange]:
-        """Applies the next message of a stream to the mirror. Returns its changes, in order; for a snapshot, the blocks
-        of this part.
+        """Apply a stream's next message and return its changes, in order; for a snapshot, the blocks of this part.
 
-        Raises Internal where the message does not fit what is known. The mirror is of no use then: :meth:`forget` it,
-        and follow anew.
+        Raises Internal if the message does not fit. The mirror is then invalid: call :meth:`forget` and follow again.
         """
         changes = list(changes_of(message))
         if message.HasField("pool"):
@@ -79,11 +77,11 @@ class BlockMirror:
         return changes
 
     def prefix_blocks(self, hashes: Iterable[bytes]) -> int:
-        """Returns how many blocks the node has of a prompt's chain of block hashes, from its first one on."""
+        """Return how many leading blocks of a chain of block hashes the node has."""
         return sum(1 for _ in takewhile(self.blocks.__contains__, hashes))
 
     def check_integrity(self) -> None:
-        """Raises Internal where a block's parent is missing or comes after it, or the digest is wrong. O(blocks)."""
+        """Raise Internal if a block precedes or lacks its parent, or if the digest is wrong. O(blocks)."""
         self._check_parents(self.blocks)
         if _digest(self.blocks) != self._digest:
             raise Internal("the mirror's digest is not that of its blocks")
@@ -133,8 +131,8 @@ class BlockMirror:
 
 
 def changes_of(message: BlockChanges) -> Iterator[BlockChange]:
-    """Yields the changes of a message, in order; for a snapshot's part, its blocks. Raises InvalidRequest for hashes of
-    another length."""
+    """Yield the changes of a message, in order; for a snapshot's part, its blocks. Raises InvalidRequest for hashes of
+    wrong length."""
     for run in message.runs:
         parent = run.parent
         for block_hash in split_hashes(run.block_hashes):

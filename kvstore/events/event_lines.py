@@ -1,4 +1,4 @@
-"""Writes messages about a node's blocks as lines of JSON, which ``pillion events`` prints."""
+"""A node's block events as lines of JSON, for ``pillion events``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pillion.v1.kvnode_pb2 import BlockChanges
 
 
 def run_events(address: str, once: bool, echo: Callable[[str], None]) -> None:
-    """Prints a node's blocks and their changes with ``echo`` until Ctrl-C; with ``once``, the blocks it has now. Raises
-    PillionError."""
+    """Print a node's blocks and their changes with ``echo`` until Ctrl-C; with ``once``, only the current blocks.
+    Raises PillionError."""
     asyncio.run(_print_events(address, once, echo))
 
 
@@ -26,7 +26,7 @@ async def _print_events(address: str, once: bool, echo: Callable[[str], None]) -
     printer = EventLines()
     try:
         if once:
-            # Where no node answers at the address, this call fails at once; the follower would wait for it.
+            # Fails at once if no node answers; the follower would retry.
             await client.status()
         async with contextlib.aclosing(follower.follow()) as messages:
             async for message in messages:
@@ -39,14 +39,13 @@ async def _print_events(address: str, once: bool, echo: Callable[[str], None]) -
 
 
 class EventLines:
-    """Makes lines of JSON of messages. A reader that forgets everything at "cleared", adds at "stored" and removes at
-    "removed" has the node's blocks at each "current" line and after it."""
+    """Converts messages to JSON lines. A reader that clears its set at "cleared", adds at "stored" and removes at
+    "removed" has the node's blocks from each "current" line on."""
 
     def __init__(self) -> None:
         self._in_snapshot = False
 
     def lines(self, message: BlockChanges) -> Iterator[dict[str, Any]]:
-        """Yields the lines for a message (BlockChanges)."""
         if message.HasField("pool"):
             pool = message.pool
             yield {

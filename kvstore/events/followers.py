@@ -1,12 +1,12 @@
-"""Serves followers of the pool's blocks: a bounded number of streams, each a place in the log of changes.
+"""Followers of the pool's blocks: a limited number of streams, each a position in the log of changes.
 
-    asked --a place is free--> sent a message --all of it was in there--> pauses for GATHER_S, waits for changes
-                                    ^   +-- more is missing: at once --+           |
-                                    +----------------------------------------------+
-    ended by: the caller, the node's end, a message that is not taken in time, a log that has moved on
+    request --below the limit--> sent a message --it was not full--> pauses for GATHER_S, waits for changes
+                                    ^   +-- more to send: at once --+           |
+                                    +-------------------------------------------+
+    ended by: the caller, the node's end, a stalled write, a log that has dropped the next changes
 
-:class:`pillion.kvstore.events.block_log.FollowerStream` decides what a follower is sent. Nothing that changes the pool
-waits for a follower: it only sets a flag.
+:class:`pillion.kvstore.events.block_log.FollowerStream` builds the messages. A change of the pool only sets a flag and
+never waits for a follower.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from pillion.observability.metrics import Reading
 from pillion.v1.kvnode_pb2 import BlockChanges, FollowBlocksRequest, PoolFacts
 from pillion.wire.attach import AttachHello
 
-# A node has at most this many followers at once.
 MAX_FOLLOWERS = 16
-# Changes that come within this time after a message go into the next one, as a message costs about as much as a commit.
+# Pause after a message, to batch changes: a message costs about as much as a commit.
 GATHER_S = 0.02
-# A follower may take this long for a message before its stream is ended.
 STALL_S = 30.0
 
 
 class Followers:
-    """Serves the followers of one pool. Only the node's loop calls it.
+    """The followers of one pool. Only the node's loop calls it.
 
     Args:
-        tree: the pool's blocks; ``log`` has their changes.
-        node_id, kv_device: facts that followers are told.
+        tree: the pool's blocks.
+        log: their changes.
+        node_id, kv_device: properties reported to followers.
 
     Attributes:
         log: the changes, for reading.
-        dropped: number of followers that were too slow.
+        dropped: followers that were too slow.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Followers:
         self._tree = tree
         self._node_id, self._kv_device = node_id, kv_device
         self._facts: PoolFacts | None = None
-        # Each of these events is set when there is something new for its follower.
+        # One event per follower, set when there is something new for it.
         self._news: dict[asyncio.Event, None] = {}
         self._closed = False
 
@@ -63,14 +62,14 @@ class Followers:
         return len(self._news)
 
     def note(self, events: Iterable[IndexEvent]) -> None:
-        """Logs the ledger's events, in order. It takes O(events), and never waits."""
+        """Log the ledger's events, in order. O(events), never waits."""
         last = self.log.last
         self.log.append(events)
         if self.log.last != last:
             self._wake()
 
     def shaped(self, hello: AttachHello) -> None:
-        """Lets all followers be told the pool's namespace and block size."""
+        """Report the pool's namespace and block size to all followers."""
         self._facts = PoolFacts(
             node_id=self._node_id,
             kv_namespace=bytes.fromhex(hello.namespace),
@@ -81,19 +80,19 @@ class Followers:
         self._wake()
 
     def close(self) -> None:
-        """Ends the streams of all followers, and takes no new ones. Idempotent."""
+        """End all streams and refuse new ones. Idempotent."""
         self._closed = True
         self._wake()
 
     def check_integrity(self) -> None:
-        """Raises Internal unless the log leads to the pool's blocks. It takes O(blocks)."""
+        """Raise Internal unless the log matches the pool's blocks. O(blocks)."""
         self.log.check_integrity(self._tree)
 
     async def follow(self, request: FollowBlocksRequest, send: Callable[[BlockChanges], Awaitable[None]]) -> None:
-        """Sends a follower all changes that it lacks and all that come, until it is cancelled.
+        """Send a follower all changes after its position, until cancelled.
 
-        ``send`` returns when the message is on its way. Raises Overloaded beyond MAX_FOLLOWERS and for a follower
-        that is too slow, Unavailable when the node ends.
+        ``send`` returns when the message is on its way. Raises Overloaded beyond MAX_FOLLOWERS and for a slow
+        follower, Unavailable when the node ends.
         """
         if len(self) >= MAX_FOLLOWERS:
             raise Overloaded(f"{MAX_FOLLOWERS} followers read this node's changes already", FOLLOW_AGAIN_MS)
@@ -131,6 +130,5 @@ class Followers:
         raise Unavailable("the KV node ends", FOLLOW_AGAIN_MS)
 
     def readings(self) -> Iterator[Reading]:
-        """Yields the metrics of followers."""
         yield names.KV_FOLLOWERS, (), len(self)
         yield names.KV_DROPPED_FOLLOWERS, (), self.dropped

@@ -1,4 +1,4 @@
-"""Lets a node fetch blocks from other nodes, and serves blocks to them. Open node_exchange.py first.
+"""Exchange of blocks with other nodes: fetching and serving. Open node_exchange.py first.
 
-Which node is asked for a prompt is the gateway's decision; a failure here brings fewer blocks, never wrong ones.
+The gateway chooses the source for a prompt; a failure here means fewer blocks, never wrong ones.
 """

@@ -1,7 +1,6 @@
-"""Represents a node's pool among those of other nodes: what they may read of it, and the data plane by which blocks
-travel.
+"""A node's pool as other nodes read it, and the data plane that copies blocks.
 
-The data plane is made, in a thread, when another node lives or when the first reader asks.
+The data plane is created, on a thread, when another node is alive or when the first reader asks.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ from pillion.wire.common import hello_to_pb
 
 log = logging.getLogger("pillion.kvnode")
 
-# A node that leaves keeps its data plane for this long after it last described the plane to a reader. The reader
-# connects in that time, and UCX would abort the reader's process if the plane went away meanwhile.
+# How long a leaving node keeps its data plane open after last describing it to a reader, which may be connecting: UCX
+# aborts the reader's process if the plane vanishes meanwhile.
 FIRST_CONTACT_S = 1.0
 
 
 class ExchangedPool:
-    """Represents the pool of this node as others read from it, and the nodes that it is filled from. All calls are made
-    on the node's loop.
+    """This node's pool as a source for others, and the nodes that it reads from. Only the node's loop calls it.
 
     Args:
-        shape, memory, pool: the pool, which has its shape and its memory.
-        kv_transport: the transport that the node's flags allow.
+        shape, memory, pool: the pool, with its shape and memory.
+        kv_transport: the transport from the node's flags.
         addresses, boot_epoch: the live nodes, and this node's boot epoch.
 
     Attributes:
-        making: the data plane, which is made or being made; None before somebody has asked for it.
+        making: task that creates the data plane; None until first needed.
         peers: the nodes that this one reads from.
     """
 
@@ -61,19 +59,18 @@ class ExchangedPool:
         self._boot_epoch = boot_epoch
         self._block_shape = BlockShape(shape.block_bytes, bytes.fromhex(shape.namespace))
         self.making: asyncio.Task[DataPlane] | None = None
-        # A reader that was given the plane's description may be connecting until then, on the loop's clock.
         self._connecting_until_s = 0.0
         self.peers = Peers(node_id, self._block_shape, addresses, self.plane)
 
     async def plane(self) -> DataPlane:
-        """Returns this node's data plane; the first caller waits for a second or two."""
+        """Return this node's data plane; the first call takes a second or two."""
         if self.making is None:
             making = asyncio.to_thread(choose_plane, self._kv_transport, self.memory)
             self.making = asyncio.create_task(making, name="data plane")
         return await asyncio.shield(self.making)
 
     async def aclose(self) -> None:
-        """Closes the data plane as soon as the last reader that it was described to has had time to connect."""
+        """Close the data plane once the last reader that got its description has had time to connect."""
         if self.making is None:
             return
         with contextlib.suppress(Exception):
@@ -82,7 +79,7 @@ class ExchangedPool:
             plane.close()
 
     async def describe(self) -> MeetReply:
-        """Describes the pool to readers; may take a second the first time."""
+        """Describe the pool to readers; the first call may take a second."""
         plane = await self.plane()
         if plane.nixl_metadata:
             self._connecting_until_s = asyncio.get_running_loop().time() + FIRST_CONTACT_S
@@ -101,8 +98,8 @@ class ExchangedPool:
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
     ) -> PinBlocksReply:
-        """Pins the longest prefix of a chain that this node has, lower tiers included, to a ticket of ``epoch``, and
-        returns its blocks from ``first_block`` on; without such blocks nothing is pinned. Raises NotFound for a void
+        """Pin the longest prefix of a chain that this node has, lower tiers included, to a ticket of ``epoch``, and
+        return its blocks from ``first_block`` on; without such blocks nothing is pinned. Raises NotFound for a void
         epoch."""
         ticket_id, chain = await self._pool.pin_chain(epoch, nonce, hashes, first_block, timeout_s)
         if not chain:
@@ -111,16 +108,15 @@ class ExchangedPool:
         return PinBlocksReply(ticket_id=ticket_id, slots=[block.slot for block in chain], checksums=sums)
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-        """Returns the slots of a ticket's chain, in O(1) except for the first time. Raises NotFound unless ``epoch``
-        holds the ticket."""
+        """Return the slots of a ticket's chain, cached. Raises NotFound unless ``epoch`` holds the ticket."""
         return self._pool.pinned_slots(epoch, ticket_id)
 
     def pins_of(self, chain: Sequence[bytes]) -> Sequence[PinPrefixRequest]:
-        """Returns the prefix pins that end in a chain, as requests to other nodes."""
+        """Return the prefix pins that end within a chain, as requests to other nodes."""
         return self._pool.prefix_pins.ending_in(chain)
 
     async def _checksums(self, chain: Sequence[Block]) -> tuple[int, ...]:
-        """Returns the checksums of pinned blocks, which do not change; each is computed once."""
+        """Return the checksums of pinned blocks, each computed once."""
         unknown = [block for block in chain if not block.checksum]
         found = await self.memory.checksums([block.slot for block in unknown])
         for block, checksum in zip(unknown, found, strict=True):
@@ -129,9 +125,9 @@ class ExchangedPool:
 
 
 def choose_transport(kv_transport: str) -> str:
-    """Returns the transport that ``--kv-transport`` selects on this machine, "nixl" or "grpc", and logs it.
+    """Return the transport that ``--kv-transport`` selects on this machine, "nixl" or "grpc", and log it.
 
-    It imports NIXL and tries it, which takes about a second: not for the event loop's thread. Raises ConfigError if
+    Imports and tries NIXL, which takes about a second: do not call on the event loop. Raises ConfigError if
     ``kv_transport`` is "nixl" and NIXL does not work.
     """
     if kv_transport == "grpc":
@@ -148,13 +144,13 @@ def choose_transport(kv_transport: str) -> str:
 
 
 def choose_plane(kv_transport: str, memory: PoolMemory) -> DataPlane:
-    """Makes the data plane of a pool; with NIXL this takes about a second, so it is not for the event loop's thread.
-    Raises ConfigError if ``kv_transport`` is "nixl" and NIXL does not work."""
+    """Create the data plane of a pool. With NIXL this takes about a second: do not call on the event loop. Raises
+    ConfigError if ``kv_transport`` is "nixl" and NIXL does not work."""
     if choose_transport(kv_transport) == "nixl":
         try:
             return NixlPlane(memory)
         except ConfigError as error:
-            # Even where NIXL works with two pages, a big pool may exceed its limits.
+            # NIXL works with two pages, but a big pool may exceed its limits.
             if kv_transport == "nixl":
                 raise
             log.warning("blocks move between nodes by gRPC: %s", error.message)

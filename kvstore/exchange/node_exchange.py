@@ -1,7 +1,7 @@
-"""Runs both sides of a node's exchange of blocks with others: what it reads from them, and what they read here.
+"""Both sides of a node's exchange of blocks: what it reads from other nodes, and what they read here.
 
-    start --> serves calls, which fail --the pool has its shape--> fetches and is read from
-                +-- another node lives, or the first reader asks --> the data plane is made, in a thread
+    start --> calls fail --the pool has its shape--> fetches, and serves reads
+                +-- another node lives, or the first reader asks --> the data plane is created, on a thread
 
 A failure here costs prefix hits, never requests (I1).
 """
@@ -28,18 +28,16 @@ from pillion.v1 import kvplane_pb2_grpc
 
 log = logging.getLogger("pillion.kvnode")
 
-# A service is the name of a gRPC service, and the function that adds it to a server.
 Service = tuple[str, Callable[[Any], None]]
 
-# A node without a data plane looks this often whether another node lives.
 LOOK_AROUND_S = 1.0
 
 
 class NodeExchange:
-    """Represents a node among others. Raises ConfigError for a transport that its flags do not allow.
+    """A node's exchange with others. Raises ConfigError for a transport that its flags do not allow.
 
     Attributes:
-        pool: the pool whose blocks travel; None before it has its shape.
+        pool: the exchanged pool; None before it has its shape.
     """
 
     def __init__(self, flags: KVNodeFlags, addresses: Addresses, boot_epoch: Callable[[], int]) -> None:
@@ -49,27 +47,25 @@ class NodeExchange:
 
     @property
     def transport(self) -> str:
-        """Gives the name of the transport that moves blocks between nodes."""
+        """Transport that copies blocks between nodes."""
         making = None if self.pool is None else self.pool.making
         if making is None or not making.done() or making.exception():
             return self._kv_transport
         return making.result().name
 
     async def start(self) -> None:
-        """Begins the exchange when the node starts. Raises ConfigError where the transport that the flags name cannot
-        be used."""
+        """Start with the node. Raises ConfigError if the transport named by the flags is unusable."""
         if self._kv_transport == "nixl":
-            # The flag names NIXL, so it is an error where NIXL is missing; otherwise NIXL is looked for when it is
-            # needed.
+            # Check at once that an explicitly requested NIXL works; otherwise NIXL is tried when needed.
             await asyncio.to_thread(choose_transport, "nixl")
 
     def services(self) -> Sequence[Service]:
-        """Returns the gRPC services that the node offers to others."""
+        """Return the gRPC services for other nodes."""
         servicer = KVPlaneServicer(self.shaped)
         return ((SERVICE_NAME, lambda server: kvplane_pb2_grpc.add_KVPlaneServicer_to_server(servicer, server)),)
 
     def open_pool(self, shape: PoolShape, memory: PoolMemory, pool: Pool) -> None:
-        """Notes that the pool has got its shape and its memory, which its owner closes."""
+        """Start the exchange of a pool that got its shape and memory; its owner closes the memory."""
         self.pool = ExchangedPool(
             shape,
             memory,
@@ -81,17 +77,17 @@ class NodeExchange:
         )
 
     def source(self, node_id: str) -> SourceNode:
-        """Returns another node as a source of blocks. Raises Unavailable."""
+        """Return another node as a source of blocks. Raises Unavailable."""
         return self.shaped().peers.source(node_id)
 
     def shaped(self) -> ExchangedPool:
-        """Returns the pool whose blocks are exchanged. Raises Unavailable before it has its shape."""
+        """Return the exchanged pool. Raises Unavailable before it has its shape."""
         if self.pool is None:
             raise Unavailable("no worker has attached to the KV node yet, so its pool has no shape")
         return self.pool
 
     async def run(self) -> None:
-        """Makes the data plane as soon as another node lives, because the first fetch should not wait for it."""
+        """Create the data plane as soon as another node lives, so that the first fetch does not wait for it."""
         pool = self.shaped()
         while pool.making is None:
             with contextlib.suppress(Unavailable):
@@ -105,7 +101,7 @@ class NodeExchange:
         await asyncio.Event().wait()
 
     async def hand_over(self, plan: HandOver[bytes], look_up: LookUp) -> None:
-        """Lets other nodes fetch what a plan wants them to have, until it is over. A failure hands over less."""
+        """Let other nodes fetch what ``plan`` selects, until it is over. Failures hand over less."""
         pool, loop = self.shaped(), asyncio.get_running_loop()
         while (step := plan.next(loop.time())) is not None:
             if isinstance(step, float):
@@ -130,7 +126,7 @@ class NodeExchange:
                 await (await pool.peers.get(node_id)).touch(b"".join(chain))
 
     async def _look(self, plan: HandOver[bytes], look: HandOverLook[bytes], look_up: LookUp) -> None:
-        """Asks the index about a chain. A full node that has it gets the pins that end in it."""
+        """Look up a chain in the index. A full node that has it gets the pins within it."""
         node_id = plan.looked(look, await look_up(b"".join(look.chain)))
         pool = self.shaped()
         if node_id is not None and (pins := pool.pins_of(look.chain)):
@@ -140,19 +136,18 @@ class NodeExchange:
                 log.info("node %s takes over no pins: %s", node_id, error.message)
 
     async def leave(self) -> None:
-        """Ends all connections, and with them what is fetched. Idempotent."""
+        """Disconnect all peers, which ends all fetches. Idempotent."""
         if self.pool is not None:
             await self.pool.peers.aclose()
 
     async def aclose(self) -> None:
-        """Closes what is left of the exchange; nothing is fetched any more. Idempotent."""
+        """Close the pool's data plane, after all fetches have ended. Idempotent."""
         pool, self.pool = self.pool, None
         if pool is not None:
             await pool.aclose()
 
 
 def _transport_of(flags: KVNodeFlags) -> str:
-    """Returns the transport that a node's flags allow. Raises ConfigError."""
     divided = "," in flags.kv_device
     if divided and flags.kv_transport == "nixl":
         raise ConfigError(

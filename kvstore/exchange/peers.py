@@ -1,12 +1,11 @@
-"""Implements the reader's side of the data plane: this node's connections to the nodes that it reads from.
+"""Reader's side of the data plane: this node's connections to the nodes that it reads from.
 
     get --> channel, session, Meet --> met --pin, read, release--> met
                                         |-- the session ends (the source died, restarted, or dropped us) --> gone
                                         +-- idle for too long, or too many peers --> gone
-    get again --> a new one, with a new boot epoch where the source restarted
+    get again --> a new one, with a new boot epoch if the source restarted
 
-The end of a session releases everything that it had pinned at the source, so a lost reader holds nothing there for
-long.
+The end of a session releases all its pins at the source, so a lost reader pins nothing there for long.
 """
 
 from __future__ import annotations
@@ -34,17 +33,13 @@ from pillion.wire.common import check_hello, hello_to_pb
 log = logging.getLogger("pillion.kvnode")
 
 MAX_PEERS = 256
-# A peer that was not used for this long is closed when another one is wanted.
 PEER_IDLE_S = 300.0
-# A list of nodes' addresses is used until it is this old.
 ADDRESSES_TTL_S = 1.0
-# A source may be silent for this long in the middle of a stream.
 STREAM_STALL_S = 2.0
-# Releases wait while a source does not answer; beyond this number the oldest are left to the session's end.
+# Pending releases while a source does not answer; the oldest beyond this are left to the session's end.
 MAX_RELEASES = 4096
 RELEASE_RETRY_DELAY_S = 0.1
-# After a failure a source is avoided for this long. A source that was given less time than FAIR_TIMEOUT_S does not
-# count as failed.
+# How long fetches avoid a source after a failure. A source that had less than FAIR_TIMEOUT_S to answer is not blamed.
 AVOID_S = 1.0
 FAIR_TIMEOUT_S = 0.2
 
@@ -52,7 +47,7 @@ Addresses = Callable[[], Awaitable[Mapping[str, str]]]
 
 
 class Peer:
-    """Holds a connection to one source, with a session there. ``pool`` is the source's."""
+    """Connection to one source, with a session there. ``pool`` is the source's."""
 
     def __init__(self, client: NodeClient, session: NodeSession, pool: MeetReply) -> None:
         self.pool = pool
@@ -67,13 +62,13 @@ class Peer:
 
     @property
     def alive(self) -> bool:
-        """Returns whether the session is open, and with it every pin is valid."""
+        """True if the session is open, hence every pin valid."""
         return not self._ended.done()
 
     async def pin(self, block_hashes: bytes, first_block: int, timeout_s: float) -> PinBlocksReply:
-        """Pins the longest prefix of a chain that the source has; returns its slots from ``first_block`` on.
+        """Pin the longest prefix of a chain that the source has; return its slots from ``first_block`` on.
 
-        When this call ends without an answer, the source is told to release the pins. Raises the source's errors.
+        If this call ends without an answer, the pins are released. Raises the source's errors.
         """
         nonce = secrets.randbits(62) + 1
         request = PinBlocksRequest(
@@ -92,19 +87,19 @@ class Peer:
         return pinned
 
     def release(self, ticket_id: int) -> None:
-        """Starts to release a ticket's pinned blocks; it never fails and never waits."""
+        """Start releasing a ticket; never fails or waits."""
         if ticket_id:
             self._let_go(ticket_id, 0)
 
     async def read(self, plane: DataPlane, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
-        """Reads blocks (:meth:`DataPlane.read`). Raises Unavailable also if they were not pinned all the time."""
+        """Read blocks (:meth:`DataPlane.read`). Also raises Unavailable if they did not stay pinned."""
         await plane.read(self.pool, self.read_blocks, ticket_id, remote, local)
         self.used_s = time.monotonic()
         if not self.alive:
             raise Unavailable(f"the session at {self.node_id} ended during the read")
 
     async def read_blocks(self, ticket_id: int, slots: tuple[int, ...], targets: list[memoryview]) -> None:
-        """Fills ``targets`` with pinned blocks. When this ends, however it does, nobody writes to them any more. Raises
+        """Fill ``targets`` with pinned blocks. Nothing writes to them after this call, however it ends. Raises
         Unavailable if the source is silent for STREAM_STALL_S or ends the stream early, and the source's errors."""
         for start in range(0, len(slots), MAX_READ_SLOTS):
             part = slots[start : start + MAX_READ_SLOTS]
@@ -114,7 +109,7 @@ class Peer:
             await self._stream(request, targets[start : start + len(part)])
 
     async def offer(self, source: str, hashes: bytes, most_bytes: int, timeout_s: float) -> PrefetchReply:
-        """Makes the node fetch up to ``most_bytes`` more of a chain from ``source``, under a ticket that ends with this
+        """Make the node fetch up to ``most_bytes`` more of a chain from ``source``, under a ticket that ends with this
         call. Raises the node's errors."""
         self.used_s = time.monotonic()
         ticket = await self._client.open_ticket(self._session.epoch, hashes, 0, timeout_s=timeout_s)
@@ -126,11 +121,11 @@ class Peer:
             self.release(ticket.ticket_id)
 
     async def touch(self, hashes: bytes) -> None:
-        """Makes a chain the last to be evicted of those that the node has. Raises the node's errors."""
+        """Move a chain to the end of the node's eviction order. Raises the node's errors."""
         self.release((await self._client.open_ticket(self._session.epoch, hashes, 0)).ticket_id)
 
     async def pin_prefixes(self, pins: Sequence[PinPrefixRequest]) -> None:
-        """Pins prefixes at the node. What it refuses is left out."""
+        """Pin prefixes at the node, skipping those that it refuses."""
         for pin in pins:
             pin.epoch = self._session.epoch
             try:
@@ -139,7 +134,7 @@ class Peer:
                 log.warning("pin %s is not taken over by node %s: %s", pin.name, self.node_id, error.message)
 
     async def aclose(self) -> None:
-        """Ends the session at the source, and with it everything that it holds there. Idempotent."""
+        """End the session at the source, releasing all its pins. Idempotent."""
         if self._releasing is not None:
             self._releasing.cancel()
         await self._session.aclose()
@@ -195,7 +190,7 @@ class Peer:
 
 
 class SourceNode:
-    """Stands for a node to read from in one fetch; it is connected when something is first pinned."""
+    """A node to read from in one fetch; connected at the first pin."""
 
     def __init__(self, node_id: str, peers: Peers) -> None:
         self.node_id = node_id
@@ -203,7 +198,7 @@ class SourceNode:
         self._pinned_at: dict[int, Peer] = {}
 
     async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply:
-        """Pins at the source node, as :meth:`Peer.pin` does; the time includes meeting the node.
+        """Pin at the source node as :meth:`Peer.pin` does; ``timeout_s`` includes connecting.
 
         Raises Unavailable, Conflict, DeadlineExceeded.
         """
@@ -220,7 +215,7 @@ class SourceNode:
         return pinned
 
     def release(self, ticket_id: int) -> None:
-        """Starts to release a ticket; it never fails and never waits."""
+        """Start releasing a ticket; never fails or waits."""
         peer = self._pinned_at.pop(ticket_id, None)
         if peer is not None:
             peer.release(ticket_id)
@@ -237,11 +232,11 @@ class SourceNode:
 
 
 class Peers:
-    """Holds all peers of this node, by node id.
+    """All peers of this node, by node id.
 
     Args:
         addresses: returns node id -> address of all nodes' gRPC services; called at most every ADDRESSES_TTL_S.
-        plane: returns this node's data plane, which may be made at the first call.
+        plane: returns this node's data plane, creating it at the first call.
     """
 
     def __init__(
@@ -261,7 +256,7 @@ class Peers:
         self._closed = False
 
     def source(self, node_id: str) -> SourceNode:
-        """Returns a source for one fetch. Raises Unavailable for this node, and for one that failed within AVOID_S."""
+        """Return a source for one fetch. Raises Unavailable for this node, and for one that failed within AVOID_S."""
         if self._closed or node_id == self._node_id:
             raise Unavailable(f"{node_id} is no source for this node")
         if time.monotonic() < self._avoided_until_s.get(node_id, 0.0):
@@ -269,19 +264,18 @@ class Peers:
         return SourceNode(node_id, self)
 
     async def plane(self) -> DataPlane:
-        """Returns this node's data plane."""
         self._made_plane = await self._make_plane()
         return self._made_plane
 
     def avoid(self, node_id: str) -> None:
-        """Makes fetches avoid, during AVOID_S, a node that has just failed."""
+        """Make fetches avoid a node that just failed, for AVOID_S."""
         now = time.monotonic()
         self._avoided_until_s = {name: until for name, until in self._avoided_until_s.items() if until > now}
         self._avoided_until_s[node_id] = now + AVOID_S
 
     async def get(self, node_id: str, timeout_s: float = CALL_TIMEOUT_S) -> Peer:
-        """Returns a connected peer; several callers share one attempt to connect. Raises Unavailable for a node that is
-        unknown or does not answer in time, Conflict where the pools do not fit."""
+        """Return a connected peer; concurrent callers share one attempt. Raises Unavailable for a node that is unknown
+        or does not answer in time, Conflict if the pools do not fit."""
         peer = self._peers.get(node_id)
         if peer is not None and peer.alive:
             peer.used_s = time.monotonic()
@@ -292,7 +286,7 @@ class Peers:
         if task is None:
             task = self._meeting[node_id] = asyncio.create_task(self._meet(node_id), name=f"meeting {node_id}")
             task.add_done_callback(lambda _: self._meeting.pop(node_id, None))
-            # Perhaps no caller is left that looks at the task's exception.
+            # Retrieve the exception even if no caller is left.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(timeout_s):
@@ -301,7 +295,7 @@ class Peers:
             raise Unavailable(f"KV node {node_id} does not answer") from None
 
     def drop(self, node_id: str) -> None:
-        """Ends the link to a peer; the next :meth:`get` connects again. Reads under way at the peer fail."""
+        """Disconnect a peer; the next :meth:`get` reconnects. Pending reads there fail."""
         peer = self._peers.pop(node_id, None)
         if peer is not None:
             if self._made_plane is not None:
@@ -311,7 +305,7 @@ class Peers:
             task.add_done_callback(lambda done: self._closing.pop(done, None))
 
     async def aclose(self) -> None:
-        """Ends the connections to all peers. Idempotent."""
+        """Disconnect all peers. Idempotent."""
         self._closed = True
         await end_tasks(*self._meeting.values())
         for node_id in list(self._peers):
@@ -319,8 +313,7 @@ class Peers:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _meet(self, node_id: str) -> Peer:
-        # The earlier connection is of no use any more: a restarted source has a new boot epoch, and everything of the
-        # old one is void.
+        # Everything of an earlier connection is void: a restarted source has a new boot epoch.
         self.drop(node_id)
         address = await self._address(node_id)
         self._make_room()
@@ -365,7 +358,7 @@ class Peers:
         if now >= self._known_until_s:
             with contextlib.suppress(PillionError):
                 found = await self._addresses()
-                # A registry that lacks this very node has lost its data, so the addresses that are known are kept.
+                # A registry without this very node has lost its data: keep the cached addresses.
                 self._known = found if self._node_id in found else {**self._known, **found}
             self._known_until_s = now + ADDRESSES_TTL_S
         address = self._known.get(node_id, "")

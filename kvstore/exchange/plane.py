@@ -1,8 +1,7 @@
-"""Defines the interface of data planes, which bring blocks of another node's pool into this one's.
+"""Data planes, which copy blocks of another node's pool into this one's.
 
-A plane decides nothing: which blocks are read, from which node, and what becomes of them is
-:mod:`pillion.kvstore.transfer.fetch`'s business. A source's pool is named by the MeetReply that describes it, which is
-void once the source's boot epoch differs.
+A plane makes no decisions: :mod:`pillion.kvstore.transfer.fetch` chooses blocks and sources and handles the results. A
+source's pool is identified by its MeetReply, which is void once the source's boot epoch differs.
 """
 
 from __future__ import annotations
@@ -15,45 +14,39 @@ from pillion.errors import Conflict, PillionError, Unavailable
 from pillion.kvstore.memory.memory import PoolMemory, keep_freed_buffers
 from pillion.v1.kvplane_pb2 import MeetReply
 
-# A data plane may have this many reads under way at once; further ones are refused.
 MAX_READS = 64
-# One read of another node's blocks may last at most this long.
 READ_TIMEOUT_S = 30.0
-# A ReadBlocks call has at most this many slots; a longer list is several calls, one after the other.
 MAX_READ_SLOTS = 4096
-# One message of a ReadBlocks stream, which holds several small blocks, has at most this many bytes.
+# Bytes per message of a ReadBlocks stream, which may contain several small blocks.
 MAX_PIECE_BYTES = 2**19
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Holds the properties that two pools must share before a block of one means anything in the other; ``namespace``
-    has 32 bytes."""
+    """Properties that two pools must share for their blocks to be interchangeable. ``namespace`` has 32 bytes."""
 
     block_bytes: int
     namespace: bytes
 
     def check(self, other: BlockShape, other_id: str) -> None:
-        """Raises Conflict unless ``other`` has the same properties."""
+        """Raise Conflict unless ``other`` has the same properties."""
         if other.block_bytes != self.block_bytes:
             raise Conflict(f"blocks have {self.block_bytes} bytes here, {other.block_bytes} at {other_id}")
         if other.namespace != self.namespace:
             raise Conflict(f"{other_id} holds blocks of another namespace: model, dtype, layout or block size differ")
 
 
-# Such a function, a source's ReadBlocks call, fills targets with pinned blocks, one whole block each, in order. It
-# takes their ticket and slots.
+# Calls a source's ReadBlocks with a ticket and slots; fills the targets with one whole block each, in order.
 StreamBlocks = Callable[[int, tuple[int, ...], list[memoryview]], Awaitable[None]]
 
 
 class DataPlane:
-    """Brings blocks by a gRPC stream (ReadBlocks), which writes them directly into their slots. Faster planes extend
-    this class. The node's loop makes all calls, so callers need no lock. Making one raises ConfigError for a pool that
-    it cannot use.
+    """Reads blocks from a gRPC stream (ReadBlocks) directly into their slots. Faster planes extend this class. Only the
+    node's loop calls it, so it has no lock. The constructor raises ConfigError for an unsuitable pool.
 
     Attributes:
         name: "nixl" or "grpc".
-        nixl_metadata, pool_address: for readers, in MeetReply; empty and 0 without NIXL.
+        nixl_metadata, pool_address: for MeetReply; empty and 0 without NIXL.
     """
 
     name = "grpc"
@@ -73,13 +66,12 @@ class DataPlane:
         remote: tuple[int, ...],
         local: tuple[int, ...],
     ) -> None:
-        """Copies slots of ``source``, which are pinned there under ``ticket_id``, into own slots, pair by pair;
-        ``stream`` reads from the source.
+        """Copy slots of ``source``, pinned there under ``ticket_id``, into own slots, pair by pair; ``stream`` reads
+        from the source.
 
-        The caller owns the ``local`` slots: they are leased to it. When the call ends, however it ends, nobody writes
-        to them any more; so a caller that is cancelled is held until then, and the call ends by itself when the source
-        is lost. Raises Unavailable if not everything came (the slots may hold anything then), Conflict if the lists of
-        slots do not fit the pools.
+        The caller must have leased the ``local`` slots. Nothing writes to them after this call, however it ends; so a
+        cancelled caller waits for that, and the call ends by itself when the source is lost. Raises Unavailable if not
+        everything was copied (the slots are undefined then), Conflict if the slots do not fit the pools.
         """
         check_slots(source, self._memory, remote, local)
         if self._streaming >= MAX_READS:
@@ -102,19 +94,19 @@ class DataPlane:
             self._streaming -= 1
 
     def forget(self, node_id: str) -> None:
-        """Forgets what it knows of a source that is gone or has restarted."""
+        """Drop the state of a source that is gone or has restarted."""
 
     def close(self) -> None:
-        """Frees everything except the pool's memory; no read is under way any more. A second call does nothing."""
+        """Free everything except the pool's memory, after all reads have ended. Idempotent."""
 
 
 def node_id_of(source: MeetReply) -> str:
-    """Returns the name of the KV node that answered with ``source``, the description of its pool."""
+    """Return the node id of a source."""
     return source.hello.component_id
 
 
 def check_slots(source: MeetReply, own: PoolMemory, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
-    """Raises Conflict if the two pools or the two lists do not fit, or if a slot is outside its pool."""
+    """Raise Conflict if the two pools or the two lists do not fit, or if a slot is outside its pool."""
     if source.block_bytes != own.block_bytes:
         raise Conflict(f"blocks have {own.block_bytes} bytes here, {source.block_bytes} at {node_id_of(source)}")
     if len(remote) != len(local) or len(set(local)) != len(local):

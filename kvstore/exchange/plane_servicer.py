@@ -1,6 +1,4 @@
-"""Serves the source's side of the data plane, the service of kvplane.proto: messages in, calls on the pool, messages
-out.
-"""
+"""gRPC service of the data plane's source side (kvplane.proto): converts messages and calls the pool."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from pillion.v1 import kvplane_pb2, kvplane_pb2_grpc
 from pillion.wire.common import check_hello
 
 SERVICE_NAME = kvplane_pb2.DESCRIPTOR.services_by_name["KVPlane"].full_name
-# At most this many blocks of a chain may be pinned at once: 8 MiB of hashes, half of a message's limit.
+# Blocks pinned per call: 8 MiB of hashes, half of a message's limit.
 MAX_PIN_BLOCKS = 2**18
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
-    """Serves kvplane.proto. ``source`` returns the pool, or raises Unavailable as long as it has no shape."""
+    """Implements kvplane.proto. ``source`` returns the pool, or raises Unavailable while it has no shape."""
 
     def __init__(self, source: Callable[[], ExchangedPool]) -> None:
         self._source = source
@@ -44,7 +42,7 @@ class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
             raise InvalidRequest(f"{len(hashes)} blocks cannot be pinned at once, at most {MAX_PIN_BLOCKS}")
         if request.first_block > len(hashes):
             raise InvalidRequest(f"block {request.first_block} is after the end of a chain of {len(hashes)}")
-        # Blocks in lower tiers are brought up first, in half of the caller's time, so that it can still use them.
+        # Load blocks from lower tiers within half of the caller's time, to leave it the rest.
         left_s = context.time_remaining()
         timeout_s = left_s / 2 if left_s else 0.0
         return await self._source().pin_chain(request.epoch, request.nonce, hashes, request.first_block, timeout_s)
@@ -56,13 +54,12 @@ class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
         memory, ticket_id = source.memory, request.ticket_id
         if not set(slots) <= source.pinned_slots(request.epoch, ticket_id):
             raise InvalidRequest(f"a slot is not of ticket {ticket_id}'s chain")
-        # A reader of an older version accepts no piece that continues into the next block.
         ahead_blocks = memory.ahead_blocks if request.max_piece_bytes else 1
         piece_bytes = min(request.max_piece_bytes or MAX_PIECE_BYTES, MAX_PIECE_BYTES)
         for first in range(0, len(slots), ahead_blocks):
             pieces = await memory.pieces(slots[first : first + ahead_blocks], piece_bytes)
-            # A ticket's chain never gets shorter, so a ticket that is still held pinned these blocks while they were
-            # copied. Where it was released meanwhile, the slots may hold other blocks already.
+            # Check again: a ticket's chain never shrinks, so if the ticket is still held, these blocks were pinned
+            # while they were copied. Otherwise the slots may have been reused.
             source.pinned_slots(request.epoch, ticket_id)
             for piece in pieces:
                 yield kvplane_pb2.BlockPiece(data=piece)

@@ -1,4 +1,4 @@
-"""Manages the memory of one GPU or several: segments are device memory, shared by descriptors as the host's are.
+"""Memory domain of one or several GPUs; segments are device memory, shared by descriptors like host memory.
 
 A pool has a segment on each GPU that ``--kv-device`` names, with some of the KV heads of every block.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger("pillion.kvnode")
 
 
 class CudaDomain(Domain):
-    """Represents the memory of one GPU or several. A GPU that is named twice has two shards."""
+    """Memory of one GPU or several. A GPU that is named twice has two shards."""
 
     kind = CUDA
 
@@ -56,12 +56,12 @@ class CudaDomain(Domain):
         return division.layout(namespace, self.device_uuids)
 
     def pool_bytes(self, division: Shards) -> int:
-        """Returns the size of the pool. Without a flag, each GPU gives the share of its memory that may be used, less
-        all that is in use now."""
+        """Return the size of the pool. Without a flag, each GPU contributes its usable share, less the memory already
+        in use."""
         left = {index: self._left(device) for index, device in self._by_index.items()}
         if len(self._devices) == 1:
             return self._flags.kv_pool_bytes or left[self.device_indexes[0]]
-        # The pool gets as many slots as the fullest GPU has room for.
+        # The fullest GPU limits the number of slots.
         taken = dict.fromkeys(self._by_index, 0)
         for shard, index in enumerate(self.device_indexes):
             taken[index] += division.shard_bytes(shard)
@@ -73,7 +73,6 @@ class CudaDomain(Domain):
 
     def place(self, device_uuid: str) -> int:
         if not device_uuid:
-            # The process that attaches does not say on which GPU it computes, so it gets the first shard.
             return 0
         if device_uuid not in self.device_uuids:
             named = ",".join(f"cuda:{index}" for index in self.device_indexes)
@@ -112,8 +111,8 @@ class CudaDomain(Domain):
             device.close()
 
     def _left(self, device: CudaDevice) -> int:
-        """Returns the bytes of a GPU for its part of the pool. Raises ConfigError where nothing is left and no flag
-        sets the size."""
+        """Return the bytes that a GPU has left for its part of the pool. Raises ConfigError if there are none and no
+        flag sets the size."""
         free, total = device.memory_info()
         log.info("CUDA device %d has %d bytes, %d of them free", device.index, total, free)
         share = self._flags.gpu_memory_utilization
@@ -127,8 +126,8 @@ class CudaDomain(Domain):
 
 
 def open_cuda_domain(flags: KVNodeFlags) -> Domain:
-    """Opens the domain of the GPUs that ``--kv-device`` names. Raises what
-    :func:`pillion.kvstore.memory.domain.open_domain` raises."""
+    """Open the domain of the GPUs that ``--kv-device`` names. Raises like
+    :func:`pillion.kvstore.memory.domain.open_domain`."""
     indexes = device_indexes(flags.kv_device)
     if not 0 < flags.gpu_memory_utilization <= 1:
         raise ConfigError(f"--gpu-memory-utilization {flags.gpu_memory_utilization}: choose more than 0, at most 1")
@@ -138,7 +137,7 @@ def open_cuda_domain(flags: KVNodeFlags) -> Domain:
 
 
 def device_indexes(kv_device: str) -> tuple[int, ...]:
-    """Reads "cuda" (0), "cuda:N" or several of these. Raises ConfigError on anything else."""
+    """Parse "cuda" (0), "cuda:N" or several of these. Raises ConfigError on anything else."""
     found = []
     for device in kv_device.split(","):
         name, colon, number = device.partition(":")

@@ -1,15 +1,14 @@
-"""Makes CUDA's driver API callable by ctypes: the few calls that a node and its workers need for a GPU's memory,
-without torch.
+"""CUDA's driver API through ctypes: the few calls that a node and its workers need for GPU memory, without torch.
 
-    CudaDevice --primary context, which torch uses too--> create --> map --> copy on a CudaStream --> unmap --> release
+    CudaDevice --primary context, shared with torch--> create --> map --> copy on a CudaStream --> unmap --> release
                                                         +-- export --> descriptor --socket--> import --> map
 
-Memory is made with the virtual memory API and is shared as a file descriptor. So it crosses the attach socket as host
-memory does, needs no common PID or IPC namespace, and lives until its last user is gone, also when the process
-that made it was killed. (A legacy IPC handle's importer reads freed memory then.)
+Memory is created with the virtual memory API and shared as a file descriptor. So it crosses the attach socket like host
+memory, needs no common PID or IPC namespace, and lives until its last user is gone, even if the process that created it
+was killed (with legacy IPC handles, the importer would then read freed memory).
 
-Calls release the interpreter's lock, so a thread that waits for a copy holds up no other. Names and numbers are those
-of cuda.h (CUDA Driver API, sections "Virtual Memory Management" and "Memory Management").
+Calls release the GIL, so a thread that waits for a copy blocks no other. Names and numbers are those of cuda.h (CUDA
+Driver API, sections "Virtual Memory Management" and "Memory Management").
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from pillion.errors import ConfigError
 
 LIBRARY = "libcuda.so.1"
 
-# Callers handle this CUresult, and treat all others as failures.
 OUT_OF_MEMORY = 2
 
 ATTRIBUTE_VIRTUAL_MEMORY = 102
@@ -47,7 +45,7 @@ _UUID_BYTES = 16
 
 
 class CudaError(ConfigError):
-    """Says that a call of CUDA's driver failed; ``result`` is its CUresult."""
+    """Failure of a call to CUDA's driver; ``result`` is its CUresult."""
 
     def __init__(self, message: str, result: int) -> None:
         super().__init__(message)
@@ -55,13 +53,13 @@ class CudaError(ConfigError):
 
 
 class Location(ctypes.Structure):
-    """Mirrors CUDA's struct CUmemLocation."""
+    """CUDA's struct CUmemLocation."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 
 
 class AllocationFlags(ctypes.Structure):
-    """Mirrors CUDA's struct CUmemAllocationProp.allocFlags."""
+    """CUDA's struct CUmemAllocationProp.allocFlags."""
 
     _fields_ = (
         ("compression_type", c_ubyte),
@@ -72,7 +70,7 @@ class AllocationFlags(ctypes.Structure):
 
 
 class AllocationProp(ctypes.Structure):
-    """Mirrors CUDA's struct CUmemAllocationProp."""
+    """CUDA's struct CUmemAllocationProp."""
 
     _fields_ = (
         ("type", c_int),
@@ -84,13 +82,13 @@ class AllocationProp(ctypes.Structure):
 
 
 class AccessDesc(ctypes.Structure):
-    """Mirrors CUDA's struct CUmemAccessDesc."""
+    """CUDA's struct CUmemAccessDesc."""
 
     _fields_ = (("location", Location), ("flags", c_int))
 
 
 class PitchedCopy(ctypes.Structure):
-    """Mirrors CUDA's struct CUDA_MEMCPY2D: ``height`` rows of ``width`` bytes, on each side at a pitch of its own."""
+    """CUDA's struct CUDA_MEMCPY2D: ``height`` rows of ``width`` bytes, with a pitch per side."""
 
     _fields_ = (
         ("source_x", c_size_t),
@@ -112,8 +110,6 @@ class PitchedCopy(ctypes.Structure):
     )
 
 
-# These are all functions of the driver that are used, under their exported names, with their arguments; each returns a
-# CUresult.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
@@ -151,7 +147,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def driver_version() -> int:
-    """Returns the version of CUDA that this machine's driver has, 0 where there is no driver."""
+    """Return the driver's CUDA version, 0 without a driver."""
     try:
         return CudaDriver().version
     except ConfigError:
@@ -159,9 +155,9 @@ def driver_version() -> int:
 
 
 class CudaDriver:
-    """Is the loaded and initialized library: LIBRARY, or the one that is named.
+    """The loaded and initialized driver library, LIBRARY by default.
 
-    Raises ConfigError if there is none, or no device that it can use.
+    Raises ConfigError if there is none, or no usable device.
 
     Attributes:
         version: CUDA's version; 13000 is 13.0.
@@ -179,7 +175,7 @@ class CudaDriver:
         self.version = self.read(c_int, "cuDriverGetVersion")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function of the library. Raises CudaError unless it succeeds."""
+        """Call a function of the library. Raises CudaError unless it succeeds."""
         result = getattr(self._library, name)(*arguments)
         if result:
             error = c_char_p()
@@ -187,44 +183,43 @@ class CudaDriver:
             raise CudaError(f"{name} failed: {error.value.decode() if known and error.value else result}", result)
 
     def read(self, kind: Any, name: str, *arguments: Any) -> int:
-        """Calls a function whose first argument is a place for its result of a ctypes ``kind``; returns the result."""
+        """Call a function whose first argument is an output pointer of the ctypes ``kind``; return its result."""
         result = kind()
         self.call(name, byref(result), *arguments)
         value: int = result.value
         return value
 
     def count(self) -> int:
-        """Returns the number of devices that this process sees."""
+        """Return the number of devices visible to this process."""
         return self.read(c_int, "cuDeviceGetCount")
 
     def device(self, index: int) -> CudaDevice:
-        """Opens the device that torch calls cuda:``index``. Raises ConfigError if there is no such device."""
+        """Open the device that is torch's cuda:``index``. Raises ConfigError if there is none."""
         if not 0 <= index < self.count():
             raise ConfigError(f"there is no CUDA device {index}: this process sees {self.count()}")
         return CudaDevice(self, index)
 
     def index_of(self, device_uuid: str) -> int:
-        """Returns the number of a device by its UUID. Raises ConfigError if this process does not see it."""
+        """Return the index of a device by its UUID. Raises ConfigError if it is not visible to this process."""
         for index in range(self.count()):
             if self.uuid_of(index) == device_uuid:
                 return index
         raise ConfigError(f"this process does not see the CUDA device {device_uuid}: CUDA_VISIBLE_DEVICES may hide it")
 
     def uuid_of(self, index: int) -> str:
-        """Returns the UUID of the device at ``index``; for a part of a device (MIG), the part's."""
+        """Return the UUID of the device at ``index``; for a part of a device (MIG), the part's."""
         raw = (c_char * _UUID_BYTES)()
         self.call("cuDeviceGetUuid_v2", byref(raw), self.read(c_int, "cuDeviceGet", index))
         return str(uuid.UUID(bytes=bytes(raw)))
 
 
 class CudaDevice:
-    """Represents one device and its primary context, which torch uses too; the context is made here if it does not
-    exist yet.
+    """A device and its primary context, which is shared with torch and created here if needed.
 
     Attributes:
-        index: the device's number in this process.
-        uuid: the device's name in every process.
-        granularity: every allocation's size is a multiple of it, in bytes.
+        index: the device's index in this process.
+        uuid: identifies the device in every process.
+        granularity: allocation sizes are multiples of this, in bytes.
     """
 
     def __init__(self, driver: CudaDriver, index: int) -> None:
@@ -239,14 +234,14 @@ class CudaDevice:
             self.granularity = driver.read(c_size_t, "cuMemGetAllocationGranularity", prop, GRANULARITY_MINIMUM)
 
     def close(self) -> None:
-        """Releases the device's context, which ends with its last user in this process. Idempotent."""
+        """Release the device's context, which lives until its last user in this process. Idempotent."""
         if self._context is not None:
             self._context = None
             self.driver.call("cuDevicePrimaryCtxRelease_v2", self._number)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Makes this device the current one of this thread within the block."""
+        """Make this device the thread's current one within the block."""
         self.driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -254,28 +249,28 @@ class CudaDevice:
             self.driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def reaches(self, other: int) -> bool:
-        """Returns whether kernels of this device can read and write the memory of the device at index ``other``."""
+        """Return whether kernels of this device can read and write the memory of the device at index ``other``."""
         if other == self.index:
             return True
         number = self.driver.read(c_int, "cuDeviceGet", other)
         return bool(self.driver.read(c_int, "cuDeviceCanAccessPeer", self._number, number))
 
     def memory_info(self) -> tuple[int, int]:
-        """Returns (free, total) bytes of the device, over all processes."""
+        """Return (free, total) bytes of the device, over all processes."""
         free, total = c_size_t(), c_size_t()
         with self.current():
             self.driver.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value, total.value
 
     def rounded(self, size_bytes: int) -> int:
-        """Returns the size of the allocation that holds ``size_bytes``."""
+        """Return ``size_bytes`` rounded up to the allocation granularity."""
         return -(-size_bytes // self.granularity) * self.granularity
 
     def create(self, size_bytes: int) -> int:
-        """Allocates memory, a multiple of ``granularity``, and returns its handle. Raises CudaError."""
+        """Allocate memory, a multiple of ``granularity``, and return its handle. Raises CudaError."""
         handle = c_ulonglong()
-        # Network adapters can reach the memory directly, and UCX before 1.22, which knows no descriptors, can map it in
-        # other processes, if the device can do that and the system permits it: fabric handles need NVIDIA's IMEX.
+        # If device and system permit it: RDMA lets network adapters reach the memory directly, and fabric handles
+        # (which need NVIDIA's IMEX) let UCX before 1.22, which cannot use descriptors, map it in other processes.
         rdma, fabric = bool(self._attribute(ATTRIBUTE_RDMA)), bool(self._attribute(ATTRIBUTE_FABRIC))
         attempts = dict.fromkeys([(rdma, fabric), (rdma, False), (False, False)])
         for last, attempt in enumerate(attempts, 1 - len(attempts)):
@@ -290,23 +285,23 @@ class CudaDevice:
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Releases a handle. Memory is freed with its last handle, mapping and descriptor, in any process."""
+        """Release a handle. Memory is freed with its last handle, mapping and descriptor in any process."""
         self.driver.call("cuMemRelease", handle)
 
     def export_fd(self, handle: int) -> int:
-        """Returns a descriptor of the memory, the caller's to close."""
+        """Return a descriptor of the memory; the caller closes it."""
         fd = self.driver.read(c_int, "cuMemExportToShareableHandle", handle, HANDLE_FILE_DESCRIPTOR, 0)
         os.set_inheritable(fd, False)
         return fd
 
     def import_fd(self, fd: int) -> int:
-        """Returns a handle of the memory behind a descriptor, which stays the caller's."""
+        """Return a handle of the memory behind a descriptor, which the caller keeps."""
         with self.current():
             return self.driver.read(c_ulonglong, "cuMemImportFromShareableHandle", c_void_p(fd), HANDLE_FILE_DESCRIPTOR)
 
     def map(self, handle: int, size_bytes: int) -> int:
-        """Maps memory, maybe that of another device that this one reaches, for reading and writing by this device;
-        returns its address in this process's contexts."""
+        """Map memory of this device, or of one that it reaches, for reading and writing by this device; return its
+        address in this process's contexts."""
         access = AccessDesc(Location(LOCATION_DEVICE, self._number), ACCESS_READ_WRITE)
         with self.current(), contextlib.ExitStack() as undo:
             address = self.driver.read(c_ulonglong, "cuMemAddressReserve", size_bytes, 0, 0, 0)
@@ -318,18 +313,18 @@ class CudaDevice:
         return address
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """Unmaps memory that nothing uses any more."""
+        """Unmap memory, which must be unused."""
         with self.current():
             self.driver.call("cuMemUnmap", address, size_bytes)
             self.driver.call("cuMemAddressFree", address, size_bytes)
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Pins host memory, so that copies from and to it need no detour."""
+        """Pin host memory for direct copies."""
         with self.current():
             self.driver.call("cuMemHostRegister_v2", address, size_bytes, HOST_REGISTER_PORTABLE)
 
     def unregister(self, address: int) -> None:
-        """Unpins host memory, before it is unmapped."""
+        """Unpin host memory, before unmapping it."""
         with self.current():
             self.driver.call("cuMemHostUnregister", address)
 
@@ -346,9 +341,8 @@ class CudaDevice:
 
 
 class CudaStream:
-    """Represents a stream of a device: copies that are started here run in the order of the calls, concurrently with
-    other streams. Addresses are plain numbers; both sides of a copy must stay as they are until :meth:`synchronize` has
-    returned."""
+    """A stream of a device. Copies run in the order of the calls, concurrently with other streams. Addresses are plain
+    numbers; both sides of a copy must not change until :meth:`synchronize` returns."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -367,7 +361,7 @@ class CudaStream:
     def rows_to_host(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
     ) -> None:
-        """Copies ``rows`` rows of ``width`` bytes; a pitch is the number of bytes from row to row."""
+        """Copy ``rows`` rows of ``width`` bytes; a pitch is the distance between rows in bytes."""
         self._copy_rows(
             PitchedCopy(
                 source_type=MEMORY_DEVICE,
@@ -384,7 +378,7 @@ class CudaStream:
     def rows_to_device(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
     ) -> None:
-        """Copies rows as :meth:`rows_to_host` does, in the other direction."""
+        """Copy rows as :meth:`rows_to_host` does, in the other direction."""
         self._copy_rows(
             PitchedCopy(
                 source_type=MEMORY_HOST,
@@ -399,12 +393,12 @@ class CudaStream:
         )
 
     def synchronize(self) -> None:
-        """Returns when all copies that were started are done. Raises CudaError if one failed."""
+        """Wait for all copies. Raises CudaError if one failed."""
         with self._device.current():
             self._device.driver.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
-        """Destroys the stream, on which no copy may run any more. Idempotent."""
+        """Destroy the stream, with no copy running. Idempotent."""
         if self._stream is not None:
             with self._device.current():
                 self._device.driver.call("cuStreamDestroy_v2", self._stream)

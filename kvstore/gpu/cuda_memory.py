@@ -1,12 +1,11 @@
-"""Holds a pool on a GPU, as :class:`pillion.kvstore.memory.memory.PoolMemory`: its bytes come and go through stages of
-pinned host memory.
+"""A pool on GPUs as :class:`pillion.kvstore.memory.memory.PoolMemory`; bytes pass through stages of pinned host memory.
 
-    a reader   waits for a free stage --> slots are copied into it, in a thread --> reads --> the stage is free
-    a writer   waits for a free stage --> writes --> the stage is copied to its slots, in a thread --> it is free
+    a reader   waits for a free stage --> slots are copied into it, on a thread --> reads --> the stage is free
+    a writer   waits for a free stage --> writes --> the stage is copied to its slots, on a thread --> it is free
 
-Each stage has a stream of its own, so copies of several callers overlap; how many stages there are bounds them and the
-memory that is pinned. No caller holds one stage and waits for another. A caller that a slow source may keep waiting
-holds a stage only as a writer, and there are fewer writers than stages.
+Each stage has its own stream, so copies of several callers overlap; the number of stages limits them and the pinned
+memory. No caller waits for a second stage. Only writers can occupy a stage while waiting for a slow source, and there
+are fewer writers than stages.
 """
 
 from __future__ import annotations
@@ -25,21 +24,17 @@ from pillion.kvstore.gpu.cuda_segment import DeviceMapping
 from pillion.kvstore.memory.memory import CUDA, PoolMemory, address_of, block_checksum, joined, until_over
 from pillion.kvstore.memory.shards import Rectangle, Shards
 
-# There are this many stages of pinned memory; further callers wait for one.
 STAGES = 6
-# At most this many stages are given to writers: their bytes may come from a slow source, and other copies do not wait
-# for that.
+# Stages in use by writers, whose sources may be slow; the rest keeps other copies moving.
 MAX_WRITERS = 4
-# A stage has this size, or that of one block: that is enough to keep a bus of some 50 GB/s busy, and little enough to
-# share.
 STAGE_BYTES = 8 * 2**20
 
 Result = TypeVar("Result")
 
 
 class PinnedMemory:
-    """Holds host memory of this process that a GPU copies from and to directly, in whole pages. Raises ConfigError if
-    so much cannot be had or pinned."""
+    """Host memory, in whole pages, that a GPU copies from and to directly. Raises ConfigError if it cannot be allocated
+    or pinned."""
 
     def __init__(self, device: CudaDevice, size_bytes: int) -> None:
         self._device = device
@@ -58,19 +53,18 @@ class PinnedMemory:
                 self.close()
 
     def close(self) -> None:
-        """Unpins and frees the memory, from and to which no copy may run any more. Idempotent."""
+        """Unpin and free the memory, with no copy running. Idempotent."""
         if self._registered:
             self._registered = False
             self._device.unregister(self.address)
         with contextlib.suppress(BufferError):
-            # A view of the memory that somebody still holds keeps it mapped.
             self.view.release()
             self._mapped.close()
 
 
 class CudaCopies:
-    """Has one stream on each GPU of a pool. A copy that is begun here is done when :meth:`synchronize` has returned;
-    both sides stay as they are until then. ``mappings`` are the memory of each of ``shards``."""
+    """One stream on each GPU of a pool. Copies are finished after :meth:`synchronize`; until then both sides must not
+    change. ``mappings`` are the memory of each of ``shards``."""
 
     def __init__(self, mappings: Sequence[DeviceMapping], num_slots: int, shards: Shards) -> None:
         self._num_slots = num_slots
@@ -80,7 +74,7 @@ class CudaCopies:
         self._streams = [CudaStream(mapping.device) for mapping in mappings]
 
     def to_host(self, target: int, slot: int) -> None:
-        """Begins to copy a slot's block to an address."""
+        """Start copying a slot's block to an address."""
         for part in self._gathered:
             stream, source, to = self._streams[part.shard], self._at(part, slot), target + part.block_at
             if part.rows == 1:
@@ -89,7 +83,7 @@ class CudaCopies:
                 stream.rows_to_host(to, part.block_pitch, source, part.shard_pitch, part.width_bytes, part.rows)
 
     def to_slot(self, slot: int, source: int) -> None:
-        """Begins to copy the block at an address to a slot."""
+        """Start copying the block at an address to a slot."""
         for part in self._scattered:
             stream, to, begin = self._streams[part.shard], self._at(part, slot), source + part.block_at
             if part.rows == 1:
@@ -98,14 +92,14 @@ class CudaCopies:
                 stream.rows_to_device(to, part.shard_pitch, begin, part.block_pitch, part.width_bytes, part.rows)
 
     def synchronize(self) -> None:
-        """Returns when all copies that were begun are done. Raises CudaError if one failed."""
+        """Wait for all copies. Raises CudaError if one failed."""
         with contextlib.ExitStack() as every:
-            # Where a copy fails on one GPU, those of the other GPUs are waited for too.
+            # Wait for all GPUs even if a copy failed on one.
             for stream in self._streams:
                 every.callback(stream.synchronize)
 
     def close(self) -> None:
-        """Destroys the streams, on which no copy may run any more. Idempotent."""
+        """Destroy the streams, with no copy running. Idempotent."""
         for stream in self._streams:
             stream.close()
 
@@ -116,7 +110,7 @@ class CudaCopies:
 
 
 class _Stage:
-    """Holds a stage: a stream on each of the pool's GPUs, with pinned memory for a few blocks."""
+    """A stream on each of the pool's GPUs, with pinned memory for a few blocks."""
 
     def __init__(self, copies: CudaCopies, views: list[memoryview]) -> None:
         self.copies = copies
@@ -125,11 +119,11 @@ class _Stage:
 
 
 class CudaMemory(PoolMemory):
-    """Represents a pool on a GPU, or on several, each with a shard of every
-    block; whole blocks come and go in their canonical layout. ``address`` and ``device_index`` are of the first GPU.
+    """A pool on a GPU, or on several with a shard of every block each; whole blocks are copied in their canonical
+    layout. ``address`` and ``device_index`` are of the first GPU.
 
-    Making one pins memory, so it must not be made on the event loop's thread. Raises ConfigError if the pool does not
-    fit into ``mappings``, one for each share, or if nothing can be pinned.
+    The constructor pins memory, so do not call it on the event loop. Raises ConfigError if the pool does not fit into
+    ``mappings``, one per share, or if no memory can be pinned.
     """
 
     kind = CUDA
@@ -175,7 +169,7 @@ class CudaMemory(PoolMemory):
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
     ) -> list[int]:
-        """Copies slots straight into ``targets``, which should be pinned memory for speed."""
+        """Copy slots directly into ``targets``, which should be pinned for speed."""
 
         def copy(stage: _Stage) -> list[int]:
             self._to_host(stage.copies, slots, [address_of(target) for target in targets])
@@ -185,7 +179,7 @@ class CudaMemory(PoolMemory):
             return await self._in_thread(lambda: copy(stage))
 
     async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
-        """Copies straight from ``sources``, which should be pinned memory for speed, into slots."""
+        """Copy directly from ``sources``, which should be pinned for speed, into slots."""
         async with self._stage() as stage:
             addresses = [address_of(source) for source in sources]
             await self._in_thread(lambda: self._to_slots(stage.copies, slots, addresses))
@@ -209,7 +203,7 @@ class CudaMemory(PoolMemory):
         return [mapping.hold() for mapping in self._mappings]
 
     def close(self) -> None:
-        """Frees stages and threads; the mapping stays its segment's. Idempotent."""
+        """Free stages and threads; the mapping belongs to its segment. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -235,14 +229,12 @@ class CudaMemory(PoolMemory):
             raise Unavailable(f"the GPU's memory cannot be copied: {error.message}") from None
         return result
 
-    # -- The following methods run in threads.
-
     def _to_host(self, copies: CudaCopies, slots: Sequence[int], addresses: Sequence[int]) -> None:
         try:
             for slot, target in zip(slots, addresses, strict=False):
                 copies.to_host(target, slot)
         finally:
-            # Where one copy could not begin, those before it still run and must end.
+            # If one copy failed to start, wait for those before it.
             copies.synchronize()
 
     def _to_slots(self, copies: CudaCopies, slots: Sequence[int], addresses: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
-"""Makes a GPU's memory a segment, the counterpart of :mod:`pillion.kvstore.memory.segment` for host memory.
+"""GPU memory as a segment, like :mod:`pillion.kvstore.memory.segment` for host memory.
 
-node     create --> export: the descriptor that workers get --> map, for its own copies
-worker   descriptor --> import --> map: the same memory, at an address of its own
-keeper   descriptor alone: a node's next life imports and maps it
-the end  of the last of them, however it comes, gives the memory back to the device
+node     create --> export: the descriptor for workers --> map, for the node's own copies
+worker   descriptor --> import --> map: the same memory at another address
+keeper   descriptor only: a restarted node imports and maps it
+the end of the last of them, however it ends, frees the memory
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pillion.kvstore.gpu.cuda_driver import CudaDevice, CudaDriver, CudaError
 
 
 class MappingHold:
-    """Keeps device memory mapped, because the holder may still write to it after its owner has closed the mapping."""
+    """Keeps device memory mapped after the owner has closed the mapping, for transfers that may still write to it."""
 
 
 class DeviceMapping:
-    """Represents device memory that this process has mapped. :func:`map_device`, or a node's segment, makes it.
+    """Device memory mapped by this process. Created by :func:`map_device` or a node's segment.
 
     Attributes:
-        address: the address of its first byte, for kernels and copies; the host cannot follow it.
+        address: device address of its first byte, for kernels and copies.
         size_bytes: size of the mapping.
-        device_index: number in this process of the device that has the memory, torch's ``cuda:N``.
+        device_index: index in this process of the device that has the memory, torch's ``cuda:N``.
         device: the device that reads and writes it, the same one or another.
     """
 
     divided = False
 
     def __init__(self, device: CudaDevice, handle: int, size_bytes: int, home_index: int | None = None) -> None:
-        """Maps the memory. ``home_index`` is the number of the device that has it; None stands for ``device``."""
+        """Map the memory. ``home_index`` is the device that has it, by default ``device``."""
         self.device = device
         self.size_bytes = size_bytes
         self.device_index = device.index if home_index is None else home_index
@@ -43,18 +43,18 @@ class DeviceMapping:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Gives the mapping as bytes (CUDA Array Interface 3, of Numba) for ``torch.as_tensor(mapping, device=...)``;
-        that view is void once the mapping is closed."""
+        """The mapping as bytes (CUDA Array Interface 3, of Numba) for ``torch.as_tensor(mapping, device=...)``; the
+        tensor is invalid once the mapping is closed."""
         return {"shape": (self.size_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def hold(self) -> MappingHold:
-        """Returns an object that makes :meth:`close` leave the memory mapped as long as it lives."""
+        """Return an object during whose lifetime :meth:`close` leaves the memory mapped."""
         hold = MappingHold()
         self._held.add(hold)
         return hold
 
     def close(self) -> None:
-        """Unmaps memory that nothing uses any more; held memory stays until the process ends. Idempotent."""
+        """Unmap the memory, which must be unused; held memory stays mapped until the process ends. Idempotent."""
         if self.address and not self._held:
             self.device.unmap(self.address, self.size_bytes)
             self.address = 0
@@ -63,11 +63,10 @@ class DeviceMapping:
 def map_device(
     fd: int, size_bytes: int, device_uuid: str, library: str = "", *, reader_index: int | None = None
 ) -> DeviceMapping:
-    """Maps memory that another process made on the device of that UUID; the descriptor stays the caller's.
+    """Map memory that another process created on the device with this UUID; the caller keeps the descriptor.
 
-    ``library`` names another driver than the system's. ``reader_index`` is the number of the device whose kernels use
-    the memory; None stands for the one that has it. Raises ConfigError, also where the one device cannot reach the
-    other's memory.
+    ``library`` overrides the system's driver. ``reader_index`` is the device whose kernels use the memory, by default
+    the one that has it. Raises ConfigError, also if the reading device cannot reach the other's memory.
     """
     driver = CudaDriver(library)
     home = driver.index_of(device_uuid)
@@ -82,13 +81,13 @@ def map_device(
     try:
         return DeviceMapping(device, handle, size_bytes, home)
     finally:
-        # The mapping keeps the memory without the handle.
+        # The mapping outlives the handle.
         device.release(handle)
 
 
 class DeviceSegment:
-    """Represents memory of ``device``, at least ``size_bytes``: a descriptor, and the node's own mapping. Raises
-    ConfigError if the device has not so much left."""
+    """Memory of ``device``, at least ``size_bytes``: a descriptor, and the node's own mapping. Raises ConfigError if
+    the device lacks memory."""
 
     def __init__(self, device: CudaDevice, size_bytes: int) -> None:
         if size_bytes <= 0:
@@ -113,8 +112,8 @@ class DeviceSegment:
 
     @classmethod
     def kept(cls, device: CudaDevice, descriptor: int, size_bytes: int) -> DeviceSegment:
-        """Maps the memory of an earlier process behind ``descriptor``, which stays the caller's. ``size_bytes`` is the
-        size for which that process asked. Raises ConfigError where the memory cannot be mapped with that size."""
+        """Map an earlier process's memory behind ``descriptor``, which the caller keeps. ``size_bytes`` is the size
+        that process requested. Raises ConfigError if the memory cannot be mapped with that size."""
         segment = cls.__new__(cls)
         segment.size_bytes, segment._fd = device.rounded(size_bytes), -1
         handle = device.import_fd(descriptor)
@@ -126,11 +125,11 @@ class DeviceSegment:
         return segment
 
     def fileno(self) -> int:
-        """Returns the descriptor to send to workers."""
+        """Return the descriptor to send to workers."""
         return self._fd
 
     def close(self) -> None:
-        """Gives up the node's own hold on the memory; workers that map the memory keep it. Idempotent."""
+        """Unmap the memory and close the descriptor; workers' mappings stay. Idempotent."""
         self.mapping.close()
         self._close_fd()
 

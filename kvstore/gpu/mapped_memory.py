@@ -1,4 +1,4 @@
-"""Maps the memory other than a pool on the host that processes share with a KV node: a pool on GPUs, and regions."""
+"""Maps a KV node's shared memory other than host pools: pools on GPUs, and regions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pillion.wire.json_lines import line_to_bytes
 
 
 class PoolShards:
-    """Maps a pool that is divided over GPUs: each shard has the pieces of some KV heads of every slot. A process maps
-    the shards that it uses, for kernels of its first GPU.
+    """A pool divided over GPUs: each shard has the pieces of some KV heads of every slot. A process maps the shards
+    that it uses, for kernels of its first GPU.
 
     Attributes:
         shares: the KV heads of each shard.
@@ -34,13 +34,13 @@ class PoolShards:
     divided = True
 
     def __init__(self, descriptors: Sequence[int], shards: Sequence[AttachedShard]) -> None:
-        """Takes ``descriptors``, one for each shard, which stay the caller's, and open until :meth:`close`."""
+        """``descriptors`` has one per shard; the caller closes them, after :meth:`close`."""
         self.shares = tuple(range(shard.first_head, shard.first_head + shard.heads) for shard in shards)
         self._descriptors, self._shards = descriptors, shards
         self._mapped: dict[int, DeviceMapping] = {}
 
     def shard(self, index: int) -> DeviceMapping:
-        """Returns the mapping of a shard. Raises ConfigError where this process's GPU cannot reach it."""
+        """Return the mapping of a shard. Raises ConfigError if this process's GPU cannot reach it."""
         if index not in self._mapped:
             shard = self._shards[index]
             fd = self._descriptors[index]
@@ -48,18 +48,18 @@ class PoolShards:
         return self._mapped[index]
 
     def close(self) -> None:
-        """Unmaps the shards, which nothing uses any more. Idempotent."""
+        """Unmap the shards, which must be unused. Idempotent."""
         while self._mapped:
             self._mapped.popitem()[1].close()
 
 
 class Region(SharedMemory):
-    """Represents a mapped region. :func:`share_region` makes it.
+    """A mapped region. Created by :func:`share_region`.
 
     Attributes:
-        device_memory: the mapping of a GPU's memory, else None.
-        address, size_bytes: its place and size; on a GPU the host cannot follow the address.
-        must_fill: whether this process has to write every byte and then to call :meth:`filled`, for which others wait.
+        device_memory: the mapping of GPU memory, else None.
+        address, size_bytes: its address (a device address on a GPU) and size.
+        must_fill: True if this process must write every byte and then call :meth:`filled`; others are waiting.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Region(SharedMemory):
         self.address = mapped.address if isinstance(mapped, DeviceMapping) else address_of(self.memory)
 
     def filled(self) -> None:
-        """Tells the node that every write to the region has ended. Raises Unavailable if the node is gone: a process
-        that is started again may find its next life."""
+        """Report that all writes to the region have ended. Raises Unavailable if the node is gone: a restarted process
+        may find the restarted node."""
         if self.must_fill:
             self.must_fill = False
             try:
@@ -82,20 +82,20 @@ class Region(SharedMemory):
                 raise Unavailable(f"the KV node is gone: {error.strerror}") from None
 
     def close(self) -> None:
-        """Ends this process's use of the region. If the region was not filled, another process fills it. Idempotent."""
+        """Stop using the region. If it was not filled, another process fills it. Idempotent."""
         self.unmap()
         self._sock.close()
 
 
 def share_region(socket_path: str, key: str, size_bytes: int, timeout_s: float, *, device_uuid: str = "") -> Region:
-    """Maps the region ``key`` (64 hexadecimal digits) of the node behind ``socket_path``: this process fills it, or
-    reads it once it is filled.
+    """Map the region ``key`` (64 hexadecimal digits) of the node behind ``socket_path``, to fill it, or to read it once
+    it is filled.
 
-    Blocks for up to ``timeout_s`` while another process fills it. ``device_uuid`` is the GPU on which a node with a
-    pool on GPUs has the region; each GPU has its own.
+    Blocks for up to ``timeout_s`` while another process fills it. ``device_uuid`` selects the GPU on a node with a pool
+    on GPUs; each GPU has separate regions.
 
-    Raises, in one line, ConfigError if the node refuses or has no memory, and Unavailable if it does not answer, ends
-    meanwhile or does not exist.
+    Raises, in one line, ConfigError if the node refuses or lacks memory, and Unavailable if it is absent, does not
+    answer or ends meanwhile.
     """
     hello = RegionHello(
         component_id=f"process-{os.getpid()}",
@@ -114,7 +114,7 @@ def share_region(socket_path: str, key: str, size_bytes: int, timeout_s: float, 
 
 
 def map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> DeviceMapping | PoolShards:
-    """Maps the pool behind the node's descriptors; of a divided pool nothing is mapped yet. Raises ConfigError."""
+    """Map the pool behind the node's descriptors; shards of a divided pool are mapped later. Raises ConfigError."""
     if not reply.shards:
         return _map_device(fds[0], reply, size_bytes)
     heads = max(shard.first_head + shard.heads for shard in reply.shards)
@@ -128,7 +128,7 @@ def map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> DeviceM
 
 
 def _map_device(fd: int, reply: AttachReply | RegionReply, size_bytes: int) -> DeviceMapping:
-    """Maps the device memory behind the node's descriptor, at least ``size_bytes``. Raises ConfigError."""
+    """Map the device memory behind a descriptor, at least ``size_bytes``. Raises ConfigError."""
     if reply.mapped_bytes < size_bytes:
         raise ConfigError(f"the KV node shares {reply.mapped_bytes} bytes, {size_bytes} were promised")
     return map_device(fd, reply.mapped_bytes, reply.device_uuid)

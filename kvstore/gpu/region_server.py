@@ -1,11 +1,11 @@
-"""Serves connections of the attach socket that want a shared region (:mod:`pillion.kvstore.gpu.regions`).
+"""Region connections of the attach socket (:mod:`pillion.kvstore.gpu.regions`).
 
 process                                node
   | -- RegionHello ------------------> |
   |        ... others fill it ...      |  at most WAIT_S
   | <-- RegionReply + descriptor ----- |  state "fill" or "ready" (or an error, then the end)
   | -- RegionFilled -----------------> |  after "fill"
-  | ============ the end ============> |  the process uses the region no more
+  | ============ the end ============> |  the process no longer uses the region
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from pillion.wire.json_lines import line_to_bytes
 
 log = logging.getLogger("pillion.kvnode")
 
-# A process waits at most this long for a region to be filled, because large weights may come from a slow disk.
 WAIT_S = 1800.0
 
 
 class RegionServer:
-    """Serves all region connections of one node. ``regions`` is for tests."""
+    """All region connections of one node. ``regions`` is for tests."""
 
     def __init__(self, node_id: str, memory: NodeMemory) -> None:
         self.regions = Regions()
@@ -43,11 +42,11 @@ class RegionServer:
         self._waiting: dict[int, asyncio.Future[str]] = {}
 
     async def serve(self, sock: socket.socket, hello: RegionHello) -> None:
-        """Serves one connection until it ends. Raises OSError if the connection breaks."""
+        """Serve one connection until it ends. Raises OSError if it breaks."""
         user = next(self._ids)
         try:
             shard = self._memory.domain.place(hello.device_uuid)
-            # Each GPU has regions of its own, whatever their keys.
+            # Each GPU has separate regions, even under equal keys.
             key = hello.region_key if shard == 0 else f"{hello.region_key} of shard {shard}"
             state = await self._granted(sock, user, key, hello.size_bytes)
             if not state:
@@ -64,7 +63,7 @@ class RegionServer:
             await until_end(sock)
         except PillionError as error:
             log.warning("%s gets no region: %s", hello.component_id, error.message)
-            # A process that was granted memory before gets this message as well, which says why the connection ends.
+            # Also sent to a process that got memory before, to explain why the connection ends.
             self._answer(sock, [], error=error.message)
         finally:
             self._waiting.pop(user, None)
@@ -72,22 +71,21 @@ class RegionServer:
 
     @property
     def waiting(self) -> int:
-        """Gives the number of connections that wait for a region, or have been granted one."""
+        """Number of connections that wait for a region or were granted one."""
         return len(self._waiting)
 
     @property
     def keys(self) -> frozenset[str]:
-        """Gives the keys of regions that have memory."""
         return frozenset(self._segments)
 
     def close(self) -> None:
-        """Closes the memory of all regions; no connection is served any more. Idempotent."""
+        """Close the memory of all regions, after the last connection has ended. Idempotent."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
 
     async def _granted(self, sock: socket.socket, user: int, key: str, size_bytes: int) -> str:
-        """Waits for the region; returns FILL or READY, or an empty string if the other side went away first."""
+        """Wait for the region; return FILL or READY, or "" if the peer is gone."""
         granted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[user] = granted
         self._do(self.regions.ask(user, key, size_bytes))
@@ -97,7 +95,6 @@ class RegionServer:
                 both: set[asyncio.Future[Any]] = {granted, gone}
                 await asyncio.wait(both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
-                    # A broken connection counts as the end of its user too.
                     gone.exception()
                     return ""
             finally:
@@ -108,8 +105,8 @@ class RegionServer:
         return granted.result()
 
     async def _segment(self, key: str, size_bytes: int, shard: int) -> MadeSegment:
-        """Returns the region's memory, which is made for its first user, on the GPU of a shard of the pool. A second
-        filler gets the same memory."""
+        """Return the region's memory on the GPU of a shard, created for its first user. A second filler gets the same
+        memory."""
         if key in self._segments:
             return self._segments[key]
         try:

@@ -1,13 +1,12 @@
-"""Shares regions, which are memory beside the pool that workers of one node share under a key, such as weights. Sans-IO
-(I9).
+"""Regions: memory beside the pool that workers of one node share under a key, such as weights. Sans-IO (I9).
 
-    asked --first asker: fill--> filling --filled--> ready --last user goes--> idle --room is needed--> gone
-               ^                   |  ^                ^--------- asked ---------+
-               |                   |  +-- others wait --> ready, once it is filled
-               +-- the next waiter +-- the filler ends before: the next waiter fills; nobody waits: gone
+    requested --first user: fill--> filling --filled--> ready --last user leaves--> idle --room is needed--> gone
+                   ^                  |  ^                ^-------- requested --------+
+                   |                  |  +-- others wait --> ready, once filled
+                   +-- next waiter ---+-- the filler dies: the next waiter fills; without waiters: gone
 
-A region is filled by exactly one user, whose connection proves that it lives. No other user gets a region that is not
-filled. An idle region stays: a worker that is started again need not load its weights again.
+Exactly one user fills a region, and its connection proves that it is alive. Others only get filled regions. An idle
+region stays, so that a restarted worker need not reload its weights.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from dataclasses import dataclass, field
 
 from pillion.errors import Conflict, Overloaded
 
-# A node has at most this many regions, idle ones included.
 MAX_REGIONS = 64
-# At most this many users wait for one region.
 MAX_WAITERS = 256
 
 FILL, READY = "fill", "ready"
@@ -27,7 +24,7 @@ FILL, READY = "fill", "ready"
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Says that ``user`` gets the region, to fill it or to read it: ``state`` is FILL or READY."""
+    """``user`` gets the region, to fill or to read it: ``state`` is FILL or READY."""
 
     user: int
     key: str
@@ -36,7 +33,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Says that the region has no user any more, so that its memory can be freed."""
+    """The region has no user any more; free its memory."""
 
     key: str
 
@@ -46,8 +43,7 @@ Action = Granted | Dropped
 
 @dataclass(slots=True)
 class _Region:
-    """Holds the state of one region. ``filler`` is None once it is filled; ``users`` use the region; ``waiting`` wait
-    for it, in order."""
+    """State of one region. ``filler`` is None once it is filled; ``waiting`` is in order of arrival."""
 
     size_bytes: int
     filler: int | None
@@ -56,17 +52,16 @@ class _Region:
 
 
 class Regions:
-    """Holds all regions of a node. A user is one connection, under a number that is never used again."""
+    """All regions of a node. A user is one connection, under a number that is never reused."""
 
     def __init__(self, max_regions: int = MAX_REGIONS, max_waiters: int = MAX_WAITERS) -> None:
         self._max_regions, self._max_waiters = max_regions, max_waiters
-        # Idle regions stand in the order in which they became idle.
         self._regions: OrderedDict[str, _Region] = OrderedDict()
         self._key_of: dict[int, str] = {}
 
     def ask(self, user: int, key: str, size_bytes: int) -> list[Action]:
-        """Requests a region for ``user``, which gets it now or later. Raises Conflict where a region of that name has
-        another size, Overloaded where too many are kept or wait."""
+        """Request a region for ``user``, which gets it now or later. Raises Conflict if the region exists with another
+        size, Overloaded if there are too many regions or waiters."""
         actions: list[Action] = []
         region = self._regions.get(key)
         if region is not None and region.size_bytes != size_bytes:
@@ -87,7 +82,7 @@ class Regions:
         return actions
 
     def filled(self, user: int) -> list[Action]:
-        """Gives the region that ``user`` has filled to all who wait. Raises Conflict for another user."""
+        """Mark the region of ``user`` as filled and grant it to all waiters. Raises Conflict for another user."""
         key = self._key_of.get(user, "")
         region = self._regions.get(key)
         if region is None or region.filler != user:
@@ -99,7 +94,7 @@ class Regions:
         return actions
 
     def gone(self, user: int) -> list[Action]:
-        """Removes ``user``, which neither uses its region nor waits for it any more. Idempotent."""
+        """Remove ``user`` from the users or waiters of its region. Idempotent."""
         key = self._key_of.pop(user, "")
         region = self._regions.get(key)
         if region is None:
@@ -118,21 +113,21 @@ class Regions:
         return []
 
     def state(self, key: str) -> str:
-        """Returns a region's state: "filling", "ready", "idle", or "gone"."""
+        """Return a region's state: "filling", "ready", "idle", or "gone"."""
         region = self._regions.get(key)
         if region is None:
             return "gone"
         return "filling" if region.filler is not None else "ready" if region.users else "idle"
 
     def drop_idle(self) -> list[Action]:
-        """Drops all idle regions, because memory is short."""
+        """Drop all idle regions, to free memory."""
         keys = [key for key, region in self._regions.items() if not region.users]
         for key in keys:
             del self._regions[key]
         return [Dropped(key) for key in keys]
 
     def check_integrity(self) -> None:
-        """Raises Conflict, which names what does not add up."""
+        """Raise Conflict on inconsistency."""
         findings = []
         if len(self._regions) > self._max_regions:
             findings.append(f"{len(self._regions)} regions, at most {self._max_regions} may be")

@@ -1,9 +1,8 @@
 """Chooses the address that a component advertises: the one it listens on, unless that is a wildcard.
 
-A container listens on 0.0.0.0 and does not know its address before it runs, and one of several that were started from
-one description cannot get it by a flag. But all components of a cluster reach one Redis, so the address that this
-machine has on the way to Redis is one at which the others reach it: a container's own, a pod's own, loopback where
-Redis is on it.
+A container listens on 0.0.0.0 and does not know its address in advance, and replicas with one spec cannot get it by a
+flag. But all components of a cluster reach one Redis, so the local address of the route to Redis is reachable by the
+others: a container's own, a pod's own, loopback if Redis is local.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ from collections.abc import Callable, Sequence
 from pillion.errors import ConfigError
 from pillion.kvstore.index.redis_url import parse
 
-# Where Redis has no name or no address yet, the way out of the machine decides. These addresses are reserved for
-# documentation (RFC 5737, RFC 3849), and connecting a datagram socket sends nothing.
+# Destinations that determine the default route if Redis has no name or address yet. Reserved for documentation
+# (RFC 5737, RFC 3849); connecting a datagram socket sends nothing.
 SOMEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
-# A component that listens on a wildcard looks this often whether its host has another address.
 ADDRESS_CHECK_S = 2.0
 
 
 async def follow_address(address: str, flag: str, listening: str, redis_url: str, moved: Callable[[str], None]) -> None:
-    """Calls ``moved`` with the address at which others reach a server, which is ``address`` now, each time its host has
-    got another one, until it is cancelled. Where a flag says the address, or the server does not listen on a wildcard,
-    it stays as it is.
+    """Call ``moved`` with the server's advertised address, now ``address``, each time its host gets another one, until
+    cancelled. The address is fixed if set by a flag, or without a wildcard listener.
 
     The other arguments are those of :func:`advertised`.
     """
@@ -38,7 +35,6 @@ async def follow_address(address: str, flag: str, listening: str, redis_url: str
         try:
             found = await asyncio.to_thread(advertised, flag, listening, redis_url)
         except ConfigError:
-            # The host has no address at the moment.
             continue
         if found != address:
             address = found
@@ -46,12 +42,12 @@ async def follow_address(address: str, flag: str, listening: str, redis_url: str
 
 
 def advertised(flag: str, listening: str, redis_url: str) -> str:
-    """Returns the address at which others reach a server.
+    """Return the address at which others reach a server.
 
-    It may look up names, so it blocks. Raises ConfigError where a wildcard cannot be resolved.
+    Blocks for name look-ups. Raises ConfigError for an unresolvable wildcard.
 
     Args:
-        flag: ``--advertise``, which wins if it is not empty.
+        flag: ``--advertise``, which takes precedence if not empty.
         listening: ``host:port``, ``[host]:port`` or ``unix:path``.
     """
     if flag or listening.startswith("unix:"):
@@ -60,11 +56,10 @@ def advertised(flag: str, listening: str, redis_url: str) -> str:
     wildcard = _wildcard(host.strip("[]"))
     if wildcard is None:
         return listening
-    # An IPv6 wildcard accepts IPv4 as well; an IPv4 wildcard does not accept IPv6.
+    # An IPv6 wildcard accepts IPv4 as well, but not vice versa.
     families = (socket.AF_INET,) if wildcard == 4 else (socket.AF_INET, socket.AF_INET6)
     redis = parse(redis_url) if redis_url else None
     if redis is not None and not redis.hosts:
-        # The URL names a Unix socket, so all clients of this Redis are on this machine.
         return f"127.0.0.1:{port}" if wildcard == 4 else f"[::1]:{port}"
     for peers in (redis.hosts if redis else (), SOMEWHERE):
         found = _own_address(peers, families)
@@ -76,7 +71,7 @@ def advertised(flag: str, listening: str, redis_url: str) -> str:
 
 
 def _wildcard(host: str) -> int | None:
-    """Returns 4 or 6 for the wildcard address of that IP version, else None."""
+    """Return 4 or 6 for the wildcard address of that IP version, else None."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -85,7 +80,7 @@ def _wildcard(host: str) -> int | None:
 
 
 def _own_address(peers: Sequence[tuple[str, int]], families: Sequence[socket.AddressFamily]) -> str:
-    """Returns the address from which packets to the first reachable one of ``peers`` would come; empty if none is."""
+    """Return the source address of packets to the first reachable one of ``peers``; empty if there is none."""
     for host, port in peers:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -100,7 +95,7 @@ def _own_address(peers: Sequence[tuple[str, int]], families: Sequence[socket.Add
                 except OSError:
                     continue
                 own = str(way.getsockname()[0])
-                # A link's own address ("fe80::1%eth0") is of no use to others.
+                # Link-local addresses ("fe80::1%eth0") are useless to others.
                 if "%" not in own and not ipaddress.ip_address(own).is_link_local:
                     return own
     return ""

@@ -1,15 +1,14 @@
-"""Announces to the index what a node has: a queue of updates, and the task that sends them.
+"""Announcement of a node's blocks to the index: a queue of updates, and the task that sends them.
 
     events --push--> AnnounceQueue --take--> Redis
                       ^    ^   |
-    all blocks -------+    +---+ put back when Redis does not answer
+    all blocks -------+    +---+ put back if Redis does not answer
 
-Updates go out at once. All blocks are announced again, at a bounded rate and after the updates, when Redis lost its
-memory (another generation), when it thought the node dead and others may have swept its entries out, and every
-REPEAT_S, since a Redis that is short of memory, or a replica that takes over, forgets without a sign. Such a repetition
-goes on where it stopped when Redis was away in between. When more updates pile up than the queue may hold, the node
-forgets them and takes a new boot epoch instead: all its entries are void then, without a scan, and all blocks are
-announced again.
+Updates are sent at once. All blocks are announced again, at a limited rate and after the updates, when Redis lost its
+memory (the generation changed), when it considered the node dead so that others may have swept its entries, and every
+REPEAT_S, since a Redis short of memory, or a promoted replica, forgets silently. Such a repetition resumes after an
+outage of Redis. If the queue overflows, the node drops its updates and changes its boot epoch: that voids all its
+entries without a scan, and all blocks are announced again.
 """
 
 from __future__ import annotations
@@ -34,31 +33,28 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.kvnode")
 
 MAX_PENDING_BLOCKS = 262_144
-# One announcement of this many blocks keeps Redis busy for less than a millisecond.
+# Blocks per announcement, below a millisecond of Redis's time.
 BATCH_BLOCKS = 256
 RETRY_S = 0.5
-# When a node announces all its blocks again, it announces at most REPEAT_BLOCKS_PER_S and waits for Redis during at
-# most the share REPEAT_DUTY of the time, so that a thousand nodes that do so together leave room for look-ups.
+# Rate limits of a repetition: blocks per second, and the share of time spent waiting for Redis. A thousand nodes that
+# repeat at once must leave room for look-ups.
 REPEAT_BLOCKS_PER_S = 50_000
 REPEAT_DUTY = 0.25
 REPEAT_S = 3600.0
-# One heartbeat checks this many groups for buckets that Redis has lost.
 CHECKED_GROUPS = 16
 
 
 class AnnounceQueue:
-    """Holds the updates that wait for Redis, sans-IO. Only the last event of a block counts, so it holds each block
-    once.
+    """Updates waiting for Redis, sans-IO. Each block is queued once, with its last event.
 
     Attributes:
-        repeating: whether a repetition of all blocks is under way.
-        overflowed: whether updates were lost, so that only a new boot epoch helps.
+        repeating: True during a repetition of all blocks.
+        overflowed: True if updates were lost, which only a new boot epoch repairs.
     """
 
     def __init__(self, max_blocks: int = MAX_PENDING_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._updates: dict[bytes, IndexEvent] = {}
-        # These are the events of shards of Redis that did not answer.
         self._aside: dict[bytes, IndexEvent] = {}
         self._rest: Iterator[tuple[bytes, bytes]] = iter(())
         self._went_meanwhile: set[bytes] = set()
@@ -69,7 +65,7 @@ class AnnounceQueue:
         return len(self._updates)
 
     def push(self, events: Iterable[IndexEvent]) -> None:
-        """Adds events to the queue. Beyond its bound, all updates are forgotten and ``overflowed`` is set."""
+        """Queue events. On overflow, all updates are dropped and ``overflowed`` is set."""
         if self.overflowed:
             return
         for event in events:
@@ -81,19 +77,19 @@ class AnnounceQueue:
         self._bound()
 
     def repeat_all(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
-        """Starts a repetition of all blocks that are here now, (hash, segment) each, after the updates. ``blocks`` is
-        read lazily. Updates about blocks that went stay: Redis may still have entries for them."""
+        """Start a repetition of all current blocks, (hash, segment) each, read lazily, after the updates. Removals stay
+        queued: Redis may still have those entries."""
         self._updates = {block_hash: event for block_hash, event in self._updates.items() if not event.here}
         self._rest, self.repeating = iter(blocks), True
         self._went_meanwhile.clear()
         self.overflowed = False
 
     def take(self, count: int) -> list[IndexEvent]:
-        """Removes and returns the oldest updates, at most ``count``."""
+        """Remove and return up to ``count`` of the oldest updates."""
         return [self._updates.pop(block_hash) for block_hash in list(islice(self._updates, count))]
 
     def take_repeated(self, count: int) -> list[IndexEvent]:
-        """Returns the next blocks of the repetition, at most ``count``, without those that have a newer update."""
+        """Return up to ``count`` blocks of the repetition, without those that have a newer update."""
         taken = list(islice(self._rest, count))
         events = [
             IndexEvent(block_hash, here=True, segment=segment)
@@ -106,18 +102,18 @@ class AnnounceQueue:
         return events
 
     def set_aside(self, events: Iterable[IndexEvent]) -> None:
-        """Keeps the events of a shard that does not answer apart, so that other shards get theirs. Newer events win."""
+        """Keep events of a silent shard apart, so that other shards get theirs. Newer events win."""
         for event in events:
             if event.block_hash not in self._updates:
                 self._aside[event.block_hash] = event
         self._bound()
 
     def try_again(self, count: int) -> None:
-        """Puts at most ``count`` of the events that were set aside back among the updates."""
+        """Move up to ``count`` of the events set aside back to the updates."""
         self.put_back([self._aside.pop(block_hash) for block_hash in list(islice(self._aside, count))])
 
     def put_back(self, events: Iterable[IndexEvent]) -> None:
-        """Puts events back whose announcement failed; newer events of the same blocks win."""
+        """Requeue events whose announcement failed; newer events of the same blocks win."""
         for event in events:
             self._updates.setdefault(event.block_hash, event)
         self._bound()
@@ -132,13 +128,12 @@ class AnnounceQueue:
 
 
 class Announcer:
-    """Sends a node's heartbeats and announcements to Redis, in a task of its own.
+    """Task that sends a node's heartbeats and announcements to Redis.
 
     Args:
-        redis_url, heartbeat_s, ttl_ms: where Redis is, how often to beat, and how long one heartbeat counts.
-        record: makes the node's record for a boot epoch.
-        hashes: returns all blocks that the node has when it is called, (hash, segment) each, parents before children;
-            it is read lazily.
+        redis_url, heartbeat_s, ttl_ms: location of Redis, heartbeat interval, and lifetime of a heartbeat.
+        record: returns the node's record for a boot epoch.
+        hashes: returns (hash, segment) of all current blocks, parents before children; read lazily.
     """
 
     def __init__(
@@ -160,11 +155,9 @@ class Announcer:
         self._changed = asyncio.Event()
         self._next_heartbeat_s = float("-inf")
         self._entry = b""
-        # For each group this holds its generation since the last repetition; another one shows that a shard has lost
-        # its data.
+        # Generations by group since the last repetition; a change shows that a shard lost its data.
         self._generations: dict[bytes, bytes] = {}
         self._lost = False
-        # This says whether one of Redis's servers did not take its share of the last batch.
         self._partly = False
         self._repeat_at_s = 0.0
         self._sweep = SweepPlace(secrets.randbelow(keys.GROUPS))
@@ -172,27 +165,27 @@ class Announcer:
 
     @property
     def repeating(self) -> bool:
-        """Returns whether all blocks are being announced again."""
+        """True while all blocks are being announced again."""
         return self._queue.repeating
 
     def push(self, events: list[IndexEvent]) -> None:
-        """Queues events for the index. It never blocks; the queue is bounded by MAX_PENDING_BLOCKS."""
+        """Queue events for the index, up to MAX_PENDING_BLOCKS. Never blocks."""
         if events:
             self._queue.push(events)
             self._changed.set()
 
     def beat_now(self) -> None:
-        """Makes a heartbeat go out at once: the node's record says something that others wait for."""
+        """Send a heartbeat at once, because others wait for a change of the node's record."""
         self._next_heartbeat_s = float("-inf")
         self._changed.set()
 
     async def run(self) -> None:
-        """Sends heartbeats and announcements until it is cancelled. It goes on whatever errors Redis gives."""
+        """Send heartbeats and announcements until cancelled, despite any errors of Redis."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 if loop.time() >= self._next_heartbeat_s:
-                    # The period is counted from here, so that a slow Redis does not make heartbeats rarer.
+                    # Counted from here, so that a slow Redis does not make heartbeats rarer.
                     self._next_heartbeat_s = loop.time() + self._heartbeat_s
                     try:
                         await self._heartbeat()
@@ -211,7 +204,7 @@ class Announcer:
                     await self._changed.wait()
 
     async def leave(self) -> None:
-        """Takes the node out of the registry, if Redis answers, and closes the connections."""
+        """Remove the node from the registry, if Redis answers, and close the connections."""
         with contextlib.suppress(Unavailable):
             await self._registry.leave(self._record(self.boot_epoch).component_id)
         await self._registry.aclose()
@@ -233,7 +226,7 @@ class Announcer:
             self._generations.clear()
             self._queue.repeat_all(self._hashes())
             self._repeat_at_s = now + REPEAT_S
-        # While a shard is away, one batch per heartbeat is sent, to find out whether the shard is back.
+        # While a shard is away, send one batch per heartbeat to probe it.
         self._queue.try_again(BATCH_BLOCKS if self._partly else MAX_PENDING_BLOCKS)
         with contextlib.suppress(Unavailable):
             self._check_generations(await self._writer.generations(self._some_groups()))
@@ -241,7 +234,7 @@ class Announcer:
             self._sweep, generations = await self._writer.sweep(self._sweep, self._live)
             self._check_generations(generations)
         except Unavailable:
-            # The next group is tried, because it may be on another Redis server.
+            # Continue with the next group, which may be on another server.
             self._sweep = SweepPlace((self._sweep.group + 1) % keys.GROUPS)
 
     def _some_groups(self) -> list[bytes]:
@@ -252,8 +245,8 @@ class Announcer:
         return (await self._registry.nodes()).entries()
 
     async def _announce(self, until_s: float) -> float:
-        """Sends all updates, then a batch of the repetition, and stops at ``until_s``, when a heartbeat is due. Returns
-        for how many seconds the rest may wait."""
+        """Send all updates, then a batch of the repetition; stop at ``until_s``, when a heartbeat is due. Return for
+        how many seconds the rest may wait."""
         self._changed.clear()
         loop = asyncio.get_running_loop()
         while len(self._queue):
@@ -268,8 +261,7 @@ class Announcer:
         return max(BATCH_BLOCKS / REPEAT_BLOCKS_PER_S, elapsed_s / REPEAT_DUTY) - elapsed_s
 
     async def _send(self, events: list[IndexEvent]) -> None:
-        """Announces a batch of events. Raises Unavailable, after putting all of them back into the queue, if no shard
-        took any."""
+        """Announce a batch of events. Raises Unavailable, after requeuing all of them, if no shard took any."""
         if not events:
             return
         try:
@@ -283,19 +275,18 @@ class Announcer:
         self._queue.set_aside(result.unreported)
 
     def _check_generations(self, generations: dict[bytes, bytes]) -> None:
-        """Makes the next heartbeat start a repetition if a group was lost."""
+        """Schedule a repetition if a group was lost."""
         for group, generation in generations.items():
             if self._generations.setdefault(group, generation) != generation:
                 self._lost = True
 
     def _note(self, *, answered: bool, reason: str = "") -> None:
-        """Logs whether Redis answers, but only when that changes, so that a Redis that is away for an hour is logged
-        once."""
+        """Log whether Redis answers, once per change."""
         if answered != self._answered:
             log.warning("Redis answers again" if answered else f"going on without Redis: {reason}")
         self._answered = answered
 
 
 def new_boot_epoch() -> int:
-    """Returns a random boot epoch, never 0, which means "unknown"."""
+    """Return a random boot epoch, never 0, which means "unknown"."""
     return secrets.randbelow(2**32 - 1) + 1

@@ -1,12 +1,11 @@
-"""Implements the reader's side of the index: which live KV node has how much of a chain of blocks.
+"""Reader's side of the index: how much of a chain of blocks each live KV node has.
 
     gateway --Index.longest_prefix--> buckets of the chain's segments --> entries --NodeTable--> node ids
             --Index.longest_state--> the same, then the buckets of the first pages of states after its blocks
 
-The index is a hint: losing it costs prefix hits, not tokens. A restarted or dead node's entries are void without a scan
-(:mod:`pillion.kvstore.index.registry`): a look-up drops them with the table of nodes, which it keeps for a moment, and
-KV nodes sweep them out bit by bit. Keys: kvstore/index/redis_keys.py and docs/index.md. Redis >= 6.2: one server,
-Sentinel or Cluster.
+The index is a hint: losing it costs prefix hits, not tokens. Entries of a restarted or dead node are void without a
+scan (:mod:`pillion.kvstore.index.registry`): look-ups drop them by the cached table of nodes, and KV nodes sweep them
+gradually. Keys: kvstore/index/redis_keys.py and docs/index.md. Redis >= 6.2: one server, Sentinel or Cluster.
 """
 
 from __future__ import annotations
@@ -30,23 +29,22 @@ from pillion.kvstore.index.registry import REGISTRY_KEYS, NodeTable
 
 log = logging.getLogger("pillion.index")
 
-# A look-up that takes longer than this is worth less than the prefill it saves.
+# A longer look-up costs more than the prefill it saves.
 LOOKUP_DEADLINE_MS = 250
-# This part of LOOKUP_DEADLINE_MS is kept for a Cluster's second round: a shard that hangs uses up the first.
+# Reserved for the second round on a Cluster, since one hung shard can use up the first.
 SECOND_ROUND_MS = 100
-# A look-up trusts the table of nodes for this long, and asks at most this often about an entry that is not in it.
+# Max age of the cached table of nodes, and min age before it is read again for an unknown entry.
 NODES_MAX_AGE_MS = 1000
 NODES_MIN_AGE_MS = 50
-# One look-up names at most this many nodes.
 MAX_ENTRIES_PER_LOOKUP = 64
-# A reader remembers nodes for this many block hashes, which take some 250 bytes each; the least recently used go first.
+# Block hashes with remembered nodes, some 250 bytes each, evicted by LRU.
 MAX_PLACES = 16_384
 MAX_NODES_PER_PLACE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Says that the first ``blocks`` blocks of a chain are probably at ``node_id``."""
+    """``node_id`` probably has the first ``blocks`` blocks of a chain."""
 
     node_id: str
     blocks: int
@@ -54,20 +52,19 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHits:
-    """Holds the nodes' hits of a chain, the longest first. Where they end with states, the first ``known_blocks``
-    blocks of the chain have KV at some live node, with or without a state."""
+    """The nodes' hits of a chain, longest first. For hits that end with states, ``known_blocks`` is the number of
+    leading blocks with KV at some live node, with or without a state."""
 
     hits: list[PrefixHit]
     known_blocks: int = 0
 
 
 class HotPrefixes:
-    """Remembers what earlier look-ups found, for the time when Redis does not answer. Sans-IO, bounded, hints only
-    (I3).
+    """Results of earlier look-ups, for outages of Redis. Sans-IO, limited, hints only (I3).
 
-    A hit of n blocks is remembered at blocks 1, 2, 4, 8 ... and n of its chain, each named by its hash. So a prompt
-    that shares a popular beginning with an earlier one finds at least half of what is shared. A hit that ends with a
-    state is worth nothing before its end, and is remembered there alone.
+    A hit of n blocks is stored at blocks 1, 2, 4, 8 ... and n of its chain, by their hashes. So a prompt that shares a
+    popular beginning with an earlier one finds at least half of the shared part. A hit that ends with a state is
+    useless before its end, and is stored there only.
     """
 
     def __init__(self, max_places: int = MAX_PLACES) -> None:
@@ -78,8 +75,8 @@ class HotPrefixes:
         return len(self._nodes)
 
     def remember(self, block_hashes: bytes, hits: Iterable[tuple[str, int]], *, states: bool = False) -> None:
-        """Adds the index's answer for a chain (32 bytes per hash): node id and blocks, the most wanted first. With
-        ``states`` the hits end with states."""
+        """Add the index's answer for a chain (32 bytes per hash): node id and blocks, best first. ``states`` if the
+        hits end with states."""
         for node_id, blocks in list(hits)[:MAX_NODES_PER_PLACE][::-1]:
             reached = blocks if states else 1
             while reached < blocks:
@@ -90,7 +87,7 @@ class HotPrefixes:
             self._nodes.popitem(last=False)
 
     def find(self, block_hashes: bytes) -> dict[str, int]:
-        """Returns how many leading blocks of this chain each node probably has, by node id."""
+        """Return node id -> number of leading blocks of this chain that it probably has."""
         found: dict[str, int] = {}
         for blocks in range(len(block_hashes) // HASH_BYTES, 0, -1):
             place = _place(block_hashes, blocks)
@@ -107,8 +104,8 @@ class HotPrefixes:
 
 
 class Index(RedisScripts):
-    """Asks the index for a gateway. No error of Redis is raised; ``available`` says whether Redis answered the last
-    look-up."""
+    """A gateway's look-ups in the index. Errors of Redis do not raise; ``available`` is True if the last look-up was
+    answered."""
 
     scripts = ("lookup", "states", "nodes")
 
@@ -121,13 +118,13 @@ class Index(RedisScripts):
         self._hot = HotPrefixes()
 
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
-        """Returns each live node's longest known prefix of a chain (32 bytes per hash), longest first. While Redis does
-        not answer, what earlier look-ups found stands in."""
+        """Return each live node's longest known prefix of a chain (32 bytes per hash), longest first. While Redis does
+        not answer, use the results of earlier look-ups."""
         return (await self._longest(block_hashes, states=False)).hits
 
     async def longest_state(self, block_hashes: bytes) -> PrefixHits:
-        """Returns, as :meth:`longest_prefix` does, each live node's longest known prefix after which it has a state,
-        and how far any of them has KV. A state is looked for by its first page, which leaves memory last."""
+        """Like :meth:`longest_prefix`, but for prefixes followed by a state, with the length that any node has KV for.
+        A state is looked up by its first page, which is evicted last."""
         return await self._longest(block_hashes, states=True)
 
     async def _longest(self, block_hashes: bytes, *, states: bool) -> PrefixHits:
@@ -145,8 +142,8 @@ class Index(RedisScripts):
         return found
 
     async def _found(self, block_hashes: bytes, states: bool) -> PrefixHits:
-        """Asks Redis how many leading blocks of the chain each node has, with ``states`` how many there are before its
-        last state. Raises Unavailable."""
+        """Ask Redis how many leading blocks of the chain each node has, with ``states`` up to its last state. Raises
+        Unavailable."""
         until_s = asyncio.get_running_loop().time() + LOOKUP_DEADLINE_MS / 1000
         if asyncio.get_running_loop().time() - self._table.read_s > NODES_MAX_AGE_MS / 1000:
             await self._refresh(NODES_MAX_AGE_MS, until_s)
@@ -161,15 +158,15 @@ class Index(RedisScripts):
         return PrefixHits(hits, max(live, default=0))
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
-        """Returns how many leading blocks of the chain each entry has."""
+        """Return entry -> number of leading blocks of the chain."""
         if self._link.cluster:
             return await self._ends_of_segments(block_hashes, until_s)
         call = _look_up(keys.chain_buckets(block_hashes), keys.chain_fields(block_hashes))
         return await self._link.call("lookup", call, _read_ends, deadline_ms=_left_ms(until_s))
 
     async def _ends_of_segments(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
-        """Asks the shards of a Cluster about segments of the chain, in two rounds: some that are evenly spread, and
-        then those between two of them where a node's chain ends."""
+        """Ask a Cluster's shards about segments of the chain, in two rounds: evenly spread ones, then those between two
+        of them where a node's chain ends."""
         buckets, fields = keys.chain_buckets(block_hashes), keys.chain_fields(block_hashes)
         width = SEGMENT_BLOCKS * keys.FIELD_BYTES
         parts = [_look_up([key], fields[at * width : (at + 1) * width]) for at, key in enumerate(buckets)]
@@ -192,7 +189,6 @@ class Index(RedisScripts):
             if reached.get(left, {}).keys() - reached.get(right, {}).keys()
             for number in range(left + 1, right)
         ]
-        # Hints that are known by then are useful even where the second round fails.
         with contextlib.suppress(Unavailable):
             await ask(between, until_s)
         ends: dict[bytes, int] = {}
@@ -201,8 +197,8 @@ class Index(RedisScripts):
         return ends
 
     async def _states(self, block_hashes: bytes, ends: dict[bytes, int], until_s: float) -> dict[bytes, int]:
-        """Returns how many blocks of the chain there are before each entry's last state among those that it has. A
-        Cluster is asked about each bucket by itself."""
+        """Return entry -> number of blocks before its last state on the chain. A Cluster is asked about each bucket
+        separately."""
         runs = list(_state_runs(block_hashes[: max(ends.values()) * HASH_BYTES]))
         parts = [[run] for run in runs] if self._link.cluster else [runs]
         calls = [
@@ -219,7 +215,7 @@ class Index(RedisScripts):
         return {entry: blocks for entry, blocks in found.items() if blocks <= ends.get(entry, 0)}
 
     async def _refresh(self, max_age_ms: int, until_s: float) -> None:
-        """Reads the table of nodes unless that was tried within ``max_age_ms``; the old one stays if that fails."""
+        """Read the table of nodes unless that was tried within ``max_age_ms``. On failure the old one stays."""
         async with self._refreshing:
             now = asyncio.get_running_loop().time()
             if now - self._asked_s <= max_age_ms / 1000:
@@ -235,14 +231,14 @@ class Index(RedisScripts):
 
 
 def _look_up(buckets: list[bytes], fields: bytes) -> ScriptCall:
-    """Returns the call that looks for the blocks of whole segments, by their buckets and fields."""
+    """Return the call that looks up the blocks of whole segments, by their buckets and fields."""
     return ScriptCall(buckets, [fields, SEGMENT_BLOCKS, MAX_ENTRIES_PER_LOOKUP])
 
 
 @dataclass(frozen=True, slots=True)
 class _StateRun:
-    """Holds consecutive blocks of a chain from ``first_block`` on, after which states have their first pages in one
-    bucket: the fields of these pages, packed."""
+    """Consecutive blocks of a chain from ``first_block`` on whose states have their first pages in one bucket;
+    ``fields`` are those of the pages, concatenated."""
 
     first_block: int
     bucket: bytes
@@ -254,8 +250,8 @@ class _StateRun:
 
 
 def _state_runs(block_hashes: bytes) -> Iterator[_StateRun]:
-    """Returns the runs of a chain, in order. A page is a block behind the chain, so after a segment's last block it
-    begins a segment of its own."""
+    """Yield the runs of a chain, in order. A page is a block behind the chain, so after a segment's last block it
+    begins a separate segment."""
     pages = [state_page(block, 0) for block in split_hashes(block_hashes)]
     for number, bucket_key in enumerate(keys.chain_buckets(block_hashes)):
         first = number * SEGMENT_BLOCKS

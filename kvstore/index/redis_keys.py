@@ -1,13 +1,13 @@
-"""Lays out Redis's keys. Sans-IO; docs/index.md has the table with owner, time to live and size of every key.
+"""Layout of Redis's keys. Sans-IO; docs/index.md lists owner, time to live and size of every key.
 
-    block i of a chain --> its segment: the SEGMENT_BLOCKS blocks of the chain around it
+    block i of a chain --> its segment: the aligned SEGMENT_BLOCKS blocks around it
     segment            --> bucket: 18 bits of the hash of the segment's first block
     bucket             --> group: the bucket's first 12 bits, written as hash tag: one slot in a Redis Cluster
     bucket[field]      --> entries of 8 bytes: number and boot epoch of each node that has the block
 
-A key is known from the hashes alone, so clients name every key and a script touches no other. A segment is the unit
-because of the two costs that it balances: a look-up names one key per segment, and all chains that share a segment's
-first block keep their segment in one bucket and on one shard, however many they are.
+Keys follow from the hashes alone, so clients name every key and a script touches no other. Segments balance two costs:
+a look-up names one key per segment, and all chains that share a segment's first block store their segment in one bucket
+on one shard.
 """
 
 from __future__ import annotations
@@ -20,26 +20,22 @@ from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
 from pillion.kvstore.ledger.records import IndexEvent
 
 PREFIX = b"pillion:"
-# The registry's keys share a hash tag, so that a heartbeat is one script.
 COMPONENTS = PREFIX + b"{registry}:components"
 EXPIRY = PREFIX + b"{registry}:expiry"
 NUMBERS = PREFIX + b"{registry}:numbers"
 NODES = PREFIX + b"{registry}:nodes"
-# This key has the names of adapters, which all gateways share.
 ADAPTERS = PREFIX + b"adapters"
-# These hold the recorder's bundles, and their ids with the times (lua/record_keep.lua).
+# The recorder's bundles, and their ids by time (lua/record_keep.lua).
 RECORDS = (PREFIX + b"{records}:bundles", PREFIX + b"{records}:times")
 
-# Keys that begin like this hold token buckets of tenants.
 _BUCKETS = PREFIX + b"q:{%b}"
-# Keys like this hold what gateways have under way, under one hash tag, so that one script reads it all.
+# Work of gateways under way, with one hash tag, so that one script reads all of it.
 _LOADS = PREFIX + b"{load}:%b"
-# A key like this holds a KV node's record of prefix pins.
 _PREFIX_PINS = PREFIX + b"prefix_pins:%b"
 
 FIELD_BYTES = 8
 ENTRY_BYTES = 8
-# The index keeps this many nodes for one block, the newest: more add nothing but time on the server.
+# Nodes stored per block, the newest: more would only cost time on the server.
 MAX_ENTRIES_PER_BLOCK = 32
 
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -49,49 +45,49 @@ _HEAD_BYTES = 3
 
 
 def buckets_of(owner: str) -> bytes:
-    """Returns the key of an owner's token buckets (shared_buckets.py). ``owner`` has no braces."""
+    """Return the key of an owner's token buckets (shared_buckets.py). ``owner`` has no braces."""
     return _BUCKETS % owner.encode()
 
 
 def load_of(gateway_id: str) -> bytes:
-    """Returns the key of what a gateway has under way (shared_loads.py)."""
+    """Return the key of what a gateway has under way (shared_loads.py)."""
     return _LOADS % gateway_id.encode()
 
 
 def prefix_pins_of(node_id: str) -> bytes:
-    """Returns the key of a KV node's record of prefix pins (kvstore/prefix_pins/pin_records.py)."""
+    """Return the key of a KV node's record of prefix pins (kvstore/prefix_pins/pin_records.py)."""
     return _PREFIX_PINS % node_id.encode()
 
 
 def bucket(segment: bytes) -> bytes:
-    """Returns the key of a segment's bucket. ``segment`` is the hash of its first block."""
+    """Return the key of a segment's bucket. ``segment`` is the hash of its first block."""
     name = binascii.b2a_base64(segment[:_HEAD_BYTES], newline=False)
     return b"pillion:b:{%b}%b" % (name[:2], name[2:3])
 
 
 def group_of(bucket_key: bytes) -> bytes:
-    """Returns a bucket key's group: what is between its braces."""
+    """Return the group in a bucket key, between its braces."""
     return bucket_key[11:13]
 
 
 def generation(group: bytes) -> bytes:
-    """Returns the key of a group's generation: Redis loses it together with the group's buckets, and so shows their
-    loss. One server has one group, ``b""``."""
+    """Return the key of a group's generation, which Redis loses together with the group's buckets, revealing the loss.
+    A single server has one group, ``b""``."""
     return b"pillion:g:{%b}" % group
 
 
 def group_name(number: int) -> bytes:
-    """Returns the name of group 0 .. GROUPS - 1."""
+    """Return the name of group 0 .. GROUPS - 1."""
     return bytes((_ALPHABET[number // BUCKETS_PER_GROUP], _ALPHABET[number % BUCKETS_PER_GROUP]))
 
 
 def group_buckets(group: bytes, first: int) -> list[bytes]:
-    """Returns the keys of a group's buckets, from the ``first`` on."""
+    """Return the keys of a group's buckets from number ``first`` on."""
     return [b"pillion:b:{%b}%c" % (group, letter) for letter in _ALPHABET[first:]]
 
 
 def chain_buckets(block_hashes: bytes) -> list[bytes]:
-    """Returns one bucket key per segment of a chain. ``block_hashes`` is the whole chain, 32 bytes each."""
+    """Return one bucket key per segment of a whole chain, 32 bytes per hash."""
     step = SEGMENT_BLOCKS * HASH_BYTES
     heads = b"".join([block_hashes[at : at + _HEAD_BYTES] for at in range(0, len(block_hashes), step)])
     names = binascii.b2a_base64(heads, newline=False)
@@ -99,21 +95,21 @@ def chain_buckets(block_hashes: bytes) -> list[bytes]:
 
 
 def chain_fields(block_hashes: bytes) -> bytes:
-    """Returns the leading FIELD_BYTES of each hash of a chain, packed."""
+    """Return the leading FIELD_BYTES of each hash of a chain, concatenated."""
     words = memoryview(block_hashes).cast("Q")
     return words[:: HASH_BYTES // FIELD_BYTES].tobytes()
 
 
 @dataclass(slots=True)
 class BucketUpdates:
-    """Holds, packed, the fields of one bucket to which entries are added and from which they are removed."""
+    """Concatenated fields of one bucket to which entries are added and from which they are removed."""
 
     came: bytearray = field(default_factory=bytearray)
     went: bytearray = field(default_factory=bytearray)
 
 
 def updates_by_group(events: Iterable[IndexEvent], *, cluster: bool) -> dict[bytes, dict[bytes, BucketUpdates]]:
-    """Sorts events by group, then by bucket key; on one server all are in the group ``b""``."""
+    """Sort events by group, then by bucket key; on a single server all are in the group ``b""``."""
     groups: dict[bytes, dict[bytes, BucketUpdates]] = {}
     for event in events:
         key = bucket(event.segment)

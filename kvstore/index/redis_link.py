@@ -1,12 +1,12 @@
-"""Runs scripts in Redis for the index and the registry, each call with a deadline and behind a circuit breaker.
+"""Scripts in Redis for the index and the registry, each call with a deadline and behind a circuit breaker.
 
     closed --failure--> open --OPEN_MS later, one call may try--> closed | open again
 
-Each server has its own breaker: while it is open, calls to that server fail at once, so that a dead Redis, or a dead
-shard of a Cluster, costs a request nothing (I1, I3). Calls to several shards go out side by side, pipelined per shard,
-and the shards that answer are enough. A Cluster's map of slots is read again in the background after a failure.
+Each server has a breaker: while it is open, calls to that server fail at once, so that a dead Redis, or a dead shard of
+a Cluster, costs a request nothing (I1, I3). Calls to several shards run concurrently, pipelined per shard, and a
+partial answer suffices. After a failure, a Cluster's slot map is read again in the background.
 
-Time is the event loop's: a loop of another clock moves deadlines and breakers with it.
+Times are on the event loop's clock, so a loop with a simulated clock moves deadlines and breakers as well.
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, RedisServerAt, conn
 from pillion.tasks import end_tasks
 
 OPEN_MS = 500
-# A failed call that was given less time than this, because an earlier one had used the time up, does not show that the
-# server failed.
+# A failed call that had less time than this left does not prove that the server failed.
 LEAST_PATIENCE_MS = 50
-# A Cluster's map of slots is looked at this often.
 DISCOVERY_INTERVAL_MS = 500
 DISCOVERY_DEADLINE_MS = 5000
 
-# For a pattern of Redis's refusal, this says what helps against it: releases differ in their words, and the client
-# turns some of them into classes.
+# Refusal pattern -> remedy. Wording differs between releases, and the client maps some refusals to exception classes.
 REMEDIES = {
     "READONLY|ReadOnlyError": "it is a replica: give --redis-url the master, or promote it (REPLICAOF NO ONE)",
     "OOM|OutOfMemoryError": "its memory is full: raise its maxmemory",
@@ -55,14 +52,14 @@ Argument = bytes | str | int
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """Describes one run of a script. All ``keys`` lie in one hash slot."""
+    """One run of a script. All ``keys`` are in one hash slot."""
 
     keys: Sequence[bytes]
     args: Sequence[Argument]
 
 
 class Breaker:
-    """Implements a circuit breaker, sans-IO. While it is open, one call per ``open_s`` may try the server again."""
+    """Circuit breaker, sans-IO. While it is open, one call per ``open_s`` may probe the server."""
 
     def __init__(self, open_s: float) -> None:
         self._open_s = open_s
@@ -70,7 +67,7 @@ class Breaker:
         self._try_again_s = 0.0
 
     def may_try(self, now: float) -> bool:
-        """Returns whether a call may go out; with an open breaker that call is its probe."""
+        """Return whether a call may be sent; with an open breaker that call is its probe."""
         if self._closed:
             return True
         if now < self._try_again_s:
@@ -79,17 +76,15 @@ class Breaker:
         return True
 
     def succeeded(self) -> None:
-        """Records that a call was answered."""
         self._closed = True
 
     def failed(self, now: float) -> None:
-        """Records that a call was not answered."""
         self._closed = False
         self._try_again_s = now + self._open_s
 
 
 class RedisLink:
-    """Runs scripts, each named without its suffix, on one server, by a client of Redis. :func:`open_link` makes it."""
+    """Runs scripts, named without suffix, on one server through a Redis client. Created by :func:`open_link`."""
 
     cluster = False
 
@@ -101,7 +96,7 @@ class RedisLink:
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def call(self, script: str, call: ScriptCall, read: Callable[[Any], T], *, deadline_ms: float) -> T:
-        """Runs a script once and reads its answer. Raises Unavailable for silence and for a bad answer."""
+        """Run a script once and decode its answer. Raises Unavailable for no answer or a bad one."""
         [answer] = await self.call_each(script, [call], read, deadline_ms=deadline_ms)
         assert answer is not None
         return answer
@@ -109,16 +104,15 @@ class RedisLink:
     async def call_each(
         self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], *, deadline_ms: float
     ) -> list[T | None]:
-        """Runs a script several times, at least once; returns the answers, None for calls that failed.
+        """Run a script once per call, at least once; return the answers, None for calls that failed.
 
-        ``read`` converts a raw answer; if it raises ValueError or TypeError, the call counts as failed. Raises
-        Unavailable when all calls failed.
+        ``read`` decodes a raw answer; if it raises ValueError or TypeError, the call counts as failed. Raises
+        Unavailable if all calls failed.
         """
         return await self._ask("", script, calls, read, _now_s() + deadline_ms / 1000)
 
     async def aclose(self) -> None:
-        """Closes the connections to Redis."""
-        # The Sentinels' clients are not closed with the master's client.
+        # The master's client does not close the Sentinels' clients.
         manager = getattr(getattr(self._client, "connection_pool", None), "sentinel_manager", None)
         for client in (self._client, *(manager.sentinels if manager else ())):
             with contextlib.suppress(RedisError, OSError):
@@ -127,7 +121,7 @@ class RedisLink:
     async def _ask(
         self, name: str, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
     ) -> list[T | None]:
-        """Sends all calls of one server and reads the answers. Raises Unavailable if there is none."""
+        """Send all calls of one server and decode the answers. Raises Unavailable if there is none."""
         breaker = self._breakers.setdefault(name, Breaker(OPEN_MS / 1000))
         if not breaker.may_try(_now_s()):
             raise Unavailable("Redis does not answer; waiting before the next try")
@@ -151,8 +145,8 @@ class RedisLink:
         return answers
 
     async def _send(self, name: str, script: str, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Sends calls of one server and returns the raw answers, refusals included. A script that the server lacks is
-        sent whole."""
+        """Send calls of one server and return the raw answers, refusals included. Sends a script's text if the server
+        lacks it."""
         answers = await self._execute(name, "EVALSHA", self._shas[script], calls)
         unknown = [i for i, one in enumerate(answers) if isinstance(one, NoScriptError)]
         if unknown:
@@ -162,7 +156,7 @@ class RedisLink:
         return answers
 
     async def _execute(self, name: str, verb: str, script: str | bytes, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Returns the answers of one server, where a refusal is the ResponseError of its call."""
+        """Return one server's answers; a refusal is its call's ResponseError."""
         answers: list[Any] = []
         for call in calls:
             try:
@@ -173,7 +167,7 @@ class RedisLink:
 
 
 class ClusterLink(RedisLink):
-    """Runs scripts on the shards of a Cluster: side by side, and on each of them pipelined."""
+    """Runs scripts on a Cluster's shards: concurrently, and pipelined per shard."""
 
     cluster = True
 
@@ -205,7 +199,7 @@ class ClusterLink(RedisLink):
         return answers
 
     async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
-        """Returns the places of the calls that go to each server, by its name."""
+        """Return server name -> places of the calls that go to it."""
         known = self._client.nodes_manager.slots_cache
         if not known:
             self._discover()
@@ -222,8 +216,8 @@ class ClusterLink(RedisLink):
     async def _outcome(
         self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
     ) -> list[T | None] | Unavailable:
-        """Returns what :meth:`_ask` returns, or the Unavailable that it raised: then the map of slots may be an old
-        one. A task of this that is cancelled before it has begun leaves nothing behind that was never awaited."""
+        """Return the result of :meth:`_ask`, or the Unavailable that it raised: then the slot map may be outdated. As a
+        coroutine function it leaves nothing unawaited if its task is cancelled before it starts."""
         try:
             return await self._ask(name, script, calls, read, until)
         except Unavailable as error:
@@ -246,7 +240,7 @@ class ClusterLink(RedisLink):
         return answers
 
     def _discover(self) -> None:
-        """Reads the map of slots again, in the background and not too often."""
+        """Read the slot map again, in the background and not too often."""
         now = _now_s()
         busy = self._discovery is not None and not self._discovery.done()
         if not busy and now - self._discovered_s >= DISCOVERY_INTERVAL_MS / 1000:
@@ -263,7 +257,7 @@ class ClusterLink(RedisLink):
 
 
 def open_link(server: RedisServerAt, *scripts: str) -> RedisLink:
-    """Connects to Redis. Raises ConfigError for an invalid URL (:mod:`pillion.kvstore.index.redis_url`)."""
+    """Connect to Redis. Raises ConfigError for an invalid URL (:mod:`pillion.kvstore.index.redis_url`)."""
     client = connect(parse(server)) if isinstance(server, str) else server
     if isinstance(client, redis.asyncio.RedisCluster):
         return ClusterLink(client, *scripts)
@@ -271,8 +265,8 @@ def open_link(server: RedisServerAt, *scripts: str) -> RedisLink:
 
 
 class RedisScripts:
-    """Calls the scripts that a subclass names in ``scripts``. Making one raises ConfigError for a bad URL; calls raise
-    Unavailable when Redis does not answer in time, or refuses."""
+    """Base of classes that call the scripts named in ``scripts``. The constructor raises ConfigError for a bad URL;
+    calls raise Unavailable if Redis does not answer in time, or refuses."""
 
     scripts: tuple[str, ...] = ()
 
@@ -280,7 +274,6 @@ class RedisScripts:
         self._link = open_link(redis_url, *self.scripts)
 
     async def aclose(self) -> None:
-        """Closes the connections to Redis."""
         await self._link.aclose()
 
 
@@ -289,14 +282,14 @@ def _command(verb: str, script: str | bytes, call: ScriptCall) -> tuple[Argument
 
 
 def _with_remedy(refusal: ResponseError) -> str:
-    """Returns the text of a refusal, with what helps against it where that is known."""
+    """Return the text of a refusal, with its remedy if known."""
     named = f"{type(refusal).__name__} {refusal}"
     remedies = [remedy for pattern, remedy in REMEDIES.items() if re.search(pattern, named)]
     return f"{refusal} What helps: {remedies[0]}." if remedies else str(refusal)
 
 
 def _read(read: Callable[[Any], T], raw: Any) -> T | None:
-    """Converts a raw answer; returns None for a refusal. Raises ValueError for an answer that cannot be read."""
+    """Decode a raw answer; return None for a refusal. Raises ValueError for an undecodable answer."""
     if isinstance(raw, ResponseError):
         return None
     try:
@@ -306,7 +299,7 @@ def _read(read: Callable[[Any], T], raw: Any) -> T | None:
 
 
 def as_bytes(raw: Any) -> bytes:
-    """Checks a string in a raw answer. Raises TypeError for anything else."""
+    """Check that a raw answer is a string. Raises TypeError otherwise."""
     if not isinstance(raw, bytes):
         raise TypeError(f"{type(raw).__name__} for bytes")
     return raw
@@ -319,7 +312,7 @@ def _script_sha(name: str) -> str:
 
 @cache
 def script_text(name: str) -> bytes:
-    """Returns a script as Redis is sent it, after what all scripts share."""
+    """Return a script as sent to Redis, prefixed by the shared parts."""
     parts = ("common", "registry", name) if name in _REGISTRY_SCRIPTS else ("common", name)
     return "".join((_SCRIPTS / f"{part}.lua").read_text() for part in parts).encode()
 
@@ -329,7 +322,7 @@ def _now_s() -> float:
 
 
 def _cancels() -> int:
-    """Returns how often the caller's task was cancelled. redis-py loses a cancel that comes while it reads an answer.
-    asyncio still counts it, and a task that nobody can cancel would never end."""
+    """Return how often the caller's task was cancelled. redis-py loses a cancel that arrives while it reads an answer;
+    asyncio still counts it, and ignoring it would make the task uncancellable."""
     task = asyncio.current_task()
     return task.cancelling() if task is not None else 0

@@ -1,12 +1,12 @@
-"""Defines the syntax of --redis-url, and makes the redis-py client for such a URL.
+"""Syntax of --redis-url, and the redis-py client for such a URL.
 
     redis://[user:password@]host[:port][/db]                        one server; rediss:// for TLS
     unix://[user:password@]/path[?db=n]                             one server on this machine
     redis+sentinel://[user:password@]host[:port],.../service[/db]   the master of a service; rediss+sentinel:// for TLS
     redis+cluster://[user:password@]host[:port],...                 a Redis Cluster; rediss+cluster:// for TLS
 
-Options follow as a query: ?ssl_ca_certs=ca.pem&ssl_certfile=... for TLS, sentinel_username and sentinel_password for
-Sentinels that want them. User and password are percent-encoded where they must be.
+Options are a query: ?ssl_ca_certs=ca.pem&ssl_certfile=... for TLS, sentinel_username and sentinel_password for
+Sentinels that require them. User and password are percent-encoded where necessary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from redis.exceptions import RedisError
 from pillion.errors import ConfigError
 
 CONNECT_TIMEOUT_MS = 1000
-# A link has this many connections to one server; RedisLink makes no more calls at once.
+# Connections per link and server; RedisLink makes no more concurrent calls.
 MAX_CONNECTIONS = 16
 MAX_HOSTS = 64
 
@@ -45,18 +45,18 @@ _SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 Client = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
 
-# A Redis is given by the value of --redis-url or, in the simulator, by what stands for a client of it.
+# The value of --redis-url or, in the simulator, a replacement for the client.
 RedisServerAt = str | Client
 
 
 @dataclass(frozen=True, slots=True)
 class RedisPlace:
-    """Holds a parsed --redis-url: where Redis is, and how to log in.
+    """A parsed --redis-url: location and login of Redis.
 
     Attributes:
         mode: ``ONE``, ``SENTINEL`` or ``CLUSTER``.
-        hosts: host and port of the server, of the Sentinels, or of some of the Cluster's nodes; none for a Unix socket.
-        service: the name by which Sentinels know the master.
+        hosts: host and port of the server, of the Sentinels, or of some Cluster nodes; empty for a Unix socket.
+        service: the master's name for Sentinels.
         settings: keyword arguments of redis-py's connections: credentials, db, path, TLS.
         sentinel_settings: keyword arguments of connections to the Sentinels themselves.
     """
@@ -69,7 +69,7 @@ class RedisPlace:
 
 
 def parse(url: str) -> RedisPlace:
-    """Parses a URL. Raises ConfigError, which shows no password, for a text that is no such URL."""
+    """Parse a URL. Raises ConfigError, which shows no password, for an invalid one."""
     try:
         return _parse(url)
     except (ValueError, TypeError) as error:
@@ -77,8 +77,8 @@ def parse(url: str) -> RedisPlace:
 
 
 def connect(place: RedisPlace) -> Client:
-    """Makes a client, which connects when it is first used. Raises ConfigError for settings that redis-py refuses."""
-    # Pillion sets the deadline of a call; a library that tries again would only use it up.
+    """Create a client, which connects on first use. Raises ConfigError for settings that redis-py refuses."""
+    # Pillion sets the deadline of a call; retries by the library would only use it up.
     limits: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_MS / 1000,
         "socket_timeout": None,
@@ -91,7 +91,7 @@ def connect(place: RedisPlace) -> Client:
             raise ConfigError(f"--redis-url: {option}: no file {settings[option]}")
     try:
         if place.mode == CLUSTER:
-            # A Cluster's client asks every node it knows for the slots: none may hold it up for longer than a connect.
+            # The client asks every known node for the slots; limit each to the duration of a connect.
             settings["socket_timeout"] = CONNECT_TIMEOUT_MS / 1000
             nodes = [ClusterNode(host, port) for host, port in place.hosts]
             return redis.asyncio.RedisCluster(startup_nodes=nodes, require_full_coverage=False, **settings)
@@ -108,7 +108,7 @@ def connect(place: RedisPlace) -> Client:
 
 
 def without_password(url: str) -> str:
-    """Returns a URL without credentials and options, for messages."""
+    """Return a URL without credentials and options, for messages."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.partition('?')[0].rpartition('@')[2]}"
 
@@ -136,7 +136,7 @@ def _parse(url: str) -> RedisPlace:
         if mode == ONE and len(hosts) > 1:
             raise ValueError("several hosts: choose redis+sentinel:// or redis+cluster://")
         service, db = _path(path, mode)
-        # redis-py reads credentials and options; it is shown one host, whose name does not matter.
+        # redis-py parses credentials and options of a URL with one dummy host.
         settings = dict(parse_url(f"{base}://{credentials}{at}host/{db}?{urlencode(own)}"))
         settings.pop("host", None)
     if settings.pop("connection_class", None) is SSLConnection:
@@ -163,7 +163,7 @@ def _hosts(named: str, default_port: int) -> tuple[tuple[str, int], ...]:
 
 
 def _path(path: str, mode: str) -> tuple[str, int]:
-    """Returns the service and the database number that a URL's path names."""
+    """Return the service and the database number in a URL's path."""
     service = ""
     if mode == SENTINEL:
         service, _, path = path.partition("/")
@@ -177,7 +177,7 @@ def _path(path: str, mode: str) -> tuple[str, int]:
 
 
 def _options(query: str, base: str, mode: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the options for all connections, and those for the Sentinels alone under redis-py's names."""
+    """Return the options for all connections, and those for Sentinels only, under redis-py's names."""
     allowed = (_TLS_OPTIONS if base == "rediss" else frozenset()) | (_SENTINEL_OPTIONS if mode == SENTINEL else set())
     allowed |= {"db"} if base == "unix" else set()
     options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))

@@ -1,11 +1,11 @@
-"""Implements a KV node's side of the index: it writes the node's entries, and sweeps out those of dead nodes.
+"""A KV node's writes to the index: its own entries, and sweeps of dead nodes' entries.
 
-    announce   adds and removes the node's own entry; its entries of earlier boots at these blocks go too
+    announce   adds and removes the node's own entry; removes its entries of earlier boots at these blocks
     sweep      reads some buckets -> reads the table of live nodes -> removes all other entries from these buckets
 
-The order of a sweep matters. A node registers before it announces, so an entry that was seen first, and whose node is
-not in a table of nodes read later, is void. Between reading the table and removing lies one round trip; a node that
-comes back with its old boot epoch in just that moment may lose a few hints, no more (I3).
+The order of a sweep matters. A node registers before it announces, so an entry that was read first, and whose node is
+missing from a table read later, is void. Between reading the table and removing entries is one round trip; a node that
+reappears with its old boot epoch in that moment may lose a few hints, no more (I3).
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from pillion.kvstore.index.redis_link import RedisScripts, ScriptCall, as_bytes
 from pillion.kvstore.ledger.records import IndexEvent
 
 ANNOUNCE_DEADLINE_MS = 2000
-# One sweep looks at this many fields of buckets, which takes below a millisecond of Redis's time.
 SWEEP_FIELDS = 512
 GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceResult:
-    """Holds the generation of each group that took events, and the events of shards that did not answer. Another
-    generation than before means that the group's buckets were lost."""
+    """Generation of each group that took events, and the events of shards that did not answer. A changed generation
+    means that the group's buckets were lost."""
 
     generations: dict[bytes, bytes]
     unreported: list[IndexEvent]
@@ -36,8 +35,8 @@ class AnnounceResult:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlace:
-    """Names the place from which a sweep continues: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in that
-    bucket. A sweep takes a whole group while it is small, so that it soon notices a shard that has lost its memory."""
+    """Position of a sweep: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in that bucket. A sweep handles a
+    whole small group, so that it soon detects a shard that lost its memory."""
 
     group: int = 0
     bucket: int = 0
@@ -45,12 +44,12 @@ class SweepPlace:
 
 
 class IndexWriter(RedisScripts):
-    """Writes a KV node's entries to the index. Every call raises Unavailable when Redis does not answer."""
+    """A KV node's writes to the index. Calls raise Unavailable when Redis does not answer."""
 
     scripts = ("announce", "sweep")
 
     async def announce(self, entry: bytes, events: Sequence[IndexEvent]) -> AnnounceResult:
-        """Adds and removes ``entry`` (number and boot epoch, 8 bytes) at blocks. A block has at most one event."""
+        """Add and remove ``entry`` (number and boot epoch, 8 bytes) at blocks. A block has at most one event."""
         if not events:
             return AnnounceResult({}, [])
         by_group = keys.updates_by_group(events, cluster=self._link.cluster)
@@ -60,7 +59,7 @@ class IndexWriter(RedisScripts):
         return AnnounceResult(generations, unreported)
 
     async def generations(self, groups: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Returns the generations of some groups, as far as their shards answer."""
+        """Return the generations of some groups, as far as their shards answer."""
         return await self._announce(bytes(keys.ENTRY_BYTES), {group: {} for group in groups}) if groups else {}
 
     async def _announce(self, entry: bytes, groups: dict[bytes, dict[bytes, keys.BucketUpdates]]) -> dict[bytes, bytes]:
@@ -76,9 +75,10 @@ class IndexWriter(RedisScripts):
     async def sweep(
         self, at: SweepPlace, live: Callable[[], Awaitable[frozenset[bytes]]]
     ) -> tuple[SweepPlace, dict[bytes, bytes]]:
-        """Drops void entries from some buckets; returns the place to go on at, and the visited group's generation.
+        """Remove void entries from some buckets; return the position to continue at, and the visited group's
+        generation.
 
-        ``live`` reads which entries are alive; it is called after the buckets were read, if they hold any.
+        ``live`` reads the live entries; it is called after the buckets were read, if they have any.
         """
         name = keys.group_name(at.group)
         group = name if self._link.cluster else b""
@@ -111,7 +111,7 @@ class _Walk:
 
 
 def _next_place(at: SweepPlace, walked: _Walk) -> SweepPlace:
-    """Returns the place where the walk stopped, or the next group."""
+    """Return the position after the walk, or the next group."""
     bucket = at.bucket + max(0, walked.done)
     if bucket < keys.BUCKETS_PER_GROUP:
         return SweepPlace(at.group, bucket, walked.cursor)

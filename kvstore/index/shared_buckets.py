@@ -1,7 +1,7 @@
-"""Keeps token buckets in Redis, which several processes fill and empty as if they were one.
+"""Token buckets in Redis, shared by several processes.
 
-A bucket holds one minute's worth and fills evenly, by Redis's own clock; lua/take_tokens.lua has the arithmetic, the
-same as :class:`pillion.gateway.admission.tenants.Bucket`. If Redis is lost, a minute's memory is lost.
+A bucket holds one minute's worth and refills evenly, by Redis's own clock; lua/take_tokens.lua has the arithmetic of
+:class:`pillion.gateway.admission.tenants.Bucket`. Losing Redis loses a minute's consumption.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import Argument, RedisScripts, ScriptCall
 
-# A request waits for this call, which takes a fraction of a millisecond where Redis is well.
 TAKE_DEADLINE_MS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class BucketDemand:
-    """Says what a caller wants of one bucket.
+    """Demand on one bucket.
 
     Attributes:
-        per_minute: how much the bucket holds at most, and how much it is filled by in a minute; 0 where the caller has
-            no such bucket.
-        spent: how much the caller has already used without asking, and only reports now; a negative number gives back.
-        wanted: how much is to be taken if the bucket has it; None where nothing is to be taken.
+        per_minute: capacity, and refill per minute; 0 if the caller has no such bucket.
+        spent: consumption without a request, reported now; negative to return tokens.
+        wanted: amount to take if available; None to take nothing.
     """
 
     per_minute: int
@@ -34,23 +32,23 @@ class BucketDemand:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Names the bucket that has too little, by its place among the demands, and the time until it has enough."""
+    """The bucket with too little, by its place among the demands, and the time until it has enough."""
 
     place: int
     wait_ms: int
 
 
 class SharedBuckets(RedisScripts):
-    """Keeps token buckets by owner. An owner has a few, always in the same order. Raises ConfigError for a bad URL."""
+    """Token buckets by owner. An owner has a few, always in the same order. Raises ConfigError for a bad URL."""
 
     scripts = ("take_tokens",)
 
     async def take(self, owner: str, demands: Sequence[BucketDemand]) -> Shortage | None:
-        """Takes the wanted amounts of all buckets, or none where a bucket has too little, in one call. What was spent
-        is counted in any case.
+        """Take the wanted amounts from all buckets, or from none if one has too little, in one call. ``spent`` is
+        deducted in either case.
 
-        Returns the first bucket that has too little, or None. Raises Unavailable when Redis does not answer in time; it
-        may have taken all the same.
+        Return the first bucket with too little, or None. Raises Unavailable if Redis does not answer in time; the
+        amounts may have been taken nevertheless.
         """
         args: list[Argument] = []
         for demand in demands:

@@ -1,8 +1,7 @@
-"""Keeps small values by name in Redis, which several processes read and change: of two values of a name the later one
-stays.
+"""Small values by name in Redis, read and changed by several processes; the later of two values of a name wins.
 
-Each process keeps all values and brings its own again where Redis lacks them, so that an emptied Redis loses nothing
-that anybody still knows. lua/share_names.lua compares the stamps.
+Each process keeps all values and writes its own again if Redis lacks them, so that an emptied Redis loses nothing that
+any process still has. lua/share_names.lua compares the stamps.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ SHARE_DEADLINE_MS = 500
 
 @dataclass(frozen=True, slots=True, order=True)
 class StampedValue:
-    """Holds a value and when it was given, in ms. An empty value says that the name means nothing any more. Of two
-    values, the greater one stays."""
+    """A value with its timestamp in ms. An empty value deletes the name. Of two values, the greater one wins."""
 
     stamp_ms: int
     value: bytes
@@ -29,16 +27,15 @@ class StampedValue:
 
 @dataclass(frozen=True, slots=True)
 class SharedAnswer:
-    """Holds the answer to a question for all values by name: ``values``, or None where they are those of the version
-    that was asked about."""
+    """All values by name, None if their version is the requested one."""
 
     version: bytes
     values: Mapping[str, StampedValue] | None
 
 
 class SharedNames(RedisScripts):
-    """Holds at most ``max_names`` names of adapters, those with empty values included; an empty value is forgotten
-    after ``forget_ms``. Raises ConfigError for a bad URL."""
+    """At most ``max_names`` names of adapters, including those with empty values, which are forgotten after
+    ``forget_ms``. Raises ConfigError for a bad URL."""
 
     scripts = ("share_names",)
 
@@ -47,8 +44,8 @@ class SharedNames(RedisScripts):
         self._bounds = (max_names, forget_ms)
 
     async def share(self, known: bytes, brought: Sequence[tuple[str, StampedValue]]) -> SharedAnswer:
-        """Brings values to Redis, and asks for all if its version is not ``known``. Raises Unavailable when Redis does
-        not answer in time; it may have taken the values all the same."""
+        """Write values, and return all values unless Redis's version is ``known``. Raises Unavailable if Redis does not
+        answer in time; the values may have been written nevertheless."""
         args: list[Argument] = [known, *self._bounds]
         for name, given in brought:
             args += [name, given.stamp_ms, given.value]

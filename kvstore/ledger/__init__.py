@@ -1,13 +1,13 @@
-"""Keeps the slot ledger: who owns which slot of a pool, which blocks are committed, pinned, evicted, who waits.
+"""Slot ledger of a pool: slot ownership, committed and pinned blocks, eviction, and the queue for memory.
 
     ledger.py         Ledger, Holder, TicketState: slots, leases, tickets, commits. Read its module docstring first.
-    tree.py           BlockTree: committed blocks by hash and parent, protected by pins on the last blocks of chains.
-    eviction.py       EvictionPolicy, and LRU: which block leaves first.
+    tree.py           BlockTree: committed blocks by hash and parent, protected by a pin on a chain's last block.
+    eviction.py       EvictionPolicy and LRU: which block to evict first.
     waiting_queue.py  WaitingQueue: OpenTicket calls that wait for memory.
-    integrity.py      check_integrity: the proof that everything adds up (I4).
-    pin_table.py      PrefixPinTable: the prefix pins of a pool and their quotas, and that they leave last.
-    state_eviction.py StateEviction: which states of hybrid models stay.
+    integrity.py      check_integrity: checks all accounts against each other (I4).
+    pin_table.py      PrefixPinTable: the prefix pins of a pool, their quotas, and their place in the eviction order.
+    state_eviction.py StateEviction: which states of hybrid models to evict.
     records.py        Block, IndexEvent, PoolShape: plain data.
 
-Everything here is sans-IO (I9): no clock, no socket, no asyncio. It knows slots as numbers and never touches memory.
+Everything here is sans-IO (I9): no clock, no socket, no asyncio. Slots are numbers; memory is never touched.
 """

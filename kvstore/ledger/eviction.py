@@ -1,8 +1,8 @@
 """Decides which committed block leaves the pool first. :class:`EvictionPolicy` is the interface, LRU is the
 implementation of a pool without states, and the block tree feeds it.
 
-All policies keep one rule: a block leaves only after all its descendants, because a block whose parent is gone can
-never be found by a prefix look-up.
+All policies follow one rule: a block leaves only after all its descendants, because a prefix look-up cannot reach a
+block whose parent is gone.
 """
 
 from __future__ import annotations
@@ -15,40 +15,38 @@ from pillion.kvstore.ledger.records import Block
 
 
 class EvictionPolicy(Protocol):
-    """Orders the committed blocks that no ticket protects as they are to be evicted. It is called by the block tree on
-    the node's loop and has no lock."""
+    """Eviction order of the committed blocks that no ticket protects. The block tree calls it on the node's loop, so it
+    has no lock."""
 
     def add(self, block: Block) -> None:
-        """Adds a block that lost its last protection. Its descendants without protection were added before it."""
+        """Add a block that lost its last protection. Its unprotected descendants were added before it."""
 
     def remove(self, block: Block) -> None:
-        """Removes a known block because it is protected again."""
+        """Remove a block that is protected again."""
 
     def pop(self) -> Block:
-        """Removes and returns the next victim, a block without children. Raises KeyError when no block is known."""
+        """Remove and return the next victim, a block without children. Raises KeyError when empty."""
 
     def drop(self, block: Block) -> None:
-        """Removes a known block without children that leaves the pool out of turn."""
+        """Remove a block without children that leaves the pool out of turn."""
 
     def __len__(self) -> int:
-        """Returns the number of known blocks."""
+        """Return the number of known blocks."""
 
     def __iter__(self) -> Iterator[Block]:
-        """Iterates over the known blocks, next victim first."""
+        """Iterate over the blocks, next victim first."""
 
 
 class LruEviction:
-    """Evicts the block that lost its protection first, and the last block of a chain before its head, in O(1) for each
-    block.
+    """LRU by the loss of protection, the last block of a chain before its head. O(1) per block.
 
-    When a pin is released, the chain is added from its last block upwards, and a block that still has a protected
-    descendant is protected itself. So in this queue a descendant always stands before its ancestors, and the front is
-    always a leaf: no heap, no scan for leaves.
+    When a pin is released, the chain is added from its last block upwards, and a block with a protected descendant is
+    protected itself. So descendants always precede their ancestors in the queue, and the front is always a leaf: no
+    heap, no scan for leaves.
     """
 
     def __init__(self) -> None:
-        # A plain dict would not do: taking its first key again and again is quadratic, because it steps over all
-        # removed entries.
+        # Not a plain dict: taking its first key repeatedly is quadratic, since it steps over all removed entries.
         self._queue: OrderedDict[Block, None] = OrderedDict()
 
     def add(self, block: Block) -> None:

@@ -1,6 +1,4 @@
-"""Checks that a ledger's states, pins and promises add up (I4). It takes O(slots), and is for tests and for operators
-in doubt.
-"""
+"""Checks that a ledger's slot states, pins and reservations add up (I4). O(slots): for tests and diagnosis."""
 
 from __future__ import annotations
 
@@ -11,16 +9,15 @@ from pillion.errors import Conflict
 from pillion.kvstore.ledger.ledger import LOST_RACE, Ledger
 from pillion.kvstore.ledger.records import Block
 
-# An error names at most this many findings, because a broken ledger is often broken in many places at once.
 MAX_FINDINGS = 20
 
 
 class IntegrityError(Conflict):
-    """Says that the ledger contradicts itself; the message says where."""
+    """The ledger contradicts itself; the message lists where."""
 
 
 def check_integrity(ledger: Ledger) -> None:
-    """Raises IntegrityError with at most MAX_FINDINGS findings where a ledger's accounts do not add up."""
+    """Raise IntegrityError with at most MAX_FINDINGS findings if a ledger's accounts do not add up."""
     findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger)]
     findings += [*ledger.prefix_pins.check(), *ledger.states.check()]
     if findings:
@@ -28,7 +25,7 @@ def check_integrity(ledger: Ledger) -> None:
 
 
 def _slots(ledger: Ledger) -> Iterator[str]:
-    """Checks that every slot is in exactly one state."""
+    """Check that every slot is in exactly one state."""
     owners: Counter[int] = Counter(ledger.free)
     for holder in ledger.holders.values():
         owners.update(holder.leased.keys())
@@ -43,7 +40,7 @@ def _slots(ledger: Ledger) -> Iterator[str]:
 
 
 def _tree(ledger: Ledger) -> Iterator[str]:
-    """Checks that the parents of blocks exist, holds are pins plus protected children, and the policy is complete."""
+    """Check that parents exist, holds equal pins plus protected children, and the policy is complete."""
     blocks = ledger.tree.by_hash
     children = Counter(block.parent for block in blocks.values() if block.parent is not None)
     held = Counter(block.parent for block in blocks.values() if block.parent is not None and block.holds)
@@ -84,7 +81,7 @@ def _protection(ledger: Ledger) -> Iterator[str]:
 
 
 def _tickets(ledger: Ledger) -> Iterator[str]:
-    """Checks that tickets and holders name each other, and that an opener names its ticket."""
+    """Check that tickets and holders refer to each other, and openers to their tickets."""
     for ticket_id, ticket in ledger.tickets.items():
         if not ticket.holders:
             yield f"ticket {ticket_id} is held by nobody"
@@ -102,7 +99,7 @@ def _tickets(ledger: Ledger) -> Iterator[str]:
 
 
 def _promises(ledger: Ledger) -> Iterator[str]:
-    """Checks that reserved slots exist, apart from those that losers of a commit race have yet to return."""
+    """Check that reserved slots exist, apart from those that losers of a commit race have yet to return."""
     reserved = sum(ticket.reserved for ticket in ledger.tickets.values())
     if reserved != ledger.reserved or any(ticket.reserved < 0 for ticket in ledger.tickets.values()):
         yield f"{ledger.reserved} slots counted as reserved of {reserved}"

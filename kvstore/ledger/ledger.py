@@ -1,25 +1,25 @@
-"""Keeps the slot ledger: who owns which slot of a node's pool (I2, I3, I4). Sans-IO (I9); the node feeds it.
+"""Slot ledger: who owns which slot of a node's pool (I2, I3, I4). Sans-IO (I9); the node calls it.
 
     a slot      free --lease--> leased --commit--> committed --evict--> free
                   ^               |  |
-                  +--give back----+  +--fence--> quarantined --gone or drained--> free
+                  +--return-------+  +--fence--> quarantined --gone or drained--> free
 
     a holder    attached --silence--> fenced --gone or drained--> (void)
                     +-----------------gone----------------------> (void)
 
-    a ticket    opened (chain pinned, rest reserved) --adopt, commit--> grows --last holder lets go--> (void)
+    a ticket    opened (chain pinned, rest reserved) --adopt, commit--> grows --last holder releases--> (void)
 
     a commit of a leased slot under a block hash (I2)
-                new block              the slot is sealed and the ticket's pin moves on to it
-                page of a state        the same behind a block of the chain, by a pin of its own
-                another was first      that committer's slot stays and the pin moves on to it; the own slot stays leased
-                                       until its worker's block tables no longer name it, and then goes back to the pool
+                new block              the slot is sealed and the ticket's pin moves to it
+                page of a state        the same behind a block of the chain, with a separate pin
+                another was first      the first committer's slot stays and the pin moves to it; the own slot stays
+                                       leased until its worker's block tables no longer use it, then it is freed
                 same ticket was first  the same, but the ticket's pin is there already
 
-The ledger keeps these promises, which :mod:`pillion.kvstore.ledger.integrity` proves: every slot is in exactly one
-state; what a ticket holds is never evicted; the slots promised to admitted prompts exist, apart from those that losers
-of a commit race are about to return. A slot leased from a ticket's reservation that comes back unwritten goes back to
-the reservation, so an admitted prompt can always finish, whichever process dies on the way (I5).
+Guarantees, checked by :mod:`pillion.kvstore.ledger.integrity`: every slot is in exactly one state; blocks pinned by a
+ticket are never evicted; the slots reserved for admitted prompts exist, apart from those that losers of a commit race
+have yet to return. A slot leased from a ticket's reservation and returned unwritten is reserved again, so an admitted
+prompt can always finish, whichever process dies meanwhile (I5).
 """
 
 from __future__ import annotations
@@ -38,29 +38,26 @@ from pillion.kvstore.ledger.state_eviction import StateEviction
 from pillion.kvstore.ledger.tree import BlockTree, Match
 from pillion.v1.kvnode_pb2 import AdoptTicketReply, CommitRun, CommitRunResult, NodeStatus
 
-# A leased slot that belongs to no ticket is charged to this number.
 NO_TICKET = 0
-# A slot with this mark lost a commit race: it comes back to the pool, never to a reservation.
+# Charge of a slot that lost a commit race: it returns to the pool, never to a reservation.
 LOST_RACE = -1
 
-# Holders have one of these roles.
+# Roles of holders. FETCH is a fetch by this node, KEPT the previous life's blocks until they are verified.
 SESSION = "gateway"
 PREFILL = "prefill"
 DECODE = "decode"
-# A holder with this role is one fetch of this node's own, while it lasts.
 FETCH = "fetch"
-# A holder with this role has blocks of the node's earlier life, until they are checked.
 KEPT = "kept"
 
 
 @dataclass(slots=True)
 class Holder:
-    """Represents one epoch: a worker, a gateway's session, a fetch, or what is kept of the node's earlier life.
+    """One epoch: a worker, a gateway's session, a fetch, or the blocks of the node's previous life.
 
     Attributes:
         leased: slot -> the ticket whose reservation it came from, NO_TICKET or LOST_RACE.
-        seen_s: time of its last call. None until the first one, so that a worker which is still loading is not taken
-            for a silent one: it has nothing yet that could be misused.
+        seen_s: time of its last call, None until the first one: a worker that is still loading cannot misuse anything
+            yet and must not be fenced for silence.
     """
 
     epoch: int
@@ -74,19 +71,19 @@ class Holder:
 
 @dataclass(slots=True)
 class TicketState:
-    """Represents one request's claim at a KV node.
+    """One request's claim at a KV node.
 
     Attributes:
         opener: (epoch, nonce) of the call that opened it.
-        last_block: last block of the pinned chain, None where nothing is pinned.
-        reserved: slots that are promised and not leased yet.
+        last_block: last block of the pinned chain, None if nothing is pinned.
+        reserved: reserved slots that are not leased yet.
         holders: epochs that hold it.
-        slots: the chain's slots, as far as it had grown when they were last asked for.
-        state: the last page of the state that the ticket holds, None for none; it has ``state_pages`` pages.
-        flow_key: key of the flow whose claim it is (:class:`pillion.rules.priority.Flow`).
-        asked_blocks: blocks that the request needed in all when the ticket was opened.
-        known_blocks: after so many blocks of the request's chain other texts part from it: those that the pool or
-            another node had when a state was looked for, or more where the pool remembers a place after them.
+        slots: cached slots of the chain; stale once the chain has grown.
+        state: last page of the pinned state of ``state_pages`` pages, None for none.
+        flow_key: key of the claiming flow (:class:`pillion.rules.priority.Flow`).
+        asked_blocks: blocks that the request needed in total when the ticket was opened.
+        known_blocks: number of blocks after which other texts diverge from the request's chain: those present here or
+            on another node when a state was looked up, or more if the pool remembers a later point.
     """
 
     ticket_id: int
@@ -103,17 +100,17 @@ class TicketState:
 
     @property
     def blocks(self) -> int:
-        """Returns how many blocks the ticket's pinned chain has."""
+        """Number of blocks of the pinned chain."""
         return self.last_block.depth + 1 if self.last_block else 0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShares:
-    """Holds the shares of a pool that may be kept from the eviction policy, in percent.
+    """Shares of a pool that may be exempt from plain eviction, in percent.
 
     Attributes:
-        pinned_percent, owner_pinned_percent: what all owners' prefix pins, and one owner's, may have.
-        state_percent: what states of hybrid models may have, apart from those that running requests hold.
+        pinned_percent, owner_pinned_percent: for prefix pins, in total and per owner.
+        state_percent: for states of hybrid models that no running request uses.
     """
 
     pinned_percent: int = 50
@@ -122,15 +119,15 @@ class PoolShares:
 
 
 class Ledger:
-    """Holds the state of all slots, holders and tickets of one pool. Every call is O(blocks it touches).
+    """State of all slots, holders and tickets of one pool. Every call is O(blocks it touches).
 
-    Only the node's loop calls it, and no call waits in the middle, so it has no lock. Calls that change something raise
-    NotFound for an unknown epoch and Conflict for a fenced one. Attributes are for reading; its methods alone write.
+    Only the node's loop calls it, and no call waits, so it has no lock. Mutating calls raise NotFound for an unknown
+    epoch and Conflict for a fenced one. Attributes are read-only for callers.
 
     Args:
-        new_id: gives unguessable positive integers below 2**63 for epochs and tickets.
-        decode_reserve_percent: share of the pool that admission leaves to running decodes.
-        shares: the shares of the pool that pinned prefixes and states may have.
+        new_id: returns unguessable positive integers below 2**63 for epochs and tickets.
+        decode_reserve_percent: share of the pool that admission reserves for running decodes.
+        shares: limits for pinned prefixes and states.
     """
 
     def __init__(
@@ -155,10 +152,8 @@ class Ledger:
         self.committed_ever = 0
         self._events: list[IndexEvent] = []
 
-    # The methods below set the pool's shape and count its slots.
-
     def shape(self, num_slots: int) -> None:
-        """Sets the number of slots, once: the first worker that attaches decides how big a block is."""
+        """Set the number of slots, once, when the first worker that attaches has set the block size."""
         if self.num_slots:
             raise Internal("the pool has its shape already")
         self.num_slots = num_slots
@@ -169,22 +164,20 @@ class Ledger:
 
     @property
     def available(self) -> int:
-        """Returns the number of slots that are free or can be freed at once: all except leased, quarantined and
-        protected ones."""
+        """Number of slots that are free or evictable: all except leased, quarantined and protected ones."""
         return len(self.free) + self.tree.idle
 
     @property
     def unpromised(self) -> int:
-        """Returns the number of available slots that no admitted prompt counts on."""
+        """Number of available slots that are not reserved."""
         return max(0, self.available - self.reserved)
 
     def status(self) -> NodeStatus:
-        """Returns a NodeStatus with the counts that the ledger knows."""
+        """Return a NodeStatus with the ledger's counts."""
         quarantined = sum(len(holder.leased) for holder in self.holders.values() if holder.fenced)
         held = sum(len(holder.leased) for holder in self.holders.values())
         fenced = {holder.name for holder in self.holders.values() if holder.fenced}
-        # A worker that is back under its name does not count as fenced, even where the end of its last process is not
-        # proven.
+        # A restarted worker is not reported as fenced, even if the end of its last process is unproven.
         well = {holder.name for holder in self.holders.values() if not holder.fenced} if fenced else set()
         status = NodeStatus(
             total_blocks=self.num_slots,
@@ -204,24 +197,22 @@ class Ledger:
         return status
 
     def drain_events(self) -> list[IndexEvent]:
-        """Returns the blocks that came into the pool and left it since the last call, in order."""
+        """Return the blocks that arrived and were evicted since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def hashes(self) -> Iterator[tuple[bytes, bytes]]:
-        """Returns (hash, segment) of every block that is committed now, parents before their children."""
+        """Return (hash, segment) of every block that is committed now, parents before their children."""
         return ((block.hash, block.segment) for block in list(self.tree.by_hash.values()))
 
-    # The methods below change holders of tickets.
-
     def attach(self, name: str, role: str) -> int:
-        """Makes a holder (a worker, a gateway's session or a fetch, by ``role``) and returns its epoch."""
+        """Create a holder and return its epoch."""
         epoch = self._new_id()
         self.holders[epoch] = Holder(epoch, name, role)
         return epoch
 
     def seen(self, epoch: int, now: float) -> Holder:
-        """Records a sign of life. Raises NotFound for an epoch that this node never gave or that is void."""
+        """Record a sign of life. Raises NotFound for an unknown or void epoch."""
         holder = self.holders.get(epoch)
         if holder is None:
             raise NotFound("the epoch is void: attach again")
@@ -229,14 +220,14 @@ class Ledger:
         return holder
 
     def forgive(self, now: float) -> None:
-        """Restarts the silence of all holders at ``now``, because the node itself slept."""
+        """Restart the silence timers of all holders, because the node itself slept."""
         for holder in self.holders.values():
             if holder.seen_s is not None:
                 holder.seen_s = now
 
     def overdue(self, now: float, timeout_s: float) -> list[int]:
-        """Returns the epochs of workers that are not fenced and were silent for over ``timeout_s``. A gateway's session
-        ends with its stream."""
+        """Return the epochs of unfenced workers that were silent for over ``timeout_s``. Sessions are exempt: they end
+        with their streams."""
         return [
             holder.epoch
             for holder in self.holders.values()
@@ -247,7 +238,7 @@ class Ledger:
         ]
 
     def fence(self, epoch: int) -> None:
-        """Takes away an epoch's right to change things; leases and pins stay until :meth:`gone` or :meth:`drained`
+        """Revoke an epoch's right to change anything; its leases and pins stay until :meth:`gone` or :meth:`drained`
         (I4)."""
         holder = self.holders.get(epoch)
         if holder is None or holder.fenced:
@@ -257,14 +248,13 @@ class Ledger:
             self._settle(self.tickets[ticket_id])
 
     def drained(self, epoch: int) -> None:
-        """Frees everything that a fenced epoch held, which no step uses any more. Raises Conflict if it is not
-        fenced."""
+        """Free everything that a fenced epoch held, once none of its steps uses it. Raises Conflict if not fenced."""
         if epoch in self.holders and not self.holders[epoch].fenced:
             raise Conflict("only a fenced epoch drains")
         self.gone(epoch)
 
     def gone(self, epoch: int) -> None:
-        """Frees everything that an epoch held, because its holder's end is proven. Idempotent."""
+        """Free everything that an epoch held, once its holder's end is proven. Idempotent."""
         holder = self.holders.pop(epoch, None)
         if holder is None:
             return
@@ -272,11 +262,9 @@ class Ledger:
         for ticket_id in list(holder.tickets):
             self._let_go(holder, self.tickets[ticket_id])
 
-    # The methods below treat tickets.
-
     def shortage(self, hashes: Sequence[bytes], total_blocks: int, state_pages: int = 0) -> int:
-        """Returns how many slots are missing before a prompt may be admitted, 0 when it may be. The reserve for decodes
-        is kept free, unless nothing else is admitted: then a prompt gets in if it fits at all (I5)."""
+        """Return how many slots are missing to admit a prompt, 0 if it fits. The decode reserve stays free, unless no
+        ticket exists: then a prompt is admitted if it fits in the pool (I5)."""
         return self._missing(self._match(hashes, state_pages), total_blocks)
 
     def _match(self, hashes: Sequence[bytes], state_pages: int) -> Match:
@@ -292,11 +280,13 @@ class Ledger:
         known_blocks: int = 0,
         flow_key: bytes = b"",
     ) -> TicketState | None:
-        """Opens a ticket: pins the committed prefix of ``hashes`` and reserves slots for the rest of ``total_blocks``.
-        With ``state_pages`` the prefix is the longest one with a state of so many pages, which is pinned, too; some
-        node has ``known_blocks`` of ``hashes``. Returns None, with nothing changed, where memory is short."""
+        """Open a ticket: pin the committed prefix of ``hashes`` and reserve slots for the rest of ``total_blocks``.
+
+        With ``state_pages``, use the longest prefix followed by a state of that many pages, which is pinned as well;
+        ``known_blocks`` of ``hashes`` are present on some node. Return None, unchanged, if memory is short.
+        """
         holder = self.active(epoch)
-        # The chain is looked up only where memory might suffice, because the first waiter is tried after every change.
+        # Skip the look-up where memory cannot suffice: the first waiter is retried after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
             return None
         match = self._match(hashes, state_pages)
@@ -318,8 +308,8 @@ class Ledger:
         return ticket
 
     def claims(self) -> Counter[bytes]:
-        """Returns how many blocks the tickets of each flow claim, by the flow's key: what a request asked for, or its
-        chain, once that has grown longer. Takes O(tickets)."""
+        """Return the blocks claimed by each flow's tickets, by flow key: per request the blocks asked for, or its
+        chain's length if longer. O(tickets)."""
         claims: Counter[bytes] = Counter()
         for ticket in self.tickets.values():
             claims[ticket.flow_key] += max(ticket.asked_blocks, ticket.blocks)
@@ -338,7 +328,7 @@ class Ledger:
         return max(0, floor - left)
 
     def pin_chain(self, epoch: int, nonce: int, hashes: Sequence[bytes]) -> TicketState:
-        """Pins a chain's committed prefix for a reader. Raises InvalidRequest for a nonce that is in use."""
+        """Pin a chain's committed prefix for a reader. Raises InvalidRequest for a nonce in use."""
         holder = self.active(epoch)
         if (epoch, nonce) in self.by_opener:
             raise InvalidRequest("the nonce is in use")
@@ -346,19 +336,19 @@ class Ledger:
         return self.extend(epoch, ticket.ticket_id, hashes)
 
     def lease_some(self, epoch: int, ticket_id: int, blocks: int) -> tuple[int, ...]:
-        """Leases up to ``blocks`` slots for a ticket's next blocks, reserved ones first, and makes the epoch a holder.
-        Raises NotFound if there is no such ticket."""
+        """Lease up to ``blocks`` slots for a ticket's next blocks, reserved ones first, and make the epoch a holder.
+        Raises NotFound for an unknown ticket."""
         ticket, holder = self.tickets.get(ticket_id), self.active(epoch)
         promised = ticket.reserved if ticket is not None else 0
         most = min(promised + self._leasable(holder), self.available)
         return self._adopt(epoch, ticket_id, min(blocks, most))[1]
 
     def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
-        """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed; for a
-        model with states, as far as the last state after one of them, which is pinned, too.
+        """Move a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed; for a
+        model with states, to the last state on it, which is pinned as well.
 
-        A block that is found needs no slot any more, so the slot that was reserved for it may be promised again. Raises
-        NotFound if the epoch holds no such ticket, InvalidRequest if the ticket is of another chain.
+        Each block found releases one reserved slot. Raises NotFound if the epoch does not hold the ticket,
+        InvalidRequest if the ticket is of another chain.
         """
         ticket = self.held(epoch, ticket_id)
         if ticket.last_block is not None and (
@@ -373,7 +363,6 @@ class Ledger:
             if block is None or block.parent is not ticket.last_block:
                 break
             if not (block.holds or ticket.reserved or self.unpromised):
-                # The slots of all unprotected blocks are promised to other tickets.
                 break
             self._move_pin(ticket, block)
             promised = min(1, ticket.reserved)
@@ -387,7 +376,6 @@ class Ledger:
         if more <= 0 or match.last_block is None or match.state is None:
             return
         if self.available - match.newly < self.reserved - more:
-            # The slots of all unprotected blocks are promised to other tickets.
             return
         self.tree.pin(match.last_block)
         self.tree.pin(match.state)
@@ -397,7 +385,7 @@ class Ledger:
         self.reserved -= more
 
     def held(self, epoch: int, ticket_id: int) -> TicketState:
-        """Returns a ticket that an active epoch holds. Raises NotFound if the epoch does not hold the ticket."""
+        """Return a ticket that an active epoch holds. Raises NotFound otherwise."""
         self.active(epoch)
         ticket = self.tickets.get(ticket_id)
         if ticket is None or epoch not in ticket.holders:
@@ -405,16 +393,16 @@ class Ledger:
         return ticket
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-        """Returns the slots of a ticket's chain, which is walked only where it has grown since the last time. Raises
-        NotFound if the epoch does not hold the ticket."""
+        """Return the slots of a ticket's chain, cached until it grows. Raises NotFound if the epoch does not hold the
+        ticket."""
         ticket = self.held(epoch, ticket_id)
         if len(ticket.slots) != ticket.blocks:
             ticket.slots = frozenset(block.slot for block in self.tree.chain(ticket.last_block))
         return ticket.slots
 
     def chain_of(self, ticket: TicketState) -> AdoptTicketReply:
-        """Returns the slots that a ticket pins, in order, and the hash of the last block; no leased slots. The state is
-        named where it stands after the last block."""
+        """Return the pinned slots of a ticket, in order, and the last block's hash, without leased slots. The state is
+        included if it follows the last block."""
         chain = [block.slot for block in self.tree.chain(ticket.last_block)]
         state = self.tree.state_behind(ticket.last_block, ticket.state, ticket.state_pages)
         last_hash = ticket.last_block.hash if ticket.last_block else b""
@@ -423,9 +411,9 @@ class Ledger:
         return AdoptTicketReply(chain_slots=chain, last_hash=last_hash, state_slots=pages, known_blocks=known)
 
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
-        """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent.
+        """Drop an epoch's hold on tickets, named by id or by the nonce that opened them. Idempotent.
 
-        Nobody has got the answer to a nonce that is released, so what was leased with it is freed."""
+        A caller that releases by nonce never got the answer, so slots leased under that ticket are freed."""
         holder = self.active(epoch)
         abandoned = [self.by_opener.get((epoch, nonce)) for nonce in nonces]
         for ticket_id in [ticket.ticket_id for ticket in abandoned if ticket is not None]:
@@ -435,10 +423,10 @@ class Ledger:
                 self._let_go(holder, ticket)
 
     def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
-        """Makes a worker a holder of a ticket and leases ``lease_blocks`` slots to it, reserved ones first.
+        """Make a worker a holder of a ticket and lease ``lease_blocks`` slots to it, reserved ones first.
 
-        Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are not enough slots
-        beyond the reservation.
+        Raises NotFound for an unknown ticket, and Overloaded, unchanged, if too few slots are available beyond the
+        reservation.
         """
         ticket, leased = self._adopt(epoch, ticket_id, lease_blocks)
         adopted = self.chain_of(ticket)
@@ -460,36 +448,32 @@ class Ledger:
         self.reserved -= promised
         return ticket, (*self._lease(holder, promised, ticket_id), *self._lease(holder, extra, NO_TICKET))
 
-    # The methods below treat slots.
-
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
-        """Leases up to ``blocks`` unpromised slots. Prefill and fetches get none of the decode reserve (I5)."""
+        """Lease up to ``blocks`` unreserved slots. Prefill and fetches cannot use the decode reserve (I5)."""
         holder = self.active(epoch)
         return self._lease(holder, min(blocks, self._leasable(holder)), NO_TICKET)
 
     def give_back(self, epoch: int, slots: Iterable[int]) -> None:
-        """Frees leased slots. Raises InvalidRequest, with nothing changed, if one is not leased to the epoch."""
+        """Free leased slots. Raises InvalidRequest, unchanged, if one is not leased to the epoch."""
         holder, wanted = self.active(epoch), list(slots)
         if len(set(wanted)) != len(wanted) or not holder.leased.keys() >= set(wanted):
             raise InvalidRequest("a slot that is given back must be leased to the epoch that gives it, once")
         self._free(holder, wanted)
 
     def commit(self, epoch: int, runs: Iterable[CommitRun]) -> list[CommitRunResult]:
-        """Commits runs of leased slots, in order. Each run is judged before anything changes: it succeeds or is refused
-        as a whole."""
+        """Commit runs of leased slots, in order. Each run is checked first and succeeds or is refused as a whole."""
         holder = self.active(epoch)
         return [self._commit_run(holder, run) for run in runs]
 
     def evict_block(self, block: Block) -> None:
-        """Frees the slot of an unprotected block without children, ahead of need. Raises Internal for another block."""
+        """Free the slot of an unprotected block without children, ahead of need. Raises Internal for other blocks."""
         self.tree.drop(block)
         self.free.append(self._evicted(block))
 
-    # These methods treat blocks of the node's earlier life (:mod:`pillion.kvstore.pool_survival.surviving_blocks`).
+    # Recovery of the node's previous life (:mod:`pillion.kvstore.pool_survival.surviving_blocks`).
 
     def claim(self, slots: Iterable[int]) -> int:
-        """Leases these slots to a holder of the node's own and returns its epoch. Raises Internal if one is not
-        free. O(slots of the pool)."""
+        """Lease these slots to an internal holder and return its epoch. Raises Internal if one is not free. O(pool)."""
         wanted = dict.fromkeys(slots, NO_TICKET)
         if not wanted.keys() <= set(self.free):
             raise Internal("slots that hold kept blocks were given away")
@@ -499,8 +483,8 @@ class Ledger:
         return epoch
 
     def restore(self, epoch: int, parent: Block | None, run: Sequence[tuple[int, bytes]]) -> list[Block]:
-        """Commits leased slots that hold the blocks of these hashes already, a chain after ``parent``; returns the
-        blocks. None of them may be committed yet, and nothing pins them."""
+        """Commit leased slots whose blocks already have their bytes, as a chain after ``parent``. None of them may be
+        committed yet; none is pinned."""
         holder = self.active(epoch)
         last_block = parent
         if last_block is not None:
@@ -516,7 +500,7 @@ class Ledger:
         return blocks
 
     def active(self, epoch: int) -> Holder:
-        """Returns an epoch's holder. Raises NotFound for a void epoch, Conflict for a fenced one."""
+        """Return an epoch's holder. Raises NotFound for a void epoch, Conflict for a fenced one."""
         holder = self.holders.get(epoch)
         if holder is None:
             raise NotFound("the epoch is void: attach again")
@@ -560,13 +544,13 @@ class Ledger:
         self._settle(ticket)
 
     def _usable(self, ticket: TicketState) -> bool:
-        """Returns whether one of the ticket's holders may still lease slots for it, so is neither fenced nor removed. A
-        decode worker leases all that it needs when it adopts the ticket, while another one holds it."""
+        """Return whether a holder of the ticket may still lease slots for it. A decode worker never does later: it
+        leases all its slots when it adopts."""
         holders = [self.holders[epoch] for epoch in ticket.holders if epoch in self.holders]
         return any(not holder.fenced and holder.role != DECODE for holder in holders)
 
     def _settle(self, ticket: TicketState) -> None:
-        """Ends the reservation of a ticket that nobody can use any more, and the ticket itself if nobody holds it."""
+        """Cancel the reservation of a ticket that no holder can use, and remove the ticket if it has no holder."""
         if not self._usable(ticket):
             self.reserved -= ticket.reserved
             ticket.reserved = 0
@@ -580,13 +564,11 @@ class Ledger:
                 self.tree.unpin(pinned)
 
     def _move_pin(self, ticket: TicketState, block: Block) -> None:
-        """Moves a ticket's pin on to ``block``, a child of the last block of its chain."""
+        """Move a ticket's pin to ``block``, a child of its chain's last block."""
         self.tree.pin(block)
         if ticket.last_block is not None:
             self.tree.unpin(ticket.last_block)
         ticket.last_block = block
-
-    # The methods below check commits and carry them out.
 
     def _commit_run(self, holder: Holder, run: CommitRun) -> CommitRunResult:
         try:
@@ -615,8 +597,8 @@ class Ledger:
         return ticket, hashes
 
     def _judge_state(self, ticket: TicketState, after: bytes, hashes: list[bytes]) -> Block:
-        """Returns the block after which a state is to stand. Raises InvalidRequest unless it is on the ticket's chain,
-        and ``hashes`` name the state's pages."""
+        """Return the block that a state is to follow. Raises InvalidRequest unless it is on the ticket's chain and
+        ``hashes`` are those of the state's pages."""
         block = self.tree.by_hash.get(after)
         if block is None or not self.tree.on_chain(block, ticket.last_block):
             raise InvalidRequest("the state is not of the ticket's chain")
@@ -627,8 +609,8 @@ class Ledger:
     def _seal_state(
         self, holder: Holder, ticket: TicketState, behind: Block, slots: Iterable[int], hashes: list[bytes]
     ) -> list[int]:
-        """Commits the pages of a state, each behind the one before; returns the slots that stay for them. The ticket
-        holds the state from now on, in place of the one that it held."""
+        """Commit the pages of a state as a chain; return the slots that stay for them. The ticket pins the new state
+        instead of its previous one."""
         self.tree.pin(behind)
         pages = TicketState(ticket.ticket_id, ticket.opener, behind, 0, set())
         kept = [self._seal(holder, pages, *pair, page=True) for pair in zip(slots, hashes, strict=True)]
@@ -638,10 +620,10 @@ class Ledger:
         return kept
 
     def _judge_chain(self, ticket: TicketState, hashes: list[bytes]) -> None:
-        """Raises InvalidRequest unless ``hashes`` fit the ticket's chain.
+        """Raise InvalidRequest unless ``hashes`` fit the ticket's chain.
 
-        Known blocks lead, each the child of the one before; they lie on the ticket's chain or go on from its last
-        block. New blocks only go on from the last block, or from known blocks after it.
+        Known blocks come first, each the child of the previous; they are on the ticket's chain or continue it. New
+        blocks only continue the last block, or known blocks after it.
         """
         known = [block for block in map(self.tree.by_hash.get, hashes) if block is not None]
         if not known:
@@ -658,12 +640,12 @@ class Ledger:
             raise InvalidRequest("the run does not continue the ticket's chain")
 
     def _seal(self, holder: Holder, ticket: TicketState, slot: int, block_hash: bytes, page: bool = False) -> int:
-        """Commits one leased slot and returns the slot that stays for the block."""
+        """Commit one leased slot and return the slot that stays for the block."""
         block = self.tree.by_hash.get(block_hash)
         if block is None:
             del holder.leased[slot]
             self.committed_ever += 1
-            # A fetch commits pages as the blocks that they are.
+            # A fetch does not mark pages of states.
             page = page or (holder.role == FETCH and _is_page(block_hash, ticket.last_block))
             ticket.last_block = block = self.tree.add(slot, block_hash, ticket.last_block, page)
             self._came(block)
@@ -675,5 +657,5 @@ class Ledger:
 
 
 def _is_page(block_hash: bytes, parent: Block | None) -> bool:
-    """Returns whether a block is a page of a state by its name: what stands after a page is one, too."""
+    """Return whether a block is a page of a state, by its hash: whatever follows a page is one."""
     return parent is not None and (parent.page or block_hash == state_page(parent.hash, 0))

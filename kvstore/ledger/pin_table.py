@@ -1,23 +1,21 @@
-"""Keeps prefix pins: chains that leave the pool after everything else, for a while and within bounds. Users say pins.
+"""Prefix pins (users call them pins): chains that are evicted after everything else, for a limited time and share.
 
     pinned --the chain's last block is in the pool--> whole --nothing else can be evicted--> partly in the pool
                                                           ^                                            |
-                                                          +-------- the chain's last block comes ------+
-    any of them --its time is over, its owner drops it, another one takes its place,
-                  or its last block comes at another depth than it says--> (void)
+                                                          +-------- the chain's last block arrives ----+
+    any of them --expires, is dropped or replaced,
+                  or its last block arrives at another depth than requested--> (void)
 
-A prefix pin gives its chain no protection against requests, only against other cached blocks: a block that a ticket
-pins is protected, but a prefix-pinned block is evicted when there is nothing else to evict. So the pool has as many
-available slots with prefix pins as without, nobody waits for one, and nothing deadlocks where everything is
-prefix-pinned (I5). Nor are prefix pins needed for correct answers (I1).
+A prefix pin protects its chain only against other cached blocks, not against requests: a block pinned by a ticket is
+protected, but a prefix-pinned block is evicted when there is nothing else to evict. So prefix pins do not reduce the
+available slots, no request waits for one, and a fully prefix-pinned pool cannot deadlock (I5). Nor are they needed for
+correct answers (I1).
 
-A chain is named by its last block's hash. That is enough to pin it again where it comes back after an eviction or in
-a node's next life, and it tells nothing of the prompt.
+A chain is identified by its last block's hash. That suffices to pin it again when it returns after an eviction or a
+restart of the node, and reveals nothing of the prompt.
 
-Quotas count the wished blocks, also where blocks are shared or not there: what an owner may have does not depend on
-what others do. Sans-IO (I9).
-
-A prefix pin marks its chain by ``Block.prefix_pins``, as a pin holds one by ``Block.holds``.
+Quotas count requested blocks, including shared and absent ones, so that a tenant's quota does not depend on others.
+Sans-IO (I9). ``Block.prefix_pins`` marks chains as ``Block.holds`` does for pins.
 """
 
 from __future__ import annotations
@@ -32,27 +30,24 @@ from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.v1.kvnode_pb2 import NodeStatus
 
-# One node has at most MAX_PREFIX_PINS prefix pins, and one owner at most MAX_OWNER_PREFIX_PINS of them. The record of a
-# pin takes some 200 bytes in Redis.
+# Prefix pins per node and per owner. The record of a pin takes some 200 bytes in Redis.
 MAX_PREFIX_PINS = 1024
 MAX_OWNER_PREFIX_PINS = 128
-# A prefix pin may last this long.
 MAX_PREFIX_PIN_S = 30 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixPinWish:
-    """Says what is to be pinned, by whom, and for how long.
+    """Request for a prefix pin.
 
     Attributes:
-        owner: the tenant; names are its own.
-        name: unique for an owner. A later wish of the same name replaces the earlier one.
-        last_hash: the last block of the chain, which names the whole chain.
-        blocks, tokens: length of the chain, and of the prompt that it is the beginning of.
-        until_s: when it lapses, on the ledger's clock.
-        model: the model's name, for people who list the pin.
-        ephemeral: whether the wish is for a moment's conversation. A longer one of the same owner replaces the pins
-            that it covers.
+        owner: the tenant, which is the namespace of ``name``.
+        name: unique per owner. A later request with the same name replaces the earlier one.
+        last_hash: hash of the chain's last block, which identifies the chain.
+        blocks, tokens: length of the chain, and of the prompt that it begins.
+        until_s: expiry, on the ledger's clock.
+        model: the model's name, for listings.
+        ephemeral: True for a conversation in progress. A longer one of the same owner replaces the pins it covers.
     """
 
     owner: str
@@ -67,12 +62,12 @@ class PrefixPinWish:
 
 @dataclass(slots=True, eq=False)
 class PrefixPin:
-    """Represents a prefix pin: what the tenant has asked for (``wish``), and how much of the chain is in the pool.
+    """A prefix pin: the tenant's request (``wish``), and the part of the chain that is in the pool.
 
     Attributes:
-        end: the last block of the chain that is in the pool, or the last page of a state after the whole chain; None
-            where no block is known to be there.
-        hits: the number of tickets at whose admission the pool had the whole pinned chain as a part of theirs.
+        end: the chain's last block in the pool, or the last page of a state after the whole chain; None if no block is
+            present.
+        hits: tickets at whose admission the whole pinned chain was in the pool and part of theirs.
     """
 
     wish: PrefixPinWish
@@ -81,25 +76,25 @@ class PrefixPin:
 
     @property
     def blocks(self) -> int:
-        """Gives the number of blocks of the chain that are prefix-pinned now; a state after them does not count."""
+        """Number of blocks of the chain that are prefix-pinned now, excluding a state after them."""
         return min(self.end.depth + 1, self.wish.blocks) if self.end is not None else 0
 
 
 class PrefixPinTable:
-    """Holds all prefix pins of one pool. The ledger calls it for blocks that come and go; no call waits, so it has no
+    """All prefix pins of one pool. The ledger reports arriving and evicted blocks to it; no call waits, so it has no
     lock.
 
     Args:
         tree: the pool's blocks, which this class marks.
-        percent, owner_percent: shares of the pool that all owners, and one of them, may have prefix-pinned.
+        percent, owner_percent: shares of the pool that may be prefix-pinned, in total and per owner.
 
     Attributes:
-        all: every prefix pin by its owner and name.
-        blocks: the number of blocks that all wishes have together.
-        max_blocks, max_owner_blocks: the most that all owners, and one of them, may have.
-        lapsed_ever: how many prefix pins have ended because their time was over.
-        refused_ever: how many wishes were beyond a quota, or had another length than they said.
-        hits_ever: how many hits all prefix pins have had, those that have ended included.
+        all: every prefix pin by owner and name.
+        blocks: requested blocks of all pins together.
+        max_blocks, max_owner_blocks: limits on requested blocks, in total and per owner.
+        lapsed_ever: prefix pins that have expired.
+        refused_ever: requests beyond a quota, or whose length was wrong.
+        hits_ever: hits of all prefix pins, including ended ones.
     """
 
     def __init__(self, tree: BlockTree, percent: int, owner_percent: int) -> None:
@@ -116,31 +111,31 @@ class PrefixPinTable:
         self._ends: dict[Block, list[PrefixPin]] = {}
 
     def shape(self, num_slots: int) -> None:
-        """Sets the bounds in blocks, once the pool's number of slots is known."""
+        """Set the limits in blocks, once the pool's number of slots is known."""
         percent, owner_percent = self._percents
         self.max_blocks = num_slots * percent // 100
         self.max_owner_blocks = num_slots * owner_percent // 100
 
     def of(self, owner: str) -> list[PrefixPin]:
-        """Returns an owner's prefix pins, the oldest first. O(prefix pins of the node)."""
+        """Return an owner's prefix pins, oldest first. O(prefix pins of the node)."""
         return [pin for (whose, _), pin in self.all.items() if whose == owner]
 
     def ending_with(self, last_hash: bytes) -> Sequence[PrefixPin]:
-        """Returns the prefix pins whose chains end with a block, wherever it is."""
+        """Return the prefix pins of the chain that ends with ``last_hash``."""
         return tuple(self._by_last_hash.get(last_hash, ()))
 
     def pin_prefix(
         self, wish: PrefixPinWish, now: float, hashes: Sequence[bytes] = (), most_blocks: int = 0
     ) -> PrefixPin:
-        """Pins a chain as far as it is in the pool, and the rest when it comes.
+        """Pin a chain as far as it is in the pool; the rest is pinned as it arrives.
 
         Args:
-            now: time on the same clock as the wish's; a wish that is over by then is refused.
-            hashes: the chain, the wish's last block last and no hash twice; without them a chain that is not whole here
-                is looked for by its last block alone.
-            most_blocks: the owner's own bound at this node, where it is below the node's; 0: it has none.
+            now: time on the clock of ``wish.until_s``; an expired request is refused.
+            hashes: the chain without duplicates, ending with the wish's last block. Without it, a chain that is not
+                whole here is looked up by its last block alone.
+            most_blocks: the owner's limit at this node if it is below the node's; 0 for none.
 
-        Raises InvalidRequest for a wish that makes no sense, Overloaded beyond a quota; nothing is changed then.
+        Raises InvalidRequest for an inconsistent request, Overloaded beyond a quota; then nothing has changed.
         """
         self._judge_sense(wish, now, hashes)
         replaced = self._replaced(wish, hashes)
@@ -165,7 +160,7 @@ class PrefixPinTable:
         return pin
 
     def drop(self, owner: str, name: str) -> bool:
-        """Ends a prefix pin; returns whether the pin existed."""
+        """End a prefix pin; return False if there was none."""
         pin = self.all.get((owner, name))
         if pin is None:
             return False
@@ -173,27 +168,24 @@ class PrefixPinTable:
         return True
 
     def expire(self, now: float) -> int:
-        """Ends all prefix pins whose time is over; returns their number. O(prefix pins)."""
+        """End all expired prefix pins; return their number. O(prefix pins)."""
         over = [pin for pin in self.all.values() if pin.wish.until_s <= now]
         for pin in over:
             self._remove(pin)
         self.lapsed_ever += len(over)
         return len(over)
 
-    # The ledger calls the following methods.
-
     def used(self, hashes: Sequence[bytes], blocks: int) -> None:
-        """Counts a hit of each prefix pin that ends among the first ``blocks`` of a chain, which are in the pool when a
-        ticket is admitted. Blocks that a fetch brings later do not count. O(blocks)."""
-        # A prefix that a ticket pinned is a chain of the tree, so no hash comes twice.
+        """Count a hit for each prefix pin that ends among the first ``blocks`` of a chain, which were in the pool when
+        a ticket was admitted. Fetched blocks do not count. O(blocks)."""
         for block_hash in hashes[:blocks]:
             for pin in self._by_last_hash.get(block_hash, ()):
                 pin.hits += 1
                 self.hits_ever += 1
 
     def came(self, block: Block) -> None:
-        """Notes that a block was committed, or restored. A prefix pin that said another length of its chain ends. The
-        state after a whole chain is prefix-pinned with it."""
+        """Handle a committed or restored block. A prefix pin that requested another length of its chain ends. The state
+        after a whole chain becomes prefix-pinned with it."""
         if block.page and block.parent is not None:
             whole = [pin for pin in self._ends.get(block.parent, ()) if pin.blocks == pin.wish.blocks]
             for pin in whole:
@@ -206,7 +198,7 @@ class PrefixPinTable:
                 self.refused_ever += 1
 
     def went(self, block: Block) -> None:
-        """Notes that a block was evicted. The marks of pins that ended there are on its parent from now on."""
+        """Handle an evicted block: the pins that ended there now end at its parent."""
         if block.prefix_pins and block.parent is not None:
             block.parent.prefix_pins += block.prefix_pins - 1
         for pin in self._ends.pop(block, ()):
@@ -215,13 +207,13 @@ class PrefixPinTable:
                 self._ends.setdefault(block.parent, []).append(pin)
 
     def describe(self, status: NodeStatus) -> None:
-        """Adds the table's counts to a node's status."""
+        """Add the table's counts to a node's status."""
         status.prefix_pins = len(self.all)
         status.prefix_pin_blocks = self.blocks
         status.prefix_pin_hits = self.hits_ever
 
     def check(self) -> Iterator[str]:
-        """Yields a line for each thing that does not add up. It takes O(blocks of the pool)."""
+        """Yield a line for each inconsistency. O(blocks of the pool)."""
         blocks = self._tree.by_hash
         ends = Counter(pin.end for pin in self.all.values() if pin.end is not None)
         if {block: len(found) for block, found in self._ends.items()} != dict(ends):
@@ -249,7 +241,7 @@ class PrefixPinTable:
             yield "an owner has more prefix-pinned than it may"
 
     def _judge_sense(self, wish: PrefixPinWish, now: float, hashes: Sequence[bytes]) -> None:
-        """Raises InvalidRequest for a prefix pin that contradicts itself or the pool, or that lasts for too long."""
+        """Raise InvalidRequest for a request that contradicts itself or the pool, or lasts too long."""
         if wish.blocks < 1 or not now < wish.until_s <= now + MAX_PREFIX_PIN_S:
             raise InvalidRequest(f"a pin has at least one block and lasts for up to {MAX_PREFIX_PIN_S:.0f} s")
         if hashes and (len(set(hashes)) != wish.blocks or len(hashes) != wish.blocks or hashes[-1] != wish.last_hash):
@@ -261,7 +253,7 @@ class PrefixPinTable:
             )
 
     def _replaced(self, wish: PrefixPinWish, hashes: Sequence[bytes]) -> list[PrefixPin]:
-        """Returns the earlier prefix pins that a new one replaces."""
+        """Return the prefix pins that a new one replaces."""
         same = self.all.get((wish.owner, wish.name))
         found = [] if same is None else [same]
         for block_hash in hashes if wish.ephemeral else ():
@@ -285,7 +277,7 @@ class PrefixPinTable:
             raise Overloaded(f"this KV node has {MAX_PREFIX_PINS} pins already")
 
     def _move(self, pin: PrefixPin, block: Block) -> None:
-        """Lets a prefix pin's marks end with ``block``, which is on its chain."""
+        """Move the end of a prefix pin's marks to ``block``, which is on its chain."""
         if pin.end is block:
             return
         self._mark_chain(block)
@@ -304,13 +296,12 @@ class PrefixPinTable:
         self._unmark_chain(end)
 
     def _mark_chain(self, block: Block) -> None:
-        """Marks the chain that ends with ``block``. O(blocks of the chain)."""
+        """Mark the chain that ends with ``block``. O(blocks of the chain)."""
         at: Block | None = block
         policy = self._tree.policy
         grows = True
         while at is not None:
-            # The block is moved even where nothing new is marked, because an ancestor has to stand after the blocks
-            # that were just marked.
+            # Requeue the block even if its mark stays, because an ancestor must follow the blocks just marked.
             if not at.holds:
                 policy.remove(at)
             at.prefix_pins += grows
@@ -320,7 +311,7 @@ class PrefixPinTable:
             at = at.parent
 
     def _unmark_chain(self, block: Block) -> None:
-        """Takes a mark back. A block without any mark is evicted like every other block."""
+        """Remove a mark from a chain. Unmarked blocks are evicted like any other."""
         at: Block | None = block
         policy = self._tree.policy
         while at is not None:
@@ -353,11 +344,11 @@ class PrefixPinTable:
 
 
 class PrefixPinEviction:
-    """Evicts prefix-pinned blocks last: first the blocks of the tree's ``plain`` by its rule, and only when none is
-    left there, the prefix-pinned block that lost its protection, or was prefix-pinned, first.
+    """Evicts prefix-pinned blocks last: first the blocks of the tree's ``plain`` policy, and when it is empty, the
+    prefix-pinned blocks in LRU order.
 
-    ``Block.prefix_pins`` says which part knows a block. It changes only while the block is in neither. Every ancestor
-    of a prefix-pinned block is prefix-pinned too, so both parts keep the chain rule, and so do they together.
+    ``Block.prefix_pins`` decides which part has a block. It changes only while the block is in neither. Every ancestor
+    of a prefix-pinned block is prefix-pinned, so both parts, and their concatenation, follow the chain rule.
     """
 
     def __init__(self, tree: BlockTree) -> None:

@@ -1,18 +1,17 @@
-"""Defines the records of the slot ledger that other parts of a node read, too: plain data, changed by the ledger, the
-block tree and the eviction policy alone.
+"""Plain records of the slot ledger that other parts of a node read. Only the ledger, the block tree and the eviction
+policy change them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# A slot number has to fit into 31 bits.
 MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Holds what the first worker that attaches decides: number of slots, bytes of each, and namespace
+    """Shape of a pool, decided by the first worker that attaches: number of slots, bytes of each, and namespace
     (hexadecimal)."""
 
     num_slots: int
@@ -21,23 +20,22 @@ class PoolShape:
 
 
 def slots_of(pool_bytes: int, block_bytes: int) -> int:
-    """Returns the number of blocks of ``block_bytes`` that fit into ``pool_bytes``, at most MAX_BLOCKS."""
+    """Return the number of blocks of ``block_bytes`` that fit into ``pool_bytes``, at most MAX_BLOCKS."""
     return min(pool_bytes // block_bytes, MAX_BLOCKS) if block_bytes > 0 else 0
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Represents a committed slot.
+    """A committed slot.
 
     Attributes:
         depth: number of blocks before it in its chain.
-        segment: hash of the first block of its segment, the SEGMENT_BLOCKS of a chain that the index keeps together.
-        holds: pins on the block itself plus its protected children; the block is protected while this is not 0.
+        segment: hash of the first block of its segment of SEGMENT_BLOCKS, the unit of the index.
+        holds: pins on the block itself plus its protected children; the block is protected while nonzero.
         children: committed blocks whose parent it is.
-        page: whether it is a page of a state, which stands behind a block or another page.
-        prefix_pins: prefix pins that end with the block plus its prefix-pinned children; it is evicted late while this
-            is not 0.
-        checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
+        page: True for a page of a state, which follows a block or another page.
+        prefix_pins: prefix pins that end with the block plus its prefix-pinned children; evicted late while nonzero.
+        checksum: XXH3-64 of its bytes, 0 until first requested.
     """
 
     slot: int
@@ -53,14 +51,14 @@ class Block:
 
     @property
     def parent_hash(self) -> bytes:
-        """Returns the hash of the block before it, empty for the first one of a chain."""
+        """Hash of the block before it, empty for the first block of a chain."""
         return self.parent.hash if self.parent else b""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """Says that a block came (``here``) or went. :class:`Block` describes ``segment``. ``parent`` is the hash of the
-    block before one that came into the pool, empty for a chain's first."""
+    """Arrival (``here``) or eviction of a block. ``segment`` is as in :class:`Block`. ``parent`` is the hash of the
+    block before an arriving one, empty for the first of a chain."""
 
     block_hash: bytes
     here: bool

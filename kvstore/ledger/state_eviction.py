@@ -1,23 +1,22 @@
-"""Evicts blocks of pools with states: first what no state makes use of, then the states that save the least.
+"""Eviction for pools with states: first blocks that no state uses, then the states that save the least.
 
-    root --b--b--b(S)--b--b--b--b(T)--b        S and T stand after blocks; without T, a text that goes on from it
-                     '--b--b(U)                computes the four blocks between S and T again: the gap of T
+    root --b--b--b(S)--b--b--b--b(T)--b        S and T are states after blocks; without T, a text that extends its
+                     '--b--b(U)                chain recomputes the four blocks between S and T: the gap of T
 
-A text goes on from a state alone, so a block after which no state stands anywhere is of no use: the last block above,
-or T's four when T is gone, or the pages of a state that lacks one. Useless blocks leave first, the ends of chains
-before their heads. The next to leave is the state with the smallest product of three numbers: its rank, which is 1 for
-the state that lost its protection first; the square of what it saves for each block that it frees; and the part of the
-states of its kind that texts went on from. What is used again is mostly what was used lately. Marconi (arXiv
-2411.19379) weights both, too; ``python -m lab.benchmarks.state_hits`` chose the square. A state frees its pages; at
-a chain's end it frees its gap, too. States that no request holds leave in this order before useless blocks where they
-have more than their share of the pool.
+A text can only resume from a state, so a block with no state on its chain after it is useless: the last block above,
+T's four once T is gone, or the pages of an incomplete state. Useless blocks leave first, the ends of chains before
+their heads. Next is the state with the smallest product of three numbers: its rank, 1 for the one that lost its
+protection first (recent use predicts reuse); the square of the blocks that it saves per block that it frees; and the
+share of states of its kind that texts resumed from. Marconi (arXiv 2411.19379) weights the first two as well;
+``python -m lab.benchmarks.state_hits`` chose the square. A state frees its pages and, at a chain's end, its gap. States
+that no request uses leave in this order before useless blocks while they exceed their share of the pool.
 
-The kinds are four: whether the chain goes on after a state, and whether a text has gone on from it already. A request
-leaves a state at its prompt's end and one at its answer's. The pool learns by the kinds which of the two the next turn
-of a chat finds, which depends on how prompts repeat answers. It also learns that the state of a turn is rarely wanted
+There are four kinds: whether the chain continues after a state, and whether a text has already resumed from it. A
+request leaves a state at its prompt's end and one at its answer's. By the kinds the pool learns which of the two the
+next turn of a chat finds, which depends on how prompts repeat answers, and that the state of a turn is rarely wanted
 once the next turn has its own, while that of a system prompt is.
 
-The pool remembers where texts part when the state there has left, so the next text that comes by leaves it again.
+The pool remembers where texts diverge even after the state there was evicted, so that the next text leaves it again.
 
 In a pool without states, blocks leave in the order of ``plain``. Sans-IO (I9).
 """
@@ -32,28 +31,28 @@ from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.ledger.tree import Match
 
-# A victim is looked for among at most so many states that lost their protection first.
+# States considered per search of a victim, in order of their loss of protection.
 MAX_LOOKED_AT = 1024
-# When so many states of a kind are counted, both counts are halved: traffic changes.
+# Count at which both counts of a kind are halved, to follow changing traffic.
 MAX_COUNTED = 256
-# No kind counts for less than this share, so that a kind which was not wanted so far stays long enough to be found.
+# Minimum share of a kind, so that states of an unused kind stay long enough to be found.
 LEAST_SHARE = 1 / 16
-# At most so many places where texts part are remembered, of some 100 bytes each.
+# Remembered points of divergence, some 100 bytes each.
 MAX_PARTINGS = 16_384
 
 
 @dataclass(slots=True, eq=False)
 class StoredState:
-    """Represents a state that is in the pool.
+    """A state in the pool.
 
     Attributes:
-        behind: the block after which it stands.
-        pages: its pages, as far as they are here.
-        before: the state before it on its chain, None where there is none.
-        after: the states before which it is the last one.
-        missing: pages that have left and are not back; while there are any, the state is of no use.
-        found: whether a text has gone on from it.
-        kind: the number of its kind when it lost its protection.
+        behind: the block that it follows.
+        pages: its pages that are present.
+        before: the previous state on its chain.
+        after: the states whose previous state it is.
+        missing: evicted pages that have not returned; the state is useless unless 0.
+        found: True once a text resumed from it.
+        kind: number of its kind when it lost its protection.
     """
 
     behind: Block
@@ -67,13 +66,12 @@ class StoredState:
 
 @dataclass(slots=True)
 class KindOfState:
-    """Counts the states of one kind that texts went on from, and those that left the pool before."""
+    """Counts of the states of one kind that texts resumed from, and of those evicted first."""
 
     found: int = 1
     left: int = 1
 
     def count(self, *, found: bool) -> None:
-        """Counts one more state."""
         if self.found + self.left >= MAX_COUNTED:
             self.found, self.left = max(1, self.found // 2), max(1, self.left // 2)
         if found:
@@ -83,18 +81,18 @@ class KindOfState:
 
     @property
     def share(self) -> float:
-        """Gives the part of the states that texts went on from, LEAST_SHARE at least."""
+        """Fraction of the states that texts resumed from, at least LEAST_SHARE."""
         return max(LEAST_SHARE, self.found / (self.found + self.left))
 
 
 class StateEviction:
-    """Implements an eviction policy around ``plain``, which knows all blocks that it knows, and learns of pages.
+    """Eviction policy around ``plain``, which contains the same blocks.
 
-    A search of the next state is O(states that are looked at); a state that comes takes O(its gap), and, where blocks
-    stand after its own, O(states after the one before it).
+    A search for a victim is O(states considered); an arriving state costs O(its gap), and, if blocks follow its own,
+    O(states after the previous one).
 
     Args:
-        percent: the share of the pool that states without protection may have.
+        percent: share of the pool that unprotected states may have.
     """
 
     def __init__(self, plain: EvictionPolicy, percent: float) -> None:
@@ -102,28 +100,24 @@ class StateEviction:
         self.evicted_states = 0
         self._percent = percent
         self._max_pages = 0
-        # The known pages: those without protection. A whole state is idle if its last page is one.
+        # Unprotected pages. A whole state is idle if its last page is one.
         self._known: set[Block] = set()
         self._idle: OrderedDict[StoredState, None] = OrderedDict()
         self._idle_pages = 0
-        # These known blocks have no child, and are no last page of a whole state. Those in front leave first.
+        # Unprotected blocks without children, except last pages of whole states. The front leaves first.
         self._useless: OrderedDict[Block, None] = OrderedDict()
         self._by_block: dict[Block, StoredState] = {}
         self._by_page: dict[Block, StoredState] = {}
-        # These states have no other one before them on their chains.
         self._first: set[StoredState] = set()
-        # Whether the pool's model has states.
         self._in_use = False
-        # By the number of a kind: its counts, and its share when a state last lost its protection.
+        # By kind: its counts, and its share when a state last lost its protection.
         self._kinds = [KindOfState() for _ in range(4)]
         self._shares = [kind.share for kind in self._kinds]
-        # Hashes of the blocks after which texts part, those that were not met for the longest time first.
+        # Hashes of the blocks after which texts diverge, least recently met first.
         self._partings: OrderedDict[bytes, None] = OrderedDict()
 
-    # The ledger calls the following methods.
-
     def shape(self, num_slots: int) -> None:
-        """Sets the bound in pages, once the pool's number of slots is known."""
+        """Set the limit in pages, once the pool's number of slots is known."""
         self._max_pages = int(num_slots * self._percent / 100)
 
     def opens(self, hashes: Sequence[bytes], match: Match) -> int:
@@ -164,13 +158,13 @@ class StateEviction:
             state.missing += 1
             if not state.pages:
                 self._ended(state)
-        # What is left of the chain goes next, before the ends of others.
+        # The rest of this chain is next, before the ends of others.
         if left is not None and self._is_useless(left) and not (left.holds or left.prefix_pins):
             self._useless[left] = None
             self._useless.move_to_end(left, last=False)
 
     def check(self) -> Iterator[str]:
-        """Yields a line for each thing that does not add up."""
+        """Yield a line for each inconsistency."""
         if any(page not in self._by_page for page in self._known):
             yield "a page without protection is of no state"
         whole = [state for state in self._by_block.values() if not state.missing]
@@ -197,8 +191,6 @@ class StateEviction:
         if sum(len(state.after) for state in self._by_block.values()) + len(self._first) != len(self._by_block):
             yield "states are filed after others that are gone"
 
-    # The block tree calls the following methods: they are those of an eviction policy.
-
     def add(self, block: Block) -> None:
         self.plain.add(block)
         if block.page:
@@ -207,7 +199,7 @@ class StateEviction:
             self._useless[block] = None
         elif block.page and not block.children:
             state = self._by_page[block]
-            # Its pages are one of the children.
+            # The state's pages are one of the children.
             state.kind = 2 * state.found + (state.behind.children > 1)
             self._shares = [kind.share for kind in self._kinds]
             self._idle[state] = None
@@ -239,7 +231,7 @@ class StateEviction:
         return len(self.plain)
 
     def __iter__(self) -> Iterator[Block]:
-        """Iterates over the known blocks as if each that is yielded was evicted."""
+        """Iterate over the blocks in the order in which repeated pops would evict them."""
         gone: dict[Block, None] = {}
         states: dict[StoredState, None] = {}
         pages = self._idle_pages
@@ -264,14 +256,14 @@ class StateEviction:
         yield from (block for block in self.plain if block not in gone)
 
     def _part(self, block_hash: bytes) -> None:
-        """Remembers that texts part after a block."""
+        """Record that texts diverge after a block."""
         self._partings[block_hash] = None
         self._partings.move_to_end(block_hash)
         if len(self._partings) > MAX_PARTINGS:
             self._partings.popitem(last=False)
 
     def _wake(self, state: StoredState) -> None:
-        """Notes that a state is idle no more, or is whole no more."""
+        """Remove a state from the idle ones, if it is there."""
         if state in self._idle:
             del self._idle[state]
             self._idle_pages -= len(state.pages)
@@ -284,20 +276,20 @@ class StateEviction:
                 self._wake(self._by_page[block])
 
     def _is_useless(self, block: Block) -> bool:
-        """Returns whether nothing stands after a block, which is not the last page of a whole state."""
+        """Return whether nothing follows a block that is not the last page of a whole state."""
         if block.children or not self._in_use:
             return False
         return not block.page or self._by_page[block].missing > 0
 
     def _worst(self, gone: Container[StoredState], fewer: Mapping[Block, int]) -> StoredState:
-        """Returns the idle state that saves the least, as if those that are ``gone`` were, and blocks had so many
-        children ``fewer``."""
+        """Return the idle state that saves the least, as if the states ``gone`` were evicted, and blocks had ``fewer``
+        children."""
         least, worst, rank = 0.0, None, 0
         for state in self._idle:
             if state in gone:
                 continue
             rank += 1
-            # A state saves at least a block for those that it frees, and its kind has LEAST_SHARE.
+            # No later state can be worse: each saves at least a block, and its kind's share is at least LEAST_SHARE.
             enough = rank * LEAST_SHARE >= least * (len(state.pages) + 1) ** 2
             if worst is not None and (rank > MAX_LOOKED_AT or enough):
                 break
@@ -308,48 +300,46 @@ class StateEviction:
         return worst
 
     def _saved(self, state: StoredState, gone: Container[StoredState], fewer: Mapping[Block, int]) -> float:
-        """Returns how many blocks a state saves for each that it frees."""
+        """Return how many blocks a state saves per block that it frees."""
         before = state.before
         while before is not None and (before in gone or before.missing):
             before = before.before
         gap = state.behind.depth - (-1 if before is None else before.behind.depth)
-        # Its pages are one of the children.
         return gap / (len(state.pages) + (gap if state.behind.children - fewer.get(state.behind, 0) == 1 else 0))
 
     def _before(self, block: Block) -> StoredState | None:
-        """Returns the last state before a block's end on its chain."""
+        """Return the last state on a block's chain before the block's end."""
         at = block.parent
         while at is not None and at not in self._by_block:
             at = at.parent
         return None if at is None else self._by_block[at]
 
     def _begun(self, behind: Block) -> StoredState:
-        """Files a state whose first page comes."""
+        """Register a state whose first page arrives."""
         state = self._by_block[behind] = StoredState(behind)
         state.before = self._before(behind)
-        parallel_samples = self._first if state.before is None else state.before.after
-        # The first page is one of the children.
+        siblings = self._first if state.before is None else state.before.after
         if behind.children > 1:
-            state.after = {other for other in parallel_samples if _stands_after(other.behind, behind)}
-            parallel_samples -= state.after
+            state.after = {other for other in siblings if _stands_after(other.behind, behind)}
+            siblings -= state.after
             for other in state.after:
                 other.before = state
-        parallel_samples.add(state)
+        siblings.add(state)
         return state
 
     def _ended(self, state: StoredState) -> None:
-        """Forgets a state whose last page has gone."""
+        """Remove a state whose last page was evicted."""
         self.evicted_states += 1
         del self._by_block[state.behind]
-        parallel_samples = self._first if state.before is None else state.before.after
-        parallel_samples.remove(state)
-        parallel_samples |= state.after
+        siblings = self._first if state.before is None else state.before.after
+        siblings.remove(state)
+        siblings |= state.after
         for other in state.after:
             other.before = state.before
 
 
 def _stands_after(block: Block, other: Block) -> bool:
-    """Returns whether ``other`` is an ancestor of ``block``."""
+    """Return whether ``other`` is an ancestor of ``block``."""
     at: Block | None = block
     while at is not None and at.depth > other.depth:
         at = at.parent

@@ -1,13 +1,12 @@
-"""Holds committed blocks as a tree by parent, each chain pinned by its last block.
+"""Tree of committed blocks by parent. A pin on a chain's last block protects the whole chain.
 
     born (pinned) --unpin--> cached --evict--> gone
          ^                     |
          +--------pin----------+
 
-A pin on a chain's last block protects the whole chain. ``Block.holds`` counts the pins on the block itself plus its
-protected children, so "protected" means ``holds > 0``, and a pin or unpin walks only those ancestors whose protection
-really changes. Every block is either protected or known to the eviction policy, so what could be evicted is counted
-exactly, at any time, in O(1).
+``Block.holds`` counts the pins on the block itself plus its protected children, so "protected" means ``holds > 0``, and
+a pin or unpin walks only the ancestors whose protection changes. Every block is either protected or in the eviction
+policy, so the number of evictable blocks is exact at any time, in O(1).
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from pillion.kvstore.ledger.records import Block
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Describes the longest prefix of a chain that the pool has.
+    """Longest committed prefix of a chain.
 
     Attributes:
-        last_block: its last block, None where there is none.
+        last_block: its last block, None for an empty prefix.
         blocks: its length.
-        newly: how many of its blocks are unprotected now, so that a pin would take them from the eviction policy; with
-            those of the state.
-        state: the last page of the state after the last block, where one was asked for.
-        known: the blocks of the longest prefix without regard to states, where one was asked for.
+        newly: its unprotected blocks, including those of the state: a pin would remove these from the eviction policy.
+        state: last page of the state after the last block, if a state was requested.
+        known: length of the longest prefix regardless of states, if a state was requested.
     """
 
     last_block: Block | None
@@ -42,12 +40,12 @@ class Match:
 
 
 class BlockTree:
-    """Holds all committed blocks of a pool by hash. Only the ledger changes it, on the node's loop, so it has no lock.
-    It feeds ``policy`` with every block that loses or regains its protection.
+    """All committed blocks of a pool, by hash. Only the ledger changes it, on the node's loop, so it has no lock.
+    ``policy`` receives every block that loses protection and drops every block that regains it.
 
-    ``plain`` knows the blocks among them that may leave ahead of need: all of them, unless another policy is put around
-    it that makes some blocks leave last (:mod:`pillion.kvstore.ledger.pin_table`). Another one takes its place when
-    the pool gets its first state (:mod:`pillion.kvstore.ledger.state_eviction`).
+    ``plain`` is the policy of the blocks that may leave ahead of need: ``policy`` itself, unless that wraps it to
+    evict some blocks last (:mod:`pillion.kvstore.ledger.pin_table`). It is replaced when the pool gets its first state
+    (:mod:`pillion.kvstore.ledger.state_eviction`).
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -61,17 +59,17 @@ class BlockTree:
 
     @property
     def idle(self) -> int:
-        """Gives the number of blocks that nothing protects: the policy knows exactly these."""
+        """Number of unprotected blocks, which are exactly those in the policy."""
         return len(self.by_hash) - self.protected
 
     def order_by(self, plain: EvictionPolicy) -> None:
-        """Replaces the eviction policy by ``plain``, which has to know the same blocks. Idempotent."""
+        """Replace the plain eviction policy by ``plain``, which must contain the same blocks. Idempotent."""
         if self.policy is self.plain:
             self.policy = plain
         self.plain = plain
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> Match:
-        """Walks ``hashes`` as long as each is committed as the child of the one before."""
+        """Follow ``hashes`` while each is committed as the child of the previous one."""
         last_block: Block | None = None
         blocks = newly = 0
         for block_hash in hashes:
@@ -84,7 +82,7 @@ class BlockTree:
         return Match(last_block, blocks, newly)
 
     def longest_with_state(self, hashes: Sequence[bytes], pages: int) -> Match:
-        """Returns the longest prefix of ``hashes`` after whose last block stands a state of so many pages."""
+        """Return the longest prefix of ``hashes`` that is followed by a state of ``pages`` pages."""
         longest = self.longest_prefix(hashes)
         at, known = longest.last_block, longest.blocks
         while at is not None:
@@ -96,7 +94,7 @@ class BlockTree:
         return Match(None, 0, 0, known=known)
 
     def state_behind(self, block: Block | None, state: Block | None, pages: int) -> list[Block]:
-        """Returns the pages of the state whose last page is ``state``, in order; none where it does not stand after
+        """Return the pages, in order, of the state whose last page is ``state``; empty if it does not follow
         ``block``."""
         found: list[Block] = []
         while state is not None and len(found) < pages:
@@ -106,14 +104,14 @@ class BlockTree:
         return found if state is block else []
 
     def state_end(self, block: Block) -> Block:
-        """Returns the last page of the state after ``block``, or ``block`` where no page of one is here."""
+        """Return the last page of the state after ``block`` that is present, or ``block`` if there is none."""
         end, page = block, 0
         while (found := self.by_hash.get(state_page(block.hash, page))) is not None:
             end, page = found, page + 1
         return end
 
     def chain(self, last_block: Block | None) -> list[Block]:
-        """Returns the blocks of a chain from its first one to ``last_block``."""
+        """Return the blocks of a chain from its first block to ``last_block``."""
         blocks = []
         while last_block is not None:
             blocks.append(last_block)
@@ -122,14 +120,13 @@ class BlockTree:
         return blocks
 
     def on_chain(self, block: Block, last_block: Block | None) -> bool:
-        """Returns whether ``block`` is ``last_block`` or an ancestor of it."""
+        """Return whether ``block`` is ``last_block`` or one of its ancestors."""
         while last_block is not None and last_block.depth > block.depth:
             last_block = last_block.parent
         return last_block is block
 
     def add(self, slot: int, block_hash: bytes, last_block: Block | None, page: bool = False) -> Block:
-        """Adds a block, or a page of a state, after ``last_block`` and moves the pin of ``last_block``, which its new
-        child protects, to it."""
+        """Add a block, or a page of a state, after ``last_block``. The pin of ``last_block`` moves to the new child."""
         depth = last_block.depth + 1 if last_block is not None else 0
         segment = last_block.segment if last_block is not None and depth % SEGMENT_BLOCKS else block_hash
         block = Block(slot, block_hash, last_block, depth, segment, holds=1, page=page)
@@ -140,7 +137,7 @@ class BlockTree:
         return block
 
     def pin(self, block: Block) -> None:
-        """Adds a pin to ``block``, which protects its whole chain."""
+        """Add a pin to ``block``, which protects its whole chain."""
         at: Block | None = block
         while at is not None:
             at.holds += 1
@@ -151,7 +148,7 @@ class BlockTree:
             at = at.parent
 
     def unpin(self, block: Block) -> None:
-        """Takes a pin from ``block``. What nothing protects any more can be evicted, the last block first."""
+        """Remove a pin from ``block``. Blocks that lose their protection become evictable, the last one first."""
         at: Block | None = block
         while at is not None:
             at.holds -= 1
@@ -162,13 +159,13 @@ class BlockTree:
             at = at.parent
 
     def evict(self) -> Block:
-        """Removes the policy's next victim and returns it. Raises Internal if the policy broke its rule."""
+        """Remove and return the policy's next victim. Raises Internal if the policy chose a protected block."""
         block = self.policy.pop()
         self._forget(block)
         return block
 
     def drop(self, block: Block) -> None:
-        """Removes a block that is not the policy's next victim. Raises Internal if it is protected or has children."""
+        """Remove a block that is not the policy's next victim. Raises Internal if it is protected or has children."""
         self._forget(block)
         self.policy.drop(block)
 

@@ -1,6 +1,4 @@
-"""Holds the pool's bytes on the host, without torch.
+"""Pools in host memory, without torch. Open memory.py first.
 
-kvstore/ledger decides which slot holds what, and who may use it; here a slot is a place.
-
-Open memory.py first.
+kvstore/ledger decides who may use a slot; here a slot is an offset.
 """

@@ -1,5 +1,4 @@
-"""Defines the memory domain of a KV node: this host's memory or another device's, its size, and how segments of it are
-made.
+"""Memory domains of a KV node: host memory or that of GPUs, its size, and how segments of it are created.
 
 open_domain --cpu------> HostDomain: segments are anonymous files
      '--------a device-> CudaDomain (pillion.kvstore.gpu.cuda_domain)
@@ -19,30 +18,29 @@ from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.tiers.tiers import Tier
 
-# A pool in host memory has this size without --kv-pool-bytes.
 DEFAULT_HOST_POOL_BYTES = 2**30
 CPU = "cpu"
 
 
 class MadeSegment(Protocol):
-    """Represents memory that a node has made and that other processes map by its descriptor."""
+    """Memory created by a node, which other processes map by its descriptor."""
 
     size_bytes: int
 
     def fileno(self) -> int:
-        """Returns the descriptor to send."""
+        """Return the descriptor to send."""
 
     def close(self) -> None:
-        """Gives up the node's own hold on the memory; workers that map it keep it. Idempotent."""
+        """Release the node's own hold on the memory; workers' mappings stay. Idempotent."""
 
 
 class Domain(ABC):
-    """Represents memory for a node's pool. The calls may take a second and more, so they must not run on the event
-    loop's thread, and they raise ConfigError if the domain has not enough memory left.
+    """Memory for a node's pool. Calls may take a second or more, so do not make them on the event loop; they raise
+    ConfigError if the domain lacks memory.
 
     Attributes:
         kind: "host" or "cuda".
-        device_indexes, device_uuids: the device of each shard of a pool; for host memory, 0 and an empty one.
+        device_indexes, device_uuids: the device of each shard of a pool; (0,) and ("",) for host memory.
     """
 
     kind: str
@@ -51,47 +49,46 @@ class Domain(ABC):
 
     @abstractmethod
     def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Shards:
-        """Divides blocks of ``kv_rows`` rows (layers, keys and values apart) of ``kv_heads`` pieces over the shards.
-        Raises InvalidRequest where the blocks cannot be divided."""
+        """Divide blocks of ``kv_rows`` rows (layers, keys and values apart) of ``kv_heads`` pieces over the shards.
+        Raises InvalidRequest if that is impossible."""
 
     @abstractmethod
     def layout(self, namespace: str, division: Shards) -> str:
-        """Returns a name for the contents of a pool that outlives its node: blocks of a namespace, divided like this
-        over the domain."""
+        """Return an identifier for the contents of a surviving pool: a namespace's blocks in this division over the
+        domain."""
 
     @abstractmethod
     def pool_bytes(self, division: Shards) -> int:
-        """Returns the pool's size: ``--kv-pool-bytes``, or the memory that the domain has left for it."""
+        """Return the pool's size: ``--kv-pool-bytes``, or the memory left in the domain."""
 
     @abstractmethod
     def segment(self, size_bytes: int, shard: int = 0) -> MadeSegment:
-        """Makes fresh memory on the device of a shard."""
+        """Allocate memory on the device of a shard."""
 
     @abstractmethod
     def kept(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
-        """Maps the memory of each shard of a pool that an earlier process has made; the descriptors stay the caller's.
-        Raises ConfigError where they are not memory of this domain."""
+        """Map the memory of each shard of an earlier process's pool; the caller keeps the descriptors. Raises
+        ConfigError if they are not memory of this domain."""
 
     @abstractmethod
     def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Shards) -> PoolMemory:
-        """Makes a pool over a segment of each shard."""
+        """Create a pool over one segment per shard."""
 
     @abstractmethod
     def buffers(self, block_bytes: int) -> Tier | None:
-        """Makes the tier of host memory that blocks go to first when they leave the pool, where there is one."""
+        """Create the tier of pinned host memory, the first below the pool, if there is one."""
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the domain, of which nothing may be used any more. Idempotent."""
+        """Close the domain, which must be unused. Idempotent."""
 
     def place(self, device_uuid: str) -> int:
-        """Returns the first of the shards that are on a GPU. Raises ConfigError if none is; host memory is near to
-        all."""
+        """Return the first shard on a GPU. Raises ConfigError if there is none; host memory is near every GPU."""
         return 0
 
 
 class HostDomain(Domain):
-    """Represents this host's memory."""
+    """This host's memory."""
 
     kind = HOST
     device_indexes: tuple[int, ...] = (0,)
@@ -128,7 +125,7 @@ class HostDomain(Domain):
         return HostMemory(mapped, num_slots, division.block_bytes)
 
     def buffers(self, block_bytes: int) -> Tier | None:
-        """Returns None, because the pool itself is in host memory."""
+        """Return None, since the pool itself is in host memory."""
         return None
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Shares out KV heads to the ranks of a worker and to the shards of a pool. It stands apart from the shards, because
-ranks on a GPU machine that has torch and triton alone import it."""
+"""Assignment of KV heads to the ranks of a worker and to the shards of a pool. Separate from shards.py, because ranks
+import it on GPU machines that only have torch and triton."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from itertools import pairwise
 
 from pillion.errors import InvalidRequest
 
-# A pool has at most this many shards, each with a descriptor.
 MAX_SHARDS = 16
 
 
 def shares_of(heads: int, count: int) -> tuple[range, ...]:
-    """Returns the heads of each of ``count`` parts. Shares differ by one head at most, and the larger ones come first;
-    or, where ``count`` is a multiple of ``heads``, each part has one head. Raises InvalidRequest where neither is
+    """Return the heads of each of ``count`` parts: contiguous shares that differ by at most one head, larger ones
+    first; or, if ``count`` is a multiple of ``heads``, one head per part. Raises InvalidRequest if neither is
     possible."""
     if count > heads and (heads < 1 or count % heads):
         raise InvalidRequest(
@@ -28,6 +27,6 @@ def shares_of(heads: int, count: int) -> tuple[range, ...]:
 
 
 def own_rows(rows: int, place: int, count: int) -> range:
-    """Returns those of a block's ``rows`` that count for the shard number ``place`` of ``count`` shards with the same
-    heads: what the others have there is a copy, or nothing."""
+    """Return the share of a block's ``rows`` that shard number ``place`` contributes, of ``count`` shards with the same
+    heads: their other rows are copies, or unused."""
     return range(place * rows // count, (place + 1) * rows // count)

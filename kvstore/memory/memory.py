@@ -1,8 +1,8 @@
-"""Defines the interface to a pool's bytes, in this host's memory or on a GPU, and implements it for host memory.
+"""Access to a pool's bytes, in host memory or on a GPU; implementation for host memory.
 
 async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
-    ...                                                                            slots when the block ends well
-await memory.pieces(slots, size)                copies, made in a thread
+    ...                                                                            slots when the block succeeds
+await memory.pieces(slots, size)                copies, made on a thread
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ import xxhash
 from pillion.errors import ConfigError
 
 HOST, CUDA = "host", "cuda"
-# A reader over the network has this many bytes copied ahead.
+# Read-ahead for readers over the network.
 AHEAD_BYTES = 4 * 2**20
-# A buffer of at most this size keeps its memory with this process when it is freed.
+# Largest freed buffer whose memory the allocator keeps.
 KEPT_BYTES = 16 * 2**20
 
 Result = TypeVar("Result")
 
 
 class PoolMemory(ABC):
-    """Represents the memory of one pool: ``num_slots`` blocks of ``block_bytes``.
+    """Memory of one pool: ``num_slots`` blocks of ``block_bytes``.
 
-    The node's loop makes the calls; nothing here blocks its thread, and nothing here knows who may use a slot: callers
-    name slots that are theirs to write, or pinned blocks to read. When a call ends, however it ends, nothing that it
-    began still runs; so a caller that is cancelled is held until then. Raises Unavailable if a GPU fails.
+    Only the node's loop calls it; no call blocks the thread. Callers must own the slots that they write, and have
+    pinned the blocks that they read. Nothing that a call started still runs when it ends, so a cancelled caller waits
+    for that. Raises Unavailable if a GPU fails.
 
     Attributes:
-        kind: "host" or "cuda"; ``device_index`` says which GPU (0 on a host).
+        kind: "host" or "cuda".
+        device_index: index of the GPU, 0 on a host.
         address: address of the first slot, for one-sided transfers.
-        batch_blocks: most slots that one :meth:`writing` may name.
-        ahead_blocks: most slots that one :meth:`pieces` may name.
+        batch_blocks: max slots per :meth:`writing`.
+        ahead_blocks: max slots per :meth:`pieces`.
     """
 
     kind: str
@@ -53,44 +54,43 @@ class PoolMemory(ABC):
 
     @abstractmethod
     def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
-        """Yields one target per slot. If the ``async with`` block ends well, the targets' bytes are in the slots
-        afterwards; if it raises, the slots may hold anything."""
+        """Yield one target per slot. If the block succeeds, the targets' bytes are in the slots afterwards; if it
+        raises, the slots are undefined."""
 
     @abstractmethod
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
-        """Returns copies of the slots' bytes, joined in order and cut into pieces of ``piece_bytes``; the last one may
+        """Return copies of the slots' bytes, joined in order and cut into pieces of ``piece_bytes``; the last one may
         be shorter."""
 
     @abstractmethod
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
     ) -> list[int]:
-        """Copies slots into host memory; returns their checksums. Known checksums (not 0) are not computed again."""
+        """Copy slots into host memory; return their checksums. Nonzero ``known_sums`` are not recomputed."""
 
     @abstractmethod
     async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
-        """Copies blocks from host memory into slots of the pool."""
+        """Copy blocks from host memory into slots."""
 
     @abstractmethod
     async def checksums(self, slots: Sequence[int]) -> list[int]:
-        """Returns each slot's :func:`block_checksum`."""
+        """Return each slot's :func:`block_checksum`."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Makes the pool's GPU the current one of this thread, for other libraries, within the block."""
+        """Make the pool's GPU the thread's current one within the block, for other libraries."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def hold(self) -> Any:
-        """Returns an object that keeps the memory mapped as long as it lives."""
+        """Return an object that keeps the memory mapped during its lifetime."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the memory, on which no call may run any more. Idempotent."""
+        """Free the memory, with no call running. Idempotent."""
 
 
 class HostMemory(PoolMemory):
-    """Represents a pool in a host's RAM. Raises ConfigError if the pool does not fit into ``memory``, which is
-    writable."""
+    """A pool in host memory. Raises ConfigError if the pool does not fit into ``memory``, which is writable."""
 
     kind = HOST
     device_index = 0
@@ -106,12 +106,12 @@ class HostMemory(PoolMemory):
         self.address: int = address_of(self._view)
 
     def block(self, slot: int) -> memoryview:
-        """Returns the bytes of a slot, writable."""
+        """Return a writable view of a slot."""
         return self._view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     @asynccontextmanager
     async def writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
-        """Gives the slots themselves as the targets of a write."""
+        """Yield the slots themselves."""
         views = [self.block(slot) for slot in slots]
         try:
             yield views
@@ -148,7 +148,7 @@ class HostMemory(PoolMemory):
         return np.frombuffer(self._view, np.uint8)
 
     def close(self) -> None:
-        """Unmaps the memory, unless a view of it still exists. Idempotent."""
+        """Unmap the memory, unless a view of it still exists. Idempotent."""
         with contextlib.suppress(BufferError):
             self._view.release()
             if isinstance(self._memory, mmap.mmap):
@@ -156,22 +156,22 @@ class HostMemory(PoolMemory):
 
 
 def address_of(view: memoryview) -> int:
-    """Returns the address of a buffer's first byte; this does not keep the buffer in place."""
+    """Return the address of a buffer's first byte, without keeping the buffer alive."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 
 def keep_freed_buffers() -> None:
-    """Makes the C library's allocator keep freed buffers of KEPT_BYTES and less for their next users.
+    """Make the C library's allocator reuse freed buffers of up to KEPT_BYTES.
 
-    It raises its threshold to the largest buffer that was freed so far (glibc; elsewhere nothing happens). Otherwise
-    every message's buffers would be mapped anew, and their page faults would cost several times as much as copying
-    their bytes.
+    glibc raises its mmap threshold to the size of the largest buffer freed so far (no effect elsewhere). Otherwise
+    every message's buffers would be mapped afresh, and their page faults cost several times as much as copying their
+    bytes.
     """
     np.empty(KEPT_BYTES, np.uint8)
 
 
 def joined(blocks: Iterable[memoryview], piece_bytes: int) -> list[bytes]:
-    """Returns copies of the blocks' bytes, joined in order and cut into pieces of ``piece_bytes``."""
+    """Return copies of the blocks' bytes, joined in order and cut into pieces of ``piece_bytes``."""
     pieces, parts, room = list[bytes](), list[memoryview](), piece_bytes
     for block in blocks:
         at = 0
@@ -186,19 +186,19 @@ def joined(blocks: Iterable[memoryview], piece_bytes: int) -> list[bytes]:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copies bytes without the interpreter's lock, so that other threads run meanwhile."""
+    """Copy bytes without the GIL."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def block_checksum(block: bytes | memoryview) -> int:
-    """Returns XXH3-64 (Y. Collet, xxHash) of a block's bytes, never 0, which means "unknown". It finds damage, but no
-    forgery. One core checks about as fast as memory can be read, and the interpreter's lock is free meanwhile."""
+    """Return the XXH3-64 (Y. Collet, xxHash) of a block's bytes, never 0, which means "unknown". Detects damage, not
+    forgery. Runs at about memory bandwidth, without the GIL."""
     return xxhash.xxh3_64_intdigest(block) or 1
 
 
 async def until_over(work: Awaitable[Result], give_up: Callable[[], None] = lambda: None) -> Result:
-    """Returns the result of ``work``; where the caller is cancelled, that takes effect only when ``work`` has ended.
-    ``give_up`` is called at each cancel, so that the work ends soon."""
+    """Return the result of ``work``. If the caller is cancelled, that takes effect only after ``work`` has ended;
+    ``give_up`` is called at each cancel, to end it early."""
     future = asyncio.ensure_future(work)
     cancelled = False
     while not future.done():

@@ -1,16 +1,16 @@
-"""Makes host memory of a pool or region: an anonymous file that the KV node makes and workers map.
+"""Host memory of a pool or region: an anonymous file that the KV node creates and workers map.
 
-It has no name anywhere: memfd on Linux, a temporary file that is unlinked at once elsewhere. Workers get its descriptor
-over the attach socket (:mod:`pillion.kvstore.node.attach_server`), and when the last process that has it ends, however
-it ends, the kernel frees the memory.
+It has no name: memfd on Linux, an unlinked temporary file elsewhere. Workers get its descriptor over the attach socket
+(:mod:`pillion.kvstore.node.attach_server`), and the kernel frees the memory when the last process with it ends, however
+it ends.
 
-    descriptor of the segment   sent around; it stands for one open file, and nobody locks that
-       |-- opened anew by the node, locked at place 0 --> mapped by the node      its ownership
-       '-- opened anew by a worker, locked at its place --> mapped by the worker  its use
+    descriptor of the segment   sent around; refers to one open file, never locked
+       |-- reopened by the node, locked at place 0 --> mapped by the node      its ownership
+       '-- reopened by a worker, locked at its place --> mapped by the worker  its use
 
-A lock of an open file (fcntl(2), "Open file description locks") ends with the last descriptor *and mapping* of that
-file, so the kernel frees a process's place exactly when no thread of it can store to the memory any more. A KV node
-that recovers the pool of a dead one asks for nothing else (:mod:`pillion.kvstore.pool_survival.surviving_pool`).
+An open file description lock (fcntl(2)) ends with the last descriptor *and mapping* of that open file, so the kernel
+releases a process's place exactly when no thread of it can store to the memory any more. A KV node that recovers a
+dead node's pool relies on nothing else (:mod:`pillion.kvstore.pool_survival.surviving_pool`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import tempfile
 
 from pillion.errors import ConfigError
 
-# This is struct flock of 64-bit Linux: type, whence, start, length, process id, and padding.
+# struct flock of 64-bit Linux: type, whence, start, length, process id, and padding.
 FLOCK = struct.Struct("hhqqi4x")
 
 
 class Segment:
-    """Owns the descriptor of a segment. Pages cost memory only once a process writes to them. Raises ConfigError if the
-    machine cannot make a segment of ``size_bytes``."""
+    """Descriptor of a segment. Pages consume memory once written. Raises ConfigError if a segment of ``size_bytes``
+    cannot be created."""
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes <= 0:
@@ -43,40 +43,40 @@ class Segment:
             raise ConfigError(f"cannot make a KV pool of {size_bytes} bytes: {error.strerror}") from None
 
     def fileno(self) -> int:
-        """Returns the descriptor to send."""
+        """Return the descriptor to send."""
         return self._fd
 
     @property
     def to_map(self) -> int:
-        """Gives the descriptor that this process maps."""
+        """Descriptor that this process maps."""
         return self._fd
 
     def close(self) -> None:
-        """Gives up the node's own descriptors; workers that map the memory keep it. Idempotent."""
+        """Close the node's own descriptors; workers' mappings stay. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def reopened(descriptor: int) -> int:
-    """Opens the file behind a descriptor anew, so that locks on it belong to this process alone. Raises OSError."""
+    """Reopen the file behind a descriptor, so that its locks belong to this process alone. Raises OSError."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def lock_place(descriptor: int, place: int) -> None:
-    """Locks one place of an open file. Raises BlockingIOError where another open file has it, OSError where the system
+    """Lock one place of an open file. Raises BlockingIOError if another open file has it locked, OSError if the system
     has no such locks."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
     except AttributeError:
         raise OSError(errno.ENOSYS, "no locks of open files") from None
     except OSError as error:
-        # Systems differ in which of these two errors they report.
+        # Systems report either EACCES or EAGAIN.
         raise BlockingIOError(error.errno, error.strerror) if error.errno == errno.EACCES else error from None
 
 
 def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
-    """Maps a descriptor, writable and shared. Raises ConfigError if the file is shorter, or cannot be mapped."""
+    """Map a descriptor, writable and shared. Raises ConfigError if the file is shorter, or cannot be mapped."""
     have_bytes = os.fstat(fd).st_size
     if have_bytes < size_bytes:
         raise ConfigError(f"the KV pool has {have_bytes} bytes, {size_bytes} were promised")
@@ -95,7 +95,7 @@ def _anonymous_file(size_bytes: int) -> int:
     try:
         os.ftruncate(fd, size_bytes)
         if sys.platform == "linux":
-            # No process that has the descriptor can cut the file short under another one's mapping.
+            # No process with the descriptor can truncate the file under another one's mapping.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(fd)

@@ -1,12 +1,12 @@
-"""Divides a pool over the memories of several GPUs into shards, each of which has some KV heads of every block.
+"""Division of a pool over several GPUs into shards, each with some KV heads of every block.
 
     a block, in its canonical layout   [rows][heads][piece]                   rows: layers, keys before values
     its part in a shard                [rows][heads of the shard][piece]      in the same slot of every shard
 
-Hashes, checksums, tiers and other nodes know the canonical layout alone. A block is gathered from its shards and
-scattered into them by rectangles: as many rows as the block has, each of some bytes that lie together on both sides.
-With more shards than heads, several have the same head: each of them gives some of its rows, and gets all of them. So
-what is no copy, such as a rank's part of a state, has a place in these rows of its own.
+Hashes, checksums, tiers and other nodes only use the canonical layout. Blocks are gathered from shards and scattered
+into them by rectangles: rows of contiguous bytes on both sides. With more shards than heads, several shards share a
+head: each contributes some of its rows, and receives all of them. So data without copies, such as a rank's part of a
+state, can be stored in a shard's own rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pillion.kvstore.memory.head_shares import MAX_SHARDS, own_rows, shares_of
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Describes ``rows`` times ``width_bytes``: in the part of a block in ``shard`` from ``shard_at`` on, every
-    ``shard_pitch`` bytes, and in the block from ``block_at`` on, every ``block_pitch`` bytes."""
+    """``rows`` pieces of ``width_bytes``: in a block's part in ``shard`` from ``shard_at`` on, every ``shard_pitch``
+    bytes, and in the block from ``block_at`` on, every ``block_pitch`` bytes."""
 
     shard: int
     rows: int
@@ -37,10 +37,10 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Divides blocks of ``rows`` rows of ``heads`` pieces. Raises InvalidRequest for a division that cannot be.
+    """Division of blocks of ``rows`` rows of ``heads`` pieces. Raises InvalidRequest for an invalid division.
 
     Attributes:
-        shares: the heads of each shard, in order; together they are all heads.
+        shares: the heads of each shard, in order, which together are all heads.
     """
 
     rows: int
@@ -56,7 +56,7 @@ class Shards:
             )
         start = stop = 0
         for share in self.shares:
-            # Shares follow each other without a gap; where two shares overlap, both have the common heads.
+            # Contiguous shares; overlapping ones share the common heads.
             if not (share and share.step == 1 and start <= share.start <= stop <= share.stop <= self.heads):
                 break
             start, stop = share.start, share.stop
@@ -67,39 +67,38 @@ class Shards:
 
     @classmethod
     def whole(cls, block_bytes: int) -> Shards:
-        """Makes the division of blocks that lie in one piece in one shard."""
+        """Return the trivial division into one shard."""
         return cls(1, 1, block_bytes, (range(1),))
 
     @classmethod
     def divided(cls, block_bytes: int, rows: int, heads: int, count: int) -> Shards:
-        """Divides blocks of ``rows`` rows of ``heads`` pieces of one size over ``count`` shards."""
+        """Divide blocks of ``rows`` rows of ``heads`` pieces of one size over ``count`` shards."""
         pieces = rows * heads
         if pieces < 1 or block_bytes % pieces:
             raise InvalidRequest(f"a block of {block_bytes} bytes has no {rows} rows of {heads} KV heads")
         return cls(rows, heads, block_bytes // pieces, shares_of(heads, count))
 
     def layout(self, namespace: str, device_uuids: Sequence[str]) -> str:
-        """Returns a name, of 64 hexadecimal digits, for blocks of a namespace that are divided like this over these
-        GPUs."""
+        """Return an identifier (64 hexadecimal digits) of a namespace's blocks in this division over these GPUs."""
         shares = [(share.start, share.stop) for share in self.shares]
         said = repr((namespace, tuple(device_uuids), self.rows, self.heads, self.piece_bytes, shares))
         return hashlib.sha256(said.encode()).hexdigest()
 
     @property
     def block_bytes(self) -> int:
-        """Gives the number of bytes of a block in its canonical layout."""
+        """Bytes of a block in its canonical layout."""
         return self.rows * self.heads * self.piece_bytes
 
     def shard_bytes(self, shard: int) -> int:
-        """Returns the bytes of a block's part in a shard."""
+        """Return the bytes of a block's part in a shard."""
         return self.rows * len(self.shares[shard]) * self.piece_bytes
 
     def scattered(self) -> list[Rectangle]:
-        """Returns the rectangles that bring a block into all of its shards."""
+        """Return the rectangles that copy a block into all of its shards."""
         return [self._rectangle(shard, share, range(self.rows)) for shard, share in enumerate(self.shares)]
 
     def gathered(self) -> list[Rectangle]:
-        """Returns the rectangles that bring a block's parts together, each byte once."""
+        """Return the rectangles that assemble a block from its shards, each byte once."""
         end, found = 0, []
         for share, alike in groupby(enumerate(self.shares), key=itemgetter(1)):
             shards, heads, end = [shard for shard, _ in alike], range(end, share.stop), max(end, share.stop)

@@ -1,4 +1,4 @@
-"""Serves the attach socket: a worker gets the pool's memory there, and the node learns of its death.
+"""Attach socket: gives workers the pool's memory, and detects their death.
 
     worker                                   node
       | -- connect to the Unix socket ------> |
@@ -10,13 +10,13 @@
                                                  only its processes' exit is proof (PeerProcess), and until then the
                                                  epoch is fenced
       | <============= the end ============== |  the node is gone: the worker exits; or, with a pool that outlives it,
-                                                 ends its last step and connects to the node's next life
+                                                 ends its last step and connects to the restarted node
 
-A connection that begins with RegionHello instead gets memory beside the pool (kvstore/gpu/region_server.py).
+A connection that begins with RegionHello gets memory beside the pool (kvstore/gpu/region_server.py).
 kvstore/client/attachment.py is the worker's side, pillion/wire/attach.py has the messages.
 
-The socket file is 0600 in a 0700 directory: a process that may connect may read and write all KV. Nothing but file
-descriptors and two lines of JSON travels here, so there is nothing to unpickle.
+The socket file is 0600 in a 0700 directory: a process that may connect may read and write all KV. Only file descriptors
+and lines of JSON travel here, so there is nothing to unpickle.
 """
 
 from __future__ import annotations
@@ -54,22 +54,21 @@ UNSEEN = (
     "(Kubernetes: shareProcessNamespace), or use Linux 6.5 or newer"
 )
 UNSEEN_PROCESS, _GONE = -1, -2
-# This is Linux' SO_PEERPIDFD, which Python does not name: a descriptor of the peer's process, whatever its PID
-# namespace.
+# Linux' SO_PEERPIDFD, missing in Python: a pidfd of the peer, whatever its PID namespace.
 _SO_PEERPIDFD = 77
 
 
 class AttachServer:
-    """Holds the listening socket and all connections to it.
+    """Listening attach socket with all its connections.
 
     Args:
         memory_fds: returns the pool's descriptor, or that of each shard; called after a worker was admitted.
         admit: turns a hello into a reply. Raises PillionErrors to refuse.
-        ended: called with an epoch when its worker's death is proven, exactly once for every one admitted.
-        fence: called with an epoch whose worker's connection ended while its exit is not proven.
-        serve_region: serves a connection that wants a region, until its end. Raises PillionErrors to refuse.
-        exit_is_proof: returns whether, after a connection's end without a farewell, the worker's exit is awaited.
-        answering: called before an answer is sent, with the descriptor of the worker's process or a number below 0 (see
+        ended: called once per admitted epoch, when its worker's death is proven.
+        fence: called with an epoch whose worker's connection ended while its exit is unproven.
+        serve_region: serves a connection for a region until its end. Raises PillionErrors to refuse.
+        exit_is_proof: returns whether to await the worker's exit after a connection ends without DETACHED.
+        answering: called before an answer is sent, with the pidfd of the worker or a negative number (see
             :attr:`PeerProcess.descriptor`); returns more descriptors for the answer.
     """
 
@@ -97,16 +96,15 @@ class AttachServer:
         self._connections = OwnTasks()
 
     def start(self) -> None:
-        """Listens and accepts connections. Raises ConfigError if the path cannot be used."""
+        """Start listening. Raises ConfigError if the path cannot be used."""
         self._server = listen_private(self._path, LISTEN_BACKLOG, "listen for workers")
         self._server.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(self._server), name="attach-accept")
 
     async def stop(self) -> None:
-        """Ends all connections, by which workers learn that the node is gone."""
+        """End all connections, which tells workers that the node is gone."""
         await end_tasks(self._accepting)
-        # The socket is removed first, because a worker that looks for the node's next life at once must not find this
-        # one.
+        # First, so that a worker that reconnects at once does not find this node again.
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -120,7 +118,7 @@ class AttachServer:
             try:
                 sock, _ = await loop.sock_accept(server)
             except OSError as error:
-                # The process may be out of descriptors: the socket stays, and the next attempt may work.
+                # E.g. out of descriptors: keep the socket and retry.
                 log.warning("cannot accept an attachment: %s", error)
                 await asyncio.sleep(0.1)
                 continue
@@ -148,15 +146,14 @@ class AttachServer:
         except (OSError, PillionError) as error:
             log.debug("attach connection failed: %s", error)
         finally:
-            # The ledger is updated first, because a peer that sees the connection closed may rely on the slots being
-            # free.
+            # Before closing: a peer that sees the connection closed may rely on the slots being free.
             if epoch:
                 self._ended(epoch)
             peer.close()
             sock.close()
 
     async def _read_hello(self, sock: socket.socket) -> AttachHello | RegionHello | None:
-        """Reads the first line of a connection; returns its message, or None after a refusal."""
+        """Read the first line of a connection; return its message, or None if refused."""
         try:
             if len(self._connections) > MAX_ATTACHMENTS:
                 raise Overloaded(f"{MAX_ATTACHMENTS} workers are attached already")
@@ -168,7 +165,7 @@ class AttachServer:
         return hello
 
     async def _greet(self, sock: socket.socket, hello: AttachHello, process: int) -> int:
-        """Answers a worker; returns its epoch, 0 for a refusal. An epoch whose answer cannot be sent ends at once."""
+        """Answer a worker; return its epoch, or 0 if refused. An epoch whose answer cannot be sent ends at once."""
         try:
             reply = await self._admit(hello)
         except PillionError as error:
@@ -176,7 +173,6 @@ class AttachServer:
             return 0
         try:
             more = await self._answering(hello, reply, process) if self._answering is not None else []
-            # This is one small line into an empty socket buffer: it is sent at once, or the peer is gone.
             socket.send_fds(sock, [line_to_bytes(reply)], [*self._memory_fds(), *more])
         except (OSError, PillionError, asyncio.CancelledError):
             self._ended(reply.epoch)
@@ -185,17 +181,16 @@ class AttachServer:
 
 
 class PeerProcess:
-    """Represents the process at the other end of a connected Unix socket, with ``others``, descriptors of processes
-    that it named. Its maker closes it.
+    """Process at the other end of a Unix socket. ``others`` are pidfds of further processes that it named. The creator
+    closes it.
 
-    A dying process closes its files in order, after its memory is unmapped and its threads have ended. So for memory of
-    the host the socket's end is proof that the process maps nothing any more. A GPU is one more open file: a kernel
-    that was launched may still store to the pool while the socket is closed already. The process's exit is announced
-    only after all its files are closed.
+    A dying process closes its files in order, after its memory is unmapped and its threads have ended. So for host
+    memory the socket's end proves that nothing is mapped any more. A GPU is one more open file: with the socket closed,
+    a launched kernel may still store to the pool. The process's exit is reported only after all its files are closed.
 
     Attributes:
-        descriptor: the pidfd of the process, which this object closes; UNSEEN_PROCESS where the process's exit cannot
-            be noticed, another number below 0 where the process is this one or has exited.
+        descriptor: pidfd of the process, closed with this object; UNSEEN_PROCESS if its exit cannot be observed,
+            another negative number if it is this process or has exited.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -203,13 +198,13 @@ class PeerProcess:
         self.others: list[int] = []
 
     async def gone(self) -> None:
-        """Returns when the process has exited, which is never where its exit cannot be noticed. This process counts as
-        gone, because it lives and dies with its memory."""
+        """Wait for the process's exit, forever if that cannot be observed. This process counts as gone, because it dies
+        with its memory."""
         if self.descriptor != _GONE:
             await _readable(self.descriptor)
 
     def close(self) -> None:
-        """Closes the processes' descriptors. Idempotent."""
+        """Close the descriptors. Idempotent."""
         for pidfd in (self.descriptor, *self.others):
             if pidfd >= 0:
                 os.close(pidfd)
@@ -218,7 +213,7 @@ class PeerProcess:
 
 
 async def _readable(descriptor: int) -> None:
-    """Returns when a descriptor is readable, which never happens for a number below 0."""
+    """Wait until a descriptor is readable; forever for a negative number."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     if descriptor >= 0:
         loop.add_reader(descriptor, readable.set)
@@ -232,11 +227,11 @@ async def _readable(descriptor: int) -> None:
 def _pidfd_of(sock: socket.socket) -> int:
     if not hasattr(os, "pidfd_open"):
         return UNSEEN_PROCESS
-    # The kernel gives the process id 0 for a process whose PID namespace is not within this one's.
+    # SO_PEERCRED gives 0 for a process outside of this PID namespace.
     pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if pid == os.getpid():
         return _GONE
-    # The descriptor of a peer's process needs Linux 6.5 or newer.
+    # SO_PEERPIDFD needs Linux 6.5 or newer.
     with contextlib.suppress(OSError):
         (pidfd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i")))
         return int(pidfd)
@@ -254,7 +249,7 @@ def _refuse(sock: socket.socket, reason: str) -> None:
 
 
 async def read_line(sock: socket.socket) -> bytes:
-    """Returns the bytes up to a line's end, the connection's end, or MAX_LINE_BYTES."""
+    """Return the bytes up to a newline, the connection's end, or MAX_LINE_BYTES."""
     loop = asyncio.get_running_loop()
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
@@ -266,12 +261,11 @@ async def read_line(sock: socket.socket) -> bytes:
 
 
 async def until_end(sock: socket.socket, processes: list[int] | None = None) -> bool:
-    """Waits for the connection's end; returns whether the worker's last message was DETACHED.
+    """Wait for the connection's end; return whether the worker's last message was DETACHED.
 
-    The descriptors that came with PROCESSES are in ``processes`` then, the caller's to close; everything else is
-    ignored. Where more than MAX_PROCESSES come, or this process cannot take them all, the connection counts as ended,
-    without DETACHED; where it could not take them all, ``processes`` also has a number below 0, for a process whose
-    exit is never seen.
+    The descriptors of PROCESSES messages are appended to ``processes``, for the caller to close; other content is
+    ignored. After more than MAX_PROCESSES, or where this process is out of descriptors, the connection counts as ended
+    without DETACHED; in the latter case ``processes`` also gets UNSEEN_PROCESS.
     """
     last, found = b"", [] if processes is None else processes
     most = 0 if processes is None else MAX_PROCESSES

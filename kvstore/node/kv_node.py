@@ -1,8 +1,8 @@
-"""Runs the KV node as a component: memory, pool, attach socket, gRPC services, heartbeats, metrics.
+"""The KV node as a component: memory, pool, attach socket, gRPC services, heartbeats, metrics.
 
 start --> serving --the first worker attaches--> the pool has its shape: storage (pillion.kvstore.tiers.storage)
                     +-- stop --> sessions and attachments ended --> gone
-                    +-- a task of its own died --> wait_failed() returns why
+                    +-- a background task died --> wait_failed() returns why
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ log = logging.getLogger("pillion.kvnode")
 
 
 class KVNode:
-    """Represents the KV node of one memory domain.
+    """The KV node of one memory domain.
 
     Attributes:
-        address: where others reach its gRPC service.
+        address: advertised address of its gRPC service.
         pool, regions, adapters: the node's parts, for tests.
     """
 
@@ -103,7 +103,7 @@ class KVNode:
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Starts all parts of the node: gRPC first, because a worker that attaches gets its address."""
+        """Start all parts, gRPC first, because attaching workers get its address."""
         flags = self._flags
         await self._memory.open()
         self.pool.pool_bytes = self._memory.pool_bytes
@@ -122,7 +122,6 @@ class KVNode:
             )
         except OSError as error:
             raise ConfigError(str(error)) from None
-        # Finding out the advertised address may need a look-up of names.
         listening = self._server.address
         self.address = await asyncio.to_thread(advertised, flags.node_advertise, listening, flags.redis_url)
         await self._directory.refuse_twin(self.address)
@@ -135,8 +134,7 @@ class KVNode:
         log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Hands over what is warm where there is a grace, ends the sessions and attachments, by which other components
-        notice it, and frees the memory. Idempotent."""
+        """Hand over warm blocks within ``grace_s``, end sessions and attachments, and free the memory. Idempotent."""
         if grace_s > 0:
             grace_s -= await self._hand_over(min(grace_s, self._flags.hand_over_timeout_s))
         self._stopping.set()
@@ -148,7 +146,7 @@ class KVNode:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(max(0.0, grace_s))
-        # The pins' records are closed after the last call that may drop a pin or make one.
+        # After the last call that may change pins.
         await self.pool.prefix_pins.aclose()
         storage, self._storage = self._storage, None
         if storage is not None:
@@ -160,8 +158,7 @@ class KVNode:
         self._memory.close()
 
     async def _hand_over(self, within_s: float) -> float:
-        """Gives other nodes, or the disk, what is warm here; returns the time that it took. A failure gives them
-        less."""
+        """Hand over warm blocks to other nodes or the disk; return the seconds spent. Failures are logged."""
         storage, began_s = self._storage, time.monotonic()
         if storage is None or self._leaving or within_s <= 0:
             return 0.0
@@ -169,7 +166,6 @@ class KVNode:
         try:
             async with asyncio.timeout(within_s):
                 if self._directory.beat_now():
-                    # Nodes that are told to stop together see that of each other.
                     await asyncio.sleep(min(self._flags.heartbeat_ms / 1000, within_s / 2))
                 left_s = within_s - (time.monotonic() - began_s)
                 rate = self._flags.hand_over_bytes_per_s
@@ -181,11 +177,10 @@ class KVNode:
         return time.monotonic() - began_s
 
     async def wait_failed(self) -> str:
-        """Returns the reason if the node dies by itself; never returns otherwise."""
+        """Return the reason if the node fails; never returns otherwise."""
         return await asyncio.shield(self._failure)
 
     def status(self) -> NodeStatus:
-        """Returns the node's whole status."""
         status = self.pool.status()
         status.node_id = self._flags.node_id
         status.boot_epoch = self._directory.boot_epoch
@@ -197,8 +192,7 @@ class KVNode:
     async def _admit(self, hello: AttachHello) -> AttachReply:
         memory = self._memory
         if not self.pool.shaped:
-            # The memory is told before this task waits for the lock, because another worker that has the lock may wait
-            # for this one.
+            # Before the lock, because another worker that has it may wait for this one.
             memory.asked(hello)
         async with self._shaping:
             try:
@@ -231,7 +225,7 @@ class KVNode:
         self.pool.ended(epoch)
 
     def _attached_shards(self) -> tuple[AttachedShard, ...]:
-        """Returns what a worker has to know of each shard of a pool that is divided."""
+        """Describe each shard of a divided pool."""
         memory = self._memory
         if memory.shards is None or not memory.divided:
             return ()
@@ -242,7 +236,7 @@ class KVNode:
         )
 
     def check_integrity(self) -> None:
-        """Raises PillionError, which names what does not add up in the pool's slots or in its memory (I4)."""
+        """Raise PillionError on inconsistency in the pool's slots or its memory (I4)."""
         self.pool.check_integrity()
         self._memory.check_integrity()
 
@@ -274,7 +268,7 @@ class KVNode:
         return chain(self.pool.ledger.hashes(), lower)
 
     def record(self, boot_epoch: int) -> ComponentRecord:
-        """Returns what a heartbeat writes to the registry."""
+        """Return the record for the registry."""
         status = self.status()
         return ComponentRecord(
             component_id=self._flags.node_id,
@@ -303,13 +297,11 @@ class KVNode:
         self._directory.beat_now()
 
     async def _judge_silence(self) -> None:
-        # The interval is half a heartbeat, so that a silence is noticed soon after it became one.
         interval_s = self._flags.heartbeat_ms / 2000
         while True:
             await asyncio.sleep(interval_s)
             if self.pool.judge_silence(interval_s):
-                # The heartbeat is sent at once, because gateways move a fenced worker's requests when the node's record
-                # names the worker.
+                # At once, because gateways move a fenced worker's requests when the node's record names it.
                 self._directory.beat_now()
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
@@ -326,7 +318,7 @@ class KVNode:
 
 
 def metric_readings(status: NodeStatus) -> Iterator[Reading]:
-    """Yields the metrics of a status. The four states of blocks add up to the pool."""
+    """Yield the metrics of a status. The four block states add up to the pool."""
     for state in ("free", "leased", "committed", "quarantined"):
         yield names.KV_BLOCKS, (state,), getattr(status, f"{state}_blocks")
     held = status.leased_blocks + status.quarantined_blocks + status.pinned_blocks + status.reserved_blocks

@@ -1,6 +1,6 @@
-"""Knows the other nodes of a KV node's cluster, and tells Redis of this one: its record, and its blocks in the index.
+"""A KV node's view of the other nodes of its cluster, and its own entries in Redis: its record and its index of blocks.
 
-Without Redis a node is alone: it knows nobody, and what it tells goes nowhere.
+Without Redis, a node is alone and announces nothing.
 """
 
 from __future__ import annotations
@@ -19,50 +19,48 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
 
-# A node that has this one's name must answer within this time at start.
 TWIN_TIMEOUT_S = 2.0
 
 
 class NodeDirectory:
-    """Connects one node with the registry and the index. The node's loop makes all calls."""
+    """One node's connection to the registry and the index. Only the node's loop calls it."""
 
     def __init__(self, flags: KVNodeFlags) -> None:
         self._flags = flags
         self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms) if flags.redis_url else None
-        # The index is asked when the node leaves.
         self._index: Index | None = None
         self._announcer: Announcer | None = None
         self._boot_epoch = new_boot_epoch()
 
     @property
     def boot_epoch(self) -> int:
-        """Gives the boot epoch of this node's entries in the index."""
+        """Boot epoch of this node's entries in the index."""
         return self._announcer.boot_epoch if self._announcer else self._boot_epoch
 
     async def addresses(self) -> Mapping[str, str]:
-        """Returns node id -> address of all live nodes. Raises Unavailable."""
+        """Return node id -> address of all live nodes. Raises Unavailable."""
         components = await self._registry.components() if self._registry is not None else []
         return {component.node_id: component.address for component in components if component.role == "kvnode"}
 
     async def others(self) -> list[ComponentRecord]:
-        """Return the records of the other live nodes that are not leaving. Raise Unavailable."""
+        """Return the records of the other live nodes that are not leaving. Raises Unavailable."""
         components = await self._registry.components() if self._registry is not None else []
         return [
             one for one in components if one.role == "kvnode" and one.node_id != self._flags.node_id and not one.leaving
         ]
 
     async def look_up(self, hashes: bytes) -> dict[str, int]:
-        """Returns how many of the first blocks of a chain each node has, as the index says. Raises Unavailable."""
+        """Return how many leading blocks of a chain each node has, by the index. Raises Unavailable."""
         if self._index is None:
             self._index = Index(self._flags.redis_url)
         return {hit.node_id: hit.blocks for hit in await self._index.longest_prefix(hashes)}
 
     async def refuse_twin(self, own_address: str) -> None:
-        """Raises ConfigError where another node of this name is alive: with two of them, each would take the other's
-        entries in the index for its own.
+        """Raise ConfigError if another node with this id is alive: each would mistake the other's index entries for its
+        own.
 
-        A record alone proves nothing, because that of this node's last life stays for a moment. Only a node that
-        answers counts, at an address that is not this node's.
+        A record alone proves nothing, because that of this node's previous life stays for a moment. Only a node that
+        answers at another address counts.
         """
         node_id = self._flags.node_id
         try:
@@ -90,8 +88,8 @@ class NodeDirectory:
     async def announce(
         self, record: Callable[[int], ComponentRecord], hashes: Callable[[], Iterable[tuple[bytes, bytes]]]
     ) -> None:
-        """Tells Redis of this node and its blocks until it is cancelled. ``record`` makes the node's record from its
-        boot epoch, and ``hashes`` yields (hash, segment) of all blocks."""
+        """Announce this node and its blocks until cancelled. ``record`` builds the node's record from its boot epoch,
+        and ``hashes`` yields (hash, segment) of all blocks."""
         self._announcer = Announcer(
             self._flags.redis_url,
             heartbeat_s=self._flags.heartbeat_ms / 1000,
@@ -102,24 +100,24 @@ class NodeDirectory:
         await self._announcer.run()
 
     def push(self, events: list[IndexEvent]) -> None:
-        """Notes blocks that came and went, for the index."""
+        """Queue blocks that arrived or left for the index."""
         if self._announcer is not None:
             self._announcer.push(events)
 
     def beat_now(self) -> bool:
-        """Sends the next heartbeat at once; returns whether this node sends any."""
+        """Send the next heartbeat at once; return False if this node sends none."""
         if self._announcer is not None:
             self._announcer.beat_now()
         return self._announcer is not None
 
     async def leave(self) -> None:
-        """Takes this node out of the registry; :meth:`announce` has been cancelled. Idempotent."""
+        """Remove this node from the registry, after :meth:`announce` was cancelled. Idempotent."""
         announcer, self._announcer = self._announcer, None
         if announcer is not None:
             await announcer.leave()
 
     async def aclose(self) -> None:
-        """Closes the connections. Idempotent."""
+        """Close the connections. Idempotent."""
         if self._registry is not None:
             await self._registry.aclose()
         if self._index is not None:

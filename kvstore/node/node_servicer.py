@@ -1,4 +1,4 @@
-"""Serves the KV node's gRPC service: messages in, calls on the pool, messages out. It makes no decision."""
+"""gRPC service of the KV node: converts messages and calls the pool, without decisions."""
 
 # ruff: noqa: N802
 
@@ -24,8 +24,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
-    """Serves kvnode.proto. ``status`` returns the node's whole status, ``check_integrity`` raises what does not add up,
-    and ``stopping`` ends the sessions."""
+    """Implements kvnode.proto. ``status`` returns the node's status, ``check_integrity`` raises on inconsistency, and
+    ``stopping`` ends the sessions."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
         epoch = self._pool.open_session(check_hello(request.hello))
-        # This callback runs however the call ends, and wherever this generator is suspended then.
+        # Runs however the call ends, and wherever this generator is suspended.
         ended: Any = lambda _: self._pool.ended(epoch)  # noqa: E731
         context.add_done_callback(ended)
         yield pb.SessionEvent(hello=hello_to_pb(self._node_id), epoch=epoch)
@@ -87,8 +87,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def ListPrefixPins(self, request: pb.ListPrefixPinsRequest, context: Context) -> pb.ListPrefixPinsReply:
         return self._pool.prefix_pins.listed(request)
 
-    # This method writes to the context, so that a message which a follower does not take can be bounded in time; the
-    # stubs expect a generator.
+    # Writes to the context instead of yielding, so that a write that a follower does not read can time out.
     async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:  # type: ignore[override]
         check_hello(request.hello)
         await self._pool.followers.follow(request, context.write)

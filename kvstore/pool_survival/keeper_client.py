@@ -1,11 +1,11 @@
-"""Implements a node's connection to its pool's keeper, a process that holds the pool's descriptors while no node does.
+"""A node's connection to its pool's keeper, the process that holds the pool's descriptors while no node runs.
 
 node                                    keeper (:mod:`pillion.kvstore.pool_survival.keeper_process`)
   | -- KeeperHello "take", its name ----> |
-  | <-- KeeperReply [+ descriptors] ----- |  what an earlier node of that name gave it, if anything
-  | -- KeeperHello "keep" + descriptors > |  in place of those; or "drop": they are of no use
+  | <-- KeeperReply [+ descriptors] ----- |  those of the previous node of that name, if any
+  | -- KeeperHello "keep" + descriptors > |  replaces them; or "drop" closes them
   | <-- KeeperReply --------------------- |
-  | <=========== the end ================ |  the keeper is gone: what it kept goes with its last user
+  | <=========== the end ================ |  the keeper is gone: its memory is freed with the last user
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from pillion.kvstore.pool_survival.keeper_messages import (
 from pillion.net.private_socket import close_all, peer_gone, receive_line
 from pillion.wire.json_lines import line_to_bytes
 
-# A call to the keeper may take this long: it serves one call after the other, none for longer than a second.
+# The keeper serves calls one by one, none for longer than a second.
 KEEPER_TIMEOUT_S = 5.0
 
 
 @dataclass
 class KeeperDescriptors:
-    """Holds the descriptors that the keeper has under one name: of a pool's memories, and of processes (pidfds) with
-    the place that each has in the pool. The object that has them closes them."""
+    """Descriptors stored at the keeper under one name: of a pool's memories, and (place, pidfd) of processes. The owner
+    of this object closes them."""
 
     memories: list[int]
     processes: list[tuple[int, int]]
 
     def close(self) -> None:
-        """Closes the descriptors. Idempotent."""
+        """Close the descriptors. Idempotent."""
         close_all(self.memories)
         while self.processes:
             os.close(self.processes.pop()[1])
 
 
 class PoolKeeper:
-    """Talks to the keeper behind a Unix socket. Calls block for up to KEEPER_TIMEOUT_S, and raise Unavailable if the
-    keeper does not answer."""
+    """Connection to the keeper behind a Unix socket. Calls block for up to KEEPER_TIMEOUT_S and raise Unavailable if
+    the keeper does not answer."""
 
     def __init__(self, socket_path: str) -> None:
         self._path = socket_path
         self._connection: socket.socket | None = None
 
     def take(self, name: str) -> KeeperDescriptors | None:
-        """Returns the descriptors that the keeper has under ``name``, which it still keeps, or None if it has none."""
+        """Return duplicates of the descriptors stored under ``name``, or None if there are none."""
         sock, reply, descriptors = self._ask(KeeperHello(action="take", name=name), ())
         sock.close()
         if not reply.kept or len(descriptors) != reply.memories + len(reply.places):
@@ -65,10 +65,10 @@ class PoolKeeper:
         return KeeperDescriptors(descriptors[: reply.memories], list(processes))
 
     def keep(self, name: str, memories: Sequence[int], processes: Sequence[tuple[int, int]] = ()) -> None:
-        """Makes the keeper keep these descriptors under ``name``, in place of those it has: the pool's memories, and
-        ``processes`` by place and descriptor. They still belong to the caller. Raises Unavailable, also if another node
-        that lives keeps its own descriptors under that name."""
-        # While the earlier connection is open, the keeper would take this node for another one.
+        """Replace the descriptors stored under ``name``: the pool's memories, and ``processes`` by place and pidfd. The
+        caller still owns its own. Raises Unavailable, also if another live node has stored descriptors under that
+        name."""
+        # With the previous connection open, the keeper would mistake this node for another one.
         self.close()
         places = tuple(place for place, _ in processes)
         hello = KeeperHello(action="keep", name=name, memories=len(memories), places=places)
@@ -81,18 +81,18 @@ class PoolKeeper:
         self._connection = sock
 
     def drop(self, name: str) -> None:
-        """Makes the keeper close the descriptors that it has under ``name``, unless they are another live node's."""
+        """Remove the descriptors stored under ``name``, unless they are another live node's."""
         self.close()
         sock, _, descriptors = self._ask(KeeperHello(action="drop", name=name), ())
         sock.close()
         close_all(descriptors)
 
     def lost(self) -> bool:
-        """Returns whether the keeper that keeps this node's pool has ended."""
+        """Return whether the keeper of this node's pool has ended."""
         return self._connection is None or peer_gone(self._connection)
 
     def close(self) -> None:
-        """Closes the connection; the keeper still keeps the descriptors that it has. Idempotent."""
+        """Close the connection; the keeper still holds its descriptors. Idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

@@ -1,6 +1,6 @@
-"""Defines the messages on the socket of a pool's keeper: lines of JSON, with which descriptors travel.
+"""Messages on the socket of a pool's keeper: lines of JSON with attached descriptors.
 
-Readers raise InvalidRequest for a line that is not the message they expect, and Conflict for a foreign protocol.
+Decoding raises InvalidRequest for an unexpected message, and Conflict for a foreign protocol.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from pillion._version import PROTOCOL, VERSION
 from pillion.wire.json_lines import message_of
 
 MAX_KEEPER_LINE_BYTES = 8192
-# A pool in host memory is kept as two memories: its own and its table's.
 MIN_KEPT_MEMORIES = 2
-# At most this many processes are kept with a pool on a GPU. They go in one message with the pool's memories, and Linux
-# passes on 253 descriptors at most.
+# Processes per pool on GPUs. They are sent in one message with the pool's memories, and Linux passes at most 253
+# descriptors.
 MAX_KEPT_PROCESSES = 200
-# A pool on GPUs is kept as at most this many memories: those of its shards, the file of its places, and its table.
+# Memories per pool on GPUs: its shards, the file of its places, and its table.
 MAX_KEPT_MEMORIES = 18
 
 KeeperAction = Annotated[str, Meta(pattern=r"^(keep|take|drop)\Z")]
@@ -28,14 +27,14 @@ KeptName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class KeeperHello(msgspec.Struct, frozen=True, kw_only=True):
-    """Represents the only line that a node sends to its keeper.
+    """The only line that a node sends to its keeper.
 
     Attributes:
-        action: "keep" has the keeper hold the descriptors that come along, in place of those it has under ``name``;
-            "take" asks for those; "drop" has it close them.
-        name: the node's name.
-        places: places of the pool. The last descriptors that come along are of processes, one for each place.
-        memories: how many descriptors come before those of processes.
+        action: "keep" replaces the descriptors stored under ``name`` by the attached ones; "take" requests them; "drop"
+            closes them.
+        name: the node's id.
+        places: places in the pool of the processes whose pidfds are the last attached descriptors, in order.
+        memories: number of descriptors before those.
     """
 
     action: KeeperAction
@@ -47,8 +46,8 @@ class KeeperHello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeeperReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Represents the keeper's answer. ``kept`` says whether it keeps descriptors under the name. The descriptors that
-    were asked for come along, in the order in which they came, with their ``places`` and ``memories``."""
+    """The keeper's answer. ``kept`` is True if it stores descriptors under the name. Requested descriptors are attached
+    in their original order, with their ``places`` and ``memories``."""
 
     kept: bool = False
     memories: int = 0
@@ -57,10 +56,8 @@ class KeeperReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keeper_hello_from_line(line: bytes) -> KeeperHello:
-    """Reads a node's line."""
     return message_of(line, KeeperHello, "a pool's keeper")
 
 
 def keeper_reply_from_line(line: bytes) -> KeeperReply:
-    """Reads the keeper's answer."""
     return message_of(line, KeeperReply, "a pool's keeper")

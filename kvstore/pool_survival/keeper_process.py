@@ -1,19 +1,19 @@
-"""Keeps KV pools: this process, the keeper, does nothing but hold descriptors, so that a pool outlives its KV node.
+"""The keeper: a process that only holds descriptors of KV pools, so that a pool outlives its KV node.
 
-    node --"keep", descriptors--> kept under the node's name --"take"--> the node's next life, as often as it asks
-            |                          |-- the node keeps others, or its next life does --> closed
+    node --"keep", descriptors--> stored under the node's name --"take"--> the restarted node, any number of times
+            |                          |-- the node or its next life stores others --> closed
             |                          |-- the node drops them --> closed
             |                          |-- the node is gone for KEPT_WITHOUT_NODE_S --> closed
             |                          '-- the keeper ends --> closed
             '-- another node of that name lives --> refused
 
-The keeper never maps what it keeps, never looks at it, and calls no driver for a GPU's memory. The kernel frees a pool
-with its last descriptor and mapping, so nothing is left when the keeper ends with the cluster, however that ends. Its
-socket is 0600 in a folder of 0700: a process that may connect may read all KV, as at the attach socket. (systemd has
-the same for its services, FileDescriptorStoreMax=.)
+The keeper never maps or reads the memory, and calls no GPU driver. The kernel frees a pool with its last descriptor and
+mapping, so nothing is left when the keeper ends with the cluster, however that ends. Its socket is 0600 in a folder of
+0700: a process that may connect may read all KV, as at the attach socket. (systemd has the same for its services,
+FileDescriptorStoreMax=.)
 
 The keeper serves one connection after the other, each within REQUEST_TIMEOUT_S. The connection of the last "keep" under
-a name stays open, which is how node and keeper notice each other's end.
+a name stays open, so that node and keeper detect each other's end.
 """
 
 from __future__ import annotations
@@ -41,24 +41,22 @@ log = logging.getLogger("pillion.keeper")
 
 REQUEST_TIMEOUT_S = 1.0
 KEEPER_BACKLOG = 16
-# The keeper keeps descriptors under at most this many names at once.
 MAX_KEPT = 64
-# The keeper has at most this many descriptors, with the connections of their nodes. Together with what one request
-# brings, this is less than the 1,024 that a process may have open on most systems.
+# Descriptors held, including the nodes' connections. With those of one request this stays below 1,024, the limit of
+# open files on most systems.
 MAX_KEPT_DESCRIPTORS = 768
-# The keeper pauses this long if it can accept no connection, because it or the system has too many files open.
 ACCEPT_PAUSE_S = 0.5
-# A pool whose node does not come back is kept for KEPT_WITHOUT_NODE_S, and the keeper looks every LOOK_S. The pool may
-# be most of the machine's memory, and an operator who restarts a node does so within minutes.
+# How long a pool is stored without its node, and the interval of that check. The pool may be most of the machine's
+# memory, and an operator who restarts a node does so within minutes.
 KEPT_WITHOUT_NODE_S = 3600.0
 LOOK_S = 10.0
 
 
 @dataclass
 class _Kept:
-    """Holds what the keeper keeps for one node. ``node`` is the connection of the node that gave the descriptors, the
-    last of which are of processes that have these ``places`` in its pool. ``gone_s`` is when the node's end was first
-    seen, on the monotonic clock."""
+    """Descriptors stored for one node. ``node`` is the connection of the node that sent them; the last ones are pidfds
+    of processes with these ``places`` in its pool. ``gone_s`` is when the node's end was detected, on the monotonic
+    clock."""
 
     descriptors: list[int]
     places: tuple[int, ...]
@@ -67,18 +65,18 @@ class _Kept:
 
     @property
     def reply(self) -> KeeperReply:
-        """Makes the message that is sent with these descriptors to the node that asks for them."""
+        """Message that accompanies these descriptors."""
         return KeeperReply(kept=True, memories=len(self.descriptors) - len(self.places), places=self.places)
 
 
 @dataclass
 class KeeperServer:
-    """Serves nodes, and holds the descriptors that they give it to keep, by name."""
+    """Descriptors stored for nodes, by name."""
 
     kept: dict[str, _Kept] = field(default_factory=dict)
 
     def serve(self, sock: socket.socket) -> None:
-        """Serves one connection, and closes it or holds it with the descriptors that came by it."""
+        """Serve one connection; close it, or store it with its descriptors."""
         descriptors: list[int] = []
         stays = False
         try:
@@ -97,8 +95,7 @@ class KeeperServer:
         except PillionError as error:
             _answer(sock, KeeperReply(error=error.message))
         except OSError as error:
-            # A process that connects and sends nothing may only have looked whether there is a keeper, so nothing is
-            # logged.
+            # Not logged: a process that connects and sends nothing may be probing for a keeper.
             log.debug("a connection failed: %s", error)
         finally:
             close_all(descriptors)
@@ -106,7 +103,7 @@ class KeeperServer:
                 sock.close()
 
     def look(self, now_s: float) -> None:
-        """Gives up each pool whose node has not come back within KEPT_WITHOUT_NODE_S; called each LOOK_S at least."""
+        """Drop each pool whose node was gone for KEPT_WITHOUT_NODE_S; called at least every LOOK_S."""
         for name, kept in tuple(self.kept.items()):
             if kept.gone_s is None and peer_gone(kept.node):
                 kept.gone_s = now_s
@@ -116,7 +113,7 @@ class KeeperServer:
                 self._drop(self.kept.pop(name))
 
     def close(self) -> None:
-        """Gives up all descriptors that the keeper holds. Idempotent."""
+        """Close all descriptors. Idempotent."""
         while self.kept:
             self._drop(self.kept.popitem()[1])
 
@@ -141,7 +138,7 @@ class KeeperServer:
         log.info("keeps the pool of %s", hello.name)
 
     def _left(self, name: str) -> _Kept | None:
-        """Returns what is kept under a name by a node that is gone, if anything. Raises Conflict if that node lives."""
+        """Return the entry of a node that is gone, None if there is none. Raises Conflict if that node lives."""
         before = self.kept.get(name)
         if before is not None and not peer_gone(before.node):
             raise Conflict(f"another node of the name {name} lives: give each node a --node-id of its own")
@@ -158,8 +155,8 @@ class KeeperServer:
 
 
 def _answer(sock: socket.socket, reply: KeeperReply, descriptors: list[int] | tuple[()] = ()) -> None:
-    """Sends an answer of one small line. The socket's buffer is empty, so this does not wait, and fails only if the
-    peer is gone."""
+    """Send an answer of one small line into an empty socket buffer, which never blocks and only fails if the peer is
+    gone."""
     try:
         socket.send_fds(sock, [line_to_bytes(reply)], list(descriptors))
     except OSError as error:
@@ -167,8 +164,7 @@ def _answer(sock: socket.socket, reply: KeeperReply, descriptors: list[int] | tu
 
 
 def _accepted(server: socket.socket) -> socket.socket | None:
-    """Returns the next connection; None if none came in time, or none can be accepted now, which must not end the
-    keeper."""
+    """Return the next connection; None on a timeout or an error, which must not end the keeper."""
     try:
         return server.accept()[0]
     except TimeoutError:
@@ -180,8 +176,7 @@ def _accepted(server: socket.socket) -> socket.socket | None:
 
 
 def run_keeper(path: str) -> None:
-    """Keeps pools at the Unix socket ``path`` until the process ends. Raises ConfigError for a path that no socket can
-    have."""
+    """Store pools at the Unix socket ``path`` until the process ends. Raises ConfigError for an invalid path."""
     server, keeper = listen_private(path, KEEPER_BACKLOG, "keep pools"), KeeperServer()
     server.settimeout(LOOK_S)
     try:

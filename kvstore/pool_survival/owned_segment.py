@@ -1,7 +1,7 @@
-"""Defines a segment of host memory that one process owns, and the places of the processes that use it.
+"""Host memory that one process owns, and the places of the processes that use it.
 
-The node owns the memory while it maps it by a descriptor of its own, by which it has locked place 0 of the file.
-Workers do so with places of their own (:mod:`pillion.kvstore.memory.segment`).
+The node owns the memory while it maps it through a separate descriptor with place 0 of the file locked. Workers lock
+places of their own (:mod:`pillion.kvstore.memory.segment`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import sys
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.segment import FLOCK, Segment, lock_place, reopened
 
-# The node that owns a segment has this place. Workers' places are their epochs.
+# Place of the owning node. Workers' places are their epochs.
 OWNER = 0
 
 
 class OwnedSegment(Segment):
-    """Represents a segment that this process may own, which it does after :meth:`own`."""
+    """A segment that this process owns after :meth:`own`."""
 
     _own_fd = -1
 
     @classmethod
     def kept(cls, descriptor: int) -> OwnedSegment:
-        """Returns the segment that an earlier process left, from its open ``descriptor``, which the segment closes.
-        Raises ConfigError if the segment's size could change."""
+        """Return the segment left by an earlier process, taking over ``descriptor``. Raises ConfigError if the
+        segment's size could change."""
         segment = cls.__new__(cls)
         segment.size_bytes, segment._fd = os.fstat(descriptor).st_size, descriptor
         if not _is_sealed(descriptor):
@@ -35,12 +35,12 @@ class OwnedSegment(Segment):
 
     @property
     def to_map(self) -> int:
-        """Gives the descriptor to map the memory by: that of its ownership, if this process owns the segment."""
+        """Descriptor to map the memory by: that with the owner's lock, if this process owns the segment."""
         return self._own_fd if self._own_fd >= 0 else self._fd
 
     def own(self) -> bool:
-        """Tries to own the segment, for as long as this process maps it by ``to_map`` or has not closed it. Returns
-        False if another process does. Raises OSError if the system has no such locks."""
+        """Try to own the segment until it is closed and unmapped (``to_map``). Return False if another process owns it.
+        Raises OSError if the system has no such locks."""
         if self._own_fd >= 0:
             return True
         own_fd = reopened(self._fd)
@@ -56,7 +56,7 @@ class OwnedSegment(Segment):
         return True
 
     def users(self) -> set[int]:
-        """Returns the places of the processes that use the segment, without its owner's."""
+        """Return the places of the processes that use the segment, except its owner's."""
         return locked_places(self.to_map)
 
     def close(self) -> None:
@@ -67,9 +67,9 @@ class OwnedSegment(Segment):
 
 
 def locked_places(descriptor: int) -> set[int]:
-    """Returns the places after OWNER that other open files have locked. Raises OSError."""
+    """Return the places after OWNER that are locked through other open files. Raises OSError."""
     places = set[int]()
-    # The system names any one lock within a range, so this looks at both sides of it. A length of 0 has no end.
+    # F_OFD_GETLK returns any one lock within a range, so search both sides of it. Length 0 means no end.
     ranges = [(OWNER + 1, 0)]
     while ranges:
         first, length = ranges.pop()

@@ -1,17 +1,16 @@
-"""Defines the table of committed blocks that outlives its node. It says what is in each slot.
+"""Table of committed blocks by slot, in memory that outlives the node.
 
     header   magic, version, pool id, number of slots, bytes of a block, namespace, check
     entry    block hash, parent's hash, checksum of the block's bytes, number, check       one for each slot
 
-An entry has words of 8 bytes, each stored in one instruction, so a process that is killed leaves whole words behind. An
-entry counts while its check fits the rest of it, the slot and the pool; everything else is an empty slot:
+An entry consists of words of 8 bytes, each stored by one instruction, so a killed process leaves only whole words. An
+entry is valid if its check matches the rest of it, the slot and the pool; otherwise the slot is empty:
 
     write    check := 0, then hash, parent, checksum, number, and the check last
     remove   check := 0
 
-So an entry that was being written is empty, one that was being removed is there or empty, and none is ever mixed from
-two blocks. When a slot may be written to again its entry is gone already
-(:mod:`pillion.kvstore.pool_survival.surviving_blocks`).
+So a half-written entry is empty, a half-removed one is valid or empty, and none mixes two blocks. A slot's entry is
+removed before the slot may be written again (:mod:`pillion.kvstore.pool_survival.surviving_blocks`).
 
 The table does no I/O (I9): the memory is the caller's.
 """
@@ -30,7 +29,7 @@ from pillion.kvstore.ledger.records import PoolShape
 
 WORD_BYTES = 8
 POOL_ID_BYTES = 16
-# This number changes with every change of the table's layout: a node of another version begins with an empty pool.
+# Version of the layout. A node of another version starts with an empty pool.
 VERSION = 1
 _MAGIC = int.from_bytes(b"PillionT", "little")
 _HEADER = struct.Struct(f"=QQ{POOL_ID_BYTES}sQQ{HASH_BYTES}s")
@@ -38,18 +37,17 @@ _BODY = struct.Struct(f"={HASH_BYTES}s{HASH_BYTES}sQQ")
 _WORD = struct.Struct("=Q")
 HEADER_WORDS = _HEADER.size // WORD_BYTES + 1
 ENTRY_WORDS = _BODY.size // WORD_BYTES + 1
-# The first block of a chain has this parent.
 NO_PARENT = bytes(HASH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class SurvivingBlock:
-    """Describes an entry of the table, with its slot.
+    """A table entry with its slot.
 
     Attributes:
-        parent: hash of the block before this block, NO_PARENT for the first block of a chain.
+        parent: hash of the previous block, NO_PARENT for the first block of a chain.
         checksum: :func:`pillion.kvstore.memory.memory.block_checksum` of the block's bytes.
-        number: grows with every entry that is written.
+        number: increases with every entry written.
     """
 
     slot: int
@@ -60,17 +58,16 @@ class SurvivingBlock:
 
 
 def table_bytes(num_slots: int) -> int:
-    """Returns the size of the table of a pool."""
+    """Return the size of a pool's table in bytes."""
     return (HEADER_WORDS + num_slots * ENTRY_WORDS) * WORD_BYTES
 
 
 class SlotTable:
-    """Reads and writes the table in ``words``, shared memory that is cast to unsigned words of 8 bytes. One process at
-    a time uses it.
+    """The table in ``words``, shared memory cast to unsigned words of 8 bytes. Used by one process at a time.
 
     Attributes:
-        pool_id: name of the pool's memory, for the workers that mapped it.
-        shape: slots, bytes of a block and namespace of the pool.
+        pool_id: identifies the pool's memory to workers that have mapped it.
+        shape: slots, bytes per block and namespace of the pool.
     """
 
     def __init__(self, words: memoryview, pool_id: bytes, shape: PoolShape) -> None:
@@ -80,7 +77,7 @@ class SlotTable:
 
     @classmethod
     def create(cls, words: memoryview, pool_id: bytes, shape: PoolShape) -> SlotTable:
-        """Makes an empty table in fresh memory, which is all zeros. The shape's namespace has HASH_BYTES bytes."""
+        """Create an empty table in zeroed memory. The shape's namespace has HASH_BYTES bytes."""
         table = cls(words, pool_id, shape)
         header = table._header()
         for place, word in enumerate(_words(header)):
@@ -90,7 +87,7 @@ class SlotTable:
 
     @classmethod
     def found(cls, words: memoryview) -> SlotTable:
-        """Opens a table that an earlier process made. Raises ConfigError if ``words`` hold no table of this version."""
+        """Open the table of an earlier process. Raises ConfigError if ``words`` is no table of this version."""
         if len(words) < HEADER_WORDS:
             raise ConfigError("what was kept is too short for a table of blocks")
         header = b"".join(_WORD.pack(words[place]) for place in range(HEADER_WORDS - 1))
@@ -104,12 +101,11 @@ class SlotTable:
         return cls(words, pool_id, PoolShape(num_slots, block_bytes, namespace.hex()))
 
     def forsake(self) -> None:
-        """Makes sure that no process recovers the pool from now on."""
+        """Prevent any later process from recovering the pool."""
         self._words[HEADER_WORDS - 1] = 0
 
     def write(self, slot: int, block_hash: bytes, parent: bytes, checksum: int) -> None:
-        """Writes the entry which says that ``slot`` holds a block, which is whole and stays unchanged until
-        :meth:`remove`."""
+        """Write the entry of a whole block in ``slot``, which stays unchanged until :meth:`remove`."""
         self.remove(slot)
         self._number += 1
         body = _BODY.pack(block_hash, parent, checksum, self._number)
@@ -119,11 +115,11 @@ class SlotTable:
         self._words[first + ENTRY_WORDS - 1] = self._entry_check(slot, body)
 
     def remove(self, slot: int) -> None:
-        """Empties the entry of ``slot``, which from now on holds no known block."""
+        """Empty the entry of ``slot``."""
         self._words[self._place(slot) + ENTRY_WORDS - 1] = 0
 
     def read(self, slot: int) -> SurvivingBlock | None:
-        """Returns a slot's entry, or None if the entry is empty or was not written whole."""
+        """Return a slot's entry, or None if it is empty or incomplete."""
         first = self._place(slot)
         check = self._words[first + ENTRY_WORDS - 1]
         if not check:
@@ -135,8 +131,8 @@ class SlotTable:
         return SurvivingBlock(slot, block_hash, parent, checksum, number)
 
     def blocks(self) -> list[SurvivingBlock]:
-        """Returns all entries in the order in which they were written, and empties the slots whose entries were not
-        written whole. Later entries will have greater numbers. O(slots)."""
+        """Return all entries in the order of writing, and empty incomplete ones. Later entries get greater numbers.
+        O(slots)."""
         found = []
         for slot in range(self.shape.num_slots):
             entry = self.read(slot)
@@ -162,7 +158,7 @@ class SlotTable:
 
 
 def _check(data: bytes) -> int:
-    """Returns the XXH3-64 of ``data``, but never 0, which stands for an empty entry."""
+    """Return the XXH3-64 of ``data``, mapping 0, the mark of an empty entry, to 1."""
     return xxhash.xxh3_64_intdigest(data) or 1
 
 

@@ -1,12 +1,10 @@
-"""Computes checksums of committed blocks and writes them into the table, so that the node's next life can recover them;
-and recovers those of its last life.
+"""Records committed blocks with their checksums in the slot table, and recovers those of the node's previous life.
 
-    committed --checksum, in a thread, soon--> in the table
-    kept      --checksum, in a thread: a chain that somebody asks for first, the others one after the other--> committed
+    committed --checksum, on a thread, soon--> in the table
+    surviving --checksum, on a thread: requested chains first, then the others one by one--> committed
 
-A node serves at once, whatever it found. It brings the blocks of its earlier life in like those of a lower tier: a
-caller that asks for a chain waits until the node has checked the kept blocks of that chain, about as fast as memory can
-be read. A block that does not fit its checksum is dropped (I1).
+A node serves at once. Surviving blocks behave like those of a lower tier: a caller that asks for a chain waits until
+its surviving blocks are verified, at about memory bandwidth. A block with a wrong checksum is dropped (I1).
 """
 
 from __future__ import annotations
@@ -26,25 +24,21 @@ from pillion.v1.kvnode_pb2 import NodeStatus
 
 log = logging.getLogger("pillion.kvnode")
 
-# The node checks this many bytes between two turns of its loop.
 CHECKED_BYTES = 32 * 2**20
-# At most this many blocks are put into the ledger, or into the table, in one turn of the loop.
 CHECKED_BLOCKS = 512
-# The node looks this often whether its pool's keeper is still there.
 KEEPER_LOOK_S = 0.5
-# The node looks this often for blocks without an entry, so a death may cost what was committed in this time.
+# Interval of writes to the table: a death may lose the blocks committed within it.
 SEAL_S = 0.005
 
 
 class PoolSurvival:
-    """Keeps one pool's blocks recoverable for the node's next life, once the pool has its shape. The node's loop makes
-    all calls.
+    """Keeps one pool's blocks recoverable, once the pool has its shape. Only the node's loop calls it.
 
     Args:
         changed: called after every change in the ledger.
 
     Attributes:
-        blocks: the pool's table, with the blocks that are not recovered yet; for reading.
+        blocks: the pool's table, with the unrecovered blocks; for reading.
     """
 
     def __init__(
@@ -64,37 +58,37 @@ class PoolSurvival:
         self._unsealed = asyncio.Event()
 
     def begin(self) -> None:
-        """Claims the kept blocks, before the loop turns after the pool has got its shape."""
+        """Claim the surviving blocks, before the loop's next turn after the pool got its shape."""
         self.blocks.claim(self._pool.entries)
         if self.blocks.pending:
             log.info("%d blocks of this node's earlier life are looked at", len(self.blocks.pending))
 
     def note(self, events: Iterable[IndexEvent]) -> None:
-        """Notes changes of the ledger's blocks; see :meth:`SurvivingBlocks.note`."""
+        """Handle changes of the ledger's blocks; see :meth:`SurvivingBlocks.note`."""
         events = tuple(events)
         self.blocks.note(events)
         if any(event.here for event in events):
             self._unsealed.set()
 
     async def run(self) -> None:
-        """Computes checksums, writes entries and recovers blocks until it is cancelled."""
+        """Compute checksums, write entries and recover blocks until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_alive(self._keeper, self._node_id, self._pool, KEEPER_LOOK_S))
             group.create_task(self._take_all())
             group.create_task(self._seal_all())
 
     async def bring(self, hashes: Sequence[bytes]) -> None:
-        """Waits until all blocks of a chain that outlived the node's last life, and are sound, are committed again."""
+        """Wait until all intact surviving blocks of a chain are committed again."""
         while self.blocks.pending and self.blocks.run_of(hashes, 1):
             async with self._looking:
                 await self._take(self.blocks.run_of(hashes, self._batch_blocks))
 
     def complete(self, status: NodeStatus) -> None:
-        """Sets the counts of a node's status that this object keeps."""
+        """Set the fields of a node's status that belong to this class."""
         status.recovered_blocks, status.surviving_blocks = self.blocks.recovered, len(self.blocks.pending)
 
     def check_integrity(self) -> None:
-        """Raises PillionError, which names what does not add up in the pool's survival."""
+        """Raise PillionError on inconsistency."""
         self.blocks.check_integrity()
 
     async def _take_all(self) -> None:
@@ -124,5 +118,4 @@ class PoolSurvival:
             unknown = [block for block in blocks if not block.checksum]
             found = dict(zip(unknown, await self._memory.checksums([b.slot for b in unknown]), strict=True))
             self.blocks.seal(blocks, [found.get(block, block.checksum) for block in blocks])
-            # Other tasks wait for this loop too, and blocks come in chunks, so the task pauses between two rounds.
             await asyncio.sleep(SEAL_S)

@@ -1,17 +1,17 @@
-"""Keeps a table of the ledger's committed blocks beside the pool, so that a KV node's death does not take them.
+"""Table of the ledger's committed blocks beside the pool, which makes them recoverable after a KV node's death.
 
-    commit    the block is in the ledger --its checksum is known--> its entry is written
+    commit    the block is in the ledger --its checksum is computed--> its entry is written
     eviction  the block has left the ledger --> its entry is removed --> its slot is leased, written to, ...
-    death     what has an entry was committed, whole, and nobody has been allowed to write to its slot since
-    the node's next life, when no process uses the pool any more (:mod:`pillion.kvstore.pool_survival.surviving_pool`)
-              a slot with an entry is claimed --its bytes fit, and its parent is there--> in the ledger again
-                                              '--they do not, or it has none--> entry removed --> free
+    death     blocks with an entry were committed and complete, and their slots have not been writable since
+    restart   once no process uses the pool any more (:mod:`pillion.kvstore.pool_survival.surviving_pool`)
+              a slot with an entry is claimed --its bytes are intact, and its parent is there--> in the ledger again
+                                              '--otherwise--> entry removed --> free
 
-An entry is removed before its slot is leased, because the node calls :meth:`SurvivingBlocks.note` with the ledger's
-events in the same turn of its loop in which it evicts, before anybody hears of the slot. An entry is written later than
-its block is committed, so a death costs the blocks that were committed just before it.
+An entry is removed before its slot is leased, because the node passes the ledger's events to
+:meth:`SurvivingBlocks.note` in the turn of its loop in which it evicts, before the slot is handed out. An entry is
+written some time after the commit, so a death loses the blocks committed just before it.
 
-It does no I/O (I9): checksums are computed elsewhere, and come back by :meth:`SurvivingBlocks.seal` and
+No I/O (I9): checksums are computed elsewhere and passed to :meth:`SurvivingBlocks.seal` and
 :meth:`SurvivingBlocks.take`.
 """
 
@@ -27,12 +27,11 @@ from pillion.kvstore.pool_survival.slot_table import NO_PARENT, SlotTable, Survi
 
 
 class SurvivingBlocks:
-    """Keeps the table of one pool, and the blocks of the node's earlier life that are not in ``ledger`` again yet. Only
-    the node's loop calls it.
+    """Table of one pool, and the surviving blocks that are not in ``ledger`` again. Only the node's loop calls it.
 
     Attributes:
-        pending: blocks of the earlier life by hash, the first written first. The node itself leases their slots.
-        recovered, dropped: how many blocks of the earlier life are in the ledger again, and how many cannot be.
+        pending: surviving blocks by hash, in order of writing. The node itself leases their slots.
+        recovered, dropped: number of surviving blocks back in the ledger, and lost.
     """
 
     def __init__(self, ledger: Ledger, table: SlotTable) -> None:
@@ -41,17 +40,16 @@ class SurvivingBlocks:
         self._ledger = ledger
         self._table = table
         self._epoch = 0
-        # For each block's hash this has the hashes of the pending blocks that follow it.
+        # Parent hash -> hashes of its pending children.
         self._children: dict[bytes, dict[bytes, None]] = {}
-        # These are committed blocks without an entry yet, and the slot of each block with one.
+        # Committed blocks without an entry, and the slots of those with one.
         self._unsealed: dict[bytes, None] = {}
         self._slots: dict[bytes, int] = {}
 
     def claim(self, entries: Iterable[SurvivingBlock]) -> None:
-        """Claims the slots of an earlier life's blocks, once, before any is leased. ``entries`` are the table's."""
+        """Claim the slots of surviving blocks, once, before any slot is leased. ``entries`` are the table's."""
         for entry in entries:
             if entry.hash in self.pending:
-                # A block that was computed twice has two entries, of which one is enough.
                 self._table.remove(entry.slot)
             else:
                 self.pending[entry.hash] = entry
@@ -60,11 +58,10 @@ class SurvivingBlocks:
             self._epoch = self._ledger.claim([entry.slot for entry in self.pending.values()])
 
     def note(self, events: Iterable[IndexEvent]) -> None:
-        """Notes changes of the ledger's blocks. The caller passes all events, in order, before it uses a slot that was
-        freed."""
+        """Handle changes of the ledger's blocks. Pass all events, in order, before any freed slot is used."""
         for event in events:
             if event.here:
-                # A block that was recovered from the earlier life has its entry in the table already.
+                # Recovered blocks have their entries already.
                 if event.block_hash not in self._slots:
                     self._unsealed[event.block_hash] = None
                 continue
@@ -74,13 +71,13 @@ class SurvivingBlocks:
                 self._table.remove(slot)
 
     def unsealed(self, most: int) -> list[Block]:
-        """Returns committed blocks that have no entry yet, at most ``most``."""
+        """Return up to ``most`` committed blocks without an entry."""
         known = self._ledger.tree.by_hash
         return [known[block_hash] for block_hash in islice(self._unsealed, most)]
 
     def seal(self, blocks: Sequence[Block], checksums: Sequence[int]) -> None:
-        """Writes entries for those of ``blocks`` that are still in the ledger. The checksum of a block that has left
-        may be of other bytes, and is ignored."""
+        """Write entries for those of ``blocks`` that are still in the ledger. The checksums of others may be of
+        overwritten bytes and are ignored."""
         for block, checksum in zip(blocks, checksums, strict=True):
             if self._ledger.tree.by_hash.get(block.hash) is block and block.hash in self._unsealed:
                 del self._unsealed[block.hash]
@@ -88,7 +85,7 @@ class SurvivingBlocks:
                 self._write(block)
 
     def next_run(self, most: int) -> list[SurvivingBlock]:
-        """Returns pending blocks of one chain to look at next, parents first, at most ``most``; none at the end."""
+        """Return up to ``most`` pending blocks of one chain to verify next, parents first; empty at the end."""
         entry = next(iter(self.pending.values()), None)
         while entry is not None and entry.parent in self.pending:
             entry = self.pending[entry.parent]
@@ -100,7 +97,7 @@ class SurvivingBlocks:
         return run
 
     def run_of(self, hashes: Sequence[bytes], most: int) -> list[SurvivingBlock]:
-        """Returns the pending blocks that come next on a chain, after its blocks in the ledger, at most ``most``."""
+        """Return up to ``most`` pending blocks that continue a chain after its blocks in the ledger."""
         run: list[SurvivingBlock] = []
         known = self._ledger.tree.by_hash
         for block_hash in hashes:
@@ -113,9 +110,9 @@ class SurvivingBlocks:
         return run
 
     def take(self, run: Sequence[SurvivingBlock], checksums: Sequence[int]) -> int:
-        """Puts a run's blocks into the ledger if their bytes fit their checksums and their parents are in it, and frees
-        the slots of the others. Returns how many blocks it put there. :meth:`next_run` or :meth:`run_of` has returned
-        the run, and no other was taken since."""
+        """Add a run's blocks to the ledger if their checksums match and their parents are in it, and free the slots of
+        the others. Return how many were added. The run is the latest result of :meth:`next_run` or
+        :meth:`run_of`."""
         known, taken = self._ledger.tree.by_hash, self.recovered
         good: list[SurvivingBlock] = []
         for entry, checksum in zip(run, checksums, strict=True):
@@ -124,7 +121,7 @@ class SurvivingBlocks:
             if not here and follows and checksum == entry.checksum:
                 good.append(entry)
                 continue
-            # The chain may go on after a block that was computed anew, so the following blocks are looked at, too.
+            # The chain may continue after a recomputed block, so go on with the following ones.
             self._restore(good)
             good = []
             self._drop(entry, lost=not here)
@@ -134,7 +131,7 @@ class SurvivingBlocks:
         return self.recovered - taken
 
     def check_integrity(self) -> None:
-        """Raises Internal if table, ledger and pending blocks contradict each other. O(slots)."""
+        """Raise Internal on contradictions between table, ledger and pending blocks. O(slots)."""
         known = self._ledger.tree.by_hash
         told = {slot: entry for slot in range(self._table.shape.num_slots) if (entry := self._table.read(slot))}
         kept = {slot: block_hash for block_hash, slot in self._slots.items()}
@@ -171,9 +168,9 @@ class SurvivingBlocks:
 
     def _forget(self, entry: SurvivingBlock) -> None:
         del self.pending[entry.hash]
-        parallel_samples = self._children[entry.parent]
-        del parallel_samples[entry.hash]
-        if not parallel_samples:
+        siblings = self._children[entry.parent]
+        del siblings[entry.hash]
+        if not siblings:
             del self._children[entry.parent]
 
     def _write(self, block: Block) -> None:

@@ -1,13 +1,13 @@
-"""Gives a KV node a pool that outlives the node's process: finds the pool of the node's earlier life, and recovers it
-or leaves it to its users.
+"""Memory of a KV node whose pool outlives its process: finds the pool of the node's previous life, and recovers it or
+leaves it to its users.
 
-    open     the keeper's descriptors of this node's name --> found
-    shape    found --same shape, and nobody uses it any more--> the pool
-               '--else--> left to its users, and a fresh one made
+    open     the keeper's descriptors under this node's name --> found
+    shape    found --same shape, and no process uses it any more--> the pool
+               '--else--> left to its users, and a fresh one created
 
-For a pool on GPUs, the table's namespace also says how the pool is divided, and over which GPUs
-(:meth:`pillion.kvstore.memory.domain.Domain.layout`). A GPU seldom has room for two pools, so the node gives up a pool
-that it does not recover, at the keeper, too, before it makes a fresh one, or if a region needs the room.
+For a pool on GPUs, the table's namespace includes how the pool is divided, and over which GPUs
+(:meth:`pillion.kvstore.memory.domain.Domain.layout`). A GPU seldom has room for two pools, so the node drops a pool
+that it cannot recover, at the keeper as well, before it creates a fresh one, or if a region needs the room.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ log = logging.getLogger("pillion.kvnode")
 
 
 def open_keeper(socket_path: str) -> PoolKeeper:
-    """Connects to the keeper behind ``--keeper-socket``, and returns the connection."""
     return PoolKeeper(socket_path)
 
 
 class SurvivingMemory(NodeMemory):
-    """Manages the memory of a node with ``--keeper-socket``.
+    """Memory of a node with ``--keeper-socket``.
 
     Attributes:
-        keeper: holds the pool while no node does.
-        surviving: the pool as the keeper has it, set by :meth:`shape`; None if the pool goes with this node.
-        drained: places of workers of this node's earlier life whose last step has ended.
+        keeper: holds the pool's descriptors while no node runs.
+        surviving: the pool as stored at the keeper, set by :meth:`shape`; None if the pool ends with this node.
+        drained: places of workers of the node's previous life whose last step has ended.
     """
 
     def __init__(self, flags: KVNodeFlags, open_domain: Callable[[KVNodeFlags], Domain]) -> None:
@@ -61,8 +60,8 @@ class SurvivingMemory(NodeMemory):
 
     async def open(self) -> None:
         await super().open()
-        # The memory that was just made is closed again: whether the pool of the node's earlier life is recovered is
-        # known only when the first worker has said its block size and namespace.
+        # Close the new memory: whether the previous pool is recovered depends on the first worker's block size and
+        # namespace.
         self._close_segments()
         await until_over(asyncio.to_thread(self._find))
         if self._found and self.domain.kind == HOST and self._found.places.size_bytes != self.pool_bytes:
@@ -106,12 +105,12 @@ class SurvivingMemory(NodeMemory):
         if reason := self._why_not_kept(hello):
             log.warning("%s %s: this pool will not outlive the node", hello.component_id, reason)
             kept.forsake()
-        # A worker on GPUs takes its place in the pool's file, and gets that only if the pool is kept.
+        # A worker on GPUs takes its place in the pool's file, which it only gets if the pool survives.
         has_places = self.domain.kind == HOST or (bool(kept.memory_fds) and not kept.forsaken)
         return kept.pool_id if hello.takes_place and has_places else ""
 
     def _why_not_kept(self, hello: AttachHello) -> str:
-        """Says why the node could not prove that this worker uses the pool no more; empty if it could."""
+        """Return why the node could not prove that this worker stopped using the pool; empty if it could."""
         if not hello.takes_place:
             return "is of an older version"
         if self.domain.kind != HOST and hello.processes > 1:
@@ -119,7 +118,7 @@ class SurvivingMemory(NodeMemory):
         return ""
 
     async def answering(self, hello: AttachHello, reply: AttachReply, process: int) -> list[int]:
-        """Tells the keeper of a worker on a GPU before that worker learns of slots; returns the file of its place."""
+        """Register a GPU worker with the keeper before it gets slots; return the file of its place."""
         kept = self.surviving
         if kept is None or not reply.pool_id or self.domain.kind == HOST:
             return []
@@ -141,7 +140,7 @@ class SurvivingMemory(NodeMemory):
         return PoolSurvival(self._flags.node_id, self.keeper, self.surviving, ledger, self.pool, changed)
 
     def _find(self) -> None:
-        """Finds the pool that an earlier life of this node has left, in a thread."""
+        """Find the pool of this node's previous life, on a thread."""
         shards = 0 if self.domain.kind == HOST else len(self.domain.device_uuids)
         try:
             kept = self.keeper.take(self._flags.node_id)
@@ -159,7 +158,7 @@ class SurvivingMemory(NodeMemory):
             self._keep(self._shape(self.pool.num_slots, shards, hello.namespace))
 
     async def _choose(self, shards: Shards, namespace: str) -> None:
-        """Recovers the pool that was found, or gives it up and makes a fresh one, if that is in host memory."""
+        """Recover the found pool, or drop it and create a fresh one, if that is in host memory."""
         found = self._found
         if found is not None:
             if not await until_over(asyncio.to_thread(self._fits, found, shards, namespace)):
@@ -172,15 +171,15 @@ class SurvivingMemory(NodeMemory):
             return
         await self._leave_found()
         if self.domain.kind == HOST:
-            # Segments may be left of an attempt for an earlier worker, which the node has refused.
+            # An attempt for an earlier, refused worker may have left segments.
             self._close_segments()
             segment = await until_over(asyncio.to_thread(OwnedSegment, self.pool_bytes))
             self.segments.append(segment)
             self.surviving = SurvivingPool.make(segment, self._shape(num_slots, shards, namespace))
 
     def _fits(self, found: SurvivingPool, shards: Shards, namespace: str) -> bool:
-        """Returns whether the pool that was found is such as this node would make now. Its size counts only if the
-        flags set one."""
+        """Return whether this node would now create a pool like the found one. Its size only counts if the flags set
+        one."""
         shape = self._shape(found.table.shape.num_slots, shards, namespace)
         if found.table.shape != shape:
             return False
@@ -189,7 +188,7 @@ class SurvivingMemory(NodeMemory):
         return True
 
     async def _take(self, found: SurvivingPool, shards: Shards) -> bool:
-        """Takes a pool that this process owns, with the blocks in it. Says whether the pool's memory could be had."""
+        """Open an owned pool with its blocks; return False if its memory is unavailable."""
         domain = self.domain
         if domain.kind != HOST:
             num_slots = found.table.shape.num_slots
@@ -205,11 +204,11 @@ class SurvivingMemory(NodeMemory):
         return True
 
     def _shape(self, num_slots: int, shards: Shards, namespace: str) -> PoolShape:
-        """Returns the shape that is written into the table of a pool that is kept."""
+        """Return the shape to record in a surviving pool's table."""
         return PoolShape(num_slots, shards.block_bytes, self.domain.layout(namespace, shards))
 
     def _keep(self, shape: PoolShape) -> None:
-        """Makes a fresh pool on GPUs one that outlives this node, if the system can do that."""
+        """Make a fresh pool on GPUs survive this node, if the system supports that."""
         places = OwnedSegment(PLACES_BYTES)
         self.surviving = SurvivingPool.make(places, shape, [segment.fileno() for segment in self.segments])
         if self.surviving is None:
@@ -222,15 +221,14 @@ class SurvivingMemory(NodeMemory):
             found.places.close()
 
     async def _leave_found(self) -> None:
-        """Gives up the pool that was found. The keeper drops it, too, if it is on GPUs, because it would go on holding
-        their memory."""
+        """Drop the found pool; at the keeper as well if it is on GPUs, to free their memory."""
         on_gpus = self._found is not None and bool(self._found.memory_fds)
         self._close_found()
         if on_gpus:
             await until_over(asyncio.to_thread(self._drop))
 
     def _drop(self) -> None:
-        """Makes the keeper give up a GPU's memory, in a thread."""
+        """Make the keeper drop a pool on GPUs, on a thread."""
         try:
             self.keeper.drop(self._flags.node_id)
         except PillionError as error:

@@ -1,27 +1,26 @@
-"""Makes a pool whose memory outlives its node. A node recovers its earlier life's pool, or makes one.
+"""A pool whose memory outlives its node.
 
-    start    keeper --what this node's earlier life gave it--> found, if it can be a pool of this node's flags
-    shape    found --same block bytes and namespace, and no process but those that have drained uses it--> recovered
-               '-- another shape; or somebody uses it for PATIENCE_S longer --> left to its users, and a fresh one made
-    fresh    pool and table --> owned --> the keeper gets both --> the first worker gets the pool
-    forsaken no later life recovers the pool; the keeper drops a pool on GPUs, and does not get it again
+    start    keeper --descriptors of this node's previous life--> found, if they fit this node's flags
+    shape    found --same block bytes and namespace, and no process but drained ones uses it--> recovered
+               '-- another shape; or still used after PATIENCE_S --> left to its users, and a fresh one created
+    fresh    pool and table --> owned --> sent to the keeper --> the first worker gets the pool
+    forsaken no later life recovers the pool; a pool on GPUs is dropped by the keeper for good
 
-**Which processes may still write.** Workers of the earlier life hold slots, and write to them until they have noticed
-its end. A worker locks a place of the pool's file before the node tells it of any slot, and keeps the lock for as long
-as it maps the pool. So a pool is recovered when the only locked places are those of workers that have told this node
-that their last step has ended. Reading is no safer than writing: a worker that has not noticed reads blocks that it had
-pinned, and they must not be evicted under it. The earlier node itself, whose threads fetch blocks, holds the place
-OWNER alike.
+**Which processes may still write.** Workers of the previous life write to their slots until they detect its end. A
+worker locks a place of the pool's file before the node leases it any slot, and holds the lock while it maps the pool.
+So a pool is recovered when only workers that have reported the end of their last step to this node have places locked.
+Reading is no safer than writing: a worker that has not noticed reads blocks that it had pinned, and they must not be
+evicted under it. The previous node itself, whose threads fetch blocks, holds the place OWNER likewise.
 
-**A pool on GPUs.** A GPU's memory has no such locks, so the places are those of a file of one page that goes with it.
-These locks are not enough: a process's files are closed in any order, and a kernel that it has launched may run for as
-long as the GPU's own file is open. So the node also hands the keeper a descriptor of each worker's process (pidfd),
-before that worker is told of any slot, and recovers the pool when those processes have *ended*. The kernel says so when
-all files of a process are closed. For the same reason the node's own process is among them, of a pool in host memory,
-too: a network adapter that fetches blocks for it writes to memory as long as the adapter's file is open.
+**A pool on GPUs.** GPU memory has no such locks, so the places are those of an accompanying file of one page. Locks are
+not enough: a process's files are closed in any order, and a kernel that it has launched may run while the GPU's own
+file is open. So the node also sends the keeper a pidfd of each worker's process before leasing it any slot, and
+recovers the pool when those processes have *exited*, which the kernel reports after closing all their files. For the
+same reason the node's own process is among them, for a pool in host memory as well: a network adapter that fetches
+blocks for it writes to memory as long as the adapter's file is open.
 
-No node recovers a pool (:meth:`SurvivingPool.forsake`) that was used by a worker of a version that takes no place, or
-by one that computes on GPUs with several processes: the node learns of the others too late.
+No node recovers a pool (:meth:`SurvivingPool.forsake`) that was used by a worker of a version without places, or by one
+that computes on GPUs with several processes, since the node learns of the others too late.
 """
 
 from __future__ import annotations
@@ -50,25 +49,24 @@ from pillion.net.private_socket import close_all
 
 log = logging.getLogger("pillion.kvnode")
 
-# Workers of the node's earlier life may still use a pool for this long, which is longer than a step. Without its blocks
-# every stream computes its prompt again, but a worker that is stopped must not hold up the others.
+# How long workers of the previous life may still use a pool: longer than a step. Without the pool every stream
+# recomputes its prompt, but a stopped worker must not delay the others.
 PATIENCE_S = 5.0
 LOOK_S = 0.01
-# The file that has the places of a pool on GPUs has this size.
 PLACES_BYTES = mmap.PAGESIZE
 
 
 class SurvivingPool:
-    """Represents a pool and its table, both owned by this process.
+    """A pool and its table, both owned by this process.
 
     Attributes:
-        places: the segment whose file has the places: the pool's memory itself, or the file that goes with GPUs'.
-        memory_fds: descriptors of GPUs' memory, one for each shard; none of a pool in host memory.
+        places: segment whose file has the places: the pool in host memory, or the file that accompanies GPU memory.
+        memory_fds: descriptors of GPU memory, one per shard; empty for a pool in host memory.
         table: table of the blocks in the pool.
-        entries: blocks that an earlier life of the node has left in the pool; none for a fresh pool.
-        taken: whether the pool was made by an earlier life of the node.
-        forsaken: whether the pool is marked so that no later life of the node recovers it.
-        stale: whether the keeper still holds descriptors of processes that no longer use the pool.
+        entries: blocks of the node's previous life; empty for a fresh pool.
+        taken: True if the previous life created the pool.
+        forsaken: True if no later life can recover the pool.
+        stale: True while the keeper holds pidfds of processes that no longer use the pool.
     """
 
     def __init__(
@@ -83,8 +81,7 @@ class SurvivingPool:
         self.table, self.entries = table, list[SurvivingBlock]()
         self.taken = self.forsaken = self.stale = False
         self._table_segment, self._words = table_segment, words
-        # These are the processes that an earlier life has named, and those of this life by epoch, each with its place
-        # and descriptor.
+        # (place, pidfd) of the previous life's processes, and of this life's by epoch.
         self._before: list[tuple[int, int]] = []
         self._processes: dict[int, tuple[int, int]] = {}
         self._ended: list[int] = []
@@ -92,14 +89,14 @@ class SurvivingPool:
 
     @property
     def pool_id(self) -> str:
-        """Gives the name of the memory, for the workers that mapped it."""
+        """Identifies the memory to workers that have mapped it."""
         return self.table.pool_id.hex()
 
     @classmethod
     def make(cls, segment: OwnedSegment, shape: PoolShape, memory_fds: Collection[int] = ()) -> SurvivingPool | None:
-        """Makes a fresh pool. ``segment`` has its places, and belongs to the pool if this succeeds; the pool's memory
-        is ``memory_fds``, which are duplicated, or ``segment`` itself if there are none. Returns None if the system has
-        no locks of open files, or the shape cannot be kept."""
+        """Create a fresh pool. ``segment`` has its places and belongs to the pool on success; the memory is in
+        ``memory_fds``, which are duplicated, or ``segment`` itself if there are none. Return None if the system has no
+        open file description locks, or the shape cannot be recorded."""
         if len(shape.namespace) != 2 * HASH_BYTES:
             return None
         with contextlib.ExitStack() as undo:
@@ -120,8 +117,8 @@ class SurvivingPool:
 
     @classmethod
     def found(cls, kept: KeeperDescriptors, shards: int) -> SurvivingPool | None:
-        """Returns the pool of an earlier life in ``kept``, or None if there is none. The pool has ``shards`` memories
-        on GPUs. What it does not need of ``kept`` is closed."""
+        """Return the previous life's pool in ``kept``, or None if it cannot be recovered. ``shards`` is its number of
+        memories on GPUs. Unused descriptors of ``kept`` are closed."""
         with contextlib.ExitStack() as undo:
             undo.callback(kept.close)
             try:
@@ -142,8 +139,8 @@ class SurvivingPool:
         return found
 
     async def freed(self, drained: Collection[int]) -> bool:
-        """Owns the pool, and returns True when no process uses it but those at ``drained`` places, which may grow
-        meanwhile. Returns False after PATIENCE_S, or if the system cannot tell."""
+        """Own the pool and return True once no process uses it except those at ``drained`` places, a collection that
+        may grow meanwhile. Return False after PATIENCE_S, or if the system cannot tell."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -165,20 +162,20 @@ class SurvivingPool:
             await asyncio.sleep(LOOK_S)
 
     async def read(self) -> None:
-        """Reads all entries of the table of blocks, on a thread."""
+        """Read all entries of the table, on a thread."""
         self.entries = await until_over(asyncio.to_thread(self.table.blocks))
         self.taken = True
         while self._before:
             os.close(self._before.pop()[1])
 
     def forsake(self) -> None:
-        """Makes sure that no later life recovers the pool."""
+        """Prevent any later life from recovering the pool."""
         self.forsaken = True
         self.table.forsake()
 
     async def admit(self, keeper: PoolKeeper, name: str, epoch: int, place: int, pidfd: int) -> None:
-        """Tells the keeper of a worker's process, whose descriptor is duplicated, before the worker learns of any slot.
-        If the keeper cannot, no node recovers the pool."""
+        """Register a worker's process with the keeper before the worker gets any slot; ``pidfd`` is duplicated. If the
+        keeper fails, no node recovers the pool."""
         if self.forsaken:
             return
         if len(self._processes) >= MAX_KEPT_PROCESSES:
@@ -189,27 +186,24 @@ class SurvivingPool:
         try:
             await self.give(keeper, name)
         except Unavailable as error:
-            # The keeper does not know this worker's process, so a later life of the node could not wait until it has
-            # ended.
             log.warning("this pool will not outlive its node: %s", error.message)
             self.forsake()
 
     def ended(self, epoch: int) -> None:
-        """Notes that an admitted worker uses the pool no more. Idempotent."""
+        """Handle the end of a worker's use of the pool. Idempotent."""
         if epoch in self._processes:
             self._ended.append(self._processes.pop(epoch)[1])
             self.stale = True
 
     async def give(self, keeper: PoolKeeper, name: str) -> None:
-        """Gives the keeper the descriptors of the whole pool, unless the pool is on GPUs and no later life is to
-        recover it. Raises Unavailable."""
+        """Send the keeper the descriptors of the whole pool, unless it is a forsaken pool on GPUs. Raises
+        Unavailable."""
         async with self._giving:
-            # Descriptors of processes that end while the thread runs are closed the next time, because the thread still
-            # uses them.
+            # Pidfds that end while the thread runs are closed next time, since the thread still uses them.
             close_all(self._ended)
             self.stale = False
             if self.forsaken and self.memory_fds:
-                # The pool may have been forsaken while this thread waited, and the keeper may have dropped it already.
+                # Forsaken while this call waited; the keeper may have dropped the pool already.
                 return
             memories = [*self.memory_fds, self.places.fileno(), self._table_segment.fileno()]
             processes = list(self._processes.values())
@@ -220,13 +214,13 @@ class SurvivingPool:
                 raise
 
     async def drop(self, keeper: PoolKeeper, name: str) -> None:
-        """Makes the keeper drop the pool, after any :meth:`give` that is under way. Raises Unavailable."""
+        """Make the keeper drop the pool, after any pending :meth:`give`. Raises Unavailable."""
         async with self._giving:
             await until_over(asyncio.to_thread(keeper.drop, name))
 
     def close(self) -> None:
-        """Closes this process's descriptors of the pool except that of the places, and for a pool on GPUs that one too;
-        a pool's segment is closed by its owner. Idempotent."""
+        """Close this process's descriptors of the pool, except that of the places for a pool in host memory, whose
+        owner closes its segment. Idempotent."""
         self._words.release()
         self._table_segment.close()
         if self.memory_fds:
@@ -237,8 +231,8 @@ class SurvivingPool:
             each.clear()
 
     def _name_owner(self, *, needed: bool) -> None:
-        """Puts this process among those that the next life waits for. Raises OSError if that is ``needed`` and the
-        system has no descriptors of processes."""
+        """Add this process to those that the next life waits for. Raises OSError if that is ``needed`` and the system
+        has no pidfds."""
         try:
             self._processes[OWNER] = OWNER, os.pidfd_open(os.getpid())
         except (AttributeError, OSError) as error:
@@ -252,15 +246,14 @@ def _fresh_table(segment: OwnedSegment, shape: PoolShape) -> tuple[SlotTable, me
 
 
 def table_words(segment: OwnedSegment) -> memoryview:
-    """Maps a table as words. Raises ConfigError."""
     size_bytes = segment.size_bytes // WORD_BYTES * WORD_BYTES
     mapped: mmap.mmap = map_shared(segment.fileno(), size_bytes)
     return memoryview(mapped).cast("Q")
 
 
 def _has_ended(pidfd: int) -> bool:
-    """Returns whether a process has ended, with all of its threads, and its files are closed. This process itself
-    counts as ended, because an earlier life may have ended in it: the places say whether that life has."""
+    """Return whether a process has exited, with its files closed. This process itself counts as exited, since a
+    previous life may have run in it: the places show whether that has ended."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     if poll.poll(0):
@@ -270,12 +263,11 @@ def _has_ended(pidfd: int) -> bool:
 
 
 async def keep_alive(keeper: PoolKeeper, name: str, pool: SurvivingPool, look_s: float) -> None:
-    """Hands the pool to the keeper, and again whenever the keeper was lost or still holds descriptors of workers that
-    no longer use the pool, until cancelled. Where no later life of the node may recover a pool on GPUs (``forsaken``),
-    the keeper drops it instead, because a GPU seldom has room for a second pool.
+    """Send the pool to the keeper, and again whenever the keeper was lost or holds stale pidfds, until cancelled. A
+    forsaken pool on GPUs is dropped there instead, because a GPU seldom has room for a second pool.
 
-    A cancel, by which a node stops, is followed by a last look: a keeper that was replaced since the one before has
-    no pool yet, and the node's next life asks it for one."""
+    Cancelling, i.e. the node's stop, is followed by a last check: a keeper replaced since the previous one has no pool
+    yet, and the node's next life asks it for one."""
     told = over = False
     try:
         while not over:

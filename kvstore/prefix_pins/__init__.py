@@ -1,1 +1,1 @@
-"""Keeps prefix pins: chains that tenants want to keep in the pool, which are evicted last. Open node_pins.py first."""
+"""Prefix pins: chains that tenants have pinned, which are evicted last. Open node_pins.py first."""

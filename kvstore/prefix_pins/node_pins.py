@@ -1,17 +1,15 @@
-"""Runs a node's prefix pins in real time: serves the calls, ends pins in time, and keeps the record for the node's next
-life.
+"""A node's prefix pins in real time: serves the calls, expires pins, and maintains their record for a restarted node.
 
-    start --record read--> pinned again, as far as their time is not over; the chains come with the pool, or later
-      while it runs: what is over ends; the record is written when something has changed, and again for an emptied Redis
+    start --record read--> unexpired pins are restored; their chains arrive with the pool, or later
+      running: pins expire; the record is written after changes, and periodically in case Redis was emptied
 
-The table decides (:mod:`pillion.kvstore.ledger.pin_table`). Without Redis, and while it does not answer,
-everything goes on, but a restarted node knows nothing of its pins: they lapse.
+The table decides (:mod:`pillion.kvstore.ledger.pin_table`). Without Redis everything works, except that pins do not
+survive a restart of the node.
 
-The record is read once the pool has its shape and Redis answers, which may be long after the first call. A prefix pin
-that is dropped before that is remembered by its name, and is not taken back from the record: a call that waited for
-Redis, or failed without it, would make pins depend on Redis while the node lives. A pin that another one has replaced
-does not come back, either, as long as that one lasts. A list that is asked for before the record was read lacks the
-pins that only the record knows.
+The record is read once the pool has its shape and Redis answers, which may be long after the first call. Until then,
+dropped pins are remembered by name, so that the record does not restore them: waiting for Redis, or failing without it,
+would make pins depend on Redis while the node lives. A pin that was replaced is not restored while its replacement
+lasts. Lists before that read lack the pins that only the record has.
 """
 
 from __future__ import annotations
@@ -31,22 +29,20 @@ from pillion.v1.kvnode_pb2 import PrefixPin as PrefixPinReply
 
 log = logging.getLogger("pillion.kvnode")
 
-# The node looks this often for pins whose time is over, and for a change that is yet to be written.
 LOOK_S = 1.0
-# The pins' record in Redis is written again after this time even if nothing has changed, lest Redis was emptied.
+# Interval of writes of an unchanged record, in case Redis was emptied.
 REPEAT_S = 10.0
-# A record's names have at most this many characters: a tenant's and a pin's, which the gateway bounds more tightly.
+# Characters of an owner or a pin's name in the record; the gateway's limits are tighter.
 MAX_NAME_CHARS = 256
-# At most this many dropped names are remembered until the node's record of pins was read.
 MAX_UNREAD_DROPS = 4096
 
 
 class NodePrefixPins:
-    """Holds the prefix pins of one pool. Only the node's loop calls it.
+    """The prefix pins of one pool. Only the node's loop calls it.
 
     Args:
-        ledger: the ledger whose prefix pins these are.
-        records: where the pins are written for the node's next life; None where they are not written.
+        ledger: the pool's ledger.
+        records: where the pins are recorded for a restarted node; None to not record them.
     """
 
     def __init__(self, ledger: Ledger, records: PrefixPinRecords | None = None) -> None:
@@ -54,12 +50,11 @@ class NodePrefixPins:
         self._table = ledger.prefix_pins
         self._records = records
         self._read = self._changed = False
-        # These are the owners and names that were dropped before the record was read.
         self._dropped: set[tuple[str, str]] = set()
         self._written_s = float("-inf")
 
     def pin_prefix(self, request: PinPrefixRequest) -> PrefixPinReply:
-        """Pins a chain for a tenant. Raises InvalidRequest, Overloaded beyond a quota, Unavailable before the pool has
+        """Pin a chain for a tenant. Raises InvalidRequest, Overloaded beyond a quota, Unavailable before the pool has
         its shape, and Conflict for a fenced epoch."""
         now = self._active(request.epoch)
         if not self._ledger.num_slots:
@@ -82,8 +77,8 @@ class NodePrefixPins:
         return _described(pin, now)
 
     def drop(self, request: UnpinPrefixRequest) -> bool:
-        """Ends a prefix pin; returns whether the pin existed, or may stand in the record that was not read yet. Raises
-        Unavailable where no more drops can be remembered until that record is read, and Conflict for a fenced epoch."""
+        """End a prefix pin; return whether it existed, or may exist in the unread record. Raises Unavailable if no more
+        drops can be remembered until the record is read, and Conflict for a fenced epoch."""
         self._active(request.epoch)
         remembered = self._remember_drop(request.owner, request.name)
         dropped = self._table.drop(request.owner, request.name)
@@ -91,13 +86,13 @@ class NodePrefixPins:
         return dropped or remembered
 
     def listed(self, request: ListPrefixPinsRequest) -> ListPrefixPinsReply:
-        """Returns an owner's prefix pins, without those that are only in a record which was not read yet."""
+        """Return an owner's prefix pins, except those only in an unread record."""
         now = self._seen(request.epoch)
         found = self._table.of(request.owner)
         return ListPrefixPinsReply(prefix_pins=[_described(pin, now) for pin in found])
 
     def ending_in(self, chain: Sequence[bytes]) -> list[PinPrefixRequest]:
-        """Returns the prefix pins whose last block is one of a chain, as requests that would make them elsewhere."""
+        """Return the prefix pins that end with a block of a chain, as requests that recreate them elsewhere."""
         now = time.monotonic()
         ending = ((pin, depth) for depth, name in enumerate(chain, 1) for pin in self._table.ending_with(name))
         return [
@@ -114,7 +109,7 @@ class NodePrefixPins:
         ]
 
     async def run(self) -> None:
-        """Ends pins whose time is over and keeps the record, until it is cancelled. The pool has its shape."""
+        """Expire pins and write the record until cancelled. The pool has its shape."""
         while True:
             self._changed |= self._table.expire(time.monotonic()) > 0
             if self._records is not None:
@@ -125,8 +120,8 @@ class NodePrefixPins:
             await asyncio.sleep(LOOK_S)
 
     async def aclose(self) -> None:
-        """Writes the last changes, if Redis answers, and closes the connections. No call changes anything any more, and
-        ``run`` has ended. Idempotent."""
+        """Write the last changes if Redis answers, and close the connections, after ``run`` and all calls have ended.
+        Idempotent."""
         records, self._records = self._records, None
         if records is None:
             return
@@ -139,10 +134,10 @@ class NodePrefixPins:
 
     async def _keep_record(self, records: PrefixPinRecords) -> None:
         if not self._read:
-            # The record is read before anything is written, because it may have more than this life has yet.
+            # Before any write, because the record may have pins that this life has not restored yet.
             self._take_back(await records.read())
             self._read = True
-            # A pin that was dropped before the record was read has to leave the record too.
+            # Remove pins from the record that were dropped before it was read.
             self._changed |= bool(self._dropped)
             self._dropped.clear()
         repeats = self._table.all and time.monotonic() - self._written_s >= REPEAT_S
@@ -200,8 +195,7 @@ class NodePrefixPins:
         self._written_s = time.monotonic()
 
     def _remember_drop(self, owner: str, name: str) -> bool:
-        """Keeps a prefix pin from coming back with a record that was not read yet; returns whether there is such a
-        record."""
+        """Keep a prefix pin from being restored from an unread record; return whether there is such a record."""
         if self._records is None or self._read or max(len(owner), len(name)) > MAX_NAME_CHARS:
             return False
         if len(self._dropped) >= MAX_UNREAD_DROPS and (owner, name) not in self._dropped:
@@ -213,14 +207,13 @@ class NodePrefixPins:
         return True
 
     def _active(self, epoch: int) -> float:
-        """Records a sign of life of a caller that may change something. Raises NotFound for a void epoch, Conflict for
-        a fenced one."""
+        """Record a call that may change something. Raises NotFound for a void epoch, Conflict for a fenced one."""
         now = self._seen(epoch)
         self._ledger.active(epoch)
         return now
 
     def _seen(self, epoch: int) -> float:
-        """Records a sign of life of the caller. Raises NotFound for a void epoch."""
+        """Record a call. Raises NotFound for a void epoch."""
         now = time.monotonic()
         self._ledger.seen(epoch, now)
         return now

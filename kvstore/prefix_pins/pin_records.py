@@ -1,8 +1,7 @@
-"""Keeps the record of a KV node's prefix pins in Redis, for the node's next life.
+"""Record of a KV node's prefix pins in Redis, for a restarted node.
 
-The node that holds them writes it, and it is never the authority: a node without its record has none until somebody
-pins again, and a Redis without the record gets it again while the node lives. It names chains by hashes, so it tells
-nothing of prompts.
+The node that owns the pins writes it; it is never the authority. A node without its record starts without pins, and an
+emptied Redis gets the record again while the node lives. Chains are stored as hashes, which reveal nothing of prompts.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class PrefixPinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Records one prefix pin, a :class:`pillion.kvstore.ledger.pin_table.PrefixPinWish`. ``until_ms`` is Unix
-    time."""
+    """One prefix pin, as :class:`pillion.kvstore.ledger.pin_table.PrefixPinWish`. ``until_ms`` is Unix time."""
 
     owner: str
     name: str
@@ -36,8 +34,8 @@ class PrefixPinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class PrefixPinRecords(RedisScripts):
-    """Reads and writes the record of the node ``node_id``. Raises ConfigError for a bad URL. Its calls raise
-    Unavailable where Redis does not answer in time, or refuses."""
+    """Record of the node ``node_id``. Raises ConfigError for a bad URL. Calls raise Unavailable if Redis does not
+    answer in time, or refuses."""
 
     scripts = ("prefix_pins",)
 
@@ -46,13 +44,13 @@ class PrefixPinRecords(RedisScripts):
         self._key = keys.prefix_pins_of(node_id)
 
     async def read(self) -> list[PrefixPinRecord]:
-        """Returns the pins that an earlier life has written; nothing where there is no record that can be read."""
+        """Return the pins of the node's previous life; empty if there is no readable record."""
         return await self._link.call(
             "prefix_pins", ScriptCall([self._key], [0, b""]), _read, deadline_ms=RECORD_DEADLINE_MS
         )
 
     async def write(self, records: Sequence[PrefixPinRecord], ttl_ms: int) -> None:
-        """Writes all prefix pins of the node, for ``ttl_ms`` from now."""
+        """Write all prefix pins of the node, to expire after ``ttl_ms``."""
         call = ScriptCall([self._key], [max(1, ttl_ms), msgspec.msgpack.encode(records)])
         await self._link.call("prefix_pins", call, as_bytes, deadline_ms=RECORD_DEADLINE_MS)
 
@@ -62,5 +60,5 @@ def _read(raw: object) -> list[PrefixPinRecord]:
     try:
         return msgspec.msgpack.decode(text, type=list[PrefixPinRecord]) if text else []
     except msgspec.DecodeError:
-        # Another version or program wrote the record: then the pins lapse, and nothing else depends on them.
+        # Written by another version or program: let the pins lapse.
         return []

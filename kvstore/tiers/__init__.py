@@ -1,6 +1,4 @@
-"""Runs lower tiers: blocks that leave the pool go to pinned host memory, to disk and to a bucket, and come back.
+"""Lower tiers: blocks evicted from the pool go to pinned host memory, disk and a bucket, and come back.
 
-kvstore/ledger decides which block leaves first; moves between nodes are in kvstore/transfer.
-
-Open tiers.py first.
+kvstore/ledger decides the eviction order; transfers between nodes are in kvstore/transfer. Open tiers.py first.
 """

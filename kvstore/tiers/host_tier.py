@@ -1,13 +1,12 @@
-"""Implements the tier in host memory: blocks that left a GPU's pool, in pinned buffers that copies go straight into and
-out of.
+"""Tier in host memory: blocks evicted from a GPU's pool, in pinned buffers for direct copies.
 
     a buffer   free --acquire_empty--> in use --store--> in use, kept --release--> kept --least recently used--> free
                  ^                       +--release, not stored--> free             | ^
                  |                                                  acquire_blocks  v | release
-                 +-------------------- did not fit its checksum ------------------ kept, read
+                 +-------------------- checksum mismatch ------------------------- kept, read
 
-The spiller's copy from the GPU is the block's only copy: it stays in its buffer, and the disk tier writes from there. A
-buffer in use is never given to another user, whatever becomes of its block.
+The spiller's copy from the GPU is the block's only copy: it stays in its buffer, from which the disk tier writes it. A
+buffer in use is never reassigned, whatever happens to its block.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ log = logging.getLogger("pillion.kvnode")
 
 
 class HostTier(Tier):
-    """Implements a tier in host memory: copies can be made straight into its buffers. A buffer stays its user's until
-    it is released. Raises ConfigError if not even one block fits.
+    """Tier in host memory, with buffers that the GPU can copy into directly. A buffer belongs to its user until it is
+    released. Raises ConfigError if not even one block fits.
 
     Args:
-        release: called when the tier is closed and uses ``memory`` no more.
+        release: called when the tier is closed and no longer uses ``memory``.
     """
 
     name = "host"
@@ -45,26 +44,25 @@ class HostTier(Tier):
         self._buffers = [memory[start : start + block_bytes] for start in range(0, count * block_bytes, block_bytes)]
         self._place_of = {id(buffer): place for place, buffer in enumerate(self._buffers)}
         self._free = list(range(count))[::-1]
-        # This is the number of users of each buffer.
         self._users = [0] * count
-        # These are the buffer of each block that is kept, and the block in each buffer.
+        # Buffer number by block hash, and block hash by buffer.
         self._places: dict[bytes, int] = {}
         self._hashes: list[bytes | None] = [None] * count
 
     def room_bytes(self) -> int:
-        """Counts all buffers without a user."""
+        """Return the bytes of all buffers without a user."""
         return 0 if self._closed else self._users.count(0) * self._block_bytes
 
     def acquire_empty(self, count: int) -> list[memoryview]:
-        """Returns up to ``count`` buffers of one block each, to be filled, maybe stored, and released; the least
-        recently used blocks make room."""
+        """Return up to ``count`` buffers of one block each, to be filled, possibly stored, and released. Evicts the
+        least recently used blocks."""
         buffers: list[memoryview] = []
         while len(buffers) < count and (place := self._acquire()) is not None:
             buffers.append(self._buffers[place])
         return buffers
 
     def release_buffers(self, buffers: Sequence[memoryview]) -> None:
-        """Ends the caller's use of buffers. Buffers of other owners are ignored."""
+        """End the caller's use of buffers. Ignores buffers of other owners."""
         for buffer in buffers:
             place = self._place_of.get(id(buffer))
             if place is not None:
@@ -72,7 +70,7 @@ class HostTier(Tier):
                 self._free_if_unused(place)
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """Stores blocks; a block in one of this tier's own buffers is kept there, uncopied."""
+        """Store blocks; a block in one of this tier's buffers stays there, uncopied."""
         refused = []
         for name, payload in blocks:
             place = self._place_of.get(id(payload))
@@ -89,7 +87,7 @@ class HostTier(Tier):
         return [name for name in gone if name.hash not in self._kept]
 
     async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
-        """Copies blocks from the tier's buffers straight into the slots."""
+        """Copy blocks from the tier's buffers directly into the slots."""
         buffers = await self.acquire_blocks(hashes)
         try:
             await memory.copy_in(slots[: len(buffers)], buffers)
@@ -98,8 +96,8 @@ class HostTier(Tier):
         return len(buffers)
 
     async def acquire_blocks(self, hashes: Sequence[bytes]) -> list[memoryview]:
-        """Returns the bytes of blocks, in order, until one is missing or broken. The bytes may only be read, and must
-        be released."""
+        """Return the bytes of blocks, in order, until one is missing or broken. They are read-only and must be
+        released."""
         if self._closed:
             return []
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
@@ -114,13 +112,12 @@ class HostTier(Tier):
                 self._broken(names[good])
         finally:
             self.release_buffers(buffers[good:])
-        # The head of a chain must stay newer than the chain's other blocks.
         self.touch([name.hash for name in names[:good]][::-1])
         self.counts.loaded += good
         return buffers[:good]
 
     async def close(self) -> None:
-        """Forgets all blocks of the tier. No buffer has a user any more."""
+        """Drop all blocks. No buffer has a user any more."""
         if not self._closed:
             self._closed = True
             for buffer in self._buffers:
@@ -128,7 +125,7 @@ class HostTier(Tier):
             self._release()
 
     def check_integrity(self) -> None:
-        """Raises Conflict unless every buffer is in exactly one state."""
+        """Raise Conflict unless every buffer is in exactly one state."""
         findings = []
         kept = {place for place, block_hash in enumerate(self._hashes) if block_hash is not None}
         if kept != set(self._places.values()) or self._places.keys() != self._kept.keys():
@@ -143,7 +140,7 @@ class HostTier(Tier):
             raise Conflict("; ".join(findings))
 
     def _acquire(self) -> int | None:
-        """Takes a buffer for one user; returns None if all are in use."""
+        """Acquire a buffer for one user; return None if all are in use."""
         if self._closed:
             return None
         if not self._free:
@@ -163,7 +160,7 @@ class HostTier(Tier):
         self.counts.stored += 1
 
     async def _copied(self, name: BlockName, payload: memoryview) -> bool:
-        """Copies a block from elsewhere into a buffer and keeps it; returns False if there is no buffer."""
+        """Copy a block into a buffer and keep it; return False if no buffer is available."""
         place = self._acquire()
         if place is None:
             return False

@@ -1,13 +1,12 @@
-"""Evicts ahead of need, so that a lease finds free slots; victims are copied to the lower tiers before.
+"""Evicts ahead of need, so that leases find free slots; victims are copied to the lower tiers first.
 
-    free < low --> next victims --copied, in a thread--> still unused? --evicted--> bytes go to the tiers
-         ^                                                   | no: the copy is thrown away
+    free < low --> next victims --copied, on a thread--> still unused? --evicted--> bytes go to the tiers
+         ^                                                   | no: the copy is discarded
          +------------- free < high ------------------------+
 
-No pin is needed while a victim is copied: a committed block never changes (I2), and it can only be evicted on this
-loop. So if the very same block is still there afterwards, the copy is good. An urgent lease evicts at once; blocks that
-it evicts are lost to the tiers (I1). While no tier can take anything, nothing is evicted ahead of need: the pool is the
-best place left.
+Victims need no pin while they are copied: a committed block is immutable (I2) and can only be evicted on this loop, so
+if the same block is still present afterwards, the copy is good. An urgent lease evicts at once, and the tiers miss
+those blocks (I1). While no tier has room, nothing is evicted ahead of need: the pool is the best place left.
 """
 
 from __future__ import annotations
@@ -28,40 +27,38 @@ from pillion.kvstore.tiers.tiers import BlockName, Tier
 
 log = logging.getLogger("pillion.kvnode")
 
-# This many bytes are copied before the pool is checked again.
 BATCH_BYTES = 16 * 2**20
-# At most this many blocks are evicted before the loop does its other work.
 BATCH_BLOCKS = 512
-# A tier that has no room for a copy that may wait is looked at again after this time.
+# Interval of checks for room in a tier, for copies that can wait.
 ROOM_POLL_S = 0.02
-# At most this many bytes are copied, and not yet written or refused.
+# Bytes copied and not yet written or refused.
 MAX_UNDER_WAY_BYTES = 128 * 2**20
 
 
 def without_moved(events: Iterable[IndexEvent], in_tier: Callable[[bytes], bool]) -> list[IndexEvent]:
-    """Returns the pool's events without those of blocks that only moved to a tier, so that the index keeps them."""
+    """Return the pool's events without evictions to a tier, so that the index keeps those blocks."""
     return [event for event in events if event.here or not in_tier(event.block_hash)]
 
 
 def lost_everywhere(
     names: Iterable[BlockName], pool: Container[bytes], in_tier: Callable[[bytes], bool]
 ) -> list[IndexEvent]:
-    """Returns events for blocks that a tier no longer keeps, without those that the pool or another tier has."""
+    """Return removal events for blocks that a tier dropped, except those that the pool or another tier has."""
     lost = (name for name in names if name.hash not in pool and not in_tier(name.hash))
     return [IndexEvent(name.hash, here=False, segment=name.segment) for name in lost]
 
 
 class Spiller:
-    """Evicts blocks of one pool that has its shape. Only the node's loop calls it.
+    """Evicts blocks of one shaped pool ahead of need. Only the node's loop calls it.
 
     Args:
-        tiers: fastest first, maybe none; each gets the blocks that are evicted here and that it does not have yet.
-        low_percent, high_percent: free share of the pool at which evicting begins and ends; 0 turns it off.
-        blocks_lost: called with blocks that a tier no longer keeps, or never kept.
+        tiers: fastest first, possibly empty; each gets the evicted blocks that it lacks.
+        low_percent, high_percent: free share of the pool at which evicting starts and stops; 0 disables it.
+        blocks_lost: called with blocks that a tier dropped or refused.
         changed: called after every change in the ledger.
 
     Attributes:
-        low_slots, high_slots: evicting begins when fewer slots than ``low_slots`` are free, and ends at ``high_slots``.
+        low_slots, high_slots: evicting starts below ``low_slots`` free slots and stops at ``high_slots``.
     """
 
     def __init__(
@@ -83,26 +80,26 @@ class Spiller:
         self._blocks_lost = blocks_lost
         self._changed = changed
         self._poked = asyncio.Event()
-        # These blocks are evicted and not in all tiers yet. Each is counted: it may come back and go again.
+        # Evicted blocks that are not in all tiers yet, counted: a block may come back and be evicted again.
         self._moving: dict[bytes, int] = {}
         self._work: dict[asyncio.Future[Any], None] = {}
         self._under_way_bytes = 0
 
     def poke(self) -> None:
-        """Starts evicting, because fewer slots than ``low_slots`` are free."""
+        """Start evicting; fewer than ``low_slots`` slots are free."""
         self._poked.set()
 
     @property
     def busy(self) -> bool:
-        """Says whether evicted blocks are on their way to a tier."""
+        """True while evicted blocks are being stored."""
         return bool(self._moving)
 
     def keeps(self, block_hash: bytes) -> bool:
-        """Returns whether a block is in a tier or on its way there."""
+        """Return whether a block is in a tier or being stored there."""
         return block_hash in self._moving or any(block_hash in tier for tier in self._tiers)
 
     async def run(self) -> None:
-        """Evicts blocks whenever :meth:`poke` asks for it, until it is cancelled."""
+        """Evict blocks after each :meth:`poke`, until cancelled."""
         while True:
             await self._poked.wait()
             self._poked.clear()
@@ -112,8 +109,8 @@ class Spiller:
                 await asyncio.sleep(0)
 
     async def save(self, blocks: Sequence[Block], until_s: float, bytes_per_s: float) -> int:
-        """Copies blocks, which stay in the pool, to tiers that may outlive the node, in the order given, at this rate
-        until a time of the loop's clock; returns how many were copied."""
+        """Copy blocks, which stay in the pool, to tiers that may outlive the node, in order, at this rate, until a time
+        on the loop's clock; return how many were copied."""
         loop, block_bytes = asyncio.get_running_loop(), self._memory.block_bytes
         tiers = [tier for tier in self._tiers if not isinstance(tier, HostTier)]
         begun_s, saved, at = loop.time(), 0, 0
@@ -144,13 +141,13 @@ class Spiller:
         return self._ledger.tree.by_hash.get(block.hash) is block
 
     async def close(self) -> None:
-        """Waits until evicted blocks are in their tiers and nothing reads the pool. ``run`` has ended. Idempotent."""
+        """Wait until evicted blocks are stored and nothing reads the pool, after ``run`` has ended. Idempotent."""
         while self._work:
             await asyncio.gather(*self._work, return_exceptions=True)
 
     async def _evict_some(self, missing: int) -> bool:
-        """Evicts a batch of victims. Returns False if there was no victim, or if none could be evicted."""
-        # The policy names a chain's last block before its head. Prefix-pinned blocks leave by need alone.
+        """Evict a batch of victims. Return False if none was evicted."""
+        # Last blocks of chains come first. Prefix-pinned blocks are not evicted ahead of need.
         victims = list(islice(self._ledger.tree.plain, min(missing, BATCH_BLOCKS)))
         if not victims or not self._tiers:
             return self._evict(victims, {}) > 0
@@ -165,13 +162,12 @@ class Spiller:
         wanted = [block for block in victims if any(block.hash not in tier for tier in open_tiers)]
         copies = dict(zip(wanted, await self._copied(wanted) if wanted else [], strict=True))
         evicted = self._evict(victims, copies)
-        # The remaining copies are of blocks that were used again meanwhile.
         self._release([data for data, _ in copies.values()])
         return evicted > 0
 
     def _evict(self, victims: Sequence[Block], copies: dict[Block, tuple[memoryview, int]]) -> int:
-        """Evicts the victims that are still unused and passes their copies to the tiers; returns how many went. Used
-        copies are removed from ``copies``."""
+        """Evict the victims that are still unused, moving their copies from ``copies`` to the tiers; return how many
+        were evicted."""
         moved: list[tuple[BlockName, memoryview]] = []
         stayed: list[bytes] = []
         evicted = 0
@@ -202,7 +198,6 @@ class Spiller:
             for tier in self._tiers:
                 gone += await tier.store(moved)
         except Exception:
-            # A tier does not raise. Should one do so, its blocks are lost, but the node lives.
             log.exception("a lower tier failed")
         finally:
             self._under_way_bytes -= sum(data.nbytes for _, data in moved)
@@ -216,7 +211,7 @@ class Spiller:
                 self._blocks_lost(list(dict.fromkeys(gone)))
 
     async def _copied(self, blocks: Sequence[Block]) -> list[tuple[memoryview, int]]:
-        """Returns copies and checksums, as far as possible in a tier's own buffers, which need no second copy."""
+        """Return copies and checksums, preferably in a tier's own buffers, which avoids a second copy."""
         acquired = [] if self._buffers is None else self._buffers.acquire_empty(len(blocks))
         fresh = [np.empty(self._memory.block_bytes, np.uint8).data for _ in range(len(blocks) - len(acquired))]
         targets = acquired + fresh
@@ -226,7 +221,7 @@ class Spiller:
         try:
             return list(zip(targets, await asyncio.shield(copying), strict=True))
         except BaseException:
-            # Nobody uses the copies; the buffers are released once they are not written to any more.
+            # Release the unused buffers once nothing writes to them.
             copying.add_done_callback(lambda _: self._release(acquired))
             raise
 
@@ -236,7 +231,7 @@ class Spiller:
 
     @property
     def _buffers(self) -> HostTier | None:
-        """Gives the tier in memory, if there is one."""
+        """The tier in host memory, if there is one."""
         return next((tier for tier in self._tiers if isinstance(tier, HostTier)), None)
 
     def _begin(self, work: asyncio.Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Manages the bytes of a node's pool once it has a shape: memory, lower tiers, and what is fetched into it.
+"""Storage of a shaped pool: its memory, lower tiers, and fetches into it.
 
     shaped --> memory mapped, fetches possible --> tiers open, blocks in them announced --> evicts ahead of need
 
@@ -32,20 +32,19 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
 
-# This many blocks from disk are announced at once when a node starts.
 ANNOUNCE_BLOCKS = 4096
 
 
 class Storage:
-    """Owns the pool's memory; it is made when the pool gets its shape. :meth:`run` does the background work.
+    """Memory and tiers of a pool, created when the pool gets its shape. :meth:`run` does the background work.
 
-    It closes ``memory``, but not the segment behind it.
+    Closes ``memory``, but not the segment behind it.
 
     Args:
-        buffers: makes the tier of host memory for blocks of a size, where there is one. Raises ConfigError.
+        buffers: creates the tier of pinned host memory for a block size, None for none. Raises ConfigError.
         announce: updates the index.
-        exchange: what this node has to do with others.
-        folder, bucket: where lower tiers are, on this machine and in an object store, as far as there are any.
+        exchange: connections to other nodes.
+        folder, bucket: location of the lower tiers on this machine and in an object store, if any.
     """
 
     def __init__(
@@ -65,8 +64,7 @@ class Storage:
         self._announce, self._exchange = announce, exchange
         self._folder = folder
         self.memory, self._buffers = memory, buffers
-        # These are all lower tiers, in the order in which they get blocks; then those of this machine, and the
-        # bucket's.
+        # All lower tiers, in the order in which they receive blocks; those of this machine; the bucket's.
         self._tiers: list[Tier] = []
         self._near: list[Tier] = []
         layout = RunLayout(bytes.fromhex(shape.namespace), shape.block_bytes)
@@ -94,8 +92,8 @@ class Storage:
         )
 
     async def run(self) -> None:
-        """Opens the tiers, then evicts ahead of need until it is cancelled. Raises ConfigError for a bad disk, or if
-        the host has not enough memory."""
+        """Open the tiers, then evict ahead of need until cancelled. Raises ConfigError for a bad disk, or if the host
+        lacks memory."""
         buffers = await until_over(asyncio.to_thread(self._buffers, self._shape.block_bytes))
         if buffers is not None:
             self._add(buffers)
@@ -119,7 +117,7 @@ class Storage:
 
     @property
     def object_url(self) -> str:
-        """Gives the URL of the bucket that this node can be asked about now; "" where there is none."""
+        """URL of the bucket that this node can read now; "" for none."""
         return str(self._far.place) if self._far is not None and self._far.answers() else ""
 
     def _add(self, tier: Tier) -> None:
@@ -127,8 +125,7 @@ class Storage:
         self._near.append(tier)
 
     async def close(self) -> None:
-        """Closes memory and tiers. No call runs any more, and :meth:`run` has ended. Blocks in lower tiers stay
-        there."""
+        """Close memory and tiers, after :meth:`run` has ended and with no call running. Blocks in lower tiers stay."""
         await self._exchange.leave()
         await self.fetcher.close()
         await self.spiller.close()
@@ -138,20 +135,20 @@ class Storage:
         self.memory.close()
 
     def pool_changed(self, events: list[IndexEvent]) -> list[IndexEvent]:
-        """Returns the pool's events without blocks that only moved to a lower tier."""
+        """Return the pool's events without blocks that only moved to a lower tier."""
         if self._copies is not None:
             self._copies.committed(events)
         return without_moved(events, self.spiller.keeps)
 
     def names(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yields (hash, segment) of the blocks in lower tiers."""
+        """Yield (hash, segment) of the blocks in lower tiers."""
         return ((name.hash, name.segment) for tier in self._tiers for name in tier.names())
 
     async def hand_over(
         self, others: Sequence[ComponentRecord], look_up: LookUp, within_s: float, bytes_per_s: float
     ) -> None:
-        """Lets other nodes fetch the pool's hottest chains, and copies those that they have no room for to the disk.
-        The node is about to leave; both take ``within_s`` at most, at this rate."""
+        """Let other nodes fetch the pool's hottest chains, and copy those without room there to disk, at the given rate
+        and within ``within_s``, before the node leaves."""
         ledger, began_s = self._pool.ledger, asyncio.get_running_loop().time()
         tree = ledger.tree
         idle = list(tree.policy)
@@ -183,12 +180,12 @@ class Storage:
     async def _announce_tier(self, tier: Tier) -> None:
         names = iter(tier.names())
         while batch := list(islice(names, ANNOUNCE_BLOCKS)):
-            # A block that was dropped meanwhile was reported to the index as gone already.
+            # Blocks dropped meanwhile have already been reported as gone.
             self._announce([IndexEvent(each.hash, True, each.segment) for each in batch if each.hash in tier])
             await asyncio.sleep(0)
 
     def complete(self, status: NodeStatus) -> None:
-        """Sets the counts of a node's status that this object keeps."""
+        """Set the fields of a node's status that storage counts."""
         status.MergeFrom(self.fetcher.counts)
         status.corrupt_blocks += sum(tier.counts.corrupt for tier in self._tiers)
         status.spilled_blocks = self.spiller.spilled_blocks

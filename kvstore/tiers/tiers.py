@@ -1,7 +1,6 @@
-"""Defines the interface of lower tiers: places to which blocks go when they leave the pool, and come back from.
+"""Interface of lower tiers, to which blocks are evicted from the pool and from which they are loaded.
 
-Each tier is a target of eviction and a source of blocks, in this order: pool, pinned host memory, disk, other nodes'
-pools, a bucket.
+The order of eviction and of look-ups is: pool, pinned host memory, disk, other nodes' pools, a bucket.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from pillion.kvstore.tiers.tier_breaker import TierBreaker
 
 log = logging.getLogger("pillion.kvnode")
 
-# At most one warning of a kind is logged in this time.
 WARN_EVERY_S = 30.0
 
 
 class Corrupt(Exception):  # noqa: N818
-    """Says that the bytes that a medium gave are damaged, unfinished or of another block."""
+    """Bytes from a medium that are damaged, incomplete or of another block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockName:
-    """Identifies a block outside the pool.
+    """Identity of a block outside the pool.
 
     Attributes:
         hash: the block's chain hash (32 bytes).
-        parent: hash of the block before it, empty for a chain's first.
+        parent: hash of the block before it, empty for the first of a chain.
         segment: hash of its segment's first block (:class:`pillion.kvstore.ledger.records.Block`).
         checksum: XXH3-64 of its bytes.
     """
@@ -46,18 +44,18 @@ class BlockName:
 
     @classmethod
     def of(cls, block: Block, checksum: int) -> BlockName:
-        """Returns the name of a block that is, or was, in the pool."""
+        """Return the name of a block that is, or was, in the pool."""
         return cls(block.hash, block.parent_hash, block.segment, checksum)
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts blocks since the node started.
+    """Block counts since the node started.
 
     Attributes:
-        stored, loaded: blocks that went in and came back whole.
-        dropped: blocks that made room for others.
-        corrupt: blocks that did not fit their header or checksum, and were removed.
+        stored, loaded: blocks written, and read back intact.
+        dropped: blocks evicted for others.
+        corrupt: blocks with a wrong header or checksum, which were removed.
         failed: blocks that the medium could not write or read.
     """
 
@@ -69,11 +67,11 @@ class TierCounts:
 
 
 class Tier(ABC):
-    """Represents a lower tier, with the names of its blocks, the least recently used first. The node's loop makes all
-    calls, so it needs no lock; the work itself runs in threads.
+    """A lower tier, with the names of its blocks, least recently used first. Only the node's loop calls it, so it has
+    no lock; the work runs on threads.
 
-    It never raises for a medium's trouble: a block that cannot be written is forgotten, and one that cannot be read or
-    does not fit its checksum is removed, counted and missing (I1).
+    Failures of a medium do not raise: a block that cannot be written is forgotten, and one that cannot be read or has a
+    wrong checksum is removed, counted and treated as missing (I1).
     """
 
     name: str
@@ -81,57 +79,57 @@ class Tier(ABC):
     def __init__(self) -> None:
         self.counts = TierCounts()
         self._kept: OrderedDict[bytes, BlockName] = OrderedDict()
-        # These blocks were dropped without a report; the next store reports them.
+        # Blocks dropped since the last store, which reports them.
         self._unreported: list[BlockName] = []
         self._closed = False
 
     def __len__(self) -> int:
-        """Returns the number of blocks that the tier keeps."""
+        """Return the number of blocks."""
         return len(self._kept)
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Returns whether the block is believed to be in the tier. This costs no input or output."""
+        """Return whether the block is probably in the tier. No I/O."""
         return block_hash in self._kept
 
     @property
     def short_blocks(self) -> int:
-        """Gives how many fewer blocks the medium has room for than the tier may keep, because others have filled it."""
+        """Blocks by which the medium's free space falls short of the tier's limit, because others fill it."""
         return 0
 
     def answers(self) -> bool:
-        """Returns whether loads may begin now; False while the medium is paused because it was late."""
+        """Return whether loads may start; False while the medium is paused for being late."""
         return True
 
     @abstractmethod
     def room_bytes(self) -> int:
-        """Returns how many bytes a store may bring now without being refused; 0 after an error of the medium."""
+        """Return how many bytes a store would accept now; 0 after an error of the medium."""
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """Marks blocks as used, in the order given; blocks that the tier lacks are ignored."""
+        """Mark blocks as used, in the order given; ignores absent blocks."""
         for block_hash in hashes:
             if block_hash in self._kept:
                 self._kept.move_to_end(block_hash)
 
     @abstractmethod
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """Stores whole blocks. Returns blocks that are not kept any more: those that made room or failed."""
+        """Store whole blocks. Return the blocks that are no longer in the tier: evicted or failed ones."""
 
     @abstractmethod
     async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
-        """Loads at most ``memory.batch_blocks`` blocks, as :func:`load_into` does."""
+        """Load at most ``memory.batch_blocks`` blocks, as :func:`load_into` does."""
 
     def names(self) -> Iterable[BlockName]:
-        """Returns all blocks that are kept, each after its parent if that is kept too."""
+        """Return all blocks, each after its parent if that is in the tier."""
         return heads_first(self._kept)
 
     @abstractmethod
     async def close(self) -> None:
-        """Waits for writes under way. Blocks on a medium that lasts stay there. Idempotent."""
+        """Wait for pending writes. Blocks on a persistent medium stay. Idempotent."""
 
 
 class MediumTier(Tier):
-    """Represents a tier on a medium that may fail, and whose blocks are read into targets. ``medium`` names it in the
-    log. A medium that was late is paused and probed (:mod:`pillion.kvstore.tiers.tier_breaker`)."""
+    """A tier on a medium that may fail, whose blocks are read into targets. ``medium`` names it in the log. A late
+    medium is paused and probed (:mod:`pillion.kvstore.tiers.tier_breaker`)."""
 
     def __init__(self, medium: object) -> None:
         super().__init__()
@@ -142,12 +140,12 @@ class MediumTier(Tier):
 
     @abstractmethod
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole. A
-        cancelled caller is held until no thread writes to ``targets``."""
+        """Read blocks into ``targets``, in order, until one is missing or broken; return how many came whole. A
+        cancelled caller waits until no thread writes to ``targets``."""
 
     @abstractmethod
     async def _answers_probe(self) -> bool:
-        """Asks the medium for something; returns whether it answered in time."""
+        """Probe the medium; return whether it answered in time."""
 
     async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
         async with memory.writing(slots) as targets:
@@ -157,7 +155,7 @@ class MediumTier(Tier):
         return not self._breaker.paused
 
     def _pause(self) -> None:
-        """Pauses the medium until a probe comes in time."""
+        """Pause the medium until a probe is answered in time."""
         self._breaker.late(time.monotonic())
         if not self._closed:
             self._probing = asyncio.create_task(self._probe(), name=f"probing the {self.name} tier")
@@ -181,9 +179,9 @@ class MediumTier(Tier):
 
 
 def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
-    """Yields all blocks of ``kept``, each after its parent if that is kept too."""
+    """Yield all blocks of ``kept``, each after its parent if that is in it."""
     done: set[bytes] = set()
-    # The loop uses a copy, because blocks come and go while it is read.
+    # A copy, because ``kept`` changes during the iteration.
     kept = dict(kept)
     for name in kept.values():
         chain = []
@@ -196,9 +194,9 @@ def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
 
 
 async def load_into(memory: PoolMemory, tier: Tier, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
-    """Loads blocks into slots of the pool, in order, until one is missing or broken; returns how many came whole.
+    """Load blocks into slots, in order, until one is missing or broken; return how many came whole.
 
-    When the call ends, however it ends, nobody writes to the slots any more. Raises Unavailable if a GPU fails.
+    Nothing writes to the slots after this call, however it ends. Raises Unavailable if a GPU fails.
     """
     came = 0
     while came < len(hashes):

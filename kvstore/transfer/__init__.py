@@ -1,6 +1,4 @@
-"""Brings blocks from elsewhere, under a ticket, and says who pins, reads and commits them.
+"""Transfer of blocks from elsewhere, under a ticket: pinning, reading, committing. Open fetch.py first.
 
-A failure here brings fewer blocks, never wrong ones.
-
-Open fetch.py first.
+A failure here means fewer blocks, never wrong ones.
 """

@@ -1,20 +1,20 @@
-"""Brings blocks of a prompt into this pool, from the node's lower tiers and from other nodes.
+"""Fetches blocks of a prompt into this pool, from the node's lower tiers and from other nodes.
 
-    bring --> what is here already goes under the ticket
+    bring --> blocks present here are pinned to the ticket
        ^          |
        |          +-- another fetch is bringing the next block --> wait for that
        |          +-- a lower tier has it --> lease slots, load, commit
        |          +-- another node has it --> pin it there, lease slots, read, verify, commit
-       |          +-- a far tier has it, which is asked once --> as from a lower tier
+       |          +-- the bucket has it, which is asked once --> as from a lower tier
        |          +-- no source, slots, time or bytes left --> the end, maybe short
        +----------+
 
-Every fetch is a holder in the ledger with an epoch of its own. It leases slots from the ticket's reservation first, and
-commits blocks as a worker does: as a replica under its hash, pinned to the ticket. A failure brings fewer blocks, never
-wrong ones (I1). Where a ticket goes on from states, the pages of the one after the last block are fetched behind the
-chain, under a ticket of the fetch's own, and the caller's ticket then goes as far as the last state that is there. A
-read that outlives its fetch keeps its slots until it has ended, because it may write to them; it
-keeps no ticket, and counts as a fetch. A tier that was late is passed over until it answers again.
+Every fetch is a holder in the ledger with its own epoch. It leases slots from the ticket's reservation first, and
+commits blocks as a worker does, pinned to the ticket. A failure means fewer blocks, never wrong ones (I1). For a ticket
+that resumes from states, the pages of the state after the last block are fetched behind the chain, under a separate
+ticket of the fetch, and the caller's ticket then extends to the last state present. A read that outlives its fetch
+keeps its slots until it has ended, because it may write to them; it holds no ticket, and counts as a fetch. A late tier
+is skipped until it answers again.
 """
 
 from __future__ import annotations
@@ -40,24 +40,21 @@ from pillion.v1.kvplane_pb2 import PinBlocksReply
 
 log = logging.getLogger("pillion.kvnode")
 
-# One read has about this many bytes: enough to keep the transport busy, and little enough that its blocks can soon be
-# used.
+# Bytes per read: enough to saturate the transport, and few enough that its blocks are soon usable.
 BATCH_BYTES = 32 * 2**20
-# One read has at most this many blocks: they are committed before the loop does its other work.
 MAX_BATCH_BLOCKS = 512
-# This many fetches may run at once, counting those whose reads outlived them; a further one brings nothing, and its
-# prompt is computed. A fetch brings nothing either where late reads keep this share of the pool.
+# Concurrent fetches, including those whose reads outlived them; further ones fetch nothing, and their prompts are
+# computed. The same applies once late reads occupy this share of the pool.
 MAX_FETCHES = 64
 MAX_LATE_PERCENT = 10
-# This many of them may read ahead of need, each into at most this share of the slots that are free then.
+# Concurrent fetches ahead of need, and the share of the free slots that each may use.
 MAX_FETCHES_AHEAD = 4
 MAX_AHEAD_PERCENT = 50
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """Holds the state of one call. ``hashes`` begin with the chain's first block; ``until_s`` is in the loop's
-    clock."""
+    """State of one call. ``hashes`` begin with the chain's first block; ``until_s`` is on the loop's clock."""
 
     epoch: int
     caller: int
@@ -68,26 +65,23 @@ class _Fetch:
     sources: list[SourceNode]
     pinned: PinBlocksReply | None = None
     pinned_from: int = 0
-    # This says which blocks have come so far, and the time that they took.
     brought: PrefetchReply = field(default_factory=PrefetchReply)
     ahead: bool = False
-    # This says whether the far tier need not be asked (any more) what it has of the chain.
     asked: bool = False
-    # This ticket of a model with states moves on to the last state that is here, in place of ``ticket_id``.
+    # With states: the caller's ticket, extended to the last state present; ``ticket_id`` is then the fetch's own.
     goes_on: int = 0
-    # The reads that are under way stand here in the order in which they began.
     lingering: dict[asyncio.Future[Any], None] = field(default_factory=dict)
 
 
 class Fetcher:
-    """Runs all fetches into one pool, which has its shape. The node's loop makes all calls.
+    """All fetches into one shaped pool. Only the node's loop calls it.
 
     Args:
-        timeout_s, max_bytes: bounds of one fetch, which a caller can lower but not raise.
+        timeout_s, max_bytes: limits of one fetch; callers can only lower them.
         changed: called after every change in the ledger.
         source: returns a node by its id. Raises PillionErrors.
         tiers: the node's own lower tiers, fastest first.
-        bucket: the far tier, which is asked where neither they nor other nodes have the next block.
+        bucket: the far tier, asked if neither they nor other nodes have the next block.
     """
 
     def __init__(
@@ -102,7 +96,6 @@ class Fetcher:
         tiers: Sequence[Tier] = (),
         bucket: ObjectTier | None = None,
     ) -> None:
-        # These counts begin when the node starts.
         self.counts = NodeStatus()
         self._ledger = ledger
         self._timeout_s = timeout_s
@@ -113,15 +106,15 @@ class Fetcher:
         self._bucket = bucket
         self._batch_blocks = min(max(1, BATCH_BYTES // memory.block_bytes), MAX_BATCH_BLOCKS)
         self._most_blocks = max(1, max_bytes // memory.block_bytes)
-        # Some fetch is bringing these blocks right now: another fetch that wants one waits for it instead.
+        # Blocks that a fetch is bringing; other fetches that want one wait for it.
         self._coming: dict[bytes, asyncio.Event] = {}
         self._fetches = self._ahead = 0
-        # Reads may outlive their fetch; this has each such read with the number of slots that it keeps.
+        # Reads that outlived their fetch, with the number of slots that they occupy.
         self._late: dict[asyncio.Future[Any], int] = {}
 
     @property
     def late_blocks(self) -> int:
-        """Returns the number of slots that reads keep which outlived their fetch."""
+        """Number of slots occupied by reads that outlived their fetch."""
         return sum(self._late.values())
 
     async def bring(
@@ -136,10 +129,9 @@ class Fetcher:
         far: bool = True,
         ahead: bool = False,
     ) -> PrefetchReply:
-        """Brings as many blocks of ``hashes`` into the pool as it can, under a ticket that ``epoch`` holds. A bound of
-        zero means this node's own. ``far`` says whether the far tier is asked, too. What is brought ``ahead`` of need
-        comes into free slots alone. Raises NotFound if the epoch holds no such ticket, InvalidRequest for a ticket of
-        another chain."""
+        """Fetch as many blocks of ``hashes`` into the pool as possible, under a ticket that ``epoch`` holds. A limit of
+        zero means this node's own. ``far`` includes the bucket. Fetches ``ahead`` of need only use free slots. Raises
+        NotFound if the epoch does not hold the ticket, InvalidRequest for a ticket of another chain."""
         ticket = self._ledger.extend(epoch, ticket_id, hashes)
         blocks = ticket.blocks
         self._changed()
@@ -177,13 +169,11 @@ class Fetcher:
         return fetch.brought
 
     async def close(self) -> None:
-        """Waits for reads that are still under way. No fetch begins any more."""
+        """Wait for pending reads, after the last fetch."""
         await asyncio.gather(*self._late, return_exceptions=True)
 
-    # The methods below carry out one fetch.
-
     def _behind_a_state(self, fetch: _Fetch, pages: int) -> None:
-        """Makes a fetch bring the state after its last block, too, by a ticket of its own, which reserves nothing."""
+        """Add the state after the last block to a fetch, under a separate ticket that reserves nothing."""
         fetch.goes_on, fetch.caller = fetch.ticket_id, fetch.epoch
         fetch.hashes = [*fetch.hashes, *(state_page(fetch.hashes[-1], page) for page in range(pages))]
         fetch.ticket_id = self._ledger.pin_chain(fetch.epoch, 0, fetch.hashes).ticket_id
@@ -204,7 +194,7 @@ class Fetcher:
                 return self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes).blocks
 
     async def _bring_some(self, fetch: _Fetch, at: int) -> bool:
-        """Brings the next blocks from the first source that has them; returns False if none has or no slot is left."""
+        """Fetch the next blocks from the first source that has them; return False if none has, or no slot is left."""
         found = self._in_tiers(self._tiers, self._free_to_bring(fetch, at))
         if found is not None:
             count = await self._from_tier(fetch, *found)
@@ -221,7 +211,6 @@ class Fetcher:
             if pinned is None:
                 self._drop_source(fetch)
                 continue
-            # While this prefix was being pinned, other fetches may have begun to bring the same blocks.
             wanted = self._free_to_bring(fetch, at)
             if not wanted:
                 return True
@@ -239,13 +228,12 @@ class Fetcher:
         return await self._bring_far(fetch, at)
 
     async def _bring_far(self, fetch: _Fetch, at: int) -> bool:
-        """Brings the next blocks from the far tier; returns False if it has none or no slot is left."""
+        """Fetch the next blocks from the bucket; return False if it has none, or no slot is left."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         if not fetch.asked:
             fetch.asked = True
             await self._find_far(fetch.hashes, at, fetch.until_s - begun_s)
-        # While the tier was asked, other fetches may have begun to bring the same blocks.
         wanted = self._free_to_bring(fetch, at)
         found = self._in_tiers([] if self._bucket is None else [self._bucket], wanted)
         count = await self._from_tier(fetch, *found) if found is not None else 0
@@ -257,16 +245,16 @@ class Fetcher:
 
     @staticmethod
     def _asked_ms(fetch: _Fetch, begun_s: float, had_some: bool) -> float:
-        """Returns the time that a source took if it had some blocks, or said nothing until the fetch's time was over. A
-        source that answers at once that it has none shows nothing about its pace."""
+        """Return the time that a source took if it had some blocks, or did not answer before the fetch ended. A quick
+        negative answer shows nothing about its speed."""
         now = asyncio.get_running_loop().time()
         return (now - begun_s) * 1000 if had_some or now >= fetch.until_s else 0.0
 
     async def reach(self, hashes: Sequence[bytes], first: int, timeout_s: float, *, states: bool = False) -> int:
-        """Asks the far tier how far a chain goes; returns how many of its blocks from ``first`` on lower tiers probably
-        have. If a tier has the first of them, it is taken to have all up to the last one that it has: a tier that has a
-        block once had those before it, and what is missing nevertheless is computed (I1). With ``states`` the last one
-        is that after which a state stands, whose first page is there: it is written first."""
+        """Ask the bucket how far a chain goes; return how many of its blocks from ``first`` on lower tiers probably
+        have. If a tier has the first of them, it is assumed to have all up to the last one that it has: whoever stored
+        a block had those before it, and blocks missing nevertheless are computed (I1). With ``states``, the last one is
+        the last block followed by a state, whose first page is present: pages are written in order."""
         await self._find_far(hashes, first, timeout_s, roughly=True, states=states)
         tiers = [tier for tier in (*self._tiers, self._bucket) if tier is not None and tier.answers()]
 
@@ -295,7 +283,7 @@ class Fetcher:
 
     @staticmethod
     def _in_tiers(tiers: Sequence[Tier], wanted: list[bytes]) -> tuple[Tier, list[bytes]] | None:
-        """Returns the first tier that has the first of these blocks, and those of them that it has."""
+        """Return the first tier that has the first of these blocks, and those of them that it has."""
         for tier in tiers:
             here = list(takewhile(tier.__contains__, wanted)) if tier.answers() else []
             if here:
@@ -303,7 +291,7 @@ class Fetcher:
         return None
 
     async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes]) -> int:
-        """Loads these blocks, as many as have slots; returns how many came."""
+        """Load these blocks as far as slots can be leased; return how many came."""
         slots = self._lease(fetch, len(hashes))
         hashes = hashes[: len(slots)]
         if not slots:
@@ -337,8 +325,8 @@ class Fetcher:
         return count
 
     async def _finish(self, fetch: _Fetch, work: asyncio.Future[Any], blocks: int) -> bool:
-        """Returns whether ``work``, which writes to ``blocks`` slots, ended in time. If not, it goes on, and they are
-        kept."""
+        """Return whether ``work``, which writes to ``blocks`` slots, ended in time. If not, it continues and keeps its
+        slots."""
         left_s = max(0.0, fetch.until_s - asyncio.get_running_loop().time())
         try:
             done, _ = await asyncio.wait({work}, timeout=left_s)
@@ -350,7 +338,7 @@ class Fetcher:
         return bool(done)
 
     async def _count_good(self, source: SourceNode, slots: tuple[int, ...], sums: Sequence[int]) -> int:
-        """Returns how many leading slots fit the checksums that the source sent."""
+        """Return how many leading slots match the checksums from the source."""
         found = await self._memory.checksums(slots)
         good = 0
         for sent, actual in zip(sums, found, strict=True):
@@ -361,10 +349,8 @@ class Fetcher:
             good += 1
         return good
 
-    # The methods below call the ledger.
-
     def _lease(self, fetch: _Fetch, blocks: int) -> tuple[int, ...]:
-        """Leases slots for the next blocks; none if memory is short or the caller released its ticket (I8)."""
+        """Lease slots for the next blocks; none if memory is short or the caller released its ticket (I8)."""
         if fetch.goes_on and fetch.goes_on not in self._ledger.tickets:
             return ()
         if fetch.ahead:
@@ -375,13 +361,13 @@ class Fetcher:
         return slots
 
     def _commit(self, fetch: _Fetch, hashes: list[bytes], slots: tuple[int, ...], good: int) -> int:
-        """Commits the first ``good`` slots and gives the others back, unless something may still write to them."""
+        """Commit the first ``good`` slots and return the others, unless something may still write to them."""
         ledger, count = self._ledger, 0
         back: list[int] = [] if fetch.lingering else list(slots[good:])
         if good:
             run = CommitRun(ticket_id=fetch.ticket_id, slots=slots[:good], block_hashes=b"".join(hashes[:good]))
             (result,) = ledger.commit(fetch.epoch, [run])
-            # The run was refused, or another committer was first: no step reads the own slot, so it goes back at once.
+            # Return own slots after a refusal or a lost race: no step reads them.
             back += [slot for slot, stays in zip(slots, result.slots or (-1,) * good, strict=False) if slot != stays]
             count = len(result.slots)
             if result.refusal:
@@ -391,8 +377,7 @@ class Fetcher:
         return count
 
     def _end(self, fetch: _Fetch) -> None:
-        """Ends a fetch: releases its pins and tickets, at the sources too, and its slots once nothing writes to them
-        any more."""
+        """End a fetch: release its pins and tickets, also at the sources, and its slots once nothing writes to them."""
         self._drop_source(fetch)
         self._ledger.release(fetch.epoch, [fetch.ticket_id])
 
@@ -415,11 +400,10 @@ class Fetcher:
         return found
 
     async def _pin(self, fetch: _Fetch, at: int, left_s: float) -> PinBlocksReply | None:
-        """Pins the first source's blocks from ``at`` on; returns None if it has none or does not answer."""
+        """Pin the first source's blocks from ``at`` on; return None if it has none or does not answer."""
         if fetch.pinned is None:
             try:
-                # The fetch asks for no more than it may bring, because the source reads all that it pins, to know its
-                # checksums.
+                # Ask for no more than this fetch may bring: the source checksums everything that it pins.
                 packed = b"".join(fetch.hashes[: at + fetch.left_blocks])
                 fetch.pinned = await fetch.sources[0].pin(packed, at, timeout_s=left_s)
                 fetch.pinned_from = at
@@ -429,7 +413,7 @@ class Fetcher:
         return fetch.pinned if at - fetch.pinned_from < len(fetch.pinned.slots) else None
 
     def _drop_source(self, fetch: _Fetch) -> None:
-        """Drops the first source, which has no further block or has failed. Its pins are released once nothing reads
+        """Drop the first source, which has no further block or has failed. Its pins are released once nothing reads
         them."""
         if not fetch.sources:
             return
@@ -443,27 +427,26 @@ class Fetcher:
             source.release(pinned.ticket_id)
 
     def _full(self) -> bool:
-        """Returns whether no further fetch may begin now."""
+        """Return whether no further fetch may start."""
         late_percent = self.late_blocks * 100 // max(1, self._ledger.num_slots)
         return self._fetches + len(self._late) >= MAX_FETCHES or late_percent >= MAX_LATE_PERCENT
 
     def _linger(self, fetch: _Fetch, work: asyncio.Future[Any], blocks: int) -> None:
-        # After the cancel the read ends soon, but not before the last write to the slots.
+        # The read ends soon after the cancel, but not before its last write to the slots.
         work.cancel()
         fetch.lingering[work] = None
         self._late[work] = blocks
         work.add_done_callback(lambda done: self._late.pop(done, None))
-        # The failure is retrieved here, because nobody else does it.
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _free_to_bring(self, fetch: _Fetch, at: int) -> list[bytes]:
-        """Returns the next blocks of one batch, up to one that another fetch is bringing."""
+        """Return the next blocks of one batch, up to one that another fetch is bringing."""
         batch = fetch.hashes[at : at + min(self._batch_blocks, fetch.left_blocks)]
         return list(takewhile(lambda block_hash: block_hash not in self._coming, batch))
 
     @contextlib.contextmanager
     def _bringing(self, hashes: list[bytes]) -> Iterator[None]:
-        """Makes other fetches wait for the blocks of ``hashes`` within the block."""
+        """Make other fetches wait for the blocks of ``hashes`` within the block."""
         over = asyncio.Event()
         self._coming.update(dict.fromkeys(hashes, over))
         try:

@@ -1,20 +1,19 @@
-"""Decides what a node that leaves hands over: which chains, in which order, to which nodes, and how fast. Sans-IO (I9).
+"""Plan of a leaving node's hand-over: which chains, in which order, to which nodes, and how fast. Sans-IO (I9).
 
-    warm_tips --> chains, hottest first --> next: look up who has the chain --looked: a full node, whole--> next chain
+    warm_tips --> chains, hottest first --> next: look up the chain --looked: a full node, whole--> next chain
                                              +-- ask a node for a piece --answered: the chain is whole--> next chain
                                              |                  +-- some came: the next piece, when it is due
-                                             |                  +-- none came: once more, then another chain
-                                             +-- wait: the bytes that went are ahead of the rate
+                                             |                  +-- none came: retry once, then another chain
+                                             +-- wait: the bytes sent are ahead of the rate
                                              +-- None: no time, no room, or no chain is left
 
-Another node fetches what it is asked for as it does for a prompt, under a ticket, and may bring less (I1, I3). A pool
-that serves is full, so a node's room is not only what is free there: it gives up its coldest blocks, in the proportion
-in which blocks leave a pool of all nodes that has become smaller by this node's.
+Another node fetches as it does for a prompt, under a ticket, and may fetch less (I1, I3). Serving pools are full, so a
+node's room is not only its free slots: it also evicts its coldest blocks, in the proportion in which blocks would leave
+a common pool of all nodes that shrinks by this node's.
 
-What the index says of a chain chooses the node that is asked: one that has the chain already fetches nothing, and what
-it says then is certain (I3).
+The index chooses the node to ask: one that has the chain already fetches nothing, and its answer is authoritative (I3).
 
-What came last is the last to leave a pool. So chains that came are touched again, the hottest last, when all is over.
+The most recent arrivals leave a pool last. So the handed-over chains are touched again at the end, the hottest last.
 """
 
 from __future__ import annotations
@@ -23,22 +22,21 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-# Such a function asks the index: it returns how many of the first blocks of a chain (32 bytes per hash) each node has.
+# Looks a chain (32 bytes per hash) up in the index; returns node id -> number of leading blocks.
 LookUp = Callable[[bytes], Awaitable[Mapping[str, int]]]
 
 Item = TypeVar("Item")
 Name = TypeVar("Name", bound=Hashable)
 
-# One call asks for at most this many bytes: what goes is ahead of the rate by no more.
+# Bytes requested per call, by which the transfer may be ahead of the rate.
 PIECE_BYTES = 4 * 2**20
-# A node that was asked so often in a row in vain is asked no more, and neither is anybody for a chain.
+# Consecutive failures after which a node, or a chain, is given up.
 MAX_VAIN_ASKS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class OtherNode:
-    """Describes a node that may take blocks: how many of its slots are ``free``, and in how many it has ``cached``
-    blocks that nobody pins."""
+    """A node that may receive blocks: its number of ``free`` slots, and of ``cached``, i.e. unpinned, blocks."""
 
     node_id: str
     free: int
@@ -47,8 +45,7 @@ class OtherNode:
 
 @dataclass(frozen=True, slots=True)
 class HandOverAsk(Generic[Name]):
-    """Says that a node is to fetch up to ``most_blocks`` further blocks of a chain, which begins with its first
-    block."""
+    """Ask a node to fetch up to ``most_blocks`` more blocks of a chain, given from its first block."""
 
     node_id: str
     chain: tuple[Name, ...]
@@ -57,7 +54,7 @@ class HandOverAsk(Generic[Name]):
 
 @dataclass(frozen=True, slots=True)
 class HandOverLook(Generic[Name]):
-    """Says that the index is to be asked which nodes have how much of a chain."""
+    """Look a chain up in the index."""
 
     chain: tuple[Name, ...]
 
@@ -65,15 +62,14 @@ class HandOverLook(Generic[Name]):
 def warm_tips(
     hot_first: Iterable[Item], parent_of: Callable[[Item], Item | None], kept: Callable[[Item], bool]
 ) -> list[Item]:
-    """Returns the last blocks of the chains that are worth handing over, in the order in which they should go.
+    """Return the last blocks of the chains worth handing over, in the order of sending.
 
     Args:
-        hot_first: all blocks, the last to be evicted first, so that each comes after its parent.
-        kept: whether somebody has asked that a block stays; such chains go before all others.
+        hot_first: all blocks in reverse order of eviction, so that each comes after its parent.
+        kept: returns whether a block is prefix-pinned; such chains come first.
     """
     tips: list[Item] = []
     for item in hot_first:
-        # Blocks of one chain that were used together stand side by side: only the last of them is asked for.
         if tips and parent_of(item) is tips[-1] and kept(item) == kept(tips[-1]):
             tips[-1] = item
         else:
@@ -82,7 +78,7 @@ def warm_tips(
 
 
 def rooms_of(leaving_blocks: int, others: Sequence[OtherNode]) -> dict[str, int]:
-    """Returns how many blocks each node may be given by one that leaves with ``leaving_blocks``: its free slots, and
+    """Return how many blocks each node may receive from one that leaves with ``leaving_blocks``: its free slots, and
     the share of its cached blocks that a common pool would evict."""
     total = leaving_blocks + sum(other.cached for other in others)
     rooms = {other.node_id: other.free + other.cached * leaving_blocks // max(1, total) for other in others}
@@ -90,18 +86,18 @@ def rooms_of(leaving_blocks: int, others: Sequence[OtherNode]) -> dict[str, int]
 
 
 class HandOver(Generic[Name]):
-    """Decides about one hand-over; times are seconds on one clock.
+    """Plan of one hand-over; times are seconds on one clock.
 
     Args:
-        chains: each from its first block, the hottest chain first; read one by one.
-        rooms: how many blocks each node may be given.
-        bytes_per_s: the rate that is kept on the average since ``begun_s``.
-        until_s: after this time nothing is asked any more.
+        chains: each from its first block, the hottest chain first; read lazily.
+        rooms: blocks that each node may receive.
+        bytes_per_s: limit of the average rate since ``begun_s``.
+        until_s: end of the hand-over.
 
     Attributes:
-        blocks: how many blocks other nodes have fetched.
-        whole: the chains that a node has whole, with its id, in the order in which they came there.
-        left: the chains that were begun, and that no node has whole.
+        blocks: blocks that other nodes have fetched.
+        whole: (node id, chain) of completely transferred chains, in order of arrival.
+        left: chains that were begun and are whole on no node.
     """
 
     def __init__(
@@ -122,18 +118,15 @@ class HandOver(Generic[Name]):
         self._block_bytes, self._bytes_per_s = block_bytes, bytes_per_s
         self._begun_s, self.until_s = begun_s, until_s
         self._chain: tuple[Name, ...] | None = None
-        # The nodes that stay have the first so many blocks of this chain, as the index and their answers say; None
-        # before the index was asked.
+        # Leading blocks of this chain by staying node, from the index and their answers; None before the look-up.
         self._held: dict[str, int] | None = None
         self._full: set[str] = set()
         self._vain_asks = 0
         self._vain: dict[str, int] = {}
-        # For each block that came somewhere, this has the first node that got it.
         self._where: dict[Name, str] = {}
 
     def next(self, now_s: float) -> HandOverLook[Name] | HandOverAsk[Name] | float | None:
-        """Returns what to ask the index or a node for now, or the time until which to wait, or None where the hand-over
-        is over."""
+        """Return the next look-up or request, or the time until which to wait, or None when the hand-over is over."""
         if now_s >= self.until_s or not self._rooms:
             return None
         if self._chain is None:
@@ -150,8 +143,8 @@ class HandOver(Generic[Name]):
         return HandOverAsk(node_id, self._chain, min(piece, self._rooms[node_id]))
 
     def looked(self, look: HandOverLook[Name], held: Mapping[str, int]) -> str | None:
-        """Notes how many of the first blocks of the chain nodes probably have, those that leave included. Returns the
-        node that is taken to have all of it and has no room for others, which is not asked."""
+        """Record the index's answer, leaving nodes included. Return the full node that supposedly has the whole chain,
+        which is then not asked; None if there is none."""
         self._held = {node_id: blocks for node_id, blocks in held.items() if node_id in self._rooms}
         if len(look.chain) in self._held.values():
             return None
@@ -163,8 +156,8 @@ class HandOver(Generic[Name]):
         return None
 
     def answered(self, ask: HandOverAsk[Name], here: int, fetched: int) -> bool:
-        """Notes that the node has the first ``here`` blocks of the chain, some of which it has just fetched; returns
-        whether it has the whole chain."""
+        """Record that the node has the first ``here`` blocks of the chain, ``fetched`` of them just now; return whether
+        it has the whole chain."""
         self.blocks += fetched
         for name in ask.chain[:here]:
             self._where.setdefault(name, ask.node_id)
@@ -185,7 +178,7 @@ class HandOver(Generic[Name]):
         return here >= len(ask.chain)
 
     def failed(self, ask: HandOverAsk[Name]) -> None:
-        """Notes that the node fetched nothing."""
+        """Record that the node fetched nothing."""
         self._vain_asks += 1
         self._vain[ask.node_id] = self._vain.get(ask.node_id, 0) + 1
         if self._vain[ask.node_id] >= MAX_VAIN_ASKS:
@@ -194,8 +187,7 @@ class HandOver(Generic[Name]):
             self._give_up()
 
     def leftover(self) -> Iterator[tuple[Name, ...]]:
-        """Yields the chains that no node has whole, in the order in which they should go elsewhere. Nothing is asked
-        any more."""
+        """Yield the chains that are whole on no node, in order, after the hand-over has ended."""
         self._give_up()
         yield from self.left
         yield from self._chains
@@ -206,8 +198,7 @@ class HandOver(Generic[Name]):
             self._chain = None
 
     def _node_for(self, chain: Sequence[Name], held: Mapping[str, int]) -> str:
-        """Returns the node that has the most of the chain, and of those that have as much the one with the most
-        room."""
+        """Return the node with the most of the chain; on a tie, the one with the most room."""
         most = dict(held)
         for blocks in range(len(chain), 0, -1):
             node_id = self._where.get(chain[blocks - 1])

@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _open_standard_descriptors() -> None:
-    """Opens the null device in place of each standard descriptor that whoever started this process has closed. A socket
+    """Open the null device in place of each standard descriptor that whoever started this process has closed. A socket
     would get its number otherwise, and what a library writes to standard error would go out on that socket."""
     for number in range(3):
         try:
@@ -52,12 +52,12 @@ def _open_standard_descriptors() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line of ``pillion``."""
+    """Run the command line of ``pillion``."""
     run_command(cli, argv, "pillion")
 
 
 def run_command(command: click.Command, argv: list[str] | None, name: str) -> None:
-    """Runs a command line, and ends the process. Every error that is not a defect is one line on standard error."""
+    """Run a command line, and end the process. Every error that is not a defect is one line on standard error."""
     # Whoever starts this process may ignore the signal, and then the kernel would not tell how its children end.
     if sys.platform != "win32":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -110,7 +110,7 @@ for command in (adapters, bench, cache, canary, drill, events, explain, replay):
 
 
 def takes_model(function: F) -> F:
-    """Adds the positional argument MODEL, which may be given instead of --model, or beside it with the same value."""
+    """Add the positional argument MODEL, which may be given instead of --model, or beside it with the same value."""
 
     def choose(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
         has_option = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
@@ -122,7 +122,7 @@ def takes_model(function: F) -> F:
 
 
 def with_model(cls: Any, values: dict[str, Any]) -> Any:
-    """Returns the flags object, its model taken from MODEL, --model or the default, in this order."""
+    """Return the flags object, its model taken from MODEL, --model or the default, in this order."""
     model = values.pop(MODEL_ARGUMENT) or values["model"] or "demo"
     return cls(**values | {"model": model})
 
@@ -141,7 +141,7 @@ def serve(**values: Any) -> int:
 
 
 def component_command(role: str, cls: Any, about: str, *, has_model: bool = True) -> None:
-    """Adds the command that runs one component."""
+    """Add the command that runs one component."""
 
     def run(**values: Any) -> int:
         from pillion.supervisor.component_process import end_process, run_component
@@ -194,7 +194,7 @@ def prepare(**values: Any) -> None:
 
 
 def bias_by_id(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> dict[int, float]:
-    """Parses ID=VALUE, given any number of times."""
+    """Parse ID=VALUE, given any number of times."""
     biases = {}
     for text in texts:
         token_id, _, value = text.partition("=")

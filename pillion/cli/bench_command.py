@@ -25,14 +25,14 @@ class RunByDefault(CommandGroup):
     """Groups commands so that options alone mean ``run``: ``bench --rate 2`` is ``bench run --rate 2``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Inserts ``run`` where the arguments name no command."""
+        """Insert ``run`` where the arguments name no command."""
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
 
 def token_range(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, int]:
-    """Parses LOW,HIGH."""
+    """Parse LOW,HIGH."""
     low, _, high = text.partition(",")
     try:
         return int(low), int(high)
@@ -163,7 +163,7 @@ async def _sweep(plan: BenchPlan, values: dict[str, Any]) -> int:
 
 
 def plan_of(values: dict[str, Any]) -> BenchPlan:
-    """Returns the plan of the run that the options ask for. Raises ConfigError."""
+    """Return the plan of the run that the options ask for. Raises ConfigError."""
     from pillion.loadgen.load import LoadConfig
     from pillion.loadgen.run import BenchPlan, Server
     from pillion.loadgen.slo import parse_slo

@@ -41,7 +41,7 @@ class FilePrompt:
 
 
 def run_warm(reach: dict[str, Any], path: Path, common: dict[str, Any]) -> None:
-    """Lets the cluster compute the prompts of a file, and pins them where ``common`` says so; prints a line for each.
+    """Let the cluster compute the prompts of a file, and pin them where ``common`` says so; print a line for each.
     The arguments in ``common`` are for all prompts; what a line of the file says wins over them. Raises
     PillionError."""
     prompts = read_prompts(path)
@@ -58,7 +58,7 @@ def run_warm(reach: dict[str, Any], path: Path, common: dict[str, Any]) -> None:
 
 
 def run_list(reach: dict[str, Any]) -> None:
-    """Prints a row for each prefix pin. Raises PillionError."""
+    """Print a row for each prefix pin. Raises PillionError."""
     with Client(**reach) as client:
         pins = client.prefixes()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -72,7 +72,7 @@ def run_list(reach: dict[str, Any]) -> None:
 
 
 def read_prompts(path: Path) -> list[FilePrompt]:
-    """Reads a file of prompts. Raises ConfigError, naming the line."""
+    """Read a file of prompts. Raises ConfigError, naming the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +89,7 @@ def read_prompts(path: Path) -> list[FilePrompt]:
 
 
 def parse_duration(text: str) -> int:
-    """Reads a duration such as 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
+    """Read a duration such as 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
     found = re.fullmatch(r"(\d{1,9})([smhd]?)", text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no time such as 90s, 5m, 1h or 7d")
@@ -97,7 +97,7 @@ def parse_duration(text: str) -> int:
 
 
 def duration(seconds: int) -> str:
-    """Writes a time as people write it: rounded, in the largest unit of which it has at least two."""
+    """Write a time as people write it: rounded, in the largest unit of which it has at least two."""
     for unit, length in reversed(_UNITS_S.items()):
         if seconds >= 2 * length:
             return f"{round(seconds / length)}{unit}"

@@ -12,7 +12,7 @@ from pillion.cli.reach import pop_reach, talks_to_gateway
 
 
 def seconds_of(ctx: click.Context, param: click.Parameter, text: str) -> int:
-    """Parses a duration such as 90s, 5m, 1h or 7d; "" is 0."""
+    """Parse a duration such as 90s, 5m, 1h or 7d; "" is 0."""
     from pillion.cli.cache import parse_duration
 
     try:

@@ -41,11 +41,11 @@ class Conversation:
         self.turns: list[ChatMessage] = []
 
     def messages(self) -> list[ChatMessage]:
-        """Returns all messages, the system's first."""
+        """Return all messages, the system's first."""
         return [ChatMessage("system", self.system), *self.turns] if self.system else list(self.turns)
 
     def command(self, line: str) -> str:
-        """Does what a line that begins with "/" says; returns the text to show. Raises EOFError where the conversation
+        """Do what a line that begins with "/" says; return the text to show. Raises EOFError where the conversation
         is to end."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
@@ -78,7 +78,7 @@ class Conversation:
 
 
 def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Runs a conversation until its end. Raises PillionError; on a terminal only where no conversation begins.
+    """Run a conversation until its end. Raises PillionError; on a terminal only where no conversation begins.
 
     Args:
         system: the system message; "" for none.
@@ -119,7 +119,7 @@ def _converse(client: Client, talk: Conversation, options: dict[str, Any]) -> No
 
 
 def _turn(client: Client, talk: Conversation, message: str, options: dict[str, Any]) -> None:
-    """Asks for one answer and shows the text. A request that fails leaves the conversation as it was. Where Ctrl-C ends
+    """Ask for one answer and show the text. A request that fails leaves the conversation as it was. Where Ctrl-C ends
     the answer, the text that was shown stays in the conversation, so that the model knows what the person has read."""
     asked = ChatMessage("user", message)
     texts: list[str] = []
@@ -133,7 +133,7 @@ def _turn(client: Client, talk: Conversation, message: str, options: dict[str, A
 
 
 def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:
-    """Returns the lines with which a conversation begins. Raises ConfigError where the model has to be chosen, or is
+    """Return the lines with which a conversation begins. Raises ConfigError where the model has to be chosen, or is
     not served."""
     names, served = [info.name for info in infos], [info.name for info in infos if not info.alias_of]
     if model and names and model not in names:
@@ -146,7 +146,7 @@ def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:
 
 
 def read_message(read_line: Callable[[str], str]) -> str:
-    """Reads one message. It has several lines where a line ends with a backslash or the first one begins with three
+    """Read one message. It has several lines where a line ends with a backslash or the first one begins with three
     quotes.
 
     Args:

@@ -22,7 +22,7 @@ from pillion.settings.served_models import other_models
 
 
 def check_flags(flags: Any) -> None:
-    """Raises ConfigError for the first flag, or pair of flags, that cannot work."""
+    """Raise ConfigError for the first flag, or pair of flags, that cannot work."""
     values = {field.name: getattr(flags, field.name) for field in fields(flags)}
     for field in fields(flags):
         if field.metadata["least"] is not None:
@@ -59,7 +59,7 @@ def check_flags(flags: Any) -> None:
 
 
 def _check_edge(flags: GatewayFlags) -> None:
-    """Refuses flags that a gateway would refuse only after all other components had started."""
+    """Refuse flags that a gateway would refuse only after all other components had started."""
     if flags.gateway_workers > 1 and not isinstance(flags, ServeFlags):
         raise ConfigError("--gateway-workers is a flag of pillion serve: start several pillion gateway --share-ports")
 

@@ -47,22 +47,22 @@ class Notices:
         self._colours: dict[str, str] = {}
 
     def say(self, text: str, style: str = "") -> None:
-        """Prints one line of the supervisor's own."""
+        """Print one line of the supervisor's own."""
         self.component(OWN, text, style)
 
     def fact(self, name: str, text: str, style: str = "") -> None:
-        """Prints one of the lines with which a cluster starts."""
+        """Print one of the lines with which a cluster starts."""
         self.component(OWN if self._json else name, f"{name}: {text}" if self._json else text, style)
 
     def command(self, text: str) -> None:
-        """Prints a command on a line of its own, to be copied."""
+        """Print a command on a line of its own, to be copied."""
         if self._json:
             self.say(f"try: {text}")
         else:
             self._show(f"  {text}")
 
     def component(self, component_id: str, line: str, style: str = "") -> None:
-        """Prints one line of a component's log, without reading markup in it."""
+        """Print one line of a component's log, without reading markup in it."""
         from rich.text import Text
 
         if self._json:
@@ -72,7 +72,7 @@ class Notices:
         self._show(Text.assemble((f"{component_id:<{PREFIX_WIDTH}} | ", colour), (line, style)))
 
     def _show(self, line: str | Text) -> None:
-        """Prints a line to standard error."""
+        """Print a line to standard error."""
         if self.console.is_terminal:
             # A spinner may run below the line, so rich has to write it.
             self._write(partial(self.console.print, line, soft_wrap=True, markup=False))
@@ -82,7 +82,7 @@ class Notices:
             self._write(partial(print, text, file=self.console.file, flush=True))
 
     def _write(self, write: Callable[[], object]) -> None:
-        """Writes a line, or counts it as lost: no cluster may end or stand still because nobody can read of it."""
+        """Write a line, or counts it as lost: no cluster may end or stand still because nobody can read of it."""
         try:
             write()
         except (OSError, ValueError):
@@ -95,7 +95,7 @@ class Notices:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[str], None]]:
-        """Shows ``title`` while the block runs, where there is a terminal; the yielded function shows the step that
+        """Show ``title`` while the block runs, where there is a terminal; the yielded function shows the step that
         runs now."""
         if self._json or not self.console.is_terminal:
             yield self.say
@@ -105,7 +105,7 @@ class Notices:
 
 
 def as_json(component_id: str, line: str) -> str:
-    """Returns the line itself where it is a JSON object, else an object with the line as its message."""
+    """Return the line itself where it is a JSON object, else an object with the line as its message."""
     from pillion.observability.log_format import JsonFormatter
 
     if line.startswith("{"):
@@ -119,7 +119,7 @@ def as_json(component_id: str, line: str) -> str:
 
 
 def table_console(width: int) -> Console:
-    """Makes a console on standard output for tables. Where that is no terminal, it is at least ``width`` columns
+    """Make a console on standard output for tables. Where that is no terminal, it is at least ``width`` columns
     wide."""
     from rich.console import Console
 
@@ -130,7 +130,7 @@ def table_console(width: int) -> Console:
 
 
 def fail(message: str) -> None:
-    """Prints a message as the one line on standard error with which a failed command ends."""
+    """Print a message as the one line on standard error with which a failed command ends."""
     from pillion.observability.log_format import logs_json
 
     if logs_json():

@@ -77,7 +77,7 @@ def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any
 
 
 def _plan_of(contract: Path | None, kill: str, start: str, supervised: bool, **values: Any) -> DrillPlan:
-    """Returns the plan that the options ask for. Raises ConfigError."""
+    """Return the plan that the options ask for. Raises ConfigError."""
     from pillion.drill.drill import DrillPlan
     from pillion.drill.strikes import Striker
 
@@ -88,7 +88,7 @@ def _plan_of(contract: Path | None, kill: str, start: str, supervised: bool, **v
 
 
 def _ask_for_consent() -> None:
-    """Raises ConfigError unless somebody types the word."""
+    """Raise ConfigError unless somebody types the word."""
     try:
         typed = click.prompt(f"type {CONSENT} to begin", default="", show_default=False, err=True)
     except click.Abort:

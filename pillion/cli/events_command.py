@@ -36,7 +36,7 @@ def events(
 
 
 def find_node(name: str, reach: dict[str, Any]) -> str:
-    """Returns the address of a cluster's KV node by the node's name; with no name, that of the only one. ``reach`` has
+    """Return the address of a cluster's KV node by the node's name; with no name, that of the only one. ``reach`` has
     the arguments of :class:`pillion.Client`. Raises ConfigError where no node has the name or several may be meant, and
     PillionError."""
     from pillion.client.client import Client

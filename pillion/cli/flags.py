@@ -94,14 +94,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
-    """Makes an option that shows its default in the help. A second word of ``name`` is the parameter's name."""
+    """Make an option that shows its default in the help. A second word of ``name`` is the parameter's name."""
     # An explicit None is a default for click 8.5, and a required option that has a default is not enforced.
     given = {} if more.get("required") else {"default": default, "show_default": default not in (None, "", ())}
     return click.option(*name.split(), help=about, **given, **more)
 
 
 def options(*made: Callable[[F], F]) -> Callable[[F], F]:
-    """Returns one decorator that adds all these options; the help lists them in this order."""
+    """Return one decorator that adds all these options; the help lists them in this order."""
 
     def add(function: F) -> F:
         for one in reversed(made):
@@ -118,17 +118,17 @@ KEY = option("--key", "PEM of the client certificate's private key.", envvar="PI
 
 
 def option_name(field_name: str) -> str:
-    """Returns the name of a field's option: ``max_num_seqs`` -> ``--max-num-seqs``."""
+    """Return the name of a field's option: ``max_num_seqs`` -> ``--max-num-seqs``."""
     return "--" + field_name.replace("_", "-")
 
 
 def env_name(field_name: str) -> str:
-    """Returns the name of a field's environment variable: ``max_num_seqs`` -> ``PILLION_MAX_NUM_SEQS``."""
+    """Return the name of a field's environment variable: ``max_num_seqs`` -> ``PILLION_MAX_NUM_SEQS``."""
     return ENV_PREFIX + field_name.upper()
 
 
 def known_names() -> frozenset[str]:
-    """Returns the field names of all commands' flags."""
+    """Return the field names of all commands' flags."""
     return frozenset(GONE).union(f.name for cls in ALL_FLAGS for f in fields(cls))
 
 
@@ -144,11 +144,11 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
         self.name = {config.parse_size: "size", int: "integer", float: "number"}.get(kind, "text")
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Returns the word that stands for the value after the option in the help."""
+        """Return the word that stands for the value after the option in the help."""
         return "[" + "|".join(self.choices) + "]" if self.choices else self.name.upper()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Converts a flag's value, defaults included, so that text and value are treated alike."""
+        """Convert a flag's value, defaults included, so that text and value are treated alike."""
         text = str(value)
         try:
             parsed = self.kind(text)
@@ -166,7 +166,7 @@ class FlagCommand(click.Command):
     file set a flag."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the command line, the environment and the file."""
+        """Parse the command line, the environment and the file."""
         try:
             return super().parse_args(ctx, self._repeated(args))
         except click.BadParameter as error:
@@ -175,7 +175,7 @@ class FlagCommand(click.Command):
             raise type(error)(error.message + _origin(ctx, error.param), ctx, error.param) from None
 
     def _repeated(self, args: list[str]) -> list[str]:
-        """Returns the arguments with a repeatable flag before each of its values, because vLLM's flags take several:
+        """Return the arguments with a repeatable flag before each of its values, because vLLM's flags take several:
         ``--lora-modules a=/a b=/b``. A word that can be the positional MODEL is MODEL."""
         options = {name: one for one in self.params if isinstance(one, click.Option) for name in one.opts}
         names = {word.partition("=")[0] for word in args}
@@ -197,14 +197,14 @@ class FlagCommand(click.Command):
         return repeated
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options into the help: flags of components in groups."""
+        """Write the options into the help: flags of components in groups."""
         if any(param.name == CONFIG_PATH for param in self.params):
             write_options(self.get_params(ctx), ctx, formatter)
         else:
             super().format_options(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command, and names the origin of a flag that it refuses."""
+        """Run the command, and names the origin of a flag that it refuses."""
         check_variables(os.environ)
         try:
             return super().invoke(ctx)
@@ -224,14 +224,14 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the command that the line names. Raises UsageError, for a command that is gone with what replaces
+        """Find the command that the line names. Raises UsageError, for a command that is gone with what replaces
         it."""
         if (instead := GONE_COMMANDS.get(f"{ctx.command_path} {args[0]}")) is not None:
             ctx.fail(f"{ctx.command_path} {args[0]} is gone: {instead}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list of commands into the help. The list of ``pillion`` itself is divided into groups."""
+        """Write the list of commands into the help. The list of ``pillion`` itself is divided into groups."""
         if ctx.parent is None:
             write_commands(self.commands, formatter)
         else:
@@ -250,7 +250,7 @@ def _origin(ctx: click.Context, param: click.Parameter) -> str:
 
 
 def _flag_of_path(ctx: click.Context, message: str) -> str:
-    """Returns the flag whose file or folder an error is about; "" where the error names no flag's path."""
+    """Return the flag whose file or folder an error is about; "" where the error names no flag's path."""
     for param in ctx.command.params:
         value = ctx.params.get(param.name or "")
         if value and isinstance(value, str | Path):
@@ -261,7 +261,7 @@ def _flag_of_path(ctx: click.Context, message: str) -> str:
 
 
 def _line_of(spellings: Iterable[str], path: str) -> int:
-    """Returns the number of the line that sets a flag in a TOML file without tables."""
+    """Return the number of the line that sets a flag in a TOML file without tables."""
     keys = "|".join(spelling[2:].replace("-", "[-_]") for spelling in spellings)
     pattern = re.compile(rf"\s*[\"']?({keys})[\"']?\s*=")
     lines = Path(path).read_text("utf-8").splitlines()
@@ -269,7 +269,7 @@ def _line_of(spellings: Iterable[str], path: str) -> int:
 
 
 def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
-    """Decorates a click command with one option per field of ``cls``, and ``--config``.
+    """Decorate a click command with one option per field of ``cls``, and ``--config``.
 
     The command's function receives every field as a keyword argument, parsed. ``placement=False`` leaves out the flags
     that name or place one process: the command chooses them for each of its components.
@@ -290,7 +290,7 @@ def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
 
 
 def gone_option(name: str, about: str) -> Callable[[F], F]:
-    """Returns the option of a flag that has no effect any more. It stands in no help."""
+    """Return the option of a flag that has no effect any more. It stands in no help."""
 
     def warn(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         # A supervisor has said it for the components that it started with its environment.
@@ -305,7 +305,7 @@ def gone_option(name: str, about: str) -> Callable[[F], F]:
 
 
 def flag_option(field: Field[Any]) -> Callable[[F], F]:
-    """Returns the click option of one flag."""
+    """Return the click option of one flag."""
     name, about = option_name(field.name), field.metadata
     common: dict[str, Any] = {
         "envvar": env_name(field.name),
@@ -329,7 +329,7 @@ def _read_environment_and_file(ctx: click.Context, param: click.Parameter, path:
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for the first ``PILLION_*`` variable that nothing reads."""
+    """Raise ConfigError for the first ``PILLION_*`` variable that nothing reads."""
     known = {*map(env_name, known_names()), *OTHER_VARIABLES}
     # Kubernetes describes each service of the namespace to every container; a service of Pillion's may be called
     # pillion-something.
@@ -343,7 +343,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Reads a TOML file of flags, as values by field name. Raises ConfigError, in one line, for a file that cannot be
+    """Read a TOML file of flags, as values by field name. Raises ConfigError, in one line, for a file that cannot be
     used."""
     try:
         with open(path, "rb") as file:
@@ -379,7 +379,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
-    """Returns every field of ``flags`` as an argument, defaults included, so that a child's flags depend on nothing
+    """Return every field of ``flags`` as an argument, defaults included, so that a child's flags depend on nothing
     around it. Secrets are left out, because everybody on the machine may read arguments."""
     left_out, argv = frozenset(leave_out), []
     for field in fields(flags):
@@ -396,19 +396,19 @@ def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
 
 
 def secret_environ(flags: Any) -> dict[str, str]:
-    """Returns the variables by which a child gets the secrets of ``flags``, each value without spaces."""
+    """Return the variables by which a child gets the secrets of ``flags``, each value without spaces."""
     secrets = {env_name(one.name): getattr(flags, one.name) for one in fields(flags) if one.metadata["secret"]}
     return {name: " ".join(values) for name, values in secrets.items() if values}
 
 
 def without_flags(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``environ`` without the variables that are flags: a child gets the parent's flags by its command line
+    """Return ``environ`` without the variables that are flags: a child gets the parent's flags by its command line
     alone."""
     flags = {*map(env_name, known_names()), ENV_PREFIX + "CONFIG"}
     return {name: value for name, value in environ.items() if name not in flags}
 
 
 def subset(cls: type, source: Any, **changes: Any) -> Any:
-    """Makes an instance of ``cls`` of the fields that ``source`` also has, and of ``changes``."""
+    """Make an instance of ``cls`` of the fields that ``source`` also has, and of ``changes``."""
     shared = {f.name for f in fields(cls)} & {f.name for f in fields(source)}
     return cls(**{name: getattr(source, name) for name in shared} | changes)

@@ -48,7 +48,7 @@ OPTIONS = "Options"
 
 
 def group_of(field_name: str) -> str:
-    """Returns the group of a flag: the group that names the flag, or else the longest beginning of its name that ends
+    """Return the group of a flag: the group that names the flag, or else the longest beginning of its name that ends
     before a "_"."""
     words = field_name.split("_")
     for count in range(len(words), 0, -1):
@@ -60,7 +60,7 @@ def group_of(field_name: str) -> str:
 
 
 def write_commands(commands: Mapping[str, click.Command], formatter: click.HelpFormatter) -> None:
-    """Writes the commands of ``pillion``, in groups, each with a line about it."""
+    """Write the commands of ``pillion``, in groups, each with a line about it."""
     for title, names in COMMANDS.items():
         with formatter.section(title):
             longest = max(map(len, commands))
@@ -71,7 +71,7 @@ def write_commands(commands: Mapping[str, click.Command], formatter: click.HelpF
 
 
 def write_options(params: list[click.Parameter], ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """Writes a command's options: flags of :mod:`pillion.config` in groups, and all others before them."""
+    """Write a command's options: flags of :mod:`pillion.config` in groups, and all others before them."""
     rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (OPTIONS, *GROUPS, OTHERS)}
     for param in params:
         row = param.get_help_record(ctx)

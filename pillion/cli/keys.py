@@ -14,7 +14,7 @@ TITLE = "# Tenants and their API keys, for pillion gateway --api-keys. Keys are 
 
 
 def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, ...] = ()) -> str:
-    """Adds a new key for ``tenant``, and the tenant where it is new. Returns the key; the file keeps only its hash.
+    """Add a new key for ``tenant``, and the tenant where it is new. Returns the key; the file keeps only its hash.
 
     The file is replaced in one step, so a gateway reads either the old or the new one. Raises ConfigError for a file
     that is no keys file, for a tenant's name with other characters than letters, digits and . _ - and for a tenant that
@@ -55,7 +55,7 @@ def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, 
 
 
 def hash_key(key: str) -> str:
-    """Returns an existing key's hash, as the ``hash`` field of a keys file holds it. Raises ConfigError for a key that
+    """Return an existing key's hash, as the ``hash`` field of a keys file holds it. Raises ConfigError for a key that
     is too short to be a secret."""
     from pillion.gateway.admission.api_keys import hash_of
 

@@ -21,7 +21,7 @@ as_component = options(*(flag_option(field) for field in fields(CommonFlags) if 
 
 
 def pop_reach(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes :class:`pillion.Client`'s arguments out of ``values``: where the gateway is, and which certificates are
+    """Take :class:`pillion.Client`'s arguments out of ``values``: where the gateway is, and which certificates are
     used."""
     reach = {name: values.pop(name) for name in ("target", "ca", "cert", "key")}
     return {name: value for name, value in reach.items() if value}

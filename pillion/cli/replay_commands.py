@@ -20,7 +20,7 @@ MODEL = option("--model", "What the target calls the model. Default: as the bund
 
 
 def decided(run: Coroutine[Any, Any, int]) -> int:
-    """Returns the exit status that a run comes to. Raises ConfigError for every error: its status is not that of a
+    """Return the exit status that a run comes to. Raises ConfigError for every error: its status is not that of a
     difference."""
     try:
         return asyncio.run(run)

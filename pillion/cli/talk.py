@@ -22,7 +22,7 @@ MAX_NAMED = 4
 
 
 def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], schema: str = "") -> None:
-    """Streams a prompt's continuation to standard output; several answers are printed one after the other. With a JSON
+    """Stream a prompt's continuation to standard output; several answers are printed one after the other. With a JSON
     ``schema``, answers fit the schema. Raises PillionError."""
     structured = StructuredOutputs(json=schema) if schema else None
     # A person who has typed a wrong address should see that at once.
@@ -35,12 +35,12 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], s
 
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of sampling that were given. The gateway has defaults for the others."""
+    """Return the options of sampling that were given. The gateway has defaults for the others."""
     return {name: value for name, value in sampling.items() if value not in (None, (), "", {})}
 
 
 def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
-    """Prints an answer's text as it arrives, then log probabilities where the answer has them; returns the text.
+    """Print an answer's text as it arrives, then log probabilities where the answer has them; return the text.
     Reasoning goes to standard error, so that the output is the answer alone.
 
     Args:
@@ -65,7 +65,7 @@ def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
 
 
 def show_each(deltas: Iterable[Delta]) -> None:
-    """Prints each answer under a heading, in order, when all are complete."""
+    """Print each answer under a heading, in order, when all are complete."""
     answers: defaultdict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:
         answers[delta.index].append(delta)
@@ -75,7 +75,7 @@ def show_each(deltas: Iterable[Delta]) -> None:
 
 
 def logprob_lines(logprobs: Iterable[TokenLogprob]) -> str:
-    """Makes a line for each token: its id and log probability, then the alternatives, the most likely first."""
+    """Make a line for each token: its id and log probability, then the alternatives, the most likely first."""
     lines = []
     for token in logprobs:
         others = "  ".join(f"{i} {p:.3f}" for i, p in zip(token.top_ids, token.top_logprobs, strict=False))
@@ -84,7 +84,7 @@ def logprob_lines(logprobs: Iterable[TokenLogprob]) -> str:
 
 
 def run_status(reach: dict[str, Any], as_json: bool) -> None:
-    """Prints the cluster's state. Raises PillionError."""
+    """Print the cluster's state. Raises PillionError."""
     with Client(**reach) as client:
         status, models = client.status(), client.models()
     if as_json:
@@ -105,7 +105,7 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
 
 
 def status_table(status: ClusterStatus) -> Table:
-    """Makes a table with one row per component, which fits into 80 columns; :func:`component_lines` prints what the
+    """Make a table with one row per component, which fits into 80 columns; :func:`component_lines` prints what the
     table leaves out."""
     table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("component", overflow="fold")
@@ -121,7 +121,7 @@ def status_table(status: ClusterStatus) -> Table:
 
 
 def component_lines(status: ClusterStatus) -> Iterator[str]:
-    """Makes the lines with what the table leaves out: for each component what it serves, with what, where, and how
+    """Make the lines with what the table leaves out: for each component what it serves, with what, where, and how
     full its pool is."""
     sizes = _block_sizes(status)
     for one in _in_order(status):
@@ -133,7 +133,7 @@ def component_lines(status: ClusterStatus) -> Iterator[str]:
 
 
 def tenant_table(status: ClusterStatus) -> Table:
-    """Makes a table with what each tenant's ended requests have used, by the gateway that was asked."""
+    """Make a table with what each tenant's ended requests have used, by the gateway that was asked."""
     table = Table(title="Tenants of this gateway", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("tenant", overflow="fold")
     for name in ("prompt tokens", "cached", "computed", "generated", "KV GiB s"):
@@ -151,7 +151,7 @@ def _in_order(status: ClusterStatus) -> list[ComponentStatus]:
 
 
 def _block_sizes(status: ClusterStatus) -> dict[str, int]:
-    """Returns the tokens of a block by KV node: a node knows the bytes of a block, and only its workers know the
+    """Return the tokens of a block by KV node: a node knows the bytes of a block, and only its workers know the
     tokens."""
     return {one.node_id: one.block_size_tokens for one in status.components if one.block_size_tokens}
 
@@ -163,7 +163,7 @@ def kernels_of(component: ComponentStatus) -> str:
 
 
 def model_line(model: ModelInfo, status: ClusterStatus) -> str:
-    """Says in one line what is served under a name."""
+    """Say in one line what is served under a name."""
     if model.parent:
         ready = ", ".join(sorted(one.component_id for one in status.components if model.adapter in one.adapters))
         return f"{model.name}: adapter of {model.parent}, ready on {ready or 'no worker now'}"
@@ -173,7 +173,7 @@ def model_line(model: ModelInfo, status: ClusterStatus) -> str:
 
 
 def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
-    """Says how many of a KV node's slots are in each state; returns "" for other components."""
+    """Say how many of a KV node's slots are in each state; return "" for other components."""
     if not component.total_blocks:
         return ""
     used = (component.total_blocks - component.free_blocks) / component.total_blocks
@@ -187,7 +187,7 @@ def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
 
 
 def version_line(status: ClusterStatus) -> str:
-    """Returns a line with the versions and protocols of all components; empty where a gateway of 0.2.0 answered, which
+    """Return a line with the versions and protocols of all components; empty where a gateway of 0.2.0 answered, which
     does not say them."""
     groups: dict[tuple[str, int], list[str]] = {}
     for one in _in_order(status):
@@ -207,7 +207,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def summary(status: ClusterStatus) -> str:
-    """Returns one line of totals for the requests since the gateway started."""
+    """Return one line of totals for the requests since the gateway started."""
     rate = status.cached_tokens / status.prompt_tokens if status.prompt_tokens else 0.0
     index = "" if status.index_available else "; Redis does not answer: no prefix hits"
     return (

@@ -42,7 +42,7 @@ class ParsedAnswers:
         self._texts: dict[int, list[str]] = {}
 
     def note(self, delta: Delta) -> Delta:
-        """Takes the stream's next delta, and returns it with a value where it ends an answer. Raises what the caller's
+        """Take the stream's next delta, and return it with a value where it ends an answer. Raises what the caller's
         type raises for a value that it does not take."""
         texts = self._texts.setdefault(delta.index, [])
         texts.append(delta.text)
@@ -52,7 +52,7 @@ class ParsedAnswers:
 
 
 def answer_schema(schema: Schema) -> AnswerSchema:
-    """Reads the schema of an answer, or a type. Raises TypeError for a type that has no JSON schema, and ValueError for
+    """Read the schema of an answer, or a type. Raises TypeError for a type that has no JSON schema, and ValueError for
     text that is no JSON."""
     if isinstance(schema, str):
         json.loads(schema)
@@ -75,7 +75,7 @@ def answer_schema(schema: Schema) -> AnswerSchema:
 
 
 def with_schema(sampling: SamplingParams, schema: AnswerSchema | None) -> SamplingParams:
-    """Returns the sampling parameters with the schema as their structure. Raises TypeError where they have a structure
+    """Return the sampling parameters with the schema as their structure. Raises TypeError where they have a structure
     already."""
     if schema is None:
         return sampling
@@ -85,7 +85,7 @@ def with_schema(sampling: SamplingParams, schema: AnswerSchema | None) -> Sampli
 
 
 def _closed(schema: Any) -> Any:
-    """Returns the schema of a type, closed against properties that the type does not have."""
+    """Return the schema of a type, closed against properties that the type does not have."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):
@@ -107,7 +107,7 @@ class _TypeReader:
         self._names: dict[Any, str] = {}
 
     def schema(self, kind: Any) -> dict[str, Any]:
-        """Returns the JSON schema of a type. Raises TypeError."""
+        """Return the JSON schema of a type. Raises TypeError."""
         if kind is Any:
             return {}
         if kind in _PLAIN or kind is None:
@@ -155,7 +155,7 @@ class _TypeReader:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass that are set by name, or of a TypedDict, with their types."""
+    """Return the fields of a dataclass that are set by name, or of a TypedDict, with their types."""
     hints = get_type_hints(kind, include_extras=True)
     if is_typeddict(kind):
         return {
@@ -186,7 +186,7 @@ class _UnfitError(ValueError):
 
 
 def _value(kind: Any, found: Any) -> Any:
-    """Makes a value of type ``kind`` of ``found``, which JSON's parser made. Raises _UnfitError where it is of another
+    """Make a value of type ``kind`` of ``found``, which JSON's parser made. Raises _UnfitError where it is of another
     type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:

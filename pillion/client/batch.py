@@ -30,7 +30,7 @@ Result = RequestOutput[Value] | PillionError
 
 
 def check_concurrency(concurrency: int) -> None:
-    """Raises ValueError for a concurrency out of bounds."""
+    """Raise ValueError for a concurrency out of bounds."""
     if not 1 <= concurrency <= MAX_CONCURRENCY:
         raise ValueError(f"concurrency {concurrency} is not in [1, {MAX_CONCURRENCY}]")
 
@@ -38,7 +38,7 @@ def check_concurrency(concurrency: int) -> None:
 def one_each(
     sampling: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any], count: int
 ) -> list[SamplingParams]:
-    """Returns the sampling parameters of each of ``count`` prompts, by :func:`sampling_of`. Raises ValueError for too
+    """Return the sampling parameters of each of ``count`` prompts, by :func:`sampling_of`. Raises ValueError for too
     few or too many."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling_of(sampling, fields)] * count
@@ -55,7 +55,7 @@ def run_batch(
     progress: bool,
     raise_errors: bool,
 ) -> list[Result]:
-    """Runs the blocking client's batch, one thread for each stream in flight; it returns when all of them have ended.
+    """Run the blocking client's batch, one thread for each stream in flight; it returns when all of them have ended.
 
     Args:
         start: begins a request's call, which has ``cancel()``.
@@ -117,7 +117,7 @@ async def run_batch_async(
     progress: bool,
     raise_errors: bool,
 ) -> list[Result]:
-    """Runs the asyncio client's batch; the arguments are those of :func:`run_batch`. Where it is cancelled, the calls
+    """Run the asyncio client's batch; the arguments are those of :func:`run_batch`. Where it is cancelled, the calls
     in flight are cancelled too."""
     results: list[Result | None] = [None] * len(requests)
     todo = iter(enumerate(requests))
@@ -158,7 +158,7 @@ async def _answer(
 
 
 def collector_of(request: GenerateRequest) -> OutputCollector:
-    """Makes an empty collector for the request's deltas."""
+    """Make an empty collector for the request's deltas."""
     sampling = request.sampling
     return OutputCollector(
         request.text or None,
@@ -169,13 +169,13 @@ def collector_of(request: GenerateRequest) -> OutputCollector:
 
 
 def wait_s(error: Overloaded) -> float:
-    """Returns the seconds to wait before a refused request is sent again: as the server says, within bounds."""
+    """Return the seconds to wait before a refused request is sent again: as the server says, within bounds."""
     return min(max(error.retry_after_ms, 100), MAX_OVERLOAD_WAIT_MS) / 1000
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, wanted: bool, title: str = "prompts") -> Iterator[Callable[[], None]]:
-    """Shows a bar on standard error while the block runs; yields the function to call for each finished item."""
+    """Show a bar on standard error while the block runs; yield the function to call for each finished item."""
     if not wanted:
         yield lambda: None
         return

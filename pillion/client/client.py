@@ -124,7 +124,7 @@ class Client:
         schema: Schema[Value] | None = None,
         **fields: Any,
     ) -> Generator[Delta[Value], None, None]:
-        """Streams a completion of ``prompt``: text, or token ids.
+        """Stream a completion of ``prompt``: text, or token ids.
 
         With ``n`` > 1 the deltas of all answers come mixed, each with its ``index``, and each answer's last one has a
         finish reason. With ``best_of`` > ``n`` everything comes at the end, the best answer as index 0. Usage and
@@ -172,7 +172,7 @@ class Client:
         parallel_tool_calls: bool | None = None,
         **fields: Any,
     ) -> Generator[Delta[Value], None, None]:
-        """Streams the assistant's next message; ``messages`` as ChatMessage or as ``{"role": ..., "content": ...}``.
+        """Stream the assistant's next message; ``messages`` as ChatMessage or as ``{"role": ..., "content": ...}``.
 
         Args:
             add_generation_prompt: end the prompt where that message begins; default: true, unless the last message is
@@ -217,7 +217,7 @@ class Client:
         schema: Schema[Value] | None = None,
         **fields: Any,
     ) -> list[Result[Value]]:
-        """Returns all answers to many prompts, in the prompts' order; ``concurrency`` prompts are in flight at once.
+        """Return all answers to many prompts, in the prompts' order; ``concurrency`` prompts are in flight at once.
 
         Args:
             prompts: texts, token ids or conversations, mixed as you like.
@@ -265,7 +265,7 @@ class Client:
         priority: int | None = 0,
         timeout_s: float = LONG_CALL_TIMEOUT_S,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns the vector of one text or of many, at most 2,048, in their order, as the checkpoint's
+        """Return the vector of one text or of many, at most 2,048, in their order, as the checkpoint's
         sentence-transformers files say.
 
         Args:
@@ -309,7 +309,7 @@ class Client:
         priority: int | None = 0,
         timeout_s: float = LONG_CALL_TIMEOUT_S,
     ) -> list[ScoringRequestOutput]:
-        """Returns how well each document answers the query, in the documents' order: a cosine of vectors, or what the
+        """Return how well each document answers the query, in the documents' order: a cosine of vectors, or what the
         checkpoint of a reranker says.
 
         Args:
@@ -340,12 +340,12 @@ class Client:
         return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in reply.scores]
 
     def models(self) -> list[ModelInfo]:
-        """Returns the models that live workers serve. Raises PillionError."""
+        """Return the models that live workers serve. Raises PillionError."""
         reply = self._unary("ListModels", gateway_pb2.ListModelsRequest())
         return [model_from_pb(model) for model in reply.models]
 
     def load_adapter(self, name: str, path: str, *, in_place: bool = False, model: str = "") -> ModelInfo:
-        """Gives a name to the LoRA adapter of a folder on the gateway's machine, for requests that come from now on, at
+        """Name the LoRA adapter in a folder on the gateway's machine, for requests that come from now on, at
         all gateways. The client needs an operator's key.
 
         Args:
@@ -361,7 +361,7 @@ class Client:
         return model_from_pb(self._unary("LoadAdapter", request, LONG_CALL_TIMEOUT_S))
 
     def unload_adapter(self, name: str) -> None:
-        """Takes the name of a LoRA adapter away; answers that run with it go on. The client needs an operator's key.
+        """Take the name of a LoRA adapter away; answers that run with it go on. The client needs an operator's key.
         Raises NotFound, and PillionError where it may not be unloaded."""
         self._unary("UnloadAdapter", gateway_pb2.UnloadAdapterRequest(name=name))
 
@@ -378,7 +378,7 @@ class Client:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float = LONG_CALL_TIMEOUT_S,
     ) -> WarmedPrefix:
-        """Computes the KV of a prompt ahead, after all other requests, and generates nothing. Later prompts that begin
+        """Compute the KV of a prompt ahead, after all other requests, and generates nothing. Later prompts that begin
         with it find it.
 
         Args:
@@ -400,20 +400,20 @@ class Client:
         return warmed_from_pb(self._unary("WarmPrefix", message, timeout_s))
 
     def prefixes(self) -> list[PinnedPrefix]:
-        """Returns the caller's own pins, by name. Raises PillionError."""
+        """Return the caller's own pins, by name. Raises PillionError."""
         reply = self._unary("ListPrefixes", gateway_pb2.ListPrefixesRequest())
         return [pin_from_pb(pin) for pin in reply.pins]
 
     def drop_prefix(self, name: str) -> None:
-        """Ends one of the caller's own pins; its blocks stay until they have to go. Raises NotFound."""
+        """End one of the caller's own pins; its blocks stay until they have to go. Raises NotFound."""
         self._unary("DropPrefix", gateway_pb2.DropPrefixRequest(name=name))
 
     def status(self) -> ClusterStatus:
-        """Returns the cluster's components, their load, and totals. Raises PillionError."""
+        """Return the cluster's components, their load, and totals. Raises PillionError."""
         return status_from_pb(self._unary("GetStatus", gateway_pb2.GetStatusRequest()))
 
     def close(self) -> None:
-        """Ends the connection, and with it all streams of this client."""
+        """End the connection, and with it all streams of this client."""
         with self._opening:
             self._closed = True
             opened = tuple(self._channels.values())
@@ -437,7 +437,7 @@ class Client:
         return _BlockingStream(self, progress)
 
     def _stub(self) -> tuple[int, Any]:
-        """Returns the number of the address to call, and its stub."""
+        """Return the number of the address to call, and its stub."""
         # The first call opens the channel; threads share it.
         with self._opening:
             if self._closed:
@@ -448,7 +448,7 @@ class Client:
             return self._number, self._channels[self._number][1]
 
     def _channel(self) -> grpc.Channel:
-        """Returns the channel of the address to call."""
+        """Return the channel of the address to call."""
         number, _ = self._stub()
         return self._channel_of(number)
 
@@ -456,13 +456,13 @@ class Client:
         return self._channels[number][0]
 
     def _leave(self, number: int) -> None:
-        """Makes the next address the one that is called, unless another call has done so."""
+        """Make the next address the one that is called, unless another call has done so."""
         with self._opening:
             if self._number == number:
                 self._number = (number + 1) % len(self._connection.targets)
 
     def _forget(self, number: int) -> None:
-        """Makes the next call open another channel to an address. Ctrl-C may leave a blocking call with a lock of
+        """Make the next call open another channel to an address. Ctrl-C may leave a blocking call with a lock of
         gRPC's that the thread of its channel then waits for, so that no call of that channel would end. Streams that
         still use the channel go on, and it ends with them: closing it would end them."""
         with self._opening:
@@ -507,7 +507,7 @@ class _BlockingStream:
         self._begin()
 
     def deltas(self) -> Generator[Delta, None, None]:
-        """Yields all deltas, in order. Raises PillionError."""
+        """Yield all deltas, in order. Raises PillionError."""
         progress = self._progress
         try:
             while True:
@@ -539,12 +539,12 @@ class _BlockingStream:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends the stream; its reader gets Cancelled."""
+        """End the stream; its reader gets Cancelled."""
         self._ended.set()
         self._current.cancel()
 
     def _connected(self) -> bool:
-        """Returns whether the last call had a connection: it began on one, or the channel has not failed to connect."""
+        """Return whether the last call had a connection: it began on one, or the channel has not failed to connect."""
         return self._began_ready or self._state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     def _state(self) -> grpc.ChannelConnectivity:

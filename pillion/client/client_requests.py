@@ -33,7 +33,7 @@ Item = Prompt | Sequence[Message]
 
 
 def prompt_request(prompt: Prompt, **options: Any) -> GenerateRequest:
-    """Makes the request of one prompt; ``options`` are other fields of GenerateRequest. Raises InvalidRequest, which
+    """Make the request of one prompt; ``options`` are other fields of GenerateRequest. Raises InvalidRequest, which
     names each item of ``prompt`` that cannot be a token's id."""
     if isinstance(prompt, str):
         return GenerateRequest(text=prompt, **options)
@@ -41,7 +41,7 @@ def prompt_request(prompt: Prompt, **options: Any) -> GenerateRequest:
 
 
 def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest:
-    """Makes the request of one conversation, as :func:`prompt_request` does of a prompt. Raises InvalidRequest for a
+    """Make the request of one conversation, as :func:`prompt_request` does of a prompt. Raises InvalidRequest for a
     bad message."""
     if not messages:
         raise InvalidRequest.of(FieldViolation("messages", "the prompt is empty"))
@@ -52,7 +52,7 @@ def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest
 def chat_options(
     add_generation_prompt: bool | None, continue_final_message: bool, chat_template_kwargs: Mapping[str, Any] | None
 ) -> ChatOptions:
-    """Makes the options by which a conversation becomes a prompt. Raises InvalidRequest for variables that are no
+    """Make the options by which a conversation becomes a prompt. Raises InvalidRequest for variables that are no
     JSON."""
     kwargs = ""
     if chat_template_kwargs:
@@ -67,7 +67,7 @@ def chat_options(
 def tool_options(
     tools: Sequence[Tool | Mapping[str, Any]], tool_choice: str | Mapping[str, Any], parallel_tool_calls: bool | None
 ) -> ToolOptions:
-    """Reads the tools of a conversation, in OpenAI's form or as Tool. ``tool_choice`` may be "auto", "none",
+    """Read the tools of a conversation, in OpenAI's form or as Tool. ``tool_choice`` may be "auto", "none",
     "required", a tool's name, or OpenAI's object with a name. Raises InvalidRequest for anything else."""
     read = tuple(_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools))
     if isinstance(tool_choice, Mapping):
@@ -94,7 +94,7 @@ def _tool(tool: Tool | Mapping[str, Any], where: str) -> Tool:
 
 
 def _json(value: Any, field: str, *, ensure_ascii: bool = False) -> str:
-    """Returns the JSON text of a value. Raises InvalidRequest, which names the ``field``, for what is no JSON."""
+    """Return the JSON text of a value. Raises InvalidRequest, which names the ``field``, for what is no JSON."""
     try:
         plain = dict(value) if isinstance(value, Mapping) else value
         return json.dumps(plain, allow_nan=False, ensure_ascii=ensure_ascii)
@@ -103,7 +103,7 @@ def _json(value: Any, field: str, *, ensure_ascii: bool = False) -> str:
 
 
 def _named_function(value: Any, where: str) -> Mapping[str, Any]:
-    """Returns the "function" of one of OpenAI's objects, which must have a name. Raises InvalidRequest."""
+    """Return the "function" of one of OpenAI's objects, which must have a name. Raises InvalidRequest."""
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         text = 'an object of type "function" is needed, whose "function" has a "name"'
@@ -112,7 +112,7 @@ def _named_function(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def item_request(item: Item, **options: Any) -> GenerateRequest:
-    """Makes the request of a batch's item: :func:`chat_request` of a conversation, else :func:`prompt_request`."""
+    """Make the request of a batch's item: :func:`chat_request` of a conversation, else :func:`prompt_request`."""
     if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
         return chat_request(item, **options)  # type: ignore[arg-type]
     return prompt_request(item, **options)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def prefix_request(
     tools: Sequence[Tool | Mapping[str, Any]],
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> GenerateRequest:
-    """Makes a request whose prompt is to be computed ahead; a conversation ends with its last message. Raises
+    """Make a request whose prompt is to be computed ahead; a conversation ends with its last message. Raises
     InvalidRequest."""
     is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], ChatMessage | Mapping)
     of_chat: dict[str, Any] = {}
@@ -140,7 +140,7 @@ def prefix_request(
 
 
 def embed_message(inputs: Prompt | Sequence[Prompt], **options: Any) -> gateway_pb2.EmbedRequest:
-    """Makes the message that asks for the vectors of one text or of several, each a text or token ids; ``options`` are
+    """Make the message that asks for the vectors of one text or of several, each a text or token ids; ``options`` are
     other fields of EmbedRequest. Raises InvalidRequest for a value that fits no field."""
     listed: Any = [inputs] if isinstance(inputs, str) else list(inputs)
     if listed and all(isinstance(one, int) for one in listed):
@@ -156,7 +156,7 @@ def embed_message(inputs: Prompt | Sequence[Prompt], **options: Any) -> gateway_
 
 
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
-    """Returns the sampling parameters, given whole or by keyword. Raises TypeError for both, or for an unknown
+    """Return the sampling parameters, given whole or by keyword. Raises TypeError for both, or for an unknown
     keyword."""
     if sampling is not None and fields:
         raise TypeError(f"give sampling or its fields by keyword, not both: {', '.join(sorted(fields))}")
@@ -167,12 +167,12 @@ def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> S
 
 
 def to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
-    """Makes the message of a request. Raises InvalidRequest for a value that fits no field, before anything is sent."""
+    """Make the message of a request. Raises InvalidRequest for a value that fits no field, before anything is sent."""
     return made(request_to_pb, request=request)
 
 
 def made(make: Callable[..., T], **fields: Any) -> T:
-    """Returns the message that ``make`` makes. Raises InvalidRequest for a value that fits no field."""
+    """Return the message that ``make`` makes. Raises InvalidRequest for a value that fits no field."""
     try:
         return make(**fields)
     except (ValueError, TypeError) as error:
@@ -180,7 +180,7 @@ def made(make: Callable[..., T], **fields: Any) -> T:
 
 
 def respelled(error: PillionError, prompt: str = "prompt") -> PillionError:
-    """Returns a gateway's error with the caller's name of the ``prompt``, in place of the message's fields."""
+    """Return a gateway's error with the caller's name of the ``prompt``, in place of the message's fields."""
     if not isinstance(error, InvalidRequest) or not error.violations:
         return error
     return InvalidRequest.of(
@@ -198,14 +198,14 @@ def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:
 
 
 def _no_id(item: Any) -> str:
-    """Says what keeps an item from being a token's id; "" where nothing does."""
+    """Say what keeps an item from being a token's id; "" where nothing does."""
     if not hasattr(item, "__index__"):
         return f"an id is an integer, not {type(item).__name__}"
     return "" if 0 <= item.__index__() < 2**32 else f"{str(item)[:40]} is not in [0, 2**32)"
 
 
 def message_of(message: Message, where: str) -> ChatMessage:
-    """Makes a ChatMessage of the message. Raises InvalidRequest, which names ``where``, for anything that is no message
+    """Make a ChatMessage of the message. Raises InvalidRequest, which names ``where``, for anything that is no message
     of OpenAI's."""
     if isinstance(message, ChatMessage):
         return message
@@ -233,7 +233,7 @@ def message_of(message: Message, where: str) -> ChatMessage:
 
 
 def _text_of_parts(parts: Sequence[Any], where: str) -> str:
-    """Returns the text of a content that came in parts, joined as the HTTP API joins them. Raises InvalidRequest,
+    """Return the text of a content that came in parts, joined as the HTTP API joins them. Raises InvalidRequest,
     which names ``where``, for images and all else that is no text."""
     texts = []
     for number, part in enumerate(parts):

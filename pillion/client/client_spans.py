@@ -24,7 +24,7 @@ _FINE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 
 
 def begin(request: GenerateRequest) -> trace.Span:
-    """Begins the span of a Generate call, under the caller's own span."""
+    """Begin the span of a Generate call, under the caller's own span."""
     operation = "chat" if request.messages else "text_completion"
     model = request.model[:MAX_NAME_CHARS]
     span = telemetry.client_tracer().start_span(f"{operation} {model}".rstrip(), kind=trace.SpanKind.CLIENT)
@@ -35,13 +35,13 @@ def begin(request: GenerateRequest) -> trace.Span:
 
 
 def end_with(span: trace.Span, call: Any) -> None:
-    """Ends the trace span ``span`` when the blocking ``call`` ends."""
+    """End the trace span ``span`` when the blocking ``call`` ends."""
     if span.is_recording() and not call.add_callback(lambda: _end(span, call.code())):
         _end(span, call.code())
 
 
 def end_with_async(span: trace.Span, call: grpc.aio.Call) -> None:
-    """Ends the trace span ``span`` when the asyncio ``call`` ends."""
+    """End the trace span ``span`` when the asyncio ``call`` ends."""
     if span.is_recording():
         _ending.begin(_end_after(span, call), "client span")
 

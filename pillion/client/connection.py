@@ -57,25 +57,25 @@ class GatewayConnection:
     by_proxy: bool = True
 
     def open(self, number: int = 0) -> grpc.Channel:
-        """Opens a blocking channel to one of the addresses. It connects with its first call, and again whenever the
+        """Open a blocking channel to one of the addresses. It connects with its first call, and again whenever the
         connection is lost."""
         if self.credentials is None:
             return grpc.insecure_channel(self.targets[number], options=self._options())
         return grpc.secure_channel(self.targets[number], self.credentials, options=self._options())
 
     def open_async(self, number: int = 0) -> grpc.aio.Channel:
-        """Opens an asyncio channel, which belongs to the running event loop. It connects as a blocking channel does."""
+        """Open an asyncio channel, which belongs to the running event loop. It connects as a blocking channel does."""
         if self.credentials is None:
             return grpc.aio.insecure_channel(self.targets[number], options=self._options())
         return grpc.aio.secure_channel(self.targets[number], self.credentials, options=self._options())
 
     def metadata(self) -> list[tuple[str, str]]:
-        """Returns the metadata of every call: the API key, the forced plan, and the trace context of the caller."""
+        """Return the metadata of every call: the API key, the forced plan, and the trace context of the caller."""
         key = [("authorization", f"Bearer {self.api_key}")] if self.api_key else []
         return key + ([(PLAN_HEADER, self.plan)] if self.plan else []) + telemetry.inject()
 
     def explained(self, error: PillionError, found: PillionError, spoken: bool, number: int) -> PillionError:
-        """Returns ``error`` with a message that says what to do.
+        """Return ``error`` with a message that says what to do.
 
         Args:
             error: what the caller gets.
@@ -90,16 +90,16 @@ class GatewayConnection:
         return error
 
     def state(self, channel: grpc.Channel) -> grpc.ChannelConnectivity:
-        """Returns the state of a blocking channel's connection now. gRPC's public API only watches it, by a thread that
+        """Return the state of a blocking channel's connection now. gRPC's public API only watches it, by a thread that
         polls every 0.2 s."""
         return _STATES[channel._channel.check_connectivity_state(False)]  # type: ignore[attr-defined]
 
     def state_async(self, channel: grpc.aio.Channel) -> grpc.ChannelConnectivity:
-        """Returns the state of an asyncio channel's connection now."""
+        """Return the state of an asyncio channel's connection now."""
         return channel.get_state()
 
     def pause(self, channel: grpc.Channel, pause_s: float, over: threading.Event) -> None:
-        """Waits until ``pause_s`` have passed or ``over`` is set, and lets a channel whose connection was lost connect
+        """Wait until ``pause_s`` have passed or ``over`` is set, and let a channel whose connection was lost connect
         meanwhile. gRPC (1.78) tries to connect a blocking channel only every 5 s unless a call waits for it, and a call
         that does not wait for the connection fails at once."""
         if pause_s <= 0:
@@ -111,7 +111,7 @@ class GatewayConnection:
             waiting.cancel()
 
     async def pause_async(self, channel: grpc.aio.Channel, pause_s: float, over: threading.Event) -> None:
-        """Waits as :meth:`pause` does, for an asyncio channel, which connects without help. Ending the stream cancels
+        """Wait as :meth:`pause` does, for an asyncio channel, which connects without help. Ending the stream cancels
         this wait."""
         await asyncio.sleep(pause_s)
 
@@ -143,7 +143,7 @@ def connect(
     max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
     plan: str = "",
 ) -> GatewayConnection:
-    """Checks the options and reads the files; the first call connects.
+    """Check the options and read the files; the first call connects.
 
     Args:
         target: ``host:port`` or ``unix:path``; ``grpcs://host:port`` for TLS, ``grpc://host:port`` for none. Several
@@ -187,7 +187,7 @@ def connect(
 
 
 def connection_hint(target: str, encrypted: bool) -> str:
-    """Returns what to look at where a connection to ``target`` fails, over TLS where it is ``encrypted``. What happened
+    """Return what to look at where a connection to ``target`` fails, over TLS where it is ``encrypted``. What happened
     is told by gRPC's own words."""
     if encrypted:
         tls = (
@@ -204,7 +204,7 @@ def connection_hint(target: str, encrypted: bool) -> str:
 
 
 def _check_address(target: str) -> None:
-    """Raises ConfigError for an address of another protocol."""
+    """Raise ConfigError for an address of another protocol."""
     scheme, separator, rest = target.partition("://")
     if separator and scheme in ("http", "https"):
         place = rest.partition("/")[0]
@@ -218,7 +218,7 @@ def _check_address(target: str) -> None:
 
 
 def service_config() -> str:
-    """Returns gRPC's service config as JSON: which calls are retried, and how."""
+    """Return gRPC's service config as JSON: which calls are retried, and how."""
     policy = {
         "maxAttempts": RETRY_ATTEMPTS,
         "initialBackoff": f"{RETRY_FIRST_BACKOFF_S}s",
@@ -233,7 +233,7 @@ def service_config() -> str:
 
 
 def _pem(source: Pem | None, name: str) -> bytes | None:
-    """Returns the PEM of a path or of bytes. Raises ConfigError for anything else: gRPC would accept it, and then every
+    """Return the PEM of a path or of bytes. Raises ConfigError for anything else: gRPC would accept it, and then every
     connection would fail."""
     if source is None:
         return None

@@ -93,7 +93,7 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """Gives the number of labels."""
+        """Number of labels."""
         return len(self.probs)
 
 
@@ -161,7 +161,7 @@ class OutputCollector:
         self._last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
-        """Adds the stream's next delta."""
+        """Add the stream's next delta."""
         self._last = delta
         if delta.prompt_logprobs:
             self._scores = [] if self._scores is None else self._scores
@@ -170,7 +170,7 @@ class OutputCollector:
             self._answers.setdefault(delta.index, []).append(delta)
 
     def output(self) -> RequestOutput:
-        """Returns the answers so far; ``finished`` is true once the last delta came."""
+        """Return the answers so far; ``finished`` is true once the last delta came."""
         usage = self._last.usage if self._last else None
         return RequestOutput(
             request_id=self._last.request_id if self._last else "",
@@ -209,7 +209,7 @@ class OutputCollector:
 
 
 def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCall]:
-    """Joins the parts of calls that a stream brought into whole calls, in their order."""
+    """Join the parts of calls that a stream brought into whole calls, in their order."""
     calls: dict[int, ToolCall] = {}
     for part in parts:
         known = calls.setdefault(part.index, ToolCall(part.id, part.name, ""))

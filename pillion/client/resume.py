@@ -93,7 +93,7 @@ class StreamProgress:
         self.over = False
 
     def request(self) -> GenerateRequest:
-        """Returns the request for the next call: the original one, or one for the rest of the stream."""
+        """Return the request for the next call: the original one, or one for the rest of the stream."""
         if self._origin is None:
             return self._request
         count = self._request.sampling.n or 1
@@ -103,7 +103,7 @@ class StreamProgress:
         )
 
     def timeout_s(self, now_s: float) -> float | None:
-        """Returns the time that the next call may take; None for no limit. Raises DeadlineExceeded if none is left."""
+        """Return the time that the next call may take; None for no limit. Raises DeadlineExceeded if none is left."""
         if self._deadline_s is None:
             return None
         left_s = self._deadline_s - now_s
@@ -112,7 +112,7 @@ class StreamProgress:
         return left_s
 
     def note(self, message: GenerateResponse) -> Delta:
-        """Returns the delta of the next message. Raises Unavailable for a message that does not continue the stream."""
+        """Return the delta of the next message. Raises Unavailable for a message that does not continue the stream."""
         delta = delta_from_pb(message)
         if self._opening:
             self._opens(message)
@@ -130,7 +130,7 @@ class StreamProgress:
         return delta
 
     def delay_s(self, error: PillionError, spoken: bool, connected: bool, now_s: float) -> float:
-        """Returns how long to wait before the next call.
+        """Return how long to wait before the next call.
 
         Args:
             error: why the last call ended.
@@ -167,7 +167,7 @@ class StreamProgress:
         return min(delay_ms / 1000, left_s)
 
     def _delay_before_connection_s(self, error: PillionError, broken: bool, connected: bool, now_s: float) -> float:
-        """Returns :meth:`delay_s` while no gateway was connected; ``broken`` says whether another gateway may take the
+        """Return :meth:`delay_s` while no gateway was connected; ``broken`` says whether another gateway may take the
         call."""
         if self._failed_s is None:
             self._failed_s = now_s
@@ -186,7 +186,7 @@ class StreamProgress:
         return delay_s
 
     def _opens(self, message: GenerateResponse) -> None:
-        """Takes the first message of a call, which shows that a gateway has accepted it."""
+        """Take the first message of a call, which shows that a gateway has accepted it."""
         self._opening = False
         self._reached = self._received = True
         if self._origin is not None:
@@ -199,7 +199,7 @@ class StreamProgress:
 
 
 def goes_on(error: PillionError, spoken: bool, sent: int, addresses: int) -> bool:
-    """Returns whether a call that is no stream is sent again, after ``sent`` calls. The call is sent once to each
+    """Return whether a call that is no stream is sent again, after ``sent`` calls. The call is sent once to each
     address, and once more where a gateway that stops has ended the connection, because others may be behind the same
     address."""
     ended = not isinstance(error, Unavailable)
@@ -207,7 +207,7 @@ def goes_on(error: PillionError, spoken: bool, sent: int, addresses: int) -> boo
 
 
 def is_loss(error: PillionError, spoken: bool) -> bool:
-    """Returns whether an error means that a gateway is lost, or is stopping and says when to come again: then another
+    """Return whether an error means that a gateway is lost, or is stopping and says when to come again: then another
     one may take the call."""
     if isinstance(error, Unavailable):
         return not spoken or error.retry_after_ms > 0

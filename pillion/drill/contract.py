@@ -51,7 +51,7 @@ class Contract:
     full_strength_s: float = math.inf
 
     def broken_by(self, cost: StrikeCost) -> tuple[str, ...]:
-        """Returns a sentence for each figure that is too large; none where the contract is kept."""
+        """Return a sentence for each figure that is too large; none where the contract is kept."""
         broken = []
         for name in FIGURES:
             was, most = getattr(cost, name), getattr(self, name)
@@ -66,7 +66,7 @@ FIGURES = tuple(field.name for field in fields(Contract))
 
 
 def read_contract(path: Path | None) -> dict[str, Contract]:
-    """Returns the contract for each kind of component. Without a file no stream may be lost, and the cluster has to
+    """Return the contract for each kind of component. Without a file no stream may be lost, and the cluster has to
     come back. Raises ConfigError for a file that cannot be read or says what no contract can."""
     if path is None:
         return dict.fromkeys(KINDS, Contract())
@@ -83,7 +83,7 @@ def read_contract(path: Path | None) -> dict[str, Contract]:
 
 
 def _with(contract: Contract, said: Any, where: str) -> Contract:
-    """Returns a contract with the figures that a table says."""
+    """Return a contract with the figures that a table says."""
     if not isinstance(said, dict):
         raise ConfigError(f"{where}: a kind of component has a table of figures")
     for name, value in said.items():

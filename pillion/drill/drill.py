@@ -58,12 +58,12 @@ class DrillPlan:
 
     @property
     def how(self) -> str:
-        """Says what happens to a component."""
+        """Say what happens to a component."""
         return f"paused for {self.pause_s:g} s" if self.pause_s else "killed"
 
 
 def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
-    """Returns the components to strike, in order. Raises ConfigError where the drill may not begin, which says why."""
+    """Return the components to strike, in order. Raises ConfigError where the drill may not begin, which says why."""
     if plan.pause_s and plan.striker.kill and "{signal}" not in plan.striker.kill:
         raise ConfigError("the drill does not begin: --pause-s needs a --kill command with {signal} in it")
     try:
@@ -84,7 +84,7 @@ def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
 
 
 def run_drill(plan: DrillPlan, chosen: Sequence[ComponentStatus]) -> Iterator[StrikeReport]:
-    """Strikes one component after the other; yields what each strike cost. Raises ConfigError where the load does not
+    """Strike one component after the other; yield what each strike cost. Raises ConfigError where the load does not
     stream before the first strike, and Unavailable where it does not later, or where a component cannot be struck."""
     load = StreamLoad(
         prompt_tokens=plan.prompt_tokens,
@@ -141,7 +141,7 @@ def _strike(plan: DrillPlan, victim: ComponentStatus, load: StreamLoad) -> Strik
 
 
 def _hit(plan: DrillPlan, victim: ComponentStatus) -> None:
-    """Kills a component, or stops it for a while. Whatever happens, one that was stopped goes on, and one that was
+    """Kill a component, or stops it for a while. Whatever happens, one that was stopped goes on, and one that was
     killed is started where that is the drill's to do."""
     if not plan.pause_s:
         try:
@@ -157,13 +157,13 @@ def _hit(plan: DrillPlan, victim: ComponentStatus) -> None:
 
 
 def _status(plan: DrillPlan) -> ClusterStatus:
-    """Returns the cluster's status. Raises PillionError where no gateway says it."""
+    """Return the cluster's status. Raises PillionError where no gateway says it."""
     with Client(**plan.reach, connect_timeout_s=0.0) as client:
         return client.status()
 
 
 def _whole(plan: DrillPlan, before: ClusterStatus, struck_s: float, blocks: dict[str, int]) -> bool:
-    """Returns whether as many components of each kind and model as ``before`` have sent a heartbeat since the strike.
+    """Return whether as many components of each kind and model as ``before`` have sent a heartbeat since the strike.
     Notes how many blocks each KV node has in ``blocks``."""
     since_ms = (time.monotonic() - struck_s) * 1000
     try:
@@ -176,14 +176,14 @@ def _whole(plan: DrillPlan, before: ClusterStatus, struck_s: float, blocks: dict
 
 
 def _recovered(plan: DrillPlan, had: dict[str, int], blocks: dict[str, int]) -> bool:
-    """Returns whether each KV node was seen with as many blocks as it ``had``."""
+    """Return whether each KV node was seen with as many blocks as it ``had``."""
     with contextlib.suppress(PillionError):
         _note_blocks(_status(plan).components, blocks)
     return all(blocks.get(name, 0) >= count for name, count in had.items())
 
 
 def _note_blocks(components: Sequence[ComponentStatus], blocks: dict[str, int]) -> None:
-    """Notes the most blocks that each KV node was seen with: a node recovers those of its last life bit by bit."""
+    """Note the most blocks that each KV node was seen with: a node recovers those of its last life bit by bit."""
     for one in components:
         if one.role == "kvnode":
             blocks[one.component_id] = max(blocks.get(one.component_id, 0), one.committed_blocks)
@@ -194,7 +194,7 @@ def _strength(components: Sequence[ComponentStatus]) -> Counter[tuple[str, str]]
 
 
 def _until(within_s: float, reached: Callable[[], bool]) -> bool:
-    """Returns whether something was reached in time."""
+    """Return whether something was reached in time."""
     until_s = time.monotonic() + within_s
     while not reached():
         if time.monotonic() > until_s:

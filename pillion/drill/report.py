@@ -38,7 +38,7 @@ class StrikeReport:
 
 
 def table_of(reports: Sequence[StrikeReport]) -> Table:
-    """Makes a table with one row for each strike."""
+    """Make a table with one row for each strike."""
     table = Table(title="Drill", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("component", "how", "streams", "moved", *FIGURES, "contract"):
         table.add_column(name.replace("_", " "), justify="left" if name in ("component", "how") else "right")
@@ -50,14 +50,14 @@ def table_of(reports: Sequence[StrikeReport]) -> Table:
 
 
 def lines_of(reports: Sequence[StrikeReport]) -> Iterator[str]:
-    """Yields a line for each sentence of the contract that does not hold, and for each stream that was lost."""
+    """Yield a line for each sentence of the contract that does not hold, and for each stream that was lost."""
     for one in reports:
         yield from (f"{one.component_id}: {said}" for said in one.broken)
         yield from (f"{one.component_id}: a stream was lost: {said}" for said in one.errors)
 
 
 def as_json(reports: Sequence[StrikeReport]) -> str:
-    """Returns the reports as JSON; an infinite figure is null."""
+    """Return the reports as JSON; an infinite figure is null."""
     rows: list[dict[str, Any]] = []
     for one in reports:
         row = asdict(one)
@@ -67,7 +67,7 @@ def as_json(reports: Sequence[StrikeReport]) -> str:
 
 
 def as_metrics(reports: Sequence[StrikeReport], now_s: float) -> str:
-    """Returns the reports in Prometheus's text format: a metric for each figure, with a series for each kind of
+    """Return the reports in Prometheus's text format: a metric for each figure, with a series for each kind of
     component. ``now_s`` is Unix time."""
     figures: dict[str, dict[tuple[str, ...], float]] = {
         name: {(one.kind,): float(getattr(one.cost, name)) for one in reports} for name in FIGURES

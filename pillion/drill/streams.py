@@ -60,7 +60,7 @@ class StreamLoad:
             thread.start()
 
     def close(self) -> None:
-        """Ends all streams."""
+        """End all streams."""
         self._over.set()
         for thread in self._threads:
             thread.join(CLOSE_WITHIN_S)

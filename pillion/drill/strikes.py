@@ -52,11 +52,11 @@ class Striker:
     supervised: bool = False
 
     def starts_again(self, component: ComponentStatus) -> bool:
-        """Returns whether a component that is killed is started again."""
+        """Return whether a component that is killed is started again."""
         return bool(self.start) or self.supervised if self.kill else is_supervised(_socket_of(component).parent)
 
     def check(self, component: ComponentStatus) -> None:
-        """Raises ConfigError or Unavailable where a component cannot be struck."""
+        """Raise ConfigError or Unavailable where a component cannot be struck."""
         if self.kill:
             if not _SAFE_ID.fullmatch(component.component_id):
                 raise ConfigError(f"{component.component_id!r} is no id to be filled into a command")
@@ -67,7 +67,7 @@ class Striker:
             process_at(_socket_of(component))
 
     def send(self, component: ComponentStatus, number: signal.Signals) -> None:
-        """Sends a signal to a component. Raises Unavailable where it cannot be sent."""
+        """Send a signal to a component. Raises Unavailable where it cannot be sent."""
         if self.kill:
             _run(self.kill, component, number)
             return
@@ -79,7 +79,7 @@ class Striker:
                 raise Unavailable(f"{component.component_id} cannot be struck: {error}") from None
 
     def start_again(self, component: ComponentStatus) -> None:
-        """Starts a component that was killed, where that is the drill's to do. Raises Unavailable where it fails."""
+        """Start a component that was killed, where that is the drill's to do. Raises Unavailable where it fails."""
         if self.kill and self.start:
             _run(self.start, component, signal.SIGCONT)
 
@@ -89,7 +89,7 @@ def _socket_of(component: ComponentStatus) -> Path:
 
 
 def process_at(path: Path) -> int:
-    """Returns the id of the process that listens at a Unix socket, by the kernel's word. Raises Unavailable."""
+    """Return the id of the process that listens at a Unix socket, by the kernel's word. Raises Unavailable."""
     kind = getattr(socket, "SO_PEERCRED", None)
     if kind is None:
         raise Unavailable("only Linux says which process listens at a socket: --kill names a command")
@@ -107,7 +107,7 @@ def process_at(path: Path) -> int:
 
 
 def _run(template: str, component: ComponentStatus, number: signal.Signals) -> None:
-    """Runs a command without a shell. Raises Unavailable where it fails."""
+    """Run a command without a shell. Raises Unavailable where it fails."""
     words = {"{component}": component.component_id, "{role}": component.role, "{signal}": number.name}
     argv = shlex.split(template)
     for name, value in words.items():
@@ -124,7 +124,7 @@ def _run(template: str, component: ComponentStatus, number: signal.Signals) -> N
 
 
 def with_sockets(components: Sequence[ComponentStatus]) -> list[ComponentStatus]:
-    """Returns components with the sockets by which their processes are found: a gateway of `pillion serve`, whose
+    """Return components with the sockets by which their processes are found: a gateway of `pillion serve`, whose
     address is a port, has one beside those of its workers. The supervisors' Redis comes after them, one for each."""
     parents = {_socket_of(one).parent for one in components if one.address.startswith(UNIX)}
     folders = sorted(folder for folder in parents if is_supervised(folder))
@@ -137,7 +137,7 @@ def with_sockets(components: Sequence[ComponentStatus]) -> list[ComponentStatus]
 
 
 def victims(components: Sequence[ComponentStatus], kinds: Sequence[str] = KINDS) -> list[ComponentStatus]:
-    """Returns the components to strike, in order: the busiest of each kind. A gateway is struck only where there are
+    """Return the components to strike, in order: the busiest of each kind. A gateway is struck only where there are
     several, for the streams of the only one have nowhere to go."""
     chosen = []
     for kind in KINDS:
@@ -150,7 +150,7 @@ def victims(components: Sequence[ComponentStatus], kinds: Sequence[str] = KINDS)
 def refusals(
     components: Sequence[ComponentStatus], chosen: Sequence[ComponentStatus], striker: Striker
 ) -> Iterator[str]:
-    """Yields why a drill may not begin: the cluster is not whole, a component has no spare, or cannot be struck."""
+    """Yield why a drill may not begin: the cluster is not whole, a component has no spare, or cannot be struck."""
     if not chosen:
         yield "there is no component to strike"
     for one in components:

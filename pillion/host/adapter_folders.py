@@ -47,18 +47,18 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def cache_root() -> Path:
-    """Returns the model cache's folder, which may not exist yet."""
+    """Return the model cache's folder, which may not exist yet."""
     return Path(os.environ.get("PILLION_CACHE") or "~/.cache/pillion").expanduser()
 
 
 def is_adapter_digest(text: str) -> bool:
-    """Returns whether ``text`` may name an adapter: a SHA-256 in hexadecimal."""
+    """Return whether ``text`` may name an adapter: a SHA-256 in hexadecimal."""
     return _DIGEST.fullmatch(text) is not None
 
 
 @contextlib.contextmanager
 def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> Iterator[Path]:
-    """Yields a new folder for an adapter's files, beside their place in ``adapters``, and removes it if it is still
+    """Yield a new folder for an adapter's files, beside their place in ``adapters``, and remove it if it is still
     there at the end. Raises OSError where there is no room for ``size_bytes``."""
     make_room(adapters, size_bytes, max_bytes)
     draft = adapters / f"{secrets.token_hex(8)}.tmp"
@@ -72,7 +72,7 @@ def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES)
 
 
 def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> None:
-    """Removes old drafts and copies of adapters until ``size_bytes`` more fit below ``max_bytes`` and on the disk.
+    """Remove old drafts and copies of adapters until ``size_bytes`` more fit below ``max_bytes`` and on the disk.
     Raises OSError where that is not enough."""
     now, kept = time.time(), []
     for folder in adapters.iterdir():

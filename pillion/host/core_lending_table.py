@@ -55,7 +55,7 @@ class CoreLendingTable:
 
     @classmethod
     def create(cls, owners: Sequence[int], processors: Sequence[int] = ()) -> CoreLendingTable:
-        """Makes a lending table in memory with no path of its own, which ends with its last user. Raises OSError where
+        """Make a lending table in memory with no path of its own, which ends with its last user. Raises OSError where
         the system gives none.
 
         Args:
@@ -72,7 +72,7 @@ class CoreLendingTable:
 
     @classmethod
     def open(cls, path: str) -> CoreLendingTable:
-        """Maps the lending table at ``path``. Raises ConfigError where there is none, or one whose words cannot be
+        """Map the lending table at ``path``. Raises ConfigError where there is none, or one whose words cannot be
         trusted."""
         descriptor = -1
         try:
@@ -90,28 +90,28 @@ class CoreLendingTable:
 
     @property
     def path(self) -> str:
-        """Gives the path at which other processes of this user open the table, as long as this process lives."""
+        """Path at which other processes of this user open the table, as long as this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def line(self, core: int) -> int:
-        """Returns the address of a core's line."""
+        """Return the address of a core's line."""
         return self.address + core * LINE_BYTES
 
     def owner(self, core: int) -> int:
-        """Returns the first core of the owner of ``core``."""
+        """Return the first core of the owner of ``core``."""
         return self._words[self._place(core, OWNER)]
 
     def owned(self, first: int) -> range:
-        """Returns the cores of the owner whose first core is ``first``; a core that nobody else owns belongs to
+        """Return the cores of the owner whose first core is ``first``; a core that nobody else owns belongs to
         itself."""
         return range(first, first + sum(self.owner(core) == first for core in range(self.cores)))
 
     def processor(self, core: int) -> int:
-        """Returns the number of the processor that the core is, or -1."""
+        """Return the number of the processor that the core is, or -1."""
         return self._words[self._place(core, PROCESSOR)]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every core has an owner, shares are in one piece, and no time is too far off."""
+        """Raise AssertionError unless every core has an owner, shares are in one piece, and no time is too far off."""
         self._check_owners()
         # The times are read before the clock, because other processes may write later ones meanwhile.
         times, last = self._times(), time.monotonic_ns() + LOAN_NS
@@ -119,7 +119,7 @@ class CoreLendingTable:
             assert 0 <= min(pair) <= max(pair) <= last, f"core {core} is held for longer than a loan lasts"
 
     def _check_owners(self) -> None:
-        """Raises AssertionError for words that native code must not trust, also where Python leaves out its asserts."""
+        """Raise AssertionError for words that native code must not trust, also where Python leaves out its asserts."""
         owners = [self.owner(core) for core in range(self.cores)]
         if owners != sorted(owners):
             raise AssertionError("an owner's cores are not in one piece")
@@ -132,7 +132,7 @@ class CoreLendingTable:
                 raise AssertionError(f"core {core} is no processor")
 
     def _times(self) -> list[tuple[int, int]]:
-        """Returns, for each core, until when its owner keeps it and until when its borrower does."""
+        """Return, for each core, until when its owner keeps it and until when its borrower does."""
         words, place = self._words, self._place
         return [(words[place(core, OWNED_UNTIL)], words[place(core, LENT_UNTIL)]) for core in range(self.cores)]
 
@@ -141,12 +141,12 @@ class CoreLendingTable:
         return (core * LINE_BYTES + word) // 8
 
     def hold(self) -> object:
-        """Returns an object that keeps the lending table mapped, even after :meth:`close`, as long as it lives: native
+        """Return an object that keeps the lending table mapped, even after :meth:`close`, as long as it lives: native
         threads use the memory and do not see this object."""
         return ctypes.c_char.from_buffer(self._memory)
 
     def close(self) -> None:
-        """Unmaps the lending table, at once or when its last holder ends. Repeated calls do nothing."""
+        """Unmap the lending table, at once or when its last holder ends. Repeated calls do nothing."""
         if self._descriptor >= 0:
             self._words.release()
             # Memory that something still holds cannot be unmapped; that happens with its last reference.

@@ -20,19 +20,19 @@ BACKGROUND_NICENESS = 10
 
 
 def allowed_cores() -> frozenset[int]:
-    """Returns the numbers of the cores that this process may run on."""
+    """Return the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:
-    """Returns how many cores this process may use, by its affinity and by a container's quota where there is one."""
+    """Return how many cores this process may use, by its affinity and by a container's quota where there is one."""
     return max(1, int(min(len(allowed_cores()), quota_cores())))
 
 
 def quota_cores(root: Path = Path("/")) -> float:
-    """Returns how many cores' time the control groups of this process have: the tightest quota of its own group and of
+    """Return how many cores' time the control groups of this process have: the tightest quota of its own group and of
     all groups around it, of either version. It is infinite where there is none, and outside Linux."""
     groups = root / "sys" / "fs" / "cgroup"
     try:
@@ -52,7 +52,7 @@ def quota_cores(root: Path = Path("/")) -> float:
 
 
 def _quota(folder: Path) -> float:
-    """Returns the cores' time that one control group may have; infinite where it has no quota, or is not there."""
+    """Return the cores' time that one control group may have; infinite where it has no quota, or is not there."""
     try:
         if (file := folder / "cpu.max").is_file():
             quota, period = file.read_text("ascii").split()
@@ -66,7 +66,7 @@ def _quota(folder: Path) -> float:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Parses a list of cores: "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for a text that is no list, and for cores
+    """Parse a list of cores: "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for a text that is no list, and for cores
     that this process lacks."""
     cores: list[int] = []
     for part in filter(None, text.replace(" ", "").split(",")):
@@ -85,6 +85,6 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def give_way() -> None:
-    """Makes this thread, and those that it starts, nice, where threads have a niceness of their own."""
+    """Make this thread, and those that it starts, nice, where threads have a niceness of their own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)

@@ -7,7 +7,7 @@ from typing import IO
 
 
 def try_lock(file: int | IO[bytes]) -> bool:
-    """Locks an open file or folder until it is closed. Returns False where another process, or another place in this
+    """Lock an open file or folder until it is closed. Returns False where another process, or another place in this
     one, has its lock. Raises OSError."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -51,7 +51,7 @@ class LoadDriver:
         self._begin = 0.0
 
     async def run(self) -> Run:
-        """Drives the run, and returns when every request has ended; cancelling it cancels all of them."""
+        """Drive the run, and return when every request has ended; cancelling it cancels all of them."""
         stalls: list[float] = []
         watching = asyncio.create_task(_watch_loop(stalls))
         cpu, self._begin = time.process_time(), time.perf_counter()
@@ -154,7 +154,7 @@ class LoadDriver:
 
 
 async def _watch_loop(stalls: list[float]) -> None:
-    """Records how late a timer of the event loop fires: a message that arrives meanwhile waits as long to be read."""
+    """Record how late a timer of the event loop fires: a message that arrives meanwhile waits as long to be read."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(STALL_PERIOD_S)

@@ -52,28 +52,28 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Says whether the request was answered, with at least one token."""
+        """Say whether the request was answered, with at least one token."""
         return self.status == OK
 
     @property
     def ttft_s(self) -> float:
-        """Gives the time from the intended arrival to the first token; infinite where no token came."""
+        """Time from the intended arrival to the first token; infinite where no token came."""
         return self.messages[0][0] - self.due_s if self.messages else math.inf
 
     @property
     def e2e_s(self) -> float:
-        """Gives the time from the intended arrival to the last token; infinite where the request failed."""
+        """Time from the intended arrival to the last token; infinite where the request failed."""
         return self.messages[-1][0] - self.due_s if self.ok and self.messages else math.inf
 
     @property
     def itl_s(self) -> list[float]:
-        """Gives the gaps between messages. A message of several tokens makes one gap, because its reader waits for all
+        """Gaps between messages. A message of several tokens makes one gap, because its reader waits for all
         of them at once."""
         return [after[0] - before[0] for before, after in itertools.pairwise(self.messages)]
 
     @property
     def tpot_s(self) -> float:
-        """Gives the mean time of an output token after the first message; 0 where no other message came."""
+        """Mean time of an output token after the first message; 0 where no other message came."""
         if len(self.messages) < 2:
             return 0.0
         later = max(1, self.output_tokens - self.messages[0][1])
@@ -81,7 +81,7 @@ class Record:
 
     @property
     def lag_s(self) -> float:
-        """Gives the time by which the client itself sent the request too late."""
+        """Time by which the client itself sent the request too late."""
         return self.sent_s - self.due_s - self.held_s
 
 
@@ -105,7 +105,7 @@ class Run:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the percentile, linear between the closest ranks as numpy's default is. Raises ValueError without any
+    """Return the percentile, linear between the closest ranks as numpy's default is. Raises ValueError without any
     value."""
     if not values:
         raise ValueError("no value has no percentile")
@@ -118,7 +118,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns the mean, percentiles and maximum, in ms, of values in seconds, or None where there is no value."""
+    """Return the mean, percentiles and maximum, in ms, of values in seconds, or None where there is no value."""
     if not values:
         return None
     found = {f"p{percent}": percentile(values, percent) * 1000 for percent in PERCENTILES}
@@ -126,7 +126,7 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
-    """Describes the run in numbers: rates over ``duration_s``, latencies in ms over the requests that were answered."""
+    """Describe the run in numbers: rates over ``duration_s``, latencies in ms over the requests that were answered."""
     answered = [record for record in records if record.ok]
     tokens_in = sum(record.prompt_tokens for record in answered)
     tokens_out = sum(record.output_tokens for record in answered)
@@ -155,14 +155,14 @@ def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
 
 
 def errors(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Returns how many errors of each kind there are, and the message of the first."""
+    """Return how many errors of each kind there are, and the message of the first."""
     counts = Counter(record.status for record in records if not record.ok)
     first = {record.status: record.error for record in reversed(records)}
     return {status: {"count": count, "first": first[status]} for status, count in counts.most_common()}
 
 
 def client_figures(run: Run) -> dict[str, Any]:
-    """Returns the client's own processor time and lateness in a run."""
+    """Return the client's own processor time and lateness in a run."""
     tokens = sum(tokens for record in run.records for _, tokens in record.messages)
     held = [record.held_s for record in run.records]
     return {
@@ -184,7 +184,7 @@ MAX_LAG_OF_TTFT = 0.1
 
 
 def bottleneck(client: dict[str, Any], ttft_ms: dict[str, float] | None) -> str:
-    """Says why the figures may show the client's limits instead of the server's; "" where nothing suggests that."""
+    """Say why the figures may show the client's limits instead of the server's; "" where nothing suggests that."""
     reasons = []
     if client["cpu_share"] > MAX_CPU_SHARE:
         reasons.append(f"it used {client['cpu_share']:.0%} of one core")

@@ -95,7 +95,7 @@ class LoadSession:
 
 
 def make_sessions(config: LoadConfig) -> list[LoadSession]:
-    """Makes all sessions of the config, in order of arrival. Raises ConfigError for a config that cannot work."""
+    """Make all sessions of the config, in order of arrival. Raises ConfigError for a config that cannot work."""
     try:
         return _make(config)
     except (ValueError, OSError) as error:
@@ -103,7 +103,7 @@ def make_sessions(config: LoadConfig) -> list[LoadSession]:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """Returns a word for each id: prompts that begin with the same ids begin with the same text."""
+    """Return a word for each id: prompts that begin with the same ids begin with the same text."""
     return " ".join(WORDS[token % len(WORDS)] for token in ids)
 
 
@@ -195,7 +195,7 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
 
 
 def burstiness_of(process: str, burstiness: float) -> float:
-    """Returns the shape of the gaps. Raises ValueError for a process or a factor that does not exist."""
+    """Return the shape of the gaps. Raises ValueError for a process or a factor that does not exist."""
     if process not in PROCESSES:
         raise ValueError(f"arrivals {process!r} are none of {', '.join(PROCESSES)}")
     if process == "gamma" and not MIN_BURSTINESS <= burstiness < math.inf:
@@ -204,7 +204,7 @@ def burstiness_of(process: str, burstiness: float) -> float:
 
 
 def arrival_times(rate: float, burstiness: float, seed: int, count: int, until_s: float | None = None) -> list[float]:
-    """Returns the arrival times of at most ``count`` sessions, in seconds from the begin, ``rate`` a second.
+    """Return the arrival times of at most ``count`` sessions, in seconds from the begin, ``rate`` a second.
 
     Without ``until_s`` the gaps are scaled so that the last one is at ``count / rate``: few arrivals drawn at random
     would otherwise have another rate than the requested one. Raises ValueError for a rate that is not positive.
@@ -237,7 +237,7 @@ class Lengths:
     sigma: float | None = None
 
     def draw(self, random_: random.Random) -> int:
-        """Draws the next length, in tokens."""
+        """Draw the next length, in tokens."""
         if self.sigma is None:
             return random_.randint(self.low, self.high)
         drawn = random_.lognormvariate(math.log(self.median), self.sigma)
@@ -245,7 +245,7 @@ class Lengths:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Reads ``N``, ``uniform:LOW,HIGH`` or ``lognormal:MEDIAN,SIGMA[,MAX]``. Raises ValueError for any other text."""
+    """Read ``N``, ``uniform:LOW,HIGH`` or ``lognormal:MEDIAN,SIGMA[,MAX]``. Raises ValueError for any other text."""
     kind, colon, rest = text.strip().partition(":")
     try:
         numbers = [float(number) for number in (rest if colon else kind).split(",")]

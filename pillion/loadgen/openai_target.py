@@ -47,7 +47,7 @@ class EventReader:
         self._chunked = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the payloads that ``data`` completes; a body that is no event stream is one payload. Raises
+        """Yield the payloads that ``data`` completes; a body that is no event stream is one payload. Raises
         ValueError."""
         self._raw += data
         if not self.status and not self._head():
@@ -62,7 +62,7 @@ class EventReader:
             self._line = b""
 
     def end(self) -> None:
-        """Takes the end of the connection. Raises ValueError unless this body ends that way."""
+        """Take the end of the connection. Raises ValueError unless this body ends that way."""
         if not self.status or self._chunked or self._left:
             raise ValueError("the connection ended in the middle of the answer")
         self.done, self.reusable = True, False
@@ -203,7 +203,7 @@ class OpenAITarget:
                 writer.close()
 
     async def _send(self, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Sends a request on a kept connection, or on a new one where the server has closed the kept ones. Returns the
+        """Send a request on a kept connection, or on a new one where the server has closed the kept ones. Returns the
         first bytes."""
         while True:
             kept = bool(self._idle)
@@ -229,7 +229,7 @@ class OpenAITarget:
 
 
 def message_of(payload: bytes) -> AnswerMessage:
-    """Reads the message of one event. Raises TargetError for an error event, or for an event that is not OpenAI's."""
+    """Read the message of one event. Raises TargetError for an error event, or for an event that is not OpenAI's."""
     try:
         event = json.loads(payload)
         if error := event.get("error"):

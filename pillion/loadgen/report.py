@@ -26,7 +26,7 @@ COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the result of one run, ready for JSON. ``warning`` is empty where there is no reason for one."""
+    """Return the result of one run, ready for JSON. ``warning`` is empty where there is no reason for one."""
     summary = summarize(run.records, run.duration_s)
     if config["load"]["concurrency"]:
         # In a closed loop the server's pace sets the rate, so no rate is offered.
@@ -52,7 +52,7 @@ def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any])
 
 
 def environment() -> dict[str, Any]:
-    """Returns the machine and versions of the client."""
+    """Return the machine and versions of the client."""
     cpuinfo, names = Path("/proc/cpuinfo"), []
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
@@ -68,7 +68,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(path: Path, result: dict[str, Any], server: dict[str, Any]) -> None:
-    """Writes the result with the client's environment and the description that the server gives of itself. Raises
+    """Write the result with the client's environment and the description that the server gives of itself. Raises
     OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = result | {"environment": environment(), "server": server}
@@ -83,7 +83,7 @@ MEANINGS = (
 
 
 def tables(result: dict[str, Any]) -> Group:
-    """Makes the tables and warnings of a run, for the terminal."""
+    """Make the tables and warnings of a run, for the terminal."""
     latency = Table(title="latency in ms, from the intended arrival", caption=MEANINGS, caption_justify="left")
     latency.add_column("")
     for column in COLUMNS:
@@ -133,7 +133,7 @@ def _totals(result: dict[str, Any]) -> Table:
 
 
 def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Makes the table of a sweep: one row for each run, in order of the rate."""
+    """Make the table of a sweep: one row for each run, in order of the rate."""
     table = Table(title="rate and goodput")
     for heading in ("rate/s", "goodput/s", "met", "TTFT p99 ms", "ITL p99 ms", "errors", ""):
         table.add_column(heading, justify="right")

@@ -53,13 +53,13 @@ class BenchPlan:
     warm_up_requests: int = 0
 
     def described(self) -> dict[str, Any]:
-        """Returns the plan in the form in which the report shows it."""
+        """Return the plan in the form in which the report shows it."""
         return {name: value for name, value in asdict(self).items() if name != "objectives"}
 
 
 @asynccontextmanager
 async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, Any]]]:
-    """Yields the open target and the server's description.
+    """Yield the open target and the server's description.
 
     Raises ConfigError for a server that cannot exist, Unavailable where it does not answer.
     """
@@ -81,7 +81,7 @@ async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, An
 
 
 def sessions_of(plan: BenchPlan) -> list[LoadSession]:
-    """Makes the sessions that a run sends. Raises ConfigError for a plan that cannot work."""
+    """Make the sessions that a run sends. Raises ConfigError for a plan that cannot work."""
     if not 0 <= plan.warm_up_requests <= MAX_WARM_UP_REQUESTS:
         raise ConfigError(f"--warm-up {plan.warm_up_requests} is not within 0 and {MAX_WARM_UP_REQUESTS}")
     if plan.max_concurrency is not None and plan.max_concurrency < 1:
@@ -97,7 +97,7 @@ async def run_plan(
     on_done: Callable[[], None] = lambda: None,
     sessions: Sequence[LoadSession] | None = None,
 ) -> tuple[Run, dict[str, Any]]:
-    """Runs the plan; returns the run and its result. ``sessions`` are the plan's, if they are already made. Raises
+    """Run the plan; return the run and its result. ``sessions`` are the plan's, if they are already made. Raises
     ConfigError."""
     sessions = sessions_of(plan) if sessions is None else sessions
     common: dict[str, Any] = {"timeout_s": plan.server.timeout_s, "as_chat": plan.server.endpoint == "chat"}
@@ -120,7 +120,7 @@ async def run_plan(
 
 
 def check_sweep(plan: BenchPlan) -> float:
-    """Returns the rate at which a sweep begins. Raises ConfigError for a plan without rate or objectives, or with wrong
+    """Return the rate at which a sweep begins. Raises ConfigError for a plan without rate or objectives, or with wrong
     ones."""
     if plan.load.rate is None or not plan.objectives:
         raise ConfigError("a sweep needs --rate, where it begins, and --slo")
@@ -139,7 +139,7 @@ async def run_sweep(
     bar: Callable[[float, int], AbstractContextManager[Callable[[], None]]],
     on_result: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Searches for the highest rate at which ``attainment`` of the requests meet all objectives.
+    """Search for the highest rate at which ``attainment`` of the requests meet all objectives.
 
     Args:
         plan: its rate is the first one; its requests are the fewest of a run.

@@ -32,12 +32,12 @@ class Objective:
     per_answer_token_s: float = 0.0
 
     def bound_s(self, prompt_tokens: int, answer_tokens: int) -> float:
-        """Returns the bound of the objective for a request with so many tokens, in seconds."""
+        """Return the bound of the objective for a request with so many tokens, in seconds."""
         return self.fixed_s + self.per_prompt_token_s * prompt_tokens + self.per_answer_token_s * answer_tokens
 
 
 def parse_slo(text: str) -> tuple[Objective, ...]:
-    """Reads objectives separated by commas; an empty text has none. Raises ValueError, which names the right form."""
+    """Read objectives separated by commas; an empty text has none. Raises ValueError, which names the right form."""
     found: dict[str, Objective] = {}
     for term in filter(None, (term.strip() for term in text.split(","))):
         measure, equals, bound = (side.strip() for side in term.partition("="))
@@ -61,7 +61,7 @@ def _bound(objective: str, bound: str) -> tuple[float, float, float]:
 
 
 def measured_s(measure: str, record: Record) -> float:
-    """Returns a request's latency by a measure, in seconds. The measure ``itl`` is the mean of its gaps."""
+    """Return a request's latency by a measure, in seconds. The measure ``itl`` is the mean of its gaps."""
     if measure in ("ttft", "tpot", "e2e"):
         return float(getattr(record, f"{measure}_s"))
     gaps = record.itl_s
@@ -73,12 +73,12 @@ def measured_s(measure: str, record: Record) -> float:
 
 
 def meets(objective: Objective, record: Record) -> bool:
-    """Returns whether the request met the bound. A failed request meets no bound; an answer of one token meets any
+    """Return whether the request met the bound. A failed request meets no bound; an answer of one token meets any
     bound on gaps."""
     bound_s = objective.bound_s(record.prompt_tokens, record.output_tokens)
     return record.ok and measured_s(objective.measure, record) <= bound_s
 
 
 def good(objectives: Sequence[Objective], records: Sequence[Record]) -> list[bool]:
-    """Returns for each request whether it was answered and met all objectives."""
+    """Return for each request whether it was answered and met all objectives."""
     return [record.ok and all(meets(objective, record) for objective in objectives) for record in records]

@@ -20,7 +20,7 @@ class Tried:
 
 
 def next_rate(tried: Sequence[Tried], start: float, tolerance: float, max_runs: int) -> float | None:
-    """Returns the next rate to try; None when the answer is known within ``tolerance`` (0.1: 10 %) or ``max_runs`` are
+    """Return the next rate to try; None when the answer is known within ``tolerance`` (0.1: 10 %) or ``max_runs`` are
     spent.
 
     The middle is the geometric one, because a rate's error counts relative to the rate.
@@ -38,11 +38,11 @@ def next_rate(tried: Sequence[Tried], start: float, tolerance: float, max_runs: 
 
 
 def best_rate(tried: Sequence[Tried]) -> float | None:
-    """Returns the highest passed rate that is below all failed ones; None where none passed."""
+    """Return the highest passed rate that is below all failed ones; None where none passed."""
     failed = lowest_failed(tried)
     return max((run.rate for run in tried if run.passed and (failed is None or run.rate < failed)), default=None)
 
 
 def lowest_failed(tried: Sequence[Tried]) -> float | None:
-    """Returns the lowest rate that failed; None where none did."""
+    """Return the lowest rate that failed; None where none did."""
     return min((run.rate for run in tried if not run.passed), default=None)

@@ -57,13 +57,13 @@ class LoadTarget(Protocol):
     """Represents a server under load."""
 
     def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerMessage, None]:
-        """Streams one answer. Raises TargetError."""
+        """Stream one answer. Raises TargetError."""
 
     async def describe(self) -> dict[str, Any]:
-        """Returns the server's own description, for the report. Raises TargetError where the server does not answer."""
+        """Return the server's own description, for the report. Raises TargetError where the server does not answer."""
 
     async def aclose(self) -> None:
-        """Ends all connections to the server."""
+        """End all connections to the server."""
 
 
 class PillionTarget:

@@ -30,7 +30,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Reads all rows that have an answer, in order of time.
+    """Read all rows that have an answer, in order of time.
 
     Raises OSError, and ValueError that names the row for a file of another form.
     """
@@ -62,7 +62,7 @@ class PromptMaker:
         self._blocks: dict[int, array[int]] = {}
 
     def prompt_of(self, number: int, request: TraceRequest) -> array[int]:
-        """Returns the prompt of row ``number``: ``input_length`` ids. Ids beyond those that hash ids cover belong to
+        """Return the prompt of row ``number``: ``input_length`` ids. Ids beyond those that hash ids cover belong to
         this row alone."""
         ids: array[int] = array("I")
         for hash_id in request.hash_ids[: -(-request.input_length // TRACE_BLOCK_TOKENS)]:

@@ -19,7 +19,7 @@ BOTH_FAMILIES = "::"
 
 
 def listening_host(host: str) -> str:
-    """Returns the host on which a server listens: for BOTH_FAMILIES, that of IPv4 where the machine has no IPv6."""
+    """Return the host on which a server listens: for BOTH_FAMILIES, that of IPv4 where the machine has no IPv6."""
     if host != BOTH_FAMILIES:
         return host
     try:
@@ -31,7 +31,7 @@ def listening_host(host: str) -> str:
 
 
 def listen(host: str, port: int, backlog: int, *, share_port: bool) -> socket.socket:
-    """Returns a socket that listens for TCP at a host and port, at BOTH_FAMILIES for both. Raises OSError."""
+    """Return a socket that listens for TCP at a host and port, at BOTH_FAMILIES for both. Raises OSError."""
     host = listening_host(host)
     both = host == BOTH_FAMILIES and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -41,7 +41,7 @@ def listen(host: str, port: int, backlog: int, *, share_port: bool) -> socket.so
 
 
 def spare_loopback() -> None:
-    """Makes the libraries of this process, and of its children, reach this machine's own addresses without the proxy
+    """Make the libraries of this process, and of its children, reach this machine's own addresses without the proxy
     that the environment names: buckets, collectors, health checks."""
     if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
         return
@@ -53,7 +53,7 @@ def spare_loopback() -> None:
 
 
 def is_local(address: str) -> bool:
-    """Returns whether only this machine can reach the address."""
+    """Return whether only this machine can reach the address."""
     if address.startswith(OFF_NETWORK):
         return True
     host = address.rpartition(":")[0].strip("[]")

@@ -21,7 +21,7 @@ RESERVED_DESCRIPTORS = REDIS_DESCRIPTORS + COMPONENT_DESCRIPTORS + REFUSED_DESCR
 
 
 def connections_per_port(ports: int = 1) -> int:
-    """Returns the limit of connections for each of ``ports`` that a process is about to open."""
+    """Return the limit of connections for each of ``ports`` that a process is about to open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -30,7 +30,7 @@ def connections_per_port(ports: int = 1) -> int:
 
 
 def open_descriptors() -> list[str]:
-    """Returns the numbers of the open descriptors; [] where the system has no /proc."""
+    """Return the numbers of the open descriptors; [] where the system has no /proc."""
     try:
         return os.listdir("/proc/self/fd")
     except OSError:

@@ -39,19 +39,19 @@ class InProcessServer:
         self.streams = OwnTasks()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Does nothing: generated code registers each method too."""
+        """Do nothing: generated code registers each method too."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Adds a service; generated code calls this."""
+        """Add a service; generated code calls this."""
         self.handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
     def start(self) -> None:
-        """Starts to serve. Raises OSError where the address is taken."""
+        """Start to serve. Raises OSError where the address is taken."""
         if _servers.setdefault(self.address, self) is not self:
             raise OSError(f"{self.address} is taken")
 
     async def stop(self, grace_s: float) -> None:
-        """Makes the server take no more calls, gives streams ``grace_s`` seconds to finish, then cancels them.
+        """Make the server take no more calls, give streams ``grace_s`` seconds to finish, then cancels them.
         Idempotent."""
         _servers.pop(self.address, None)
         if self.streams:
@@ -90,7 +90,7 @@ class InProcessChannel:
     stream_stream = unary_stream
 
     async def close(self) -> None:
-        """Cancels the channel's streams; no call can be made after that."""
+        """Cancel the channel's streams; no call can be made after that."""
         self._closed = True
         for stream in tuple(self._streams):
             stream.cancel()
@@ -145,18 +145,18 @@ class InProcessContext:
         self._callbacks: list[Callable[[Any], None]] = []
 
     def invocation_metadata(self) -> Metadata:
-        """Returns the metadata that the caller sent along."""
+        """Return the metadata that the caller sent along."""
         return self._metadata
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
-        """Does nothing: no caller reads it."""
+        """Do nothing: no caller reads it."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Arranges that ``callback`` is called when the call has ended, well or not."""
+        """Arrange that ``callback`` is called when the call has ended, well or not."""
         self._callbacks.append(callback)
 
     def finish(self) -> None:
-        """Notes that the call has ended."""
+        """Note that the call has ended."""
         for callback in self._callbacks:
             callback(self)
 
@@ -173,13 +173,13 @@ class Inbox:
         self._receiver: asyncio.Future[None] | None = None
 
     def add(self, message: Any) -> None:
-        """Adds a message. A message that comes after the end of the stream is dropped."""
+        """Add a message. A message that comes after the end of the stream is dropped."""
         if not self._closed:
             self._messages.append(message)
             _wake(self._receiver)
 
     async def receive(self) -> Any:
-        """Returns the next message; after the last one it returns EOF, or raises the error that the stream was closed
+        """Return the next message; after the last one it returns EOF, or raise the error that the stream was closed
         with."""
         while not self._messages:
             if self._closed:
@@ -193,7 +193,7 @@ class Inbox:
         return message
 
     def close(self, error: BaseException | None = None, *, drop: bool) -> None:
-        """Ends the stream for both sides; only the first call counts. With ``drop``, messages that were not received
+        """End the stream for both sides; only the first call counts. With ``drop``, messages that were not received
         are lost."""
         if not self._closed:
             self._closed, self._error = True, error
@@ -203,11 +203,11 @@ class Inbox:
             _wake(self._receiver)
 
     def wake_sender(self) -> None:
-        """Wakes the sender, which then checks whether its message was taken."""
+        """Wake the sender, which then checks whether its message was taken."""
         _wake(self._sender)
 
     async def _taken(self) -> None:
-        """Returns when the receiver has taken a message, or the stream has ended."""
+        """Return when the receiver has taken a message, or the stream has ended."""
         self._sender = asyncio.get_running_loop().create_future()
         await self._sender
 
@@ -225,7 +225,7 @@ class _Pipe(Inbox):
     """Represents an inbox whose sender waits until each message was received."""
 
     async def send(self, message: Any) -> None:
-        """Sends a message. Raises InvalidStateError if the pipe is closed, or closes before the message is received."""
+        """Send a message. Raises InvalidStateError if the pipe is closed, or closes before the message is received."""
         if not self._closed:
             self.add(message)
             while self._messages:
@@ -251,21 +251,21 @@ class _Stream:
         self.task: asyncio.Task[None] | None = None
 
     async def wait_for_connection(self) -> None:
-        """Lets the call's handler begin. Raises AioRpcError where nothing serves the address."""
+        """Let the call's handler begin. Raises AioRpcError where nothing serves the address."""
         await asyncio.sleep(0)
         if self.task is None:
             await self.read()
 
     async def write(self, request: Any) -> None:
-        """Sends a request. Raises InvalidStateError where the call has ended."""
+        """Send a request. Raises InvalidStateError where the call has ended."""
         await self._requests.send(request)
 
     async def read(self) -> Any:
-        """Returns the next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
+        """Return the next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
         return await self._replies.receive()
 
     def cancel(self) -> bool:
-        """Ends the call; returns whether it had not ended yet."""
+        """End the call; return whether it had not ended yet."""
         if self.task is None or self.task.done():
             return False
         self.end(asyncio.CancelledError())
@@ -275,14 +275,14 @@ class _Stream:
         return self._replies
 
     def end(self, error: BaseException | None) -> None:
-        """Ends both directions of the call; the caller gets ``error`` after the last reply."""
+        """End both directions of the call; the caller gets ``error`` after the last reply."""
         self._replies.close(error, drop=True)
         self._requests.close(drop=True)
 
     async def run(
         self, handler: Any, method: str, request: Any, timeout_s: float | None, context: InProcessContext
     ) -> None:
-        """Serves the call."""
+        """Serve the call."""
         error: BaseException | None = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -304,13 +304,13 @@ class _Stream:
 
 
 def _error_of(failure: Exception, method: str, limit: asyncio.Timeout) -> grpc.aio.AioRpcError:
-    """Returns the error that the caller gets for an exception that a handler raised."""
+    """Return the error that the caller gets for an exception that a handler raised."""
     expired = limit.expired()
     return rpc_error(DeadlineExceeded("Deadline Exceeded") if expired else as_pillion_error(failure, method))
 
 
 def rpc_error(error: PillionError) -> grpc.aio.AioRpcError:
-    """Returns the error that a caller would get over a connection for ``error``: its status, with details in the
+    """Return the error that a caller would get over a connection for ``error``: its status, with details in the
     trailers."""
     status = to_status(error)
     trailers = grpc.aio.Metadata(*(status.trailing_metadata or ()))

@@ -16,7 +16,7 @@ PROBE_TIMEOUT_S = 5.0
 
 
 def listen_private(path: str, backlog: int, what: str) -> socket.socket:
-    """Returns a listening socket at ``path``. ``what`` says in errors what the process does with it.
+    """Return a listening socket at ``path``. ``what`` says in errors what the process does with it.
 
     A socket file that a dead process left there is replaced. Raises ConfigError for a path that cannot be used, or at
     which another process listens.
@@ -39,7 +39,7 @@ def listen_private(path: str, backlog: int, what: str) -> socket.socket:
 
 
 def receive_line(sock: socket.socket, max_line_bytes: int, max_descriptors: int) -> tuple[bytes, list[int]]:
-    """Returns one line, and the descriptors that came with it, which are the caller's to close. The socket's timeout
+    """Return one line, and the descriptors that came with it, which are the caller's to close. The socket's timeout
     bounds the wait for the whole line. Raises TimeoutError after it, ConnectionError where the connection ends before
     the line does, or the line is too long; OSError."""
     line, descriptors, timeout_s = b"", [], sock.gettimeout()
@@ -69,7 +69,7 @@ def _left_s(until_s: float) -> float:
 
 
 def peer_gone(sock: socket.socket) -> bool:
-    """Returns whether a non-blocking connection is known to have ended; nothing may be sent on the connection
+    """Return whether a non-blocking connection is known to have ended; nothing may be sent on the connection
     afterwards."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
@@ -80,13 +80,13 @@ def peer_gone(sock: socket.socket) -> bool:
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Closes descriptors and empties the list."""
+    """Close descriptors and empty the list."""
     while descriptors:
         os.close(descriptors.pop())
 
 
 def _clear_stale(path: str) -> None:
-    """Removes the socket of a process that died without cleaning up. Raises ConfigError where a process still listens
+    """Remove the socket of a process that died without cleaning up. Raises ConfigError where a process still listens
     there."""
     if not os.path.lexists(path):
         return

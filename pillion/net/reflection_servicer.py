@@ -17,7 +17,7 @@ V1_SERVICE = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
-    """Adds reflection to a server that has these services, by their full names, and that of health."""
+    """Add reflection to a server that has these services, by their full names, and that of health."""
     _describe_v1()
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME, V1_SERVICE)
     servicer = reflection.aio.ReflectionServicer(names)
@@ -32,7 +32,7 @@ def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
 
 
 def _describe_v1() -> None:
-    """Makes v1 known to the pool of descriptors from which reflection answers, unless somebody else has."""
+    """Make v1 known to the pool of descriptors from which reflection answers, unless somebody else has."""
     pool, alpha = descriptor_pool.Default(), descriptor_pb2.FileDescriptorProto()
     try:
         pool.FindFileContainingSymbol(V1_SERVICE)

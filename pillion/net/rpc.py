@@ -62,7 +62,7 @@ def _options(max_message_bytes: int) -> Options:
 
 
 def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Returns the options of every channel."""
+    """Return the options of every channel."""
     return [
         *_options(max_message_bytes),
         # Components restart, and streams wait for them: channels try to connect ten times a second instead of with
@@ -76,12 +76,12 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 
 
 def component_options() -> Options:
-    """Returns the options of a channel to another component, which no proxy of the environment stands before."""
+    """Return the options of a channel to another component, which no proxy of the environment stands before."""
     return [*client_options(), ("grpc.enable_http_proxy", 0)]
 
 
 def server_options(max_message_bytes: int, max_connections: int, *, share_port: bool = False) -> Options:
-    """Returns the options of every server."""
+    """Return the options of every server."""
     return [
         *_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
@@ -98,19 +98,19 @@ _identity: tls.Identity | None = None
 
 
 def use_identity(identity: tls.Identity | None) -> None:
-    """Makes channels to other components, and servers for them, use mutual TLS from now on; None: plain text."""
+    """Make channels to other components, and servers for them, use mutual TLS from now on; None: plain text."""
     global _identity
     _identity = identity
 
 
 def internal_credentials(listen: str) -> grpc.ServerCredentials | None:
-    """Returns the credentials of a service for other components at this address; None is plain text, as on every Unix
+    """Return the credentials of a service for other components at this address; None is plain text, as on every Unix
     socket."""
     return None if _identity is None or listen.startswith(OFF_NETWORK) else tls.server_credentials(_identity)
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
-    """Opens a channel to another component at ``host:port``, ``unix:path`` or ``in-process:NAME``. The caller closes
+    """Open a channel to another component at ``host:port``, ``unix:path`` or ``in-process:NAME``. The caller closes
     it."""
     if target.startswith(IN_PROCESS):
         return cast(grpc.aio.Channel, InProcessChannel(target))
@@ -120,13 +120,13 @@ def open_channel(target: str) -> grpc.aio.Channel:
 
 
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
-    """Returns the error to raise for a call that ended in ``cancelled``. Closing a channel cancels its calls, which
+    """Return the error to raise for a call that ended in ``cancelled``. Closing a channel cancels its calls, which
     grpc.aio reports as it reports a cancelled caller: without this the caller's task would end without an error."""
     return cancelled if _given_up() else Unavailable("the connection was closed")
 
 
 def _given_up() -> bool:
-    """Returns whether somebody cancels the current task, rather than something that it waits for."""
+    """Return whether somebody cancels the current task, rather than something that it waits for."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
@@ -139,7 +139,7 @@ class BusyPeers:
 
     @contextlib.contextmanager
     def call(self, context: Any) -> Iterator[None]:
-        """Encloses a call with this gRPC context."""
+        """Enclose a call with this gRPC context."""
         peer = context.peer()
         self._calls[peer] = self._calls.get(peer, 0) + 1
         try:
@@ -150,12 +150,12 @@ class BusyPeers:
                 self._calls[peer] = left
 
     def peers(self) -> set[Client]:
-        """Returns the clients with calls. Thread-safe."""
+        """Return the clients with calls. Thread-safe."""
         return {_address_of(peer) for peer in list(self._calls)}
 
 
 def _address_of(peer: str) -> Client:
-    """Returns the host and port of a gRPC peer such as ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``."""
+    """Return the host and port of a gRPC peer such as ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``."""
     host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
     return host.strip("[]"), int(port) if port.isdigit() else 0
 
@@ -192,7 +192,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Wraps a message's parser so that a message that cannot be parsed becomes an error of the client; gRPC would
+    """Wrap a message's parser so that a message that cannot be parsed becomes an error of the client; gRPC would
     report it as a defect of the server."""
     if deserialize is None:
         return None
@@ -273,7 +273,7 @@ class RunningServer:
     silent: asyncio.Task[None] | None = None
 
     async def set_serving(self, serving: bool, names: Sequence[str] = ()) -> None:
-        """Sets the health status of every service, or that under ``names``."""
+        """Set the health status of every service, or that under ``names``."""
         from grpc_health.v1 import health_pb2
 
         status = health_pb2.HealthCheckResponse
@@ -281,17 +281,17 @@ class RunningServer:
             await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def not_serving(self) -> None:
-        """Sets the health status of every service to NOT_SERVING for good; the server still serves calls."""
+        """Set the health status of every service to NOT_SERVING for good; the server still serves calls."""
         if self.health is not None:
             await self.health.enter_graceful_shutdown()
 
     def close(self) -> None:
-        """Takes no more connections, and ends those that are open after their calls (HTTP/2's GOAWAY), so that clients
+        """Take no more connections, and end those that are open after their calls (HTTP/2's GOAWAY), so that clients
         make new ones with their next calls. :meth:`stop` has to be called later."""
         self.closing = asyncio.create_task(self.server.stop(STOP_FOLLOWS_S))
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Sets the health to NOT_SERVING, lets calls finish for ``grace_s`` seconds, then ends them. Calls that watch
+        """Set the health to NOT_SERVING, let calls finish for ``grace_s`` seconds, then ends them. Calls that watch
         the health end only then."""
         await self.not_serving()
         await end_tasks(self.silent)
@@ -312,7 +312,7 @@ async def start_server(
     share_port: bool = False,
     serving: bool = True,
 ) -> RunningServer:
-    """Starts a server with reflection, and with the health of each service and of all ("") together.
+    """Start a server with reflection, and with the health of each service and of all ("") together.
 
     Args:
         listen: ``host:port`` (port 0: any), ``unix:path`` or ``in-process:NAME``; the last one uses only ``services``.

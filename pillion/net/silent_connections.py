@@ -50,7 +50,7 @@ class PortConnection(NamedTuple):
 
 
 def most_silent(idle: Sequence[PortConnection], count: int) -> list[PortConnection]:
-    """Returns up to ``count`` connections to close: each time, the most silent one of the host that has most left."""
+    """Return up to ``count`` connections to close: each time, the most silent one of the host that has most left."""
     by_host: dict[str, list[PortConnection]] = defaultdict(list)
     for one in sorted(idle, key=lambda one: one.silent_ms):
         by_host[one.host].append(one)
@@ -66,7 +66,7 @@ def most_silent(idle: Sequence[PortConnection], count: int) -> list[PortConnecti
 
 
 async def close_silent(port: int, max_connections: int, calling: Callable[[], set[Client]]) -> None:
-    """Keeps places of a gRPC port free, until it is cancelled; ``calling`` returns the clients with calls."""
+    """Keep places of a gRPC port free, until it is cancelled; ``calling`` returns the clients with calls."""
     keep = max_connections * HIGH_WATER_PERCENT // 100
     took_s, closed, logged_s = 0.0, 0, -math.inf
     while True:
@@ -81,7 +81,7 @@ async def close_silent(port: int, max_connections: int, calling: Callable[[], se
 
 
 def _close_above(port: int, keep: int, calling: Callable[[], set[Client]]) -> int:
-    """Closes the silent connections above ``keep``, and returns their number."""
+    """Close the silent connections above ``keep``, and return their number."""
     found = [one for name in open_descriptors() if (one := _look(int(name), port)) is not None]
     busy = calling()
     idle = [one for one in found if (one.host, one.port) not in busy]
@@ -95,7 +95,7 @@ def _close_above(port: int, keep: int, calling: Callable[[], set[Client]]) -> in
 
 
 def _look(descriptor: int, port: int) -> PortConnection | None:
-    """Returns the connection of the port that has this descriptor; None if it is anything else."""
+    """Return the connection of the port that has this descriptor; None if it is anything else."""
     with _duplicate(descriptor) as copy:
         if copy is None:
             return None
@@ -112,7 +112,7 @@ def _look(descriptor: int, port: int) -> PortConnection | None:
 
 @contextlib.contextmanager
 def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
-    """Opens a socket again, so that it stays the same one while it is looked at; None if it is no socket."""
+    """Open a socket again, so that it stays the same one while it is looked at; None if it is no socket."""
     try:
         number = os.dup(descriptor) if stat.S_ISSOCK(os.fstat(descriptor).st_mode) else -1
     except OSError:
@@ -125,6 +125,6 @@ def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
 
 
 def _peer(connection: socket.socket) -> tuple[str, int]:
-    """Returns the client's host and port as gRPC writes them. Raises OSError."""
+    """Return the client's host and port as gRPC writes them. Raises OSError."""
     host, port = connection.getpeername()[:2]
     return host.removeprefix("::ffff:"), port

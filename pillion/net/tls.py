@@ -46,7 +46,7 @@ class TlsFiles:
     ca: str = ""
 
     def paths(self) -> tuple[str, ...]:
-        """Returns the paths of the files that are set."""
+        """Return the paths of the files that are set."""
         return tuple(filter(None, (self.cert, self.key, self.ca)))
 
 
@@ -77,7 +77,7 @@ class Identity:
         self._loaded = _load(files)
 
     def current(self) -> _Loaded:
-        """Returns the version of the files in use; they are checked for changes once per interval."""
+        """Return the version of the files in use; they are checked for changes once per interval."""
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._looked_s >= self._interval_s:
@@ -90,12 +90,12 @@ class Identity:
 
 
 def identity_of(cert: str, key: str, ca: str) -> Identity | None:
-    """Makes the identity that three flags name; returns None where all are empty. Raises ConfigError."""
+    """Make the identity that three flags name; return None where all are empty. Raises ConfigError."""
     return Identity(TlsFiles(cert, key, ca)) if cert or key or ca else None
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """Makes the credentials of a gRPC server; each handshake uses the certificate that is current then."""
+    """Make the credentials of a gRPC server; each handshake uses the certificate that is current then."""
     first = used = identity.current()
 
     def fetch() -> Any:
@@ -109,7 +109,7 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 
 def http_context(identity: Identity) -> ssl.SSLContext:
-    """Returns the TLS context of an HTTP server. Each handshake continues with the version that is current then."""
+    """Return the TLS context of an HTTP server. Each handshake continues with the version that is current then."""
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = identity.current().context
@@ -124,7 +124,7 @@ def client_context(
     cert: str | os.PathLike[str] | None = None,
     key: str | os.PathLike[str] | None = None,
 ) -> ssl.SSLContext:
-    """Makes the TLS context of a client of a public port, which checks the server's certificate.
+    """Make the TLS context of a client of a public port, which checks the server's certificate.
 
     Args:
         ca: PEM of the authorities that are trusted, as a path or as bytes; None: the system's.
@@ -143,7 +143,7 @@ def client_context(
 
 
 def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:
-    """Gives a context its own certificate chain and private key. Raises ConfigError that names the wrong file."""
+    """Return a context its own certificate chain and private key. Raises ConfigError that names the wrong file."""
     if b"-----BEGIN CERTIFICATE-----" not in _read(cert):
         raise ConfigError(f"TLS: {cert} has no certificate in PEM")
     if b"PRIVATE KEY-----" not in _read(key):
@@ -158,7 +158,7 @@ def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:
 
 
 def _load_authorities(context: ssl.SSLContext, ca: str | os.PathLike[str] | bytes) -> None:
-    """Makes a context trust authorities, given as a path or as PEM. Raises ConfigError for a file without certificates,
+    """Make a context trust authorities, given as a path or as PEM. Raises ConfigError for a file without certificates,
     and where all of them have expired."""
     shown = "ca" if isinstance(ca, bytes) else os.fspath(ca)
     try:
@@ -173,7 +173,7 @@ def _load_authorities(context: ssl.SSLContext, ca: str | os.PathLike[str] | byte
 
 
 def _refuse_expired(context: ssl.SSLContext, cert: str) -> None:
-    """Raises ConfigError where the certificate of a server's context has expired or is not valid yet.
+    """Raise ConfigError where the certificate of a server's context has expired or is not valid yet.
 
     Only a handshake looks at a certificate's dates, so one is played in memory, by a client that trusts just this one.
     """
@@ -213,7 +213,7 @@ class ComponentChannel:
         self._newest()
 
     async def close(self) -> None:
-        """Ends all calls on the channel."""
+        """End all calls on the channel."""
         for channel in self._channels:
             await channel.close()
 

@@ -38,7 +38,7 @@ class Watched:
         self._complaint = ""
 
     def newer(self, read: Callable[[], T]) -> T | None:
-        """Looks at the files once.
+        """Look at the files once.
 
         Args:
             read: parses the files. Raises ConfigError where they are bad, caused by an OSError where they
@@ -69,7 +69,7 @@ class Watched:
         return found
 
     def _look(self) -> Signature:
-        """Returns a signature of each file; None for a file that cannot be read."""
+        """Return a signature of each file; None for a file that cannot be read."""
         return tuple(_signature(path) for path in self._paths)
 
 

@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
         self._component = component
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the record as one line of JSON."""
+        """Return the record as one line of JSON."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         entry: dict[str, object] = {
             "time": f"{at}.{int(record.msecs):03d}Z",
@@ -53,8 +53,8 @@ _LIBRARIES = ("grpc._cython.cygrpc", "grpc.aio", "grpc.aio._call", "asyncio")
 
 
 def in_one_line(record: logging.LogRecord) -> bool:
-    """Takes the traceback out of a library's record about a call whose other side is gone, and what follows its first
-    line: it is a warning then. It is a filter of loggers; returns whether the record is written."""
+    """Take the traceback out of a library's record about a call whose other side is gone, and what follows its first
+    line: it is a warning then. It is a filter of loggers; return whether the record is written."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and any(kind.__name__ in _ENDS_OF_CALLS for kind in type(error).__mro__):
         reason = error.details() if hasattr(error, "details") else str(error)
@@ -69,7 +69,7 @@ def _first_line(text: str) -> str:
 
 
 def logs_json() -> bool:
-    """Returns whether this process logs JSON, so that plain text on standard error would be out of place."""
+    """Return whether this process logs JSON, so that plain text on standard error would be out of place."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
@@ -78,7 +78,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
-    """Logs to standard error, one line per record; ``form`` is "text" or "json".
+    """Log to standard error, one line per record; ``form`` is "text" or "json".
 
     The level "debug" is for Pillion's own lines: libraries, gRPC above all, would write fourteen of fifteen lines.
     """

@@ -33,12 +33,12 @@ class LongestLately:
         self._before = self._current = 0.0
 
     def note(self, value: float, now_s: float) -> None:
-        """Adds a value with its time."""
+        """Add a value with its time."""
         self._turn(now_s)
         self._current = max(self._current, value)
 
     def longest(self, now_s: float) -> float:
-        """Returns the largest value of the last one to two windows of WINDOW_S seconds; 0 where there was none."""
+        """Return the largest value of the last one to two windows of WINDOW_S seconds; 0 where there was none."""
         self._turn(now_s)
         return max(self._before, self._current)
 
@@ -60,7 +60,7 @@ class LoopWatch:
         self._tick()
 
     def stop(self) -> None:
-        """Ends the watch of the event loop."""
+        """End the watch of the event loop."""
         self._timer.cancel()
 
     def _tick(self) -> None:

@@ -55,11 +55,11 @@ class Counter:
     value: float = 0
 
     def add(self, amount: float = 1) -> None:
-        """Adds ``amount``, which is not negative, to the counter."""
+        """Add ``amount``, which is not negative, to the counter."""
         self.value += amount
 
     def now(self) -> float:
-        """Returns the counter's value, for a collection."""
+        """Return the counter's value, for a collection."""
         return self.value
 
 
@@ -73,21 +73,21 @@ class Distribution:
     total: float = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts ``value``, ``times`` times."""
+        """Count ``value``, ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def now(self) -> Distribution:
-        """Returns a copy of the histogram, for a collection."""
+        """Return a copy of the histogram, for a collection."""
         return Distribution(self.bounds, self.counts.copy(), self.total)
 
     @property
     def count(self) -> int:
-        """Gives the number of observed values."""
+        """Number of observed values."""
         return sum(self.counts)
 
     def __add__(self, other: Distribution) -> Distribution:
-        """Adds two histograms that have the same bounds."""
+        """Add two histograms that have the same bounds."""
         counts = list(map(operator.add, self.counts, other.counts))
         return Distribution(self.bounds, counts, self.total + other.total)
 
@@ -106,12 +106,12 @@ class Meters:
         self._watchers: list[Callable[[], Iterable[Reading]]] = []
 
     def counter(self, metric: Metric, *labels: str) -> Counter:
-        """Returns the counter with these label values, made on first use. A hot path keeps the cell."""
+        """Return the counter with these label values, made on first use. A hot path keeps the cell."""
         cell: Counter = self._cell(metric, labels)
         return cell
 
     def distribution(self, metric: Metric, *labels: str) -> Distribution:
-        """Returns the histogram with these label values, made on first use."""
+        """Return the histogram with these label values, made on first use."""
         cell: Distribution = self._cell(metric, labels)
         return cell
 
@@ -127,11 +127,11 @@ class Meters:
         return found
 
     def watch(self, watcher: Callable[[], Iterable[Reading]]) -> None:
-        """Calls ``watcher`` at each collection, for values that other code keeps anyway."""
+        """Call ``watcher`` at each collection, for values that other code keeps anyway."""
         self._watchers.append(watcher)
 
     def collect(self) -> Values:
-        """Returns all current values. It is called on the component's event loop, whose state the watchers read."""
+        """Return all current values. It is called on the component's event loop, whose state the watchers read."""
         found: Values = {}
         for metric, labels, value in self._readings():
             found.setdefault(metric, {})[labels] = value

@@ -48,13 +48,13 @@ class MetricsPage(Collector):
         self._collect_all = collect_all
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics, for the client library. Raises TimeoutError where the component does not answer."""
+        """Yield the metrics, for the client library. Raises TimeoutError where the component does not answer."""
         values = self._collect_all()
         yield from to_prometheus(values)
         yield from to_vllm(values)
 
     def registry(self) -> prometheus_client.CollectorRegistry:
-        """Makes a registry of this page and of what the process uses: memory, files, processor time."""
+        """Make a registry of this page and of what the process uses: memory, files, processor time."""
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
         registry.register(self)
         prometheus_client.ProcessCollector(registry=registry)
@@ -69,7 +69,7 @@ class _OneSegment(WSGIRequestHandler):
     wbufsize = -1
 
     def log_message(self, *_: Any) -> None:
-        """Logs no calls."""
+        """Log no calls."""
 
 
 class Exports:
@@ -111,7 +111,7 @@ class Exports:
             log.info("metrics at http://%s:%d/metrics", host, port)
 
     def close(self) -> None:
-        """Ends the page. It must not be called on the event loop, which has to answer meanwhile. Idempotent."""
+        """End the page. It must not be called on the event loop, which has to answer meanwhile. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server[0].shutdown()
@@ -119,7 +119,7 @@ class Exports:
             server[1].join()
 
     def _pages(self, metrics_page: Any) -> Any:
-        """Makes the WSGI application of the port: the pages for health checks, and ``metrics_page`` under any other
+        """Make the WSGI application of the port: the pages for health checks, and ``metrics_page`` under any other
         path."""
         checks: dict[str, Callable[[], str]] = {HEALTH_PATH: self._not_ready, ALIVE_PATH: str}
 
@@ -140,7 +140,7 @@ class Exports:
         return self._on_loop(self._meters.collect)
 
     def _on_loop(self, call: Callable[[], T]) -> T:
-        """Calls ``call`` on the component's event loop and returns its result. Raises TimeoutError where the loop does
+        """Call ``call`` on the component's event loop and return its result. Raises TimeoutError where the loop does
         not answer."""
 
         async def here() -> T:

@@ -17,7 +17,7 @@ class GaugeSeries(NamedTuple):
 
 
 def gauge_page(gauges: Mapping[str, GaugeSeries]) -> str:
-    """Returns gauges by name in Prometheus' text format."""
+    """Return gauges by name in Prometheus' text format."""
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     registry = CollectorRegistry()
@@ -29,7 +29,7 @@ def gauge_page(gauges: Mapping[str, GaugeSeries]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that a reader never sees a part of it. Raises OSError."""
+    """Write a file so that a reader never sees a part of it. Raises OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)

@@ -28,14 +28,14 @@ _FAMILIES = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily,
 
 
 def prometheus_name(metric: metrics.Metric) -> str:
-    """Returns a metric's name on Prometheus's page, without a counter's ``_total``."""
+    """Return a metric's name on Prometheus's page, without a counter's ``_total``."""
     name = metric.name.replace(".", "_")
     unit = "ratio" if metric.unit == "1" and metric.kind == "gauge" else _UNITS.get(metric.unit, "")
     return f"{name}_{unit}" if unit and not name.endswith(unit) else name
 
 
 def to_prometheus(values: Values) -> Iterator[Metric]:
-    """Converts a collection's values to the metrics of Prometheus's client library."""
+    """Convert a collection's values to the metrics of Prometheus's client library."""
     for metric, cells in values.items():
         labels = [label.replace(".", "_") for label in metric.labels]
         yield _family(prometheus_name(metric), metric, labels, cells)
@@ -53,7 +53,7 @@ def _family(name: str, metric: metrics.Metric, labels: list[str], cells: Mapping
 
 
 def _buckets(found: Distribution) -> list[tuple[str, float]]:
-    """Returns a histogram's buckets as pairs of (upper bound, how many values are at most that); the last bound is
+    """Return a histogram's buckets as pairs of (upper bound, how many values are at most that); the last bound is
     infinity."""
     bounds = map(floatToGoString, (*found.bounds, math.inf))
     return list(zip(bounds, map(float, accumulate(found.counts)), strict=True))
@@ -120,7 +120,7 @@ ALIASES = (
 
 
 def to_vllm(values: Values) -> Iterator[Metric]:
-    """Yields the values of metrics for which vLLM has a name, under that name."""
+    """Yield the values of metrics for which vLLM has a name, under that name."""
     for alias in ALIASES:
         if alias.metric in values:
             yield _aliased(alias, values[alias.metric])
@@ -129,7 +129,7 @@ def to_vllm(values: Values) -> Iterator[Metric]:
 
 
 def _lora_info(values: Values) -> Metric:
-    """Makes vLLM's one point that lists adapters in its labels and whose value is the time of day. No request waits at
+    """Make vLLM's one point that lists adapters in its labels and whose value is the time of day. No request waits at
     a gateway for its adapter, so none is listed as waiting."""
     (slots,) = values[names.ADAPTER_SLOTS].values()
     running = ",".join(sorted(adapter for (adapter,) in values.get(names.ADAPTER_REQUESTS, {})))

@@ -42,12 +42,12 @@ Metadata = Sequence[tuple[str, str]]
 
 
 def tracer() -> trace.Tracer:
-    """Returns the tracer of every span in Pillion."""
+    """Return the tracer of every span in Pillion."""
     return trace.get_tracer("pillion")
 
 
 def wanted() -> bool:
-    """Returns whether the environment asks for the export of spans by OTLP."""
+    """Return whether the environment asks for the export of spans by OTLP."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     chosen = [name.strip().lower() for name in os.environ.get("OTEL_TRACES_EXPORTER", "").split(",") if name.strip()]
@@ -55,7 +55,7 @@ def wanted() -> bool:
 
 
 def exporter() -> Any:
-    """Makes the SDK's exporter of spans, over the protocol that the environment sets; grpc if that sets none."""
+    """Make the SDK's exporter of spans, over the protocol that the environment sets; grpc if that sets none."""
     way = "grpc" if _otlp_setting("PROTOCOL") in ("", "grpc") else "http"
     return import_module(f"opentelemetry.exporter.otlp.proto.{way}.trace_exporter").OTLPSpanExporter()
 
@@ -66,7 +66,7 @@ def _otlp_setting(name: str) -> str:
 
 
 def resource(component_id: str, role: str) -> Resource:
-    """Makes the process's name for its traces. What the environment says of the process wins."""
+    """Make the process's name for its traces. What the environment says of the process wins."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     names = {"service.name": f"pillion-{role}", "service.instance.id": component_id, "service.namespace": "pillion"}
@@ -83,13 +83,13 @@ def _provider(component_id: str, role: str) -> Any:
 
 
 def setup(component_id: str, role: str) -> None:
-    """Installs the SDK in this process if the environment asks for it. A component's main calls it once."""
+    """Install the SDK in this process if the environment asks for it. A component's main calls it once."""
     if wanted():
         trace.set_tracer_provider(_provider(component_id, role))
 
 
 def client_tracer() -> trace.Tracer:
-    """Returns the tracer of the client's spans: of the program's own provider, where it has one.
+    """Return the tracer of the client's spans: of the program's own provider, where it has one.
 
     A library must not install a provider for its program, so the client's own one is kept here.
     """
@@ -104,7 +104,7 @@ def client_tracer() -> trace.Tracer:
 
 @functools.cache
 def _client_provider() -> Any:
-    """Returns the provider of the client's own spans, which is made once; None, with a warning, where the SDK's
+    """Return the provider of the client's own spans, which is made once; None, with a warning, where the SDK's
     packages are missing."""
     try:
         made = _provider(f"client-{socket.gethostname()}-{os.getpid()}", "client")
@@ -116,7 +116,7 @@ def _client_provider() -> Any:
 
 
 def shutdown_client() -> None:
-    """Sends those of the client's own spans that were not sent yet; the next span makes a new provider."""
+    """Send those of the client's own spans that were not sent yet; the next span makes a new provider."""
     provider = _client_provider() if _client_provider.cache_info().currsize else None
     _client_provider.cache_clear()
     atexit.unregister(shutdown_client)
@@ -125,31 +125,31 @@ def shutdown_client() -> None:
 
 
 def shutdown() -> None:
-    """Sends the process's spans that were not sent yet. It is called once, when a component stops."""
+    """Send the process's spans that were not sent yet. It is called once, when a component stops."""
     stop = getattr(trace.get_tracer_provider(), "shutdown", None)
     if stop is not None:
         _stop(stop)
 
 
 def _stop(stop: Callable[[], None]) -> None:
-    """Calls ``stop`` and waits for it, but not longer than FLUSH_TIMEOUT_MS: a receiver may be down."""
+    """Call ``stop`` and wait for it, but not longer than FLUSH_TIMEOUT_MS: a receiver may be down."""
     stopping = threading.Thread(target=stop, name="last spans", daemon=True)
     stopping.start()
     stopping.join(FLUSH_TIMEOUT_MS / 1000)
 
 
 def recording() -> bool:
-    """Returns whether spans are exported from this process."""
+    """Return whether spans are exported from this process."""
     return not isinstance(trace.get_tracer_provider(), (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
 
 
 def child(name: str, parent: trace.Span) -> AbstractContextManager[trace.Span]:
-    """Opens a span under ``parent``, which is the current span within the block and ends with it."""
+    """Open a span under ``parent``, which is the current span within the block and ends with it."""
     return tracer().start_as_current_span(name, context=trace.set_span_in_context(parent))
 
 
 def inject(context: otel_context.Context | None = None) -> list[tuple[str, str]]:
-    """Returns gRPC metadata that carries ``context`` (default: the current one); it is empty when nothing is
+    """Return gRPC metadata that carries ``context`` (default: the current one); it is empty when nothing is
     recorded."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context=context)
@@ -157,16 +157,16 @@ def inject(context: otel_context.Context | None = None) -> list[tuple[str, str]]
 
 
 def traceparent(context: otel_context.Context | None = None) -> str:
-    """Returns the W3C ``traceparent`` of ``context`` (default: the current one); it is empty when nothing is
+    """Return the W3C ``traceparent`` of ``context`` (default: the current one); it is empty when nothing is
     recorded."""
     return dict(inject(context)).get("traceparent", "")
 
 
 def extract(metadata: Metadata | None) -> otel_context.Context:
-    """Reads the caller's trace context from gRPC metadata."""
+    """Read the caller's trace context from gRPC metadata."""
     return _PROPAGATOR.extract({key.lower(): value for key, value in metadata or () if isinstance(value, str)})
 
 
 def from_traceparent(value: str) -> otel_context.Context:
-    """Reads the trace context from one ``traceparent`` text; an empty or broken text starts a new trace."""
+    """Read the trace context from one ``traceparent`` text; an empty or broken text starts a new trace."""
     return _PROPAGATOR.extract({"traceparent": value} if value else {})

@@ -127,7 +127,7 @@ class LLM:
         schema: Schema[Value] | None = None,
         lora: str | Sequence[str] = "",
     ) -> list[RequestOutput[Value]]:
-        """Returns the whole answers to one prompt or many, in the prompts' order.
+        """Return the whole answers to one prompt or many, in the prompts' order.
 
         Args:
             prompts: one or a list: texts, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
@@ -169,7 +169,7 @@ class LLM:
         tool_choice: str | Mapping[str, Any] = "",
         parallel_tool_calls: bool | None = None,
     ) -> list[RequestOutput[Value]]:
-        """Returns the assistant's next message in one conversation or many; the model's own template makes the prompts,
+        """Return the assistant's next message in one conversation or many; the model's own template makes the prompts,
         or ``chat_template``, a text in Jinja.
 
         ``messages`` are ``{"role": ..., "content": ...}`` or ChatMessage. :meth:`generate` and
@@ -194,7 +194,7 @@ class LLM:
         lora: str = "",
         priority: int | None = 0,
     ) -> list[EmbeddingRequestOutput]:
-        """Returns the vector of one text or of many, in the prompts' order, as the checkpoint's sentence-transformers
+        """Return the vector of one text or of many, in the prompts' order, as the checkpoint's sentence-transformers
         files say: that of the last token, normalized.
 
         Args:
@@ -227,7 +227,7 @@ class LLM:
         lora: str = "",
         priority: int | None = 0,
     ) -> list[ScoringRequestOutput]:
-        """Returns how well each of the second texts answers the first one, in their order: a cosine of vectors, or what
+        """Return how well each of the second texts answers the first one, in their order: a cosine of vectors, or what
         the checkpoint of a reranker says.
 
         Args:
@@ -259,7 +259,7 @@ class LLM:
         lora: str = "",
         priority: int | None = 0,
     ) -> list[ClassificationRequestOutput]:
-        """Returns what a classifier says of one text or of many, in the prompts' order: a probability of each label.
+        """Return what a classifier says of one text or of many, in the prompts' order: a probability of each label.
 
         Args:
             use_activation: False gives logits in place of probabilities.
@@ -276,7 +276,7 @@ class LLM:
         ]
 
     def _waited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs what this thread waits for on the thread of the engine; an end of the call cancels it."""
+        """Run what this thread waits for on the thread of the engine; an end of the call cancels it."""
         work = self._thread.submit(coroutine)
         try:
             return work.result()
@@ -291,18 +291,18 @@ class LLM:
     beam_search = refused_method("beam_search", "Pillion samples; several answers come with SamplingParams(n=...)")
 
     def get_tokenizer(self) -> Any:
-        """Returns the model's tokenizer as an object of transformers, with its chat template."""
+        """Return the model's tokenizer as an object of transformers, with its chat template."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(self._thread.cluster.entry.folder), trust_remote_code=False)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what the model recommends. Its fields may be set, as in vLLM."""
+        """Return what the model recommends. Its fields may be set, as in vLLM."""
         found = self._thread.cluster.entry.sampling
         return EditableSamplingParams(**{field.name: getattr(found, field.name) for field in fields(SamplingParams)})
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, in_place: bool = False) -> ModelInfo:
-        """Gives a name to the LoRA adapter in a folder, as PEFT writes it, for calls from now on. Needs
+        """Return a name to the LoRA adapter in a folder, as PEFT writes it, for calls from now on. Needs
         ``enable_lora=True``. With ``in_place`` the name may belong to another adapter already, which then loses it.
         Raises PillionError with the reason why the adapter cannot be served."""
         self._need_adapters()
@@ -312,12 +312,12 @@ class LLM:
         return found
 
     def unload_adapter(self, name: str) -> None:
-        """Takes the name of an adapter away; calls that run with it go on. Raises NotFound."""
+        """Take the name of an adapter away; calls that run with it go on. Raises NotFound."""
         self._need_adapters()
         self._waited(self._thread.cluster.gateway.unload_adapter(None, name))
 
     def status(self) -> ClusterStatus:
-        """Gives the components, their load, and totals, as :meth:`pillion.Client.status` does. Raises PillionError."""
+        """Return the components, their load, and totals, as :meth:`pillion.Client.status` does. Raises PillionError."""
 
         async def read() -> ClusterStatus:
             found: ClusterStatus = self._thread.cluster.gateway.status()
@@ -326,7 +326,7 @@ class LLM:
         return self._thread.submit(read()).result()
 
     def close(self) -> None:
-        """Cancels all calls, ends all threads, processes and sockets, and frees the memory. Idempotent."""
+        """Cancel all calls, end all threads, processes and sockets, and free the memory. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -342,7 +342,7 @@ class LLM:
             raise PermissionDenied("this LLM serves no adapters: make it as LLM(..., enable_lora=True)")
 
     def _bring(self, wanted: LoRARequest | Sequence[LoRARequest | None], lora: str | Sequence[str]) -> str | list[str]:
-        """Loads adapters that have not come before; returns their names."""
+        """Load adapters that have not come before; return their names."""
         if lora:
             raise ValueError("give one of lora and lora_request")
         requests = [wanted] if isinstance(wanted, LoRARequest) else list(wanted)
@@ -411,7 +411,7 @@ async def _answer_all(
     schema: AnswerSchema | None,
     template: str,
 ) -> None:
-    """Answers all requests, as many at once as the limit allows. ``template`` makes the prompts in place of the model's
+    """Answer all requests, as many at once as the limit allows. ``template`` makes the prompts in place of the model's
     own, if it is not "". The first error ends the others and is raised."""
 
     async def answer(index: int, request: GenerateRequest) -> None:
@@ -453,7 +453,7 @@ async def _answer(
 
 
 def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
-    """Reads the options, Pillion's or vLLM's, as flags. Raises TypeError for an option that does not exist, ConfigError
+    """Read the options, Pillion's or vLLM's, as flags. Raises TypeError for an option that does not exist, ConfigError
     for a value that cannot be meant."""
     known = {field.name: field for field in fields(OfflineFlags) if field.name != "model"}
     given: dict[str, Any] = {}
@@ -479,7 +479,7 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
 
 
 def _with_adapters(requests: list[GenerateRequest], lora: str | Sequence[str]) -> list[GenerateRequest]:
-    """Returns the requests with the names of their adapters. Raises ValueError where the names are not as many as the
+    """Return the requests with the names of their adapters. Raises ValueError where the names are not as many as the
     requests."""
     names = [lora] * len(requests) if isinstance(lora, str) else list(lora)
     if len(names) != len(requests):
@@ -488,7 +488,7 @@ def _with_adapters(requests: list[GenerateRequest], lora: str | Sequence[str]) -
 
 
 def _listed(prompts: Any) -> Sequence[Any]:
-    """Returns the prompts as a list; a single prompt becomes a list of one."""
+    """Return the prompts as a list; a single prompt becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = list(prompts)
@@ -496,13 +496,13 @@ def _listed(prompts: Any) -> Sequence[Any]:
 
 
 def _texts(prompts: Any, lora: str, priority: int | None) -> list[GenerateRequest]:
-    """Makes the requests of texts that end with a vector."""
+    """Make the requests of texts that end with a vector."""
     requests = (_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts)))
     return [replace(request, model=lora, priority=priority or 0) for request in requests]
 
 
 def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
-    """Makes the request of one prompt. Raises InvalidRequest, which names ``where``."""
+    """Make the request of one prompt. Raises InvalidRequest, which names ``where``."""
     cache_salt = ""
     if isinstance(prompt, Mapping):
         unknown = sorted(set(prompt) - _PROMPT_KEYS)
@@ -520,7 +520,7 @@ def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
 
 @contextlib.contextmanager
 def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Callable[[RequestOutput], None]]:
-    """Shows vLLM's bar: finished prompts, and tokens per second in and out. Yields the function to call for each
+    """Show vLLM's bar: finished prompts, and tokens per second in and out. Yields the function to call for each
     output."""
     if not use_tqdm:
         yield lambda _: None

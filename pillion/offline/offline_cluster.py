@@ -76,13 +76,13 @@ class LocalRegistry:
         self._worker = worker
 
     async def components(self) -> list[ComponentRecord]:
-        """Returns the records of KV node and worker, as heartbeats would write them now."""
+        """Return the records of KV node and worker, as heartbeats would write them now."""
         # Without max_step_tokens the gateway keeps no waiting queue of its own in front of the worker's.
         worker = msgspec.structs.replace(self._worker.describe(), max_step_tokens=0)
         return [self._node.record(0), worker]
 
     async def aclose(self) -> None:
-        """Does nothing, because there is no connection to close."""
+        """Do nothing, because there is no connection to close."""
 
 
 @dataclass(slots=True)
@@ -96,14 +96,14 @@ class OfflineCluster:
     limit: WeightedLimit
 
     def token_text(self, token_id: int) -> str | None:
-        """Returns the text of one token; None for an id that the vocabulary does not have."""
+        """Return the text of one token; None for an id that the vocabulary does not have."""
         if self.entry.tokenizer.codec.id_to_token(token_id) is None:
             return None
         return str(self.entry.tokenizer.codec.decode([token_id], skip_special_tokens=False))
 
     @contextlib.asynccontextmanager
     async def templated(self, source: str) -> AsyncIterator[Callable[[GenerateRequest], Awaitable[Any]]]:
-        """Yields what finds the model of a request, with the chat template ``source`` in place of its own; with ""
+        """Yield what finds the model of a request, with the chat template ``source`` in place of its own; with ""
         it finds none, so that the gateway looks."""
         from pillion.gateway.tokens.chat_template import ChatTemplate
 
@@ -125,14 +125,14 @@ class OfflineCluster:
                 await template.aclose()
 
     def prompt_text(self, token_ids: list[int]) -> str:
-        """Returns the text of a prompt, with its special tokens."""
+        """Return the text of a prompt, with its special tokens."""
         return str(self.entry.tokenizer.codec.decode(token_ids, skip_special_tokens=False))
 
 
 async def start_cluster(
     flags: OfflineFlags, folder: Path, stack: contextlib.AsyncExitStack, check: Callable[[Path], None]
 ) -> OfflineCluster:
-    """Starts the components; closing ``stack`` ends them, also after an error. ``check`` looks at the model's prepared
+    """Start the components; closing ``stack`` ends them, also after an error. ``check`` looks at the model's prepared
     folder before it is loaded. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.cli.console import Notices
@@ -209,7 +209,7 @@ async def _start_gateway(
 
 
 def _adapters(flags: OfflineFlags, model: Any, nodes: Any) -> Any:
-    """Makes the table of adapters' names. Only the caller of this process gives names, so any folder that it may read
+    """Make the table of adapters' names. Only the caller of this process gives names, so any folder that it may read
     will do."""
     from pillion.cli.flags import subset
     from pillion.gateway.adapters.adapter_names import load_adapters
@@ -259,20 +259,20 @@ class OfflineThread:
 
     @property
     def cluster(self) -> OfflineCluster:
-        """Gives the components of the cluster while it runs. Raises Unavailable once it is closed."""
+        """Components of the cluster while it runs. Raises Unavailable once it is closed."""
         if self._cluster is None:
             raise Unavailable(CLOSED)
         return self._cluster
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Runs ``work`` on the loop. Raises Unavailable once the cluster is closed."""
+        """Run ``work`` on the loop. Raises Unavailable once the cluster is closed."""
         if self._closed or os.getpid() != self._pid:
             work.close()
             raise Unavailable(CLOSED if self._closed else "an LLM cannot be used in a forked process")
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
     def close(self, wait_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Cancels all calls and ends all components; returns when nothing of them is left, or after ``wait_s``."""
+        """Cancel all calls and end all components; return when nothing of them is left, or after ``wait_s``."""
         if os.getpid() != self._pid:
             return
         if threading.current_thread() is self._thread:

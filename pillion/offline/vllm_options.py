@@ -99,12 +99,12 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """Gives the adapter's name."""
+        """Adapter's name."""
         return self.lora_name
 
 
 def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Makes a method that raises InvalidRequest, for the method ``name`` of vLLM's LLM that Pillion's lacks. Its text
+    """Make a method that raises InvalidRequest, for the method ``name`` of vLLM's LLM that Pillion's lacks. Its text
     says what to do ``instead``."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -115,12 +115,12 @@ def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 def no_pooling(name: str) -> Callable[..., NoReturn]:
-    """Makes a method of vLLM's LLM that gives rewards of a text, or rows of its tokens."""
+    """Make a method of vLLM's LLM that gives rewards of a text, or rows of its tokens."""
     return refused_method(name, f"{_POOLING}; for token ids, use get_tokenizer")
 
 
 def translated(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options in Pillion's words; a value of None is the option's default. Raises ConfigError for what
+    """Return the options in Pillion's words; a value of None is the option's default. Raises ConfigError for what
     Pillion cannot do."""
     found: dict[str, Any] = {}
     for name, value in options.items():
@@ -138,7 +138,7 @@ def translated(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def producer_of(options: Mapping[str, Any]) -> str:
-    """Returns the producer that ``quantization`` names, such as "awq", in vLLM's spelling or in capitals; "" where it
+    """Return the producer that ``quantization`` names, such as "awq", in vLLM's spelling or in capitals; "" where it
     names none."""
     given = options.get("quantization")
     name = given.lower() if isinstance(given, str) else ""
@@ -147,7 +147,7 @@ def producer_of(options: Mapping[str, Any]) -> str:
 
 
 def check_producer(wanted: str, model: str, folder: Path) -> None:
-    """Raises ConfigError where the prepared checkpoint is of another producer than ``quantization`` says."""
+    """Raise ConfigError where the prepared checkpoint is of another producer than ``quantization`` says."""
     if not wanted:
         return
     from pillion.engine.models.config_parser import read_config
@@ -199,7 +199,7 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:
-        """Adds one argument for each option to a parser or a group of one, and returns it."""
+        """Add one argument for each option to a parser or a group of one, and return it."""
         for field in fields(OfflineFlags):
             name, about = "--" + field.name.replace("_", "-"), field.metadata
             # Every argument is None by default, which LLM understands as an option that is not given.
@@ -216,7 +216,7 @@ class EngineArgs:
 
 
 def _value(word: str) -> Any:
-    """Reads a word of a command line: a number, an object in JSON, or the word itself."""
+    """Read a word of a command line: a number, an object in JSON, or the word itself."""
     try:
         return json.loads(word)
     except ValueError:

@@ -187,12 +187,12 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def hidden(key: bytes, name: str, value: Any) -> str:
-    """Returns the HMAC that stands for the value of the field ``name`` where it is not kept."""
+    """Return the HMAC that stands for the value of the field ``name`` where it is not kept."""
     return hmac.digest(key, name.encode() + b"\0" + _canonical(value), "sha256").hex()
 
 
 def encode(bundle: Bundle, key: bytes) -> bytes:
-    """Returns a bundle as the JSON of its file, with its HMAC. Raises ConfigError for one that is too large."""
+    """Return a bundle as the JSON of its file, with its HMAC. Raises ConfigError for one that is too large."""
     # The format is a default, which would be left out.
     fields = {"format": bundle.format, **msgspec.to_builtins(bundle, str_keys=True)}
     fields.pop("mac", None)
@@ -203,7 +203,7 @@ def encode(bundle: Bundle, key: bytes) -> bytes:
 
 
 def decode(raw: bytes, name: str, key: bytes | None) -> tuple[Bundle, bool]:
-    """Returns the bundle that is encoded in ``raw``, and whether its HMAC was verified: it is not without a key.
+    """Return the bundle that is encoded in ``raw``, and whether its HMAC was verified: it is not without a key.
 
     Raises ConfigError, which calls it ``name``, for what is too large or no bundle, or whose HMAC is wrong.
     """
@@ -222,7 +222,7 @@ def decode(raw: bytes, name: str, key: bytes | None) -> tuple[Bundle, bool]:
 
 
 def read_file(path: Path) -> bytes:
-    """Reads a bundle's file, or what is too large to be one. Raises ConfigError."""
+    """Read a bundle's file, or what is too large to be one. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BUNDLE_BYTES + 1)
@@ -231,12 +231,12 @@ def read_file(path: Path) -> bytes:
 
 
 def read(path: Path, key: bytes | None) -> tuple[Bundle, bool]:
-    """Reads a bundle's file, as :func:`decode` does. Raises ConfigError."""
+    """Read a bundle's file, as :func:`decode` does. Raises ConfigError."""
     return decode(read_file(path), str(path), key)
 
 
 def read_key(path: Path) -> bytes:
-    """Reads a key, without the white space around it. Raises ConfigError."""
+    """Read a key, without the white space around it. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             key = file.read(MAX_KEY_BYTES + 1).strip()

@@ -37,7 +37,7 @@ class CanaryRule:
 
 
 def parse_rule(text: str) -> CanaryRule:
-    """Reads ``differs=0.02,distance=0.01,slower=1.2``; what is left out keeps its default. Raises ConfigError."""
+    """Read ``differs=0.02,distance=0.01,slower=1.2``; what is left out keeps its default. Raises ConfigError."""
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.strip().partition("=")
@@ -82,7 +82,7 @@ class CanaryFigures:
     slower: list[float] = field(default_factory=list)
 
     def note(self, outcome: CanaryOutcome) -> None:
-        """Adds an outcome."""
+        """Add an outcome."""
         self.counts[outcome.name] += 1
         self.distance += outcome.distance
         self.compared_tokens += outcome.compared_tokens
@@ -93,22 +93,22 @@ class CanaryFigures:
 
     @property
     def requests(self) -> int:
-        """Gives the number of requests that were replayed."""
+        """Number of requests that were replayed."""
         return self.counts.total()
 
     @property
     def different(self) -> int:
-        """Gives the number of requests that were not answered alike."""
+        """Number of requests that were not answered alike."""
         return sum(self.counts[name] for name in DIFFERENT)
 
     @property
     def mean_distance(self) -> float | None:
-        """Gives the mean difference of log probabilities; None where none was recorded."""
+        """Mean difference of log probabilities; None where none was recorded."""
         return self.distance / self.compared_tokens if self.compared_tokens else None
 
     @property
     def median_slower(self) -> float | None:
-        """Gives the median of the replays' times by the requests'; None where none is known."""
+        """Median of the replays' times by the requests'; None where none is known."""
         return median(self.slower) if self.slower else None
 
 
@@ -126,19 +126,19 @@ class CanaryTally:
         self.rows: dict[tuple[str, ...], CanaryFigures] = {}
 
     def note(self, bundle: Bundle, outcome: CanaryOutcome) -> None:
-        """Counts a replay."""
+        """Count a replay."""
         self.all.note(outcome)
         self.rows.setdefault((bundle.model.name, kind_of(bundle)), CanaryFigures()).note(outcome)
 
     def verdict(self) -> bool | None:
-        """Returns whether the next version may be promoted; None while that is open. It is stopped as soon as more
+        """Return whether the next version may be promoted; None while that is open. It is stopped as soon as more
         requests differ than may differ of all that are wanted."""
         if self.all.different > self.rule.differs * self.wanted:
             return False
         return None if self.all.requests < self.wanted else not self.broken()
 
     def broken(self) -> list[str]:
-        """Returns the parts of the rule that the replays so far break, in words."""
+        """Return the parts of the rule that the replays so far break, in words."""
         figures, rule = self.all, self.rule
         found = []
         if figures.different > rule.differs * figures.requests:
@@ -159,7 +159,7 @@ def kind_of(bundle: Bundle) -> str:
 
 
 def is_in_share(bundle_id: str, share: float) -> bool:
-    """Returns whether a bundle is of those that are replayed: its id alone decides."""
+    """Return whether a bundle is of those that are replayed: its id alone decides."""
     drawn = int.from_bytes(hashlib.sha256(bundle_id.encode()).digest()[:8], "big")
     return drawn < share * 2**64
 
@@ -173,7 +173,7 @@ class TokenPace:
         self._free_s = 0.0
 
     def spend(self, tokens: int, now: float) -> float:
-        """Notes a replay of so many tokens that begins ``now`` or later; returns how long it has to wait."""
+        """Note a replay of so many tokens that begins ``now`` or later; return how long it has to wait."""
         begin_s = max(now, self._free_s)
         self._free_s = begin_s + tokens / self._tokens_per_s
         return begin_s - now

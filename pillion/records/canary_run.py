@@ -68,7 +68,7 @@ class Canary:
     _untaken: int = 0
 
     async def run(self) -> int:
-        """Replays bundles until the rule decides. Returns PROMOTE, STOP, or UNDECIDED where the bundles that are there
+        """Replay bundles until the rule decides. Returns PROMOTE, STOP, or UNDECIDED where the bundles that are there
         were too few. Raises PillionError where the target does not answer."""
         async with replay_client(**self.reach) as client:
             self._models = await client.models()
@@ -90,7 +90,7 @@ class Canary:
         return PROMOTE if promote else STOP
 
     async def _bundles(self) -> AsyncIterator[Bundle]:
-        """Yields the bundles to replay, as they are written, until the rule has decided."""
+        """Yield the bundles to replay, as they are written, until the rule has decided."""
         seen = set() if self.existing else set(await asyncio.to_thread(self._newest))
         while self.tally.verdict() is None:
             try:
@@ -111,11 +111,11 @@ class Canary:
             await asyncio.sleep(FOLLOW_INTERVAL_S)
 
     def _newest(self) -> list[str]:
-        """Returns the ids of the bundles among which new ones are looked for, the newest first."""
+        """Return the ids of the bundles among which new ones are looked for, the newest first."""
         return [one for one, _ in itertools.islice(self.listed(), None if self.existing else FOLLOWED_BUNDLES)]
 
     def _wanted(self, bundle_id: str) -> Bundle | None:
-        """Reads a bundle; None for one that is not to be replayed, or was taken away."""
+        """Read a bundle; None for one that is not to be replayed, or was taken away."""
         if not is_in_share(bundle_id, self.share) or not (raw := self.read(bundle_id)):
             return None
         try:
@@ -135,7 +135,7 @@ class Canary:
     async def _work(
         self, client: ReplayClient, pace: TokenPace, bundles: AsyncIterator[Bundle], turn: asyncio.Lock
     ) -> None:
-        """Replays bundles, one after the other, as long as there are some. Raises PillionError."""
+        """Replay bundles, one after the other, as long as there are some. Raises PillionError."""
         while True:
             async with turn:
                 bundle = await anext(bundles, None)
@@ -154,7 +154,7 @@ class Canary:
                 write_whole(self.metrics_file, as_metrics(self.tally))
 
     async def _replayed(self, client: ReplayClient, bundle: Bundle) -> CanaryOutcome | None:
-        """Replays a bundle; None where the target had no room, which says nothing of its answers. Raises PillionError
+        """Replay a bundle; None where the target had no room, which says nothing of its answers. Raises PillionError
         where it does not answer any more."""
         try:
             info = model_of(bundle, self._models, self.model, any_model=True)
@@ -187,7 +187,7 @@ class Canary:
 
 
 def as_metrics(tally: CanaryTally) -> str:
-    """Returns the figures so far in Prometheus' text format."""
+    """Return the figures so far in Prometheus' text format."""
     rows, verdict = tally.rows, tally.verdict()
     counts: dict[tuple[str, ...], float] = {
         (*row, outcome): count for row, one in rows.items() for outcome, count in one.counts.items()
@@ -206,7 +206,7 @@ def as_metrics(tally: CanaryTally) -> str:
 
 
 def table_rows(tally: CanaryTally) -> list[tuple[str, ...]]:
-    """Returns the cells of the table: a row for each model and kind, and one for all."""
+    """Return the cells of the table: a row for each model and kind, and one for all."""
     rows = []
     for row, one in (*sorted(tally.rows.items()), (("all", ""), tally.all)):
         counts = (one.requests, *(one.counts[name] for name in ("equal", "differs", "prompt", "error")))

@@ -24,7 +24,7 @@ class ReplayedAnswer:
     finish_reason: str = ""
 
     def covers(self, recorded: BundleAnswer) -> bool:
-        """Says whether no more of this answer is needed: an answer that was recorded unfinished is compared as far as
+        """Say whether no more of this answer is needed: an answer that was recorded unfinished is compared as far as
         it came."""
         return bool(self.finish_reason) or (not recorded.finish_reason and len(self.token_ids) >= recorded.tokens)
 
@@ -53,7 +53,7 @@ class AnswerDifference:
 
 
 def first_difference(recorded: Sequence[BundleAnswer], replayed: Sequence[ReplayedAnswer]) -> AnswerDifference | None:
-    """Returns the first difference of the first answer that has one; None where all are equal. An answer that was
+    """Return the first difference of the first answer that has one; None where all are equal. An answer that was
     recorded unfinished is equal to a replay that begins with it."""
     for index, (old, new) in enumerate(zip(recorded, replayed, strict=True)):
         at = shared_tokens(old, new)
@@ -80,14 +80,14 @@ def _token(token_id: int, logprob: float | None, likeliest: int) -> str:
 
 
 def shared_tokens(recorded: BundleAnswer, replayed: ReplayedAnswer) -> int:
-    """Returns with how many equal tokens two answers begin."""
+    """Return with how many equal tokens two answers begin."""
     pairs = enumerate(zip(recorded.token_ids, replayed.token_ids, strict=False))
     shortest = min(len(recorded.token_ids), len(replayed.token_ids))
     return next((position for position, (old, new) in pairs if old != new), shortest)
 
 
 def logprob_distance(recorded: Sequence[BundleAnswer], replayed: Sequence[ReplayedAnswer]) -> tuple[float, int]:
-    """Returns the sum of the absolute differences of the log probabilities of equal tokens, up to each answer's first
+    """Return the sum of the absolute differences of the log probabilities of equal tokens, up to each answer's first
     difference, and how many tokens they are: those that were recorded with one."""
     total, count = 0.0, 0
     for old, new in zip(recorded, replayed, strict=True):
@@ -98,5 +98,5 @@ def logprob_distance(recorded: Sequence[BundleAnswer], replayed: Sequence[Replay
 
 
 def _end(finish_reason: str) -> str:
-    """Returns how an answer ended, as its tokens know it: whether they call tools is read by the gateway."""
+    """Return how an answer ended, as its tokens know it: whether they call tools is read by the gateway."""
     return "stop" if finish_reason == "tool_calls" else finish_reason

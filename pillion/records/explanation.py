@@ -66,17 +66,17 @@ class Phase:
 
     @property
     def took_ms(self) -> float:
-        """Gives how long it took."""
+        """How long it took."""
         return self.end_ms - self.start_ms
 
     @property
     def words(self) -> str:
-        """Says what it was."""
+        """Say what it was."""
         return self.name.format(self.worker or "a worker")
 
 
 def explained(bundle: Bundle, verified: bool) -> dict[str, Any]:
-    """Returns what is told of a bundle, as fields of JSON; ``verified`` says whether its HMAC was."""
+    """Return what is told of a bundle, as fields of JSON; ``verified`` says whether its HMAC was."""
     whose = f" of tenant {bundle.tenant}" if bundle.tenant else ""
     trust = "" if verified else ", unverified: there is no key"
     return {
@@ -90,7 +90,7 @@ def explained(bundle: Bundle, verified: bool) -> dict[str, Any]:
 
 
 def phases(bundle: Bundle) -> list[Phase]:
-    """Returns what the first answer waited for, in order and without gaps, from the request's arrival to its end."""
+    """Return what the first answer waited for, in order and without gaps, from the request's arrival to its end."""
     found, name, worker, since_ms = [], READING, "", 0.0
     in_prefill, decode = False, ""
     for event in bundle.story:
@@ -135,18 +135,18 @@ def _merged(found: list[Phase]) -> list[Phase]:
 
 
 def end_ms(bundle: Bundle) -> float:
-    """Returns when the last thing of the story happened, in milliseconds since the request's arrival."""
+    """Return when the last thing of the story happened, in milliseconds since the request's arrival."""
     tokens = [one.times.last_ms for one in bundle.answers if one.times is not None]
     return max([*tokens, *(event.at_ms for event in bundle.story)], default=0.0)
 
 
 def first_token_ms(bundle: Bundle) -> float | None:
-    """Returns when the first token of any answer came; None where none did."""
+    """Return when the first token of any answer came; None where none did."""
     return min((one.times.first_ms for one in bundle.answers if one.times is not None), default=None)
 
 
 def picture(bundle: Bundle) -> list[str]:
-    """Draws the phases as bars over one axis of time, a line each."""
+    """Draw the phases as bars over one axis of time, a line each."""
     found, whole_ms = phases(bundle), max(end_ms(bundle), 0.001)
     width = max((len(phase.words) for phase in found), default=0)
     lines = [f"{'':{width}}  0 {_ms(whole_ms):>{BAR_COLUMNS - 2}}"]
@@ -159,7 +159,7 @@ def picture(bundle: Bundle) -> list[str]:
 
 
 def sentences(bundle: Bundle) -> list[str]:
-    """Says in sentences what took long, and why."""
+    """Say in sentences what took long, and why."""
     parts = (_summary, _waits, _stills, _prefix, _plan, _losses, _gaps)
     return [sentence for part in parts for sentence in part(bundle)]
 
@@ -176,7 +176,7 @@ def _summary(bundle: Bundle) -> Iterator[str]:
 
 
 def _waits(bundle: Bundle) -> Iterator[str]:
-    """Tells the phases before the first token that took a good part of it, in order."""
+    """Tell the phases before the first token that took a good part of it, in order."""
     first_ms = first_token_ms(bundle)
     whole_ms = end_ms(bundle) if first_ms is None else first_ms
     until = "to the first token" if first_ms is not None else "of waiting"
@@ -234,7 +234,7 @@ def _prefix(bundle: Bundle) -> Iterator[str]:
 
 
 def _plan(bundle: Bundle) -> Iterator[str]:
-    """Tells what the last plan before the first token expected, and what came of it."""
+    """Tell what the last plan before the first token expected, and what came of it."""
     first = next((event for event in bundle.story if event.what == "tokens" and not event.answer), None)
     before = [event for event in bundle.story if first is not None and event.at_ms <= first.at_ms and not event.answer]
     plan = _last(before, "planned")
@@ -259,7 +259,7 @@ def _plan(bundle: Bundle) -> Iterator[str]:
 
 
 def _losses(bundle: Bundle) -> Iterator[str]:
-    """Tells each loss once, however often it was met until tokens came again."""
+    """Tell each loss once, however often it was met until tokens came again."""
     spans: list[list[StoryEvent]] = []
     # The losses since an answer's last tokens, by what is the same in each.
     running: dict[tuple[int, str, str, str], list[StoryEvent]] = {}
@@ -291,7 +291,7 @@ def _stills(bundle: Bundle) -> Iterator[str]:
 
 
 def _gaps(bundle: Bundle) -> Iterator[str]:
-    """Tells the longest pause of each answer where it is longer than the time to the first token, or over the bound of
+    """Tell the longest pause of each answer where it is longer than the time to the first token, or over the bound of
     what is slow, or a loss caused it."""
     for number, answer in enumerate(bundle.answers):
         times = answer.times
@@ -324,7 +324,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _ms(value: float) -> str:
-    """Writes a time for people: 12.3 ms, 340 ms, 1.90 s."""
+    """Write a time for people: 12.3 ms, 340 ms, 1.90 s."""
     if abs(value) >= 1000:
         return f"{value / 1000:,.2f} s"
     return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms"

@@ -33,7 +33,7 @@ async def run_replay(
     plan: str,
     say: Callable[[str], None],
 ) -> int:
-    """Replays one bundle and says how that went; its last line says whether the answers are equal. Returns EQUAL or
+    """Replay one bundle and says how that went; its last line says whether the answers are equal. Returns EQUAL or
     DIFFERS.
 
     Args:
@@ -62,7 +62,7 @@ async def run_replay(
 
 
 def refuse(bundle: Bundle) -> None:
-    """Raises ConfigError for a bundle that cannot be replayed."""
+    """Raise ConfigError for a bundle that cannot be replayed."""
     if bundle.content != "full":
         raise ConfigError(
             f"the bundle {bundle.id} cannot be replayed: its content is {bundle.content!r}, and a replay needs the"
@@ -75,7 +75,7 @@ def refuse(bundle: Bundle) -> None:
 
 
 def model_of(bundle: Bundle, models: Sequence[ModelInfo], name: str, any_model: bool) -> ModelInfo:
-    """Returns which of a target's models a bundle is replayed with: the one of this ``name``, or one with the same
+    """Return which of a target's models a bundle is replayed with: the one of this ``name``, or one with the same
     weights and adapter, or one that is called as in the bundle. Raises ConfigError where there is none, and for other
     weights unless ``any_model`` will do."""
     recorded = bundle.model
@@ -100,7 +100,7 @@ def _weights(one: BundleModel | ModelInfo) -> str:
 
 
 def request_of(bundle: Bundle, info: ModelInfo, *, as_ids: bool = False, priority: int = 0) -> GenerateRequest:
-    """Returns the request that asks for a bundle's answers again, with log probabilities. Its sampling is the bundle's:
+    """Return the request that asks for a bundle's answers again, with log probabilities. Its sampling is the bundle's:
     every number is decided, and stop strings, bad words, the structure and the options of text are as the client sent
     them. ``as_ids`` sends token ids in place of messages. Raises ConfigError where that cannot be."""
     asked = bundle.request
@@ -123,7 +123,7 @@ def request_of(bundle: Bundle, info: ModelInfo, *, as_ids: bool = False, priorit
 
 
 def sent_grammar(text: str) -> str:
-    """Returns the grammar that a client sends so that answers follow ``text``, which is what a worker gets. Raises
+    """Return the grammar that a client sends so that answers follow ``text``, which is what a worker gets. Raises
     ConfigError where no client can."""
     if not text.startswith("{"):
         return text
@@ -135,7 +135,7 @@ def sent_grammar(text: str) -> str:
 
 
 def times(bundle: Bundle, found: Replayed) -> list[str]:
-    """Returns lines that say what the replay took, beside what the request took then."""
+    """Return lines that say what the replay took, beside what the request took then."""
     now = found.timings
     if now is None:
         return []

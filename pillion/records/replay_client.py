@@ -39,7 +39,7 @@ class ReplayClient:
         self._stub: Any = gateway_pb2_grpc.GatewayStub(channel)
 
     async def models(self) -> list[ModelInfo]:
-        """Returns the models that the gateway serves."""
+        """Return the models that the gateway serves."""
         with self._errors():
             asked = self._stub.ListModels(
                 gateway_pb2.ListModelsRequest(), timeout=UNARY_TIMEOUT_S, metadata=self._connection.metadata()
@@ -55,7 +55,7 @@ class ReplayClient:
         *,
         recorded: bool = False,
     ) -> Replayed:
-        """Returns the answers to a request for those of a ``bundle`` from the model ``info``, as far as the recorded
+        """Return the answers to a request for those of a ``bundle`` from the model ``info``, as far as the recorded
         ones came. ``recorded`` asks the gateway for a bundle of its own."""
         then, found = bundle.answers, Replayed([ReplayedAnswer() for _ in bundle.answers])
         # The stream's origin has this digest if the gateway reads the recorded prompt.
@@ -96,7 +96,7 @@ class ReplayClient:
 
 @contextlib.asynccontextmanager
 async def replay_client(target: str = DEFAULT_TARGET, **reach: Any) -> AsyncIterator[ReplayClient]:
-    """Connects to a gateway for a block; the arguments are those of :class:`pillion.AsyncClient`. Raises
+    """Connect to a gateway for a block; the arguments are those of :class:`pillion.AsyncClient`. Raises
     ConfigError."""
     connection = connect(target, **reach)
     async with connection.open_async() as channel:

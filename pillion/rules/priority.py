@@ -36,31 +36,31 @@ NO_FLOW = Flow()
 
 
 def rank_of(priority: int) -> int:
-    """Returns 0 for a request that is more urgent than usual, 1 for a usual one, and 2 for one in the background, for
+    """Return 0 for a request that is more urgent than usual, 1 for a usual one, and 2 for one in the background, for
     which nobody waits. Between tenants, shares decide among the requests of one rank."""
     return 0 if priority < 0 else 1 + (priority >= MAX_PRIORITY)
 
 
 def queue_order(priority: int, arrived_s: float) -> float:
-    """Returns a request's place in any waiting queue: the smallest goes first. The place never changes while a request
+    """Return a request's place in any waiting queue: the smallest goes first. The place never changes while a request
     waits, so a sorted queue stays sorted: for each level of less urgency, a request counts as having arrived
     PRIORITY_AGING_S later."""
     return arrived_s + priority * PRIORITY_AGING_S
 
 
 def prompt_order(order: float, work_s: float) -> float:
-    """Returns the place of a prompt among others that a worker computes, where ``order`` is its place in other queues:
+    """Return the place of a prompt among others that a worker computes, where ``order`` is its place in other queues:
     for each second that its rest takes by itself it counts as having arrived LENGTH_PATIENCE seconds later."""
     return order + work_s * LENGTH_PATIENCE
 
 
 def bounded(priority: int) -> int:
-    """Returns ``priority`` cut to the range that a request may have: the gateway has checked it, but a broken peer may
+    """Return ``priority`` cut to the range that a request may have: the gateway has checked it, but a broken peer may
     send anything."""
     return max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))
 
 
 def bounded_flow(key: bytes, weight: float) -> Flow:
-    """Returns the flow of a request by what a gateway says of it; an older one says nothing, and a broken one may say
+    """Return the flow of a request by what a gateway says of it; an older one says nothing, and a broken one may say
     anything of the weight."""
     return Flow(key, max(MIN_FLOW_WEIGHT, min(weight, MAX_WEIGHT)) if weight > 0 else 1.0)

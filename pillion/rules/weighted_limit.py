@@ -18,7 +18,7 @@ class WeightedLimit:
         self._ended = asyncio.Event()
 
     async def take(self, weight: int) -> None:
-        """Waits until work of this weight may begin. Work that weighs more than the limit runs alone."""
+        """Wait until work of this weight may begin. Work that weighs more than the limit runs alone."""
         async with self._turn:
             while self._under_way and self._under_way + weight > self._limit:
                 self._ended.clear()
@@ -27,7 +27,7 @@ class WeightedLimit:
 
     @contextlib.asynccontextmanager
     async def taken(self, weight: int) -> AsyncIterator[None]:
-        """Takes this weight before a block of code runs, and gives it back when the block ends, however it ends."""
+        """Take this weight before a block of code runs, and give it back when the block ends, however it ends."""
         await self.take(weight)
         try:
             yield
@@ -35,6 +35,6 @@ class WeightedLimit:
             self.give_back(weight)
 
     def give_back(self, weight: int) -> None:
-        """Notes that work of this weight has ended."""
+        """Note that work of this weight has ended."""
         self._under_way -= weight
         self._ended.set()

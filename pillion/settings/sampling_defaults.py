@@ -27,7 +27,7 @@ SAMPLING_KEYS = {name: one.recommended_as for name, one in SAMPLING_OPTIONS.item
 
 
 def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
-    """Returns the defaults that a generation config gives; None for those that it does not give. Keys about other
+    """Return the defaults that a generation config gives; None for those that it does not give. Keys about other
     things are ignored. Raises ConfigError, naming ``where`` and the key, for a value that no request could have."""
     found: dict[str, Any] = {}
     for name, key in SAMPLING_KEYS.items():
@@ -50,14 +50,14 @@ def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
 
 
 def parse_override(text: str) -> str:
-    """Checks the text of --override-generation-config, a JSON object of SAMPLING_KEYS' values, and returns it. Raises
+    """Check the text of --override-generation-config, a JSON object of SAMPLING_KEYS' values, and return it. Raises
     ConfigError, which names the key, for a value that no request could have."""
     override_of(text)
     return text
 
 
 def override_of(text: str) -> SamplingParams:
-    """Returns the defaults that --override-generation-config gives; "" gives none. Raises ConfigError."""
+    """Return the defaults that --override-generation-config gives; "" gives none. Raises ConfigError."""
     if not text.strip():
         return NO_DEFAULTS
     try:
@@ -75,6 +75,6 @@ def override_of(text: str) -> SamplingParams:
 
 
 def joined(first: SamplingParams, then: SamplingParams) -> SamplingParams:
-    """Returns the defaults of ``first``, and those of ``then`` where ``first`` has none."""
+    """Return the defaults of ``first``, and those of ``then`` where ``first`` has none."""
     missing = {name: getattr(then, name) for name in SAMPLING_KEYS if getattr(first, name) is None}
     return replace(first, **missing)

@@ -21,7 +21,7 @@ _ABOUT = {field.name: field.metadata for field in fields(ServedModelFlags)}
 
 
 def other_models(flags: GatewayFlags) -> tuple[ServedModelFlags, ...]:
-    """Returns the models of --also-model. Settings that an entry lacks are those of --model, except the length, the
+    """Return the models of --also-model. Settings that an entry lacks are those of --model, except the length, the
     parsers, the sampling defaults, the chat template and the quantization, which are the model's own. Raises
     ConfigError."""
     if len(flags.also_model) >= MAX_MODELS:

@@ -27,7 +27,7 @@ NOT_SERVED = ("eagle", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "custom_c
 
 
 def _key(default: Any, *methods: str, least: float = 1, most: float = math.inf) -> Any:
-    """Declares a key of the JSON object: the methods that read it (none: all of them), and the bounds of a number, both
+    """Declare a key of the JSON object: the methods that read it (none: all of them), and the bounds of a number, both
     allowed."""
     return field(default=default, metadata={"methods": methods or METHODS, "least": least, "most": most})
 
@@ -76,7 +76,7 @@ class SpeculativeConfig:
         return json.dumps(said)
 
     def model_flags(self, flags: F) -> F:
-        """Returns the flags by which the draft model is loaded: ``flags``, with what names a model set to the draft
+        """Return the flags by which the draft model is loaded: ``flags``, with what names a model set to the draft
         model."""
         own: Any = flags
         found: F = replace(
@@ -99,7 +99,7 @@ NO_SPECULATION = SpeculativeConfig()
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
-    """Reads the flag's text; "" is NO_SPECULATION. Raises ConfigError, which names the key, for a value that makes no
+    """Read the flag's text; "" is NO_SPECULATION. Raises ConfigError, which names the key, for a value that makes no
     sense."""
     if not text.strip():
         return NO_SPECULATION
@@ -127,7 +127,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def _is_head(model: str) -> bool:
-    """Returns whether a model that is named without a method is an EAGLE-3 head: a folder whose config says so, or, as
+    """Return whether a model that is named without a method is an EAGLE-3 head: a folder whose config says so, or, as
     in vLLM, a hub id that contains "eagle3"."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -151,7 +151,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, method: str) -> Any:
-    """Returns the value of one key, checked. Raises ConfigError for a wrong type, and for numbers out of bounds."""
+    """Return the value of one key, checked. Raises ConfigError for a wrong type, and for numbers out of bounds."""
     known = {one.name: one for one in fields(SpeculativeConfig)}
     if name not in known:
         mine = (one.name for one in known.values() if method in one.metadata["methods"])
@@ -170,7 +170,7 @@ def _checked(name: str, value: Any, method: str) -> Any:
 
 
 def _check_together(config: SpeculativeConfig, said: Mapping[str, Any]) -> None:
-    """Raises ConfigError for keys that are missing, or that contradict each other."""
+    """Raise ConfigError for keys that are missing, or that contradict each other."""
     if not config.num_speculative_tokens:
         raise ConfigError(f"{FLAG}: num_speculative_tokens is missing")
     if config.method in ("draft_model", "eagle3") and not config.model:

@@ -28,7 +28,7 @@ UNKNOWN_STATUS = 255
 
 
 def component_argv(role: str, flags: Any) -> tuple[str, ...]:
-    """Returns the command line of one component, with every flag in it."""
+    """Return the command line of one component, with every flag in it."""
     # The Redis URL may hold a password, and everybody can read a command line, so the environment carries the URL.
     arguments = to_argv(flags, leave_out=("redis_url",))
     # The names come first, because people search `ps` for them.
@@ -37,7 +37,7 @@ def component_argv(role: str, flags: Any) -> tuple[str, ...]:
 
 
 def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
-    """Returns the environment of this supervisor's components, without flags but the Redis URL, and with nothing that
+    """Return the environment of this supervisor's components, without flags but the Redis URL, and with nothing that
     calls home."""
     return without_flags(environ) | {
         env_name("redis_url"): redis_url,
@@ -66,12 +66,12 @@ class ForkedProcess:
         self._loop.add_reader(self._watched, self._reap)
 
     async def wait(self) -> int:
-        """Returns the exit status, negative for a signal. Several tasks may await it."""
+        """Return the exit status, negative for a signal. Several tasks may await it."""
         status: int = await asyncio.shield(self._ended)
         return status
 
     def terminate(self) -> None:
-        """Sends SIGTERM. Raises ProcessLookupError where the process has ended."""
+        """Send SIGTERM. Raises ProcessLookupError where the process has ended."""
         if self.returncode is not None:
             raise ProcessLookupError
         signal.pidfd_send_signal(self._watched, signal.SIGTERM)
@@ -108,7 +108,7 @@ class ChildProcess:
         *,
         stdin: int = asyncio.subprocess.DEVNULL,
     ) -> ChildProcess:
-        """Starts a process. ``forward`` gets each line of its standard output and error; ``stdin`` is the descriptor of
+        """Start a process. ``forward`` gets each line of its standard output and error; ``stdin`` is the descriptor of
         its standard input, by default an empty one. Raises OSError where the program does not start."""
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -123,16 +123,16 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Gives the process id, which is also the id of the process group."""
+        """Process id, which is also the id of the process group."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Says whether the process itself, whatever its group does, has not ended."""
+        """Say whether the process itself, whatever its group does, has not ended."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        """Returns the exit status (negative: the signal), once the output is forwarded. Several tasks may await it.
+        """Return the exit status (negative: the signal), once the output is forwarded. Several tasks may await it.
 
         Processes that this one started and left behind are killed, because they would only hold the output open.
         """
@@ -145,7 +145,7 @@ class ChildProcess:
         return code
 
     async def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM, and SIGKILL after ``grace_s``; returns when the process and its group are gone."""
+        """Send SIGTERM, and SIGKILL after ``grace_s``; return when the process and its group are gone."""
         if self._process.returncode is None:
             with contextlib.suppress(TimeoutError, ProcessLookupError):
                 self._process.terminate()
@@ -156,12 +156,12 @@ class ChildProcess:
             await self.wait()
 
     def kill(self) -> None:
-        """Sends SIGKILL to the whole process group of the child."""
+        """Send SIGKILL to the whole process group of the child."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def gone(self) -> bool:
-        """Returns whether no process of the child's group lives."""
+        """Return whether no process of the child's group lives."""
         self._bury_adopted()
         try:
             os.killpg(self.pid, 0)
@@ -170,7 +170,7 @@ class ChildProcess:
         return False
 
     def _bury_adopted(self) -> bool:
-        """Waits for dead processes of the group which this process has become the parent of, as it does where it adopts
+        """Wait for dead processes of the group which this process has become the parent of, as it does where it adopts
         orphans; without that they would stay zombies as long as this process lives. Returns whether none is left."""
         try:
             while not self.running and os.waitpid(-self.pid, os.WNOHANG)[0]:
@@ -180,7 +180,7 @@ class ChildProcess:
         return False
 
     async def _bury_all(self) -> None:
-        """Waits for dying processes of the group: a process that is killed needs a moment to end."""
+        """Wait for dying processes of the group: a process that is killed needs a moment to end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 while not self._bury_adopted():  # noqa: ASYNC110  (nobody sends an event)
@@ -188,7 +188,7 @@ class ChildProcess:
 
 
 async def reader_of(descriptor: int) -> asyncio.StreamReader:
-    """Reads a pipe until its end, and closes it then."""
+    """Read a pipe until its end, and close it then."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, io.FileIO(descriptor))

@@ -70,7 +70,7 @@ MAX_OPEN_FILES = 65_536
 
 
 def require_server_packages(needs: str = "servers need") -> None:
-    """Raises ConfigError, in one line, where only the SDK's own dependencies are installed.
+    """Raise ConfigError, in one line, where only the SDK's own dependencies are installed.
 
     ``needs`` begins the line and says who needs the packages.
     """
@@ -80,14 +80,14 @@ def require_server_packages(needs: str = "servers need") -> None:
 
 
 def preloaded_modules(device: str) -> tuple[str, ...]:
-    """Returns the modules that are imported before a component of any role is forked, for workers that compute on
+    """Return the modules that are imported before a component of any role is forked, for workers that compute on
     ``device``. None of them starts a thread or touches a GPU."""
     gpu = () if device == "cpu" else (GPU_LOADER,)
     return (*(module for module, _ in ROLES.values()), *LATER_MODULES, *gpu)
 
 
 def name_of(role: str, flags: Any) -> str:
-    """Returns the component's name in traces and logs."""
+    """Return the component's name in traces and logs."""
     name = getattr(flags, "component_id", "") or getattr(flags, "node_id", "")
     if isinstance(name, str) and name:
         return name
@@ -96,7 +96,7 @@ def name_of(role: str, flags: Any) -> str:
 
 
 def raise_open_files() -> None:
-    """Raises the soft limit of open files to :data:`MAX_OPEN_FILES`, or to the hard limit where that is less."""
+    """Raise the soft limit of open files to :data:`MAX_OPEN_FILES`, or to the hard limit where that is less."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -106,7 +106,7 @@ def raise_open_files() -> None:
 
 
 def run_component(role: str, flags: Any) -> int:
-    """Runs the component of a role, and returns its exit status when it has ended. Raises ConfigError."""
+    """Run the component of a role, and return its exit status when it has ended. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.net import rpc, tls
     from pillion.observability import telemetry
@@ -142,7 +142,7 @@ def run_component(role: str, flags: Any) -> int:
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends this process, whose component has ended, with an exit status. What it has written is out; nothing else that
+    """End this process, whose component has ended, with an exit status. What it has written is out; nothing else that
     Python does at its end happens.
 
     Python would free each object that it has. In a fork that writes to every page of memory which the fork server made,
@@ -196,7 +196,7 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
 
 
 async def run_to_end(name: str, component: Any, stop: asyncio.Event, grace_s: float) -> int:
-    """Runs a component that has started until ``stop`` is set or it fails by itself; then stops it, with ``grace_s``
+    """Run a component that has started until ``stop`` is set or it fails by itself; then stops it, with ``grace_s``
     seconds for its requests. Returns the exit status."""
     failed = await run_unless(stop.wait(), component.wait_failed())
     if failed:
@@ -214,7 +214,7 @@ async def run_to_end(name: str, component: Any, stop: asyncio.Event, grace_s: fl
 async def run_unless(
     stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], within_s: float | None = None
 ) -> asyncio.Task[T] | None:
-    """Runs ``work``; returns its ended task, or None where ``stop`` ended first and ``work`` was cancelled.
+    """Run ``work``; return its ended task, or None where ``stop`` ended first and ``work`` was cancelled.
 
     ``within_s`` bounds the wait for the end of cancelled work; None sets no bound.
     """
@@ -233,7 +233,7 @@ async def run_unless(
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """Makes SIGTERM and SIGINT set ``stop``; the second signal ends the process at once."""
+    """Make SIGTERM and SIGINT set ``stop``; the second signal ends the process at once."""
 
     def on_signal() -> None:
         if stop.is_set():
@@ -246,7 +246,7 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 
 async def _watch_supervisor(stop: asyncio.Event) -> None:
-    """Sets ``stop`` when the supervisor is dead, where the kernel does not kill this process with it."""
+    """Set ``stop`` when the supervisor is dead, where the kernel does not kill this process with it."""
     pid = lifeline.parent_pid()
     while pid and os.getppid() == pid:  # noqa: ASYNC110  (the kernel sends no event)
         await asyncio.sleep(lifeline.PARENT_POLL_MS / 1000)

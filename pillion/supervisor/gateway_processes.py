@@ -34,7 +34,7 @@ class PublicPorts:
         self._held: list[socket.socket] = []
 
     def hold(self, flags: E) -> E:
-        """Returns ``flags`` with a free port in place of each 0. Raises ConfigError for a port that is in use."""
+        """Return ``flags`` with a free port in place of each 0. Raises ConfigError for a port that is in use."""
         for name in ("http_port", "grpc_port"):
             self._held.append(bind_port(flags.host, "host", name, getattr(flags, name)))
         http, grpc = (held.getsockname()[1] for held in self._held)
@@ -48,24 +48,24 @@ class PublicPorts:
         return replace(flags, http_port=http, grpc_port=grpc)
 
     def close(self) -> None:
-        """Frees both public ports. Idempotent."""
+        """Free both public ports. Idempotent."""
         while self._held:
             self._held.pop().close()
 
 
 def component_spec(role: str, component_id: str, flags: Any, address: str, **more: Any) -> ProcessSpec:
-    """Describes the process of one component, which is ready when it serves at ``address``."""
+    """Describe the process of one component, which is ready when it serves at ``address``."""
     probe = partial(probes.is_serving, address)
     return ProcessSpec(component_id=component_id, argv=component_argv(role, flags), probe=probe, **more)
 
 
 def probe_address(folder: Path, number: int) -> str:
-    """Returns the address at which a gateway's health is asked."""
+    """Return the address at which a gateway's health is asked."""
     return f"unix:{folder}/gateway-{number}.sock"
 
 
 def gateway_specs(flags: GatewayFlags, folder: Path, environ: Mapping[str, str], *, level: int) -> list[ProcessSpec]:
-    """Describes the gateways, named gateway-0 and so on; each has a socket for probes under ``folder``, and is ready
+    """Describe the gateways, named gateway-0 and so on; each has a socket for probes under ``folder``, and is ready
     when it would serve a request."""
     specs = []
     for number in range(flags.gateway_workers):

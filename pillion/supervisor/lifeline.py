@@ -24,13 +24,13 @@ KERNEL_TIES = sys.platform.startswith("linux")
 
 
 def parent_pid() -> int:
-    """Returns the supervisor's process id, 0 where there is none."""
+    """Return the supervisor's process id, 0 where there is none."""
     text = os.environ.get(PARENT_PID_VARIABLE, "")
     return int(text) if text.isdigit() else 0
 
 
 def tie_to_parent(pid: int | None = None) -> None:
-    """Makes this process die with its parent ``pid`` (default: the supervisor). Does nothing where there is no
+    """Make this process die with its parent ``pid`` (default: the supervisor). Does nothing where there is no
     supervisor."""
     pid = parent_pid() if pid is None else pid
     if not pid:
@@ -43,7 +43,7 @@ def tie_to_parent(pid: int | None = None) -> None:
 
 
 def adopt_orphans() -> bool:
-    """Makes this process the parent of each descendant whose parent ends, from now on. Returns whether the system can
+    """Make this process the parent of each descendant whose parent ends, from now on. Returns whether the system can
     do that, and can watch an adopted process by its process id."""
     if not KERNEL_TIES:
         return False
@@ -55,7 +55,7 @@ def adopt_orphans() -> bool:
 
 
 def run_tied(pid: int, command: list[str]) -> int:
-    """Runs ``command`` so that it ends when ``pid``, this process's parent, does. Does not return on Linux."""
+    """Run ``command`` so that it ends when ``pid``, this process's parent, does. Does not return on Linux."""
     tie_to_parent(pid)
     if KERNEL_TIES:
         os.execvp(command[0], command)  # noqa: S606
@@ -63,7 +63,7 @@ def run_tied(pid: int, command: list[str]) -> int:
 
 
 def watch(pid: int, command: list[str]) -> int:
-    """Runs ``command`` as a child, passes SIGTERM on to it, and kills it once the parent ``pid`` is gone. This works on
+    """Run ``command`` as a child, passes SIGTERM on to it, and kill it once the parent ``pid`` is gone. This works on
     every system."""
     child = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())

@@ -78,11 +78,11 @@ class LocalCluster:
 
     @property
     def target(self) -> str:
-        """Gives the address of the public gRPC service, as a client on this machine reaches it."""
+        """Address of the public gRPC service, as a client on this machine reaches it."""
         return f"{probes.reachable_host(self.flags.host)}:{self.flags.grpc_port}"
 
     async def prepare(self) -> None:
-        """Settles the flags, makes the model ready and prints its facts. Raises ConfigError, after ending every process
+        """Settle the flags, make the model ready and print its facts. Raises ConfigError, after ending every process
         that it started."""
         check_flags(self.flags)
         require_server_packages()
@@ -122,7 +122,7 @@ class LocalCluster:
         tell_model(self.notices, self.flags, prepared, fit, threads_of(self.flags))
 
     async def start(self) -> Supervisor:
-        """Starts every process; returns when a request would be served. Raises PillionError; then call :meth:`stop`."""
+        """Start every process; return when a request would be served. Raises PillionError; then call :meth:`stop`."""
         self.runtime = RuntimeDir.create()
         self._ending.callback(self.runtime.remove)
         lending_table = core_lending_table(self.flags)
@@ -151,11 +151,11 @@ class LocalCluster:
         return self.supervisor
 
     async def stop(self) -> None:
-        """Stops all processes and leaves nothing behind, also after a start that failed half-way. Idempotent."""
+        """Stop all processes and leave nothing behind, also after a start that failed half-way. Idempotent."""
         await self._ending.aclose()
 
     def _begin_fork_server(self) -> None:
-        """Starts the fork server. OpenMP reads its settings when torch is imported, so the server has the workers'
+        """Start the fork server. OpenMP reads its settings when torch is imported, so the server has the workers'
         settings."""
         environ = child_environ(os.environ, "") | compute_environ(threads_of(self.flags))
         show = partial(self.notices.component, "fork-server")
@@ -165,7 +165,7 @@ class LocalCluster:
         self._fork_server.start()
 
     def left_behind(self) -> list[str]:
-        """Returns process groups and files that still exist after :meth:`stop`; none unless something is wrong."""
+        """Return process groups and files that still exist after :meth:`stop`; none unless something is wrong."""
         left = [f"process group {pid}" for pid in self.supervisor.living()] if self.supervisor else []
         if self._fork_server is not None and not self._fork_server.gone():
             left.append("the fork server")
@@ -175,7 +175,7 @@ class LocalCluster:
 
 
 async def until_prefill_is_known(gateways: Sequence[str], workers: Sequence[str]) -> list[str]:
-    """Returns when each gateway, by its address for probes, knows all prefill workers, or after PREFILL_KNOWN_S:
+    """Return when each gateway, by its address for probes, knows all prefill workers, or after PREFILL_KNOWN_S:
     requests are served without prefill workers, too, but not as they will be. Returns the workers that are not known
     then."""
     left = [(address, worker) for worker in workers for address in gateways]
@@ -190,7 +190,7 @@ async def until_prefill_is_known(gateways: Sequence[str], workers: Sequence[str]
 
 
 def keeper_spec(socket: Path, environ: Mapping[str, str]) -> ProcessSpec:
-    """Describes the process that keeps the pools of KV nodes when a node dies."""
+    """Describe the process that keeps the pools of KV nodes when a node dies."""
     argv = (sys.executable, "-m", "pillion", "keeper", str(socket))
     probe = partial(probes.accepts, socket)
     return ProcessSpec(component_id="keeper", level=0, argv=argv, environ=environ, probe=probe, spare=True)
@@ -199,7 +199,7 @@ def keeper_spec(socket: Path, environ: Mapping[str, str]) -> ProcessSpec:
 def process_specs(
     flags: ServeFlags, folder: Path, redis_binary: Path | None, lending_table: CoreLendingTable | None = None
 ) -> list[ProcessSpec]:
-    """Describes every process of the cluster, for settled flags. ``redis_binary`` is None where the flags name a
+    """Describe every process of the cluster, for settled flags. ``redis_binary`` is None where the flags name a
     running Redis."""
     from pillion.engine.backends.devices import pool_device
 
@@ -261,12 +261,12 @@ def process_specs(
 
 
 def redis_url_of(flags: ServeFlags, folder: Path) -> str:
-    """Returns where the components find Redis: a running one, or the cluster's own in ``folder``."""
+    """Return where the components find Redis: a running one, or the cluster's own in ``folder``."""
     return flags.redis_url or f"unix://{folder}/redis.sock"
 
 
 def compute_environ(threads: int) -> dict[str, str]:
-    """Returns OpenMP's settings for one worker of several on a machine: its own threads, and short polling when its
+    """Return OpenMP's settings for one worker of several on a machine: its own threads, and short polling when its
     threads wait."""
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -277,13 +277,13 @@ def compute_environ(threads: int) -> dict[str, str]:
 
 
 def ranks_of(flags: ServeFlags) -> dict[str, int]:
-    """Returns the number of ranks of a worker of each role; of prefill workers only where there are any."""
+    """Return the number of ranks of a worker of each role; of prefill workers only where there are any."""
     size = flags.tensor_parallel_size
     return {"decode": size} | ({"prefill": flags.prefill_tensor_parallel_size or size} if flags.prefill_workers else {})
 
 
 def processes_of(flags: ServeFlags) -> dict[str, int]:
-    """Returns the number of processes of a worker of each role: the ranks of all of its stages."""
+    """Return the number of processes of a worker of each role: the ranks of all of its stages."""
     return {
         role: ranks * (flags.pipeline_parallel_size if role == "prefill" else 1)
         for role, ranks in ranks_of(flags).items()
@@ -291,7 +291,7 @@ def processes_of(flags: ServeFlags) -> dict[str, int]:
 
 
 def check_stages(flags: ServeFlags, prepared: Any) -> None:
-    """Raises ConfigError where the prefill workers cannot have ``--pipeline-parallel-size`` stages. ``prepared`` is the
+    """Raise ConfigError where the prefill workers cannot have ``--pipeline-parallel-size`` stages. ``prepared`` is the
     PreparedModel."""
     if flags.pipeline_parallel_size == 1:
         return
@@ -305,18 +305,18 @@ def check_stages(flags: ServeFlags, prepared: Any) -> None:
 
 
 def threads_of(flags: ServeFlags) -> int:
-    """Returns --cpu-threads, or else each worker's share of the cores that the cluster may use."""
+    """Return --cpu-threads, or else each worker's share of the cores that the cluster may use."""
     return flags.cpu_threads or threads_per_worker(flags, len(parse_cores(flags.cpu_affinity)) or usable_cores())
 
 
 def threads_per_worker(flags: ServeFlags, cores: int) -> int:
-    """Returns a worker's share of ``cores`` among the workers that compute. Co-located, prefill workers are idle."""
+    """Return a worker's share of ``cores`` among the workers that compute. Co-located, prefill workers are idle."""
     prefill_workers = 0 if flags.split_policy == "colocated" else flags.prefill_workers
     return max(1, cores // (prefill_workers + flags.decode_workers))
 
 
 def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> Iterator[str]:
-    """Yields ``--cpu-affinity`` of each worker, prefill workers first: the next ``threads`` of ``cores``.
+    """Yield ``--cpu-affinity`` of each worker, prefill workers first: the next ``threads`` of ``cores``.
 
     Raises ConfigError where ``cores`` are too few.
     """
@@ -329,7 +329,7 @@ def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> 
 
 
 def first_cores(flags: ServeFlags, threads: int) -> Iterator[int]:
-    """Yields the first core of each worker, prefill workers first, among the cores that the cluster may use.
+    """Yield the first core of each worker, prefill workers first, among the cores that the cluster may use.
 
     Co-located, prefill workers share the cores of the first decode worker: they do not compute at the same time.
     """
@@ -339,7 +339,7 @@ def first_cores(flags: ServeFlags, threads: int) -> Iterator[int]:
 
 
 def core_lending_table(flags: ServeFlags) -> CoreLendingTable | None:
-    """Makes the lending table by which workers lend each other cores. Returns None where they have none to lend, have
+    """Make the lending table by which workers lend each other cores. Returns None where they have none to lend, have
     more threads than cores, or the system gives no memory for it.
 
     A core that no worker owns can be borrowed at any time; with --cpu-threads such cores are left alone.
@@ -359,7 +359,7 @@ def core_lending_table(flags: ServeFlags) -> CoreLendingTable | None:
 
 
 async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> None:
-    """Makes the model ready in a child process, whose imports end with it and which Ctrl-C ends at once. No child is
+    """Make the model ready in a child process, whose imports end with it and which Ctrl-C ends at once. No child is
     started for a model that is ready.
 
     Raises ConfigError with the child's last line.
@@ -392,7 +392,7 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
 
 
 def line_of_tokenizer(flags: ServeFlags) -> str:
-    """Returns the "MODULE:FUNCTION=TEXT" by which a fork server reads the prepared model's tokenizer for grammars.
+    """Return the "MODULE:FUNCTION=TEXT" by which a fork server reads the prepared model's tokenizer for grammars.
 
     Raises ConfigError where the model is not prepared and cannot be.
     """
@@ -406,7 +406,7 @@ def line_of_tokenizer(flags: ServeFlags) -> str:
 
 
 def prepared_model(flags: ServeFlags | OfflineFlags) -> tuple[Any, PoolFit | None]:
-    """Returns the prepared model, and the pool's size where it is known before a GPU has loaded the weights.
+    """Return the prepared model, and the pool's size where it is known before a GPU has loaded the weights.
 
     Raises ConfigError where the pool cannot hold one request.
     """

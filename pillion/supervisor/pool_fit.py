@@ -39,7 +39,7 @@ def fit_pool(
     step_bytes: int = 0,
     beside_blocks: int = 0,
 ) -> PoolFit:
-    """Computes the size of the pool that ``flags`` describe, whose bytes are settled. ``step_bytes`` of the machine's
+    """Compute the size of the pool that ``flags`` describe, whose bytes are settled. ``step_bytes`` of the machine's
     memory are for the largest steps of its workers, so the pool may not have them. A request needs ``beside_blocks``
     beside those of its tokens.
 
@@ -73,7 +73,7 @@ def fit_pool(
 
 
 def machine_bytes() -> int:
-    """Returns the bytes of physical memory, 0 where the system does not say."""
+    """Return the bytes of physical memory, 0 where the system does not say."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -81,7 +81,7 @@ def machine_bytes() -> int:
 
 
 def human_bytes(count: float) -> str:
-    """Writes a number of bytes in a form for people: ``1610612736`` -> ``1.5 GiB``."""
+    """Write a number of bytes in a form for people: ``1610612736`` -> ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

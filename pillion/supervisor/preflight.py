@@ -31,7 +31,7 @@ REDIS_POLL_MS = 250
 
 
 def check_files(flags: Any) -> None:
-    """Raises ConfigError for a file or folder that a component with these flags could not use."""
+    """Raise ConfigError for a file or folder that a component with these flags could not use."""
     if getattr(flags, "model", ""):
         from pillion.engine.checkpoints.model_files import check_named
 
@@ -71,7 +71,7 @@ def check_files(flags: Any) -> None:
 
 
 def _check_answer_files(flags: Any) -> None:
-    """Raises ConfigError for a tokenizer, a template or a config of answers that is not there, and for a format of
+    """Raise ConfigError for a tokenizer, a template or a config of answers that is not there, and for a format of
     answers that does not exist."""
     from pillion.engine.checkpoints.generation_config import check_folder
     from pillion.engine.checkpoints.model_files import check_folder_named
@@ -96,7 +96,7 @@ def parser_names(flags: Any, template: str = "") -> tuple[str, str]:
 
 
 def _check_draft_model(speculation: SpeculativeConfig) -> None:
-    """Raises ConfigError for a draft model, or an EAGLE head, that is not there."""
+    """Raise ConfigError for a draft model, or an EAGLE head, that is not there."""
     from pillion.engine.checkpoints.model_files import check_folder_named, check_named
 
     with naming("speculative_config"):
@@ -107,7 +107,7 @@ def _check_draft_model(speculation: SpeculativeConfig) -> None:
 
 
 def _check_adapters(flags: GatewayFlags) -> None:
-    """Raises ConfigError for an adapter that cannot be read, and for a folder of --lora-path that is not there."""
+    """Raise ConfigError for an adapter that cannot be read, and for a folder of --lora-path that is not there."""
     from pillion.engine.adapters.adapter_config import load_adapter_config
     from pillion.gateway.adapters.adapter_names import parse_lora_modules
 
@@ -124,7 +124,7 @@ def _check_adapters(flags: GatewayFlags) -> None:
 
 @contextmanager
 def naming(*fields: str) -> Iterator[None]:
-    """Puts the names of these flags before the message of a ConfigError that the block raises."""
+    """Put the names of these flags before the message of a ConfigError that the block raises."""
     try:
         yield
     except ConfigError as error:
@@ -132,7 +132,7 @@ def naming(*fields: str) -> Iterator[None]:
 
 
 def _check_folder(field: str, path: str) -> None:
-    """Raises ConfigError where the folder neither exists nor can be made, or cannot be written."""
+    """Raise ConfigError where the folder neither exists nor can be made, or cannot be written."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def _check_folder(field: str, path: str) -> None:
 
 
 def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socket:
-    """Binds a socket to ``port``, or to a free port for 0. Raises ConfigError, which names the flag of the address or
+    """Bind a socket to ``port``, or to a free port for 0. Raises ConfigError, which names the flag of the address or
     of the port.
 
     A component binds the port later; because it is chosen here, it stays the same when the component is started again.
@@ -167,7 +167,7 @@ def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socke
 
 
 async def wait_for_redis(url: str, notices: Notices) -> None:
-    """Returns when the Redis at ``url`` answers. Raises ConfigError where it does not answer in time."""
+    """Return when the Redis at ``url`` answers. Raises ConfigError where it does not answer in time."""
     until_s = asyncio.get_running_loop().time() + REDIS_WAIT_MS / 1000
     told = False
     while trouble := await ask_redis(url):
@@ -180,7 +180,7 @@ async def wait_for_redis(url: str, notices: Notices) -> None:
 
 
 async def ask_redis(url: str) -> str:
-    """Says why the Redis at ``url`` is of no use now; returns "" where it answers.
+    """Say why the Redis at ``url`` is of no use now; return "" where it answers.
 
     Raises ConfigError for a URL that is not valid.
     """

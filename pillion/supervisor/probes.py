@@ -11,7 +11,7 @@ PROBE_TIMEOUT_S = 1.0
 
 
 def reachable_host(host: str) -> str:
-    """Returns the host by which a client on this machine reaches a server that listens on ``host``."""
+    """Return the host by which a client on this machine reaches a server that listens on ``host``."""
     known = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "127.0.0.1"}  # noqa: S104
     if host in known:
         return known[host]
@@ -19,7 +19,7 @@ def reachable_host(host: str) -> str:
 
 
 async def is_serving(target: str, ca: str | None = None, service: str = "") -> bool:
-    """Returns whether the standard health service at ``target`` says SERVING, of all services or of one ``service``.
+    """Return whether the standard health service at ``target`` says SERVING, of all services or of one ``service``.
 
     ``grpcs://`` is a public port with TLS, whose authority is in the file ``ca`` or known to the system; any other
     target is a component's internal address (:func:`pillion.net.rpc.open_channel`).
@@ -28,12 +28,12 @@ async def is_serving(target: str, ca: str | None = None, service: str = "") -> b
 
 
 async def answers(target: str) -> bool:
-    """Returns whether the component at ``target`` answers about its health at all, SERVING or not."""
+    """Return whether the component at ``target`` answers about its health at all, SERVING or not."""
     return await _health(target) is not None
 
 
 async def accepts(path: Path, question: bytes = b"", answer: bytes = b"") -> bool:
-    """Returns whether a process takes connections at the Unix socket ``path`` and, where there is a ``question``,
+    """Return whether a process takes connections at the Unix socket ``path`` and, where there is a ``question``,
     answers it with a line that begins with ``answer``."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -46,7 +46,7 @@ async def accepts(path: Path, question: bytes = b"", answer: bytes = b"") -> boo
 
 
 async def _health(target: str, ca: str | None = None, service: str = "") -> bool | None:
-    """Returns whether a server's health is SERVING, or None where it does not answer."""
+    """Return whether a server's health is SERVING, or None where it does not answer."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -64,7 +64,7 @@ class RestartPolicy:
     _pasts: dict[str, _Past] = field(default_factory=dict)
 
     def died(self, component_id: str, exit_code: int, now: float) -> Restart:
-        """Decides what to do about a death at ``now``, in monotonic seconds."""
+        """Decide what to do about a death at ``now``, in monotonic seconds."""
         past = self._pasts.setdefault(component_id, _Past(deque(maxlen=self.max_deaths)))
         deaths = past.deaths
         if now - past.begins_s >= self.window_s:

@@ -36,7 +36,7 @@ class RuntimeDir:
 
     @classmethod
     def create(cls, base: Path | None = None) -> RuntimeDir:
-        """Makes a new directory under ``base`` (default: the user's runtime or temporary directory), after removing
+        """Make a new directory under ``base`` (default: the user's runtime or temporary directory), after removing
         those of dead supervisors there."""
         base = default_base() if base is None else base
         sweep(base)
@@ -48,13 +48,13 @@ class RuntimeDir:
         return cls(path, lock)
 
     def remove(self) -> None:
-        """Deletes the directory and everything in it."""
+        """Delete the directory and everything in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def default_base() -> Path:
-    """Returns TMPDIR, XDG_RUNTIME_DIR or the temporary directory: the first one short enough for the path of a Unix
+    """Return TMPDIR, XDG_RUNTIME_DIR or the temporary directory: the first one short enough for the path of a Unix
     socket."""
     named = [os.environ.get(name, "") for name in ("TMPDIR", "XDG_RUNTIME_DIR")]
     choices = [*named, tempfile.gettempdir(), "/tmp"]  # noqa: S108
@@ -66,7 +66,7 @@ def default_base() -> Path:
 
 
 def sweep(base: Path) -> list[Path]:
-    """Removes directories under ``base`` whose supervisor is dead, and returns them. Other users' directories stay."""
+    """Remove directories under ``base`` whose supervisor is dead, and return them. Other users' directories stay."""
     removed = []
     for path in base.glob(PREFIX + "*"):
         with contextlib.suppress(OSError), _lock_of(path) as lock:
@@ -77,7 +77,7 @@ def sweep(base: Path) -> list[Path]:
 
 
 def is_supervised(path: Path) -> bool:
-    """Returns whether ``path`` is the directory of a supervisor of this user that lives."""
+    """Return whether ``path`` is the directory of a supervisor of this user that lives."""
     if path.name.startswith(PREFIX):
         with contextlib.suppress(OSError), _lock_of(path) as lock:
             return not try_lock(lock)
@@ -85,7 +85,7 @@ def is_supervised(path: Path) -> bool:
 
 
 def _lock_of(path: Path) -> IO[bytes]:
-    """Opens the lock file of one of this user's directories. Raises OSError for any other."""
+    """Open the lock file of one of this user's directories. Raises OSError for any other."""
     if path.is_symlink() or path.stat().st_uid != os.getuid():
         raise PermissionError(f"{path} is not this user's")
     # The file is opened read-only and without O_CREAT: every directory that Pillion made has a lock file.

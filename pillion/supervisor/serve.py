@@ -15,7 +15,7 @@ from pillion.supervisor.supervisor import Supervisor
 
 
 def run_serve(flags: ServeFlags) -> int:
-    """Serves until Ctrl-C, SIGTERM (exit status 0) or a component's final death (1). Raises PillionError."""
+    """Serve until Ctrl-C, SIGTERM (exit status 0) or a component's final death (1). Raises PillionError."""
     require_server_packages()
     set_up_logging(flags.log_level if flags.log_level == "debug" else "warning", flags.log_format, "pillion")
     return asyncio.run(_serve(flags, Notices(form=flags.log_format)))

@@ -28,7 +28,7 @@ def tell_model(
     fit: PoolFit | None,
     threads: int,
 ) -> None:
-    """Prints the first four lines with which a cluster starts. ``prepared`` is the PreparedModel, ``threads`` those of
+    """Print the first four lines with which a cluster starts. ``prepared`` is the PreparedModel, ``threads`` those of
     each worker on a CPU."""
     from pillion.engine.backends.devices import gpu_count
     from pillion.engine.checkpoints.prepare import choose_dtype
@@ -66,7 +66,7 @@ def tell_model(
 
 
 def _steps(flags: ServeFlags, fit: PoolFit | None) -> str:
-    """Returns in words the token budgets of steps, and what the largest steps take; workers on a GPU choose budgets
+    """Return in words the token budgets of steps, and what the largest steps take; workers on a GPU choose budgets
     that no flag sets, and log them."""
     budgets = [("decode", flags.max_num_batched_tokens)]
     if flags.prefill_workers:
@@ -79,7 +79,7 @@ def _steps(flags: ServeFlags, fit: PoolFit | None) -> str:
 
 
 def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tuple[str, int]:
-    """Returns the kernels in words, and the bytes of the packed weights of all sizes and ranks, 0 if there are none."""
+    """Return the kernels in words, and the bytes of the packed weights of all sizes and ranks, 0 if there are none."""
     from pillion.engine.backends.cpu.cpu_loading import choose_kernels
     from pillion.engine.checkpoints.model_cache import ModelCache
     from pillion.engine.load_model import shares_of
@@ -95,7 +95,7 @@ def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tu
 
 
 def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
-    """Prints the fifth line with which a cluster starts, and below it two commands that work as they stand, except for
+    """Print the fifth line with which a cluster starts, and below it two commands that work as they stand, except for
     what only their user knows."""
     host = reachable_host(flags.host)
     url = f"{'https' if flags.tls_cert else 'http'}://{host}:{flags.http_port}"
@@ -131,7 +131,7 @@ def _chat(flags: ServeFlags, host: str) -> list[str]:
 
 
 def own_command() -> str:
-    """Says how to call this program from the working directory: ``pillion`` where the PATH has it, else its path."""
+    """Say how to call this program from the working directory: ``pillion`` where the PATH has it, else its path."""
     script, here = Path(sys.executable).with_name("pillion"), Path.cwd()
     found = shutil.which("pillion")
     if found and script.exists() and os.path.samefile(found, script):

@@ -165,7 +165,7 @@ class Supervisor:
         self._one_standby = asyncio.Lock()
 
     async def start(self) -> None:
-        """Starts all components, and returns once every one is ready. Raises Unavailable, which names the component
+        """Start all components, and return once every one is ready. Raises Unavailable, which names the component
         that is not, or ConfigError where that component refused its flags; call :meth:`stop` then, too."""
         self._tasks = [
             asyncio.create_task(self._never_ending(component, self._tend), name=component.spec.component_id)
@@ -186,11 +186,11 @@ class Supervisor:
         ]
 
     async def failed(self) -> str:
-        """Waits until the cluster cannot be kept alive; returns why."""
+        """Wait until the cluster cannot be kept alive; return why."""
         return await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
-        """Stops all components, highest level first. Returns when every process is gone; idempotent."""
+        """Stop all components, highest level first. Returns when every process is gone; idempotent."""
         await end_tasks(*self._tasks)
         waiting = [component.successor for component in self._components if component.successor]
         for successor in waiting:
@@ -206,7 +206,7 @@ class Supervisor:
             await asyncio.gather(*(child.stop(self._stop_grace_s + spec.drain_s) for child, spec in ending))
 
     def kill_component(self, component_id: str) -> bool:
-        """Sends SIGKILL to one component, which is then started again as after any death. Returns False where it does
+        """Send SIGKILL to one component, which is then started again as after any death. Returns False where it does
         not run."""
         child = next((one.child for one in self._components if one.spec.component_id == component_id), None)
         if child:
@@ -214,12 +214,12 @@ class Supervisor:
         return child is not None
 
     def living(self) -> list[int]:
-        """Returns the process groups that still live; none of them does after :meth:`stop`."""
+        """Return the process groups that still live; none of them does after :meth:`stop`."""
         every = [one for component in self._components for one in (component.child, component.successor)]
         return [process.pid for process in every if process and not process.gone()]
 
     def down(self) -> list[Down]:
-        """Returns the components that flap and wait for their next start."""
+        """Return the components that flap and wait for their next start."""
         now = time.monotonic()
         waiting = (one for one in self._components if one.child is None and one.flapping)
         return [Down(one.spec.component_id, one.flapping, max(0.0, one.begins_s - now)) for one in waiting]
@@ -227,7 +227,7 @@ class Supervisor:
     async def _never_ending(
         self, component: _SupervisedProcess, work: Callable[[_SupervisedProcess], Awaitable[None]]
     ) -> None:
-        """Does ``work`` for a component until it returns, and again where an exception ends it."""
+        """Do ``work`` for a component until it returns, and again where an exception ends it."""
         while True:
             try:
                 return await work(component)
@@ -271,12 +271,12 @@ class Supervisor:
         return None
 
     def _ends_service(self, spec: ProcessSpec) -> bool:
-        """Returns whether no component serves, or is about to, in the place of one that flaps."""
+        """Return whether no component serves, or is about to, in the place of one that flaps."""
         others = [one for one in self._components if spec.kind and one.spec.kind == spec.kind and one.spec is not spec]
         return not spec.spare and all(one.flapping and not one.ready.is_set() for one in others)
 
     def _end_dependents(self, name: str) -> None:
-        """Kills the components that need one that has just died. It would end by itself, but later, and its next
+        """Kill the components that need one that has just died. It would end by itself, but later, and its next
         process can start only after its end."""
         for other in self._components:
             if name in other.spec.needs and (other.child is not None or other.starting):
@@ -287,7 +287,7 @@ class Supervisor:
                     other.child.kill()
 
     def _lost_need(self, component: _SupervisedProcess) -> str:
-        """Returns the component whose death ended this one's process; "" where it ended for another reason."""
+        """Return the component whose death ended this one's process; "" where it ended for another reason."""
         (name, until_s), component.lost = component.lost, ("", 0.0)
         if name and time.monotonic() < until_s:
             return name
@@ -325,7 +325,7 @@ class Supervisor:
         return code
 
     async def _begin(self, component: _SupervisedProcess, forward: Callable[[str], None]) -> ChildProcess:
-        """Starts a component's process, or lets its standby begin. Raises OSError where the program does not start."""
+        """Start a component's process, or lets its standby begin. Raises OSError where the program does not start."""
         spec, successor, component.successor = component.spec, component.successor, None
         component.starting = True
         try:
@@ -360,7 +360,7 @@ class Supervisor:
         child.kill()
 
     async def _keep_standby(self, component: _SupervisedProcess) -> None:
-        """Keeps a standby for the component whenever the component has been ready for a while. The death of a waiting
+        """Keep a standby for the component whenever the component has been ready for a while. The death of a waiting
         standby is noticed when the standby is needed; then it is replaced."""
         while True:
             await component.ready.wait()
@@ -371,7 +371,7 @@ class Supervisor:
                     await self._start_standby(component)
 
     async def _start_standby(self, component: _SupervisedProcess) -> None:
-        """Returns when the standby waits, cannot be started or has ended, or after the time for a start."""
+        """Return when the standby waits, cannot be started or has ended, or after the time for a start."""
         spec = component.spec
         try:
             component.successor = successor = await self._stand_by(spec.argv, spec.environ, self._launch)
@@ -399,6 +399,6 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """Describes an exit status in words: ``-9`` -> ``was ended by SIGKILL``."""
+    """Describe an exit status in words: ``-9`` -> ``was ended by SIGKILL``."""
     names = {int(number): number.name for number in signal.Signals}
     return f"ended with status {code}" if code >= 0 else f"was ended by {names.get(-code, f'signal {-code}')}"

@@ -148,7 +148,7 @@ _Message = TypeVar("_Message")
 
 
 def hello_from_line(line: bytes) -> AttachHello | RegionHello:
-    """Reads the first line of a connection."""
+    """Read the first line of a connection."""
     kind: Any = RegionHello if "region_key" in _decode(line, dict[str, Any]) else AttachHello
     hello: AttachHello | RegionHello = _decode(line, kind)
     if isinstance(hello, RegionHello) and (not _REGION_KEY.fullmatch(hello.region_key) or hello.size_bytes <= 0):
@@ -157,12 +157,12 @@ def hello_from_line(line: bytes) -> AttachHello | RegionHello:
 
 
 def attach_reply_from_line(line: bytes) -> AttachReply:
-    """Reads the node's answer to an AttachHello."""
+    """Read the node's answer to an AttachHello."""
     return _decode(line, AttachReply)
 
 
 def region_reply_from_line(line: bytes) -> RegionReply:
-    """Reads the node's answer to a RegionHello."""
+    """Read the node's answer to a RegionHello."""
     reply = _decode(line, RegionReply)
     if not (reply.error or reply.state):
         raise InvalidRequest("a region is to be filled or ready")
@@ -170,7 +170,7 @@ def region_reply_from_line(line: bytes) -> RegionReply:
 
 
 def region_filled_from_line(line: bytes) -> RegionFilled:
-    """Reads the line of a process that has filled a region."""
+    """Read the line of a process that has filled a region."""
     return _decode(line, RegionFilled)
 
 

@@ -26,23 +26,23 @@ _PLAIN = {name: type(value) for name in PUBLIC_OPTIONS if (value := getattr(_DEF
 
 
 def hello_to_pb(component_id: str) -> common_pb2.Hello:
-    """Makes the hello of a component of this program."""
+    """Make the hello of a component of this program."""
     return common_pb2.Hello(protocol=PROTOCOL, component_id=component_id, version=VERSION)
 
 
 def flow_to_pb(flow: Flow) -> common_pb2.Flow | None:
-    """Makes the message of a request's flow, or returns None where tenants are not told apart."""
+    """Make the message of a request's flow, or return None where tenants are not told apart."""
     return common_pb2.Flow(key=flow.key, weight=flow.weight) if flow.key else None
 
 
 def check_hello(message: common_pb2.Hello) -> str:
-    """Returns the sender's component id. Raises Conflict for a protocol that is too far from this program's."""
+    """Return the sender's component id. Raises Conflict for a protocol that is too far from this program's."""
     check_protocol(message.protocol, message.component_id)
     return message.component_id
 
 
 def check_protocol(protocol: int, component_id: str) -> None:
-    """Raises Conflict unless the protocol of ``component_id`` is at most one version away from ours."""
+    """Raise Conflict unless the protocol of ``component_id`` is at most one version away from ours."""
     if protocol == 0 or abs(protocol - PROTOCOL) > 1:
         raise Conflict(
             f"{component_id or 'peer'} speaks protocol {protocol}, this component speaks {PROTOCOL}: "
@@ -51,12 +51,12 @@ def check_protocol(protocol: int, component_id: str) -> None:
 
 
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """Returns the enum value of a finish reason; None, while the stream goes on, is UNSPECIFIED."""
+    """Return the enum value of a finish reason; None, while the stream goes on, is UNSPECIFIED."""
     return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_PB[reason]
 
 
 def finish_from_pb(number: int) -> FinishReason | None:
-    """Returns the finish reason of an enum value, None for UNSPECIFIED. An unknown reason of a newer peer ends an
+    """Return the finish reason of an enum value, None for UNSPECIFIED. An unknown reason of a newer peer ends an
     answer, too, so it is STOP, which the libraries of all clients know."""
     if number == common_pb2.FINISH_REASON_UNSPECIFIED:
         return None
@@ -64,14 +64,14 @@ def finish_from_pb(number: int) -> FinishReason | None:
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Reads sampling parameters. A field that was not sent is None, not zero."""
+    """Read sampling parameters. A field that was not sent is None, not zero."""
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     given |= {name: kind(getattr(message, name)) for name, kind in _PLAIN.items()}
     return SamplingParams(**given, structured_outputs=_structured_from_pb(message.structured_outputs))
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Writes sampling parameters. Raises ValueError where a number does not fit its field."""
+    """Write sampling parameters. Raises ValueError where a number does not fit its field."""
     plain = {name: getattr(params, name) for name in PUBLIC_OPTIONS if name != _SHAPE}
     if isinstance(plain["stop"], str):
         # Programs for vLLM write a single stop string so; as a list it would be one string a character.
@@ -81,7 +81,7 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def _structured_from_pb(message: common_pb2.StructuredOutputs) -> StructuredOutputs | None:
-    """Reads the structure of an answer; None where none is set."""
+    """Read the structure of an answer; None where none is set."""
     name = message.WhichOneof("structure")
     if name is None:
         return None
@@ -92,7 +92,7 @@ def _structured_from_pb(message: common_pb2.StructuredOutputs) -> StructuredOutp
 
 
 def _structured_to_pb(structured: StructuredOutputs) -> common_pb2.StructuredOutputs:
-    """Writes the structure of an answer. Raises ValueError unless exactly one is set."""
+    """Write the structure of an answer. Raises ValueError unless exactly one is set."""
     given = {
         field.name: value
         for field in fields(structured)
@@ -106,13 +106,13 @@ def _structured_to_pb(structured: StructuredOutputs) -> common_pb2.StructuredOut
 
 
 def logprob_from_pb(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    """Reads a token's log probability and those of its alternatives."""
+    """Read a token's log probability and those of its alternatives."""
     top_ids, top_logprobs = tuple(message.top_ids), tuple(message.top_logprobs)
     return TokenLogprob(message.token_id, message.logprob, top_ids, top_logprobs, message.rank)
 
 
 def logprob_to_pb(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
-    """Writes a token's log probability and those of its alternatives."""
+    """Write a token's log probability and those of its alternatives."""
     return common_pb2.TokenLogprob(
         token_id=logprob.token_id,
         logprob=logprob.logprob,

@@ -43,7 +43,7 @@ MAX_VIOLATIONS_BYTES = 3072
 
 
 def to_status(error: PillionError) -> Any:
-    """Makes the rich status of ``error``: BadRequest for violations, RetryInfo for a wait, QuotaFailure for bounds."""
+    """Make the rich status of ``error``: BadRequest for violations, RetryInfo for a wait, QuotaFailure for bounds."""
     details = []
     if isinstance(error, InvalidRequest) and error.violations:
         details.append(_packed(error_details_pb2.BadRequest(field_violations=_first_violations(error))))
@@ -61,13 +61,13 @@ def to_status(error: PillionError) -> Any:
 
 
 def said_by_server(error: grpc.RpcError) -> bool:
-    """Returns whether a server of Pillion ended the call with this error, and not gRPC itself because a connection was
+    """Return whether a server of Pillion ended the call with this error, and not gRPC itself because a connection was
     lost or a server was shut down."""
     return _status_of(error) is not None
 
 
 def from_rpc_error(error: grpc.RpcError) -> PillionError:
-    """Makes the exception that a failed call stands for, details included. ``error`` is a call's, so it has a code."""
+    """Make the exception that a failed call stands for, details included. ``error`` is a call's, so it has a code."""
     code, message = error.code(), error.details() or ""
     cls = BY_CODE.get(code.value[0], Internal)
     status = _status_of(error)
@@ -84,7 +84,7 @@ def from_rpc_error(error: grpc.RpcError) -> PillionError:
 
 
 def as_pillion_error(error: BaseException, method: str) -> PillionError:
-    """Returns the error that the caller of ``method`` gets for an exception of its handler. A defect is logged, not
+    """Return the error that the caller of ``method`` gets for an exception of its handler. A defect is logged, not
     shown."""
     if isinstance(error, PillionError):
         return error
@@ -95,7 +95,7 @@ def as_pillion_error(error: BaseException, method: str) -> PillionError:
 
 
 def _cut(text: str) -> str:
-    """Returns as much of a text as takes MAX_MESSAGE_BYTES in gRPC's spelling, which writes %XX for each byte of a
+    """Return as much of a text as takes MAX_MESSAGE_BYTES in gRPC's spelling, which writes %XX for each byte of a
     character outside of ASCII."""
     left_bytes = MAX_MESSAGE_BYTES
     for place, character in enumerate(text):
@@ -106,7 +106,7 @@ def _cut(text: str) -> str:
 
 
 def _first_violations(error: InvalidRequest) -> Iterator[dict[str, str]]:
-    """Yields the first violations, at least one, that take MAX_VIOLATIONS_BYTES."""
+    """Yield the first violations, at least one, that take MAX_VIOLATIONS_BYTES."""
     left_bytes = MAX_VIOLATIONS_BYTES
     for number, violation in enumerate(error.violations):
         found = {"field": _cut(violation.field), "description": _cut(violation.description)}
@@ -123,7 +123,7 @@ def _packed(message: Any) -> any_pb2.Any:
 
 
 def _status_of(error: grpc.RpcError) -> Any:
-    """Returns the google.rpc.Status in the trailers; None where there is none or it is broken."""
+    """Return the google.rpc.Status in the trailers; None where there is none or it is broken."""
     try:
         if isinstance(error, grpc.aio.AioRpcError):
             for key, value in error.trailing_metadata() or ():
@@ -136,7 +136,7 @@ def _status_of(error: grpc.RpcError) -> Any:
 
 
 def _detail(status: Any, kind: Any) -> Any:
-    """Returns a status's detail of a kind of message, which is empty where the status has none."""
+    """Return a status's detail of a kind of message, which is empty where the status has none."""
     message = kind()
     for detail in status.details if status is not None else ():
         if detail.Is(kind.DESCRIPTOR) and detail.Unpack(message):

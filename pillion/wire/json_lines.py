@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def line_to_bytes(message: msgspec.Struct) -> bytes:
-    """Encodes one message."""
+    """Encode one message."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def message_of(line: bytes, kind: type[T], speaker: str) -> T:
-    """Reads one message. Raises InvalidRequest, which names the ``speaker``, for a line that is not of this kind, and
+    """Read one message. Raises InvalidRequest, which names the ``speaker``, for a line that is not of this kind, and
     Conflict for one that was written in a protocol too far from ours: it looks at that before the other fields, because
     their names and types are the protocol's."""
     try:

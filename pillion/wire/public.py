@@ -61,7 +61,7 @@ _PLAIN = {field.name for field in fields(GenerateRequest)} - {
 
 
 def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
-    """Reads a request; :mod:`pillion.gateway.request.validation` checks it."""
+    """Read a request; :mod:`pillion.gateway.request.validation` checks it."""
     return GenerateRequest(
         **{name: getattr(message, name) for name in _PLAIN},
         token_ids=tuple(message.token_ids),
@@ -74,7 +74,7 @@ def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
 
 
 def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
-    """Writes a request. Raises ValueError where a number does not fit its field."""
+    """Write a request. Raises ValueError where a number does not fit its field."""
     return gateway_pb2.GenerateRequest(
         **{name: getattr(request, name) for name in _PLAIN},
         token_ids=request.token_ids,
@@ -112,26 +112,26 @@ def _resume_to_pb(resume: Resume) -> gateway_pb2.Resume:
 
 
 def origin_from_pb(message: gateway_pb2.StreamOrigin) -> StreamOrigin:
-    """Reads the origin of a broken stream, by which it can be resumed."""
+    """Read the origin of a broken stream, by which it can be resumed."""
     return _read(StreamOrigin, message)
 
 
 def origin_to_pb(origin: StreamOrigin) -> gateway_pb2.StreamOrigin:
-    """Writes the origin of a broken stream, by which it can be resumed."""
+    """Write the origin of a broken stream, by which it can be resumed."""
     return gateway_pb2.StreamOrigin(**asdict(origin))
 
 
 def origin_digest(
     fingerprint: str, adapter: str, recommended: Sequence[tuple[str, float]], prompt: Sequence[int]
 ) -> bytes:
-    """Returns the digest of a stream's origin: that of weights, adapter, the model's own sampling values that hold, and
+    """Return the digest of a stream's origin: that of weights, adapter, the model's own sampling values that hold, and
     the prompt's ids with the places of virtual tokens. It has 32 bytes."""
     own = repr(tuple(recommended)) if recommended else ""
     return hashlib.sha256(f"{fingerprint}{adapter}{own}".encode() + array("I", prompt).tobytes()).digest()
 
 
 def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
-    """Writes one message of a stream."""
+    """Write one message of a stream."""
     return gateway_pb2.GenerateResponse(
         request_id=delta.request_id,
         text=delta.text,
@@ -161,7 +161,7 @@ class DeltaWriter:
         self._plain = gateway_pb2.GenerateResponse(request_id=request_id)
 
     def to_pb(self, delta: Delta) -> gateway_pb2.GenerateResponse:
-        """Returns the message that :func:`delta_to_pb` makes, valid until the next call."""
+        """Return the message that :func:`delta_to_pb` makes, valid until the next call."""
         rare = delta.finish_reason or delta.usage or delta.timings or delta.logprobs or delta.reasoning
         if rare or delta.tool_calls or delta.stop_string or delta.prompt_logprobs:
             return delta_to_pb(delta)
@@ -173,7 +173,7 @@ class DeltaWriter:
 
 
 def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
-    """Reads one message of a stream. Usage and timings are None until the last one."""
+    """Read one message of a stream. Usage and timings are None until the last one."""
     usage = _read(Usage, message.usage) if message.HasField("usage") else None
     timings = _read(Timings, message.timings) if message.HasField("timings") else None
     return Delta(
@@ -193,12 +193,12 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
 
 
 def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
-    """Writes one entry of ListModels."""
+    """Write one entry of ListModels."""
     return gateway_pb2.Model(**asdict(info) | {"sampling": sampling_to_pb(info.sampling)})
 
 
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
-    """Reads one entry of ListModels."""
+    """Read one entry of ListModels."""
     sampling = sampling_from_pb(message.sampling)
     # The message has 32 bits of a number; the shortest decimal number with the same bits is the one that its sender
     # meant.
@@ -209,17 +209,17 @@ def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
 
 
 def pin_to_pb(pin: PinnedPrefix) -> gateway_pb2.PinnedPrefix:
-    """Writes a pinned prefix."""
+    """Write a pinned prefix."""
     return gateway_pb2.PinnedPrefix(**asdict(pin))
 
 
 def pin_from_pb(message: gateway_pb2.PinnedPrefix) -> PinnedPrefix:
-    """Reads a pinned prefix."""
+    """Read a pinned prefix."""
     return _read(PinnedPrefix, message)
 
 
 def warmed_to_pb(warmed: WarmedPrefix) -> gateway_pb2.WarmPrefixResponse:
-    """Writes the result of warming a prompt."""
+    """Write the result of warming a prompt."""
     pin = None if warmed.pin is None else pin_to_pb(warmed.pin)
     return gateway_pb2.WarmPrefixResponse(
         computed_tokens=warmed.computed_tokens, found_tokens=warmed.found_tokens, pin=pin
@@ -227,31 +227,31 @@ def warmed_to_pb(warmed: WarmedPrefix) -> gateway_pb2.WarmPrefixResponse:
 
 
 def warmed_from_pb(message: gateway_pb2.WarmPrefixResponse) -> WarmedPrefix:
-    """Reads the result of warming a prompt."""
+    """Read the result of warming a prompt."""
     pin = pin_from_pb(message.pin) if message.HasField("pin") else None
     return WarmedPrefix(message.computed_tokens, message.found_tokens, pin)
 
 
 def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:
-    """Writes the status of the whole cluster."""
+    """Write the status of the whole cluster."""
     return gateway_pb2.GetStatusResponse(**asdict(status))
 
 
 def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
-    """Reads the status of the whole cluster."""
+    """Read the status of the whole cluster."""
     components = tuple(_read(ComponentStatus, one, figures=dict(one.figures)) for one in message.components)
     tenants = tuple(TenantUsage(one.tenant, _read(Usage, one.usage)) for one in message.tenants)
     return _read(ClusterStatus, message, components=components, tenants=tenants)
 
 
 def _read(kind: type[T], message: Message, **others: Any) -> T:
-    """Reads a message as a dataclass whose fields have the same names. ``others`` are those that are read otherwise."""
+    """Read a message as a dataclass whose fields have the same names. ``others`` are those that are read otherwise."""
     names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
     return kind(**{name: _value(message, name) for name in names}, **others)
 
 
 def _value(message: Message, name: str) -> Any:
-    """Returns a field of a message: a list as a tuple, and None where an optional field was not sent."""
+    """Return a field of a message: a list as a tuple, and None where an optional field was not sent."""
     field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
     if field.has_presence and not message.HasField(name):
         return None

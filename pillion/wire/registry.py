@@ -63,7 +63,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapter_waits: Annotated[Count, _shown(names.ADAPTER_WAITS)] = 0
 
     def readings(self) -> Iterator[Reading]:
-        """Yields the figures as metrics; for a list of names the figure is their number."""
+        """Yield the figures as metrics; for a list of names the figure is their number."""
         for name, (metric, labels) in _CELLS.items():
             value = getattr(self, name)
             yield metric, labels, len(value) if isinstance(value, tuple) else value
@@ -161,13 +161,13 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     heartbeat_age_ms: Count = 0
 
     def to_json(self) -> str:
-        """Encodes the record as compact JSON, without fields that have their defaults. The others come in the order of
+        """Encode the record as compact JSON, without fields that have their defaults. The others come in the order of
         this class, in which they are read fastest."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ComponentRecord:
-        """Reads a record. Raises ValueError for a text that is no record.
+        """Read a record. Raises ValueError for a text that is no record.
 
         Fields of a newer version are dropped. Absurd numbers become the field's default: what is left must not mislead
         a planner.
@@ -194,7 +194,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
         return msgspec.convert(fields, cls)
 
     def outdated(self) -> ComponentRecord:
-        """Returns the parts of a record that are still true long after its heartbeat, where the component lives: not
+        """Return the parts of a record that are still true long after its heartbeat, where the component lives: not
         its load, and not the workers that it had fenced. A gateway's load stays, as the best guess of its share."""
         if self.role == "gateway":
             return self
@@ -202,7 +202,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
         return msgspec.structs.replace(self, **_IDLE, free_seqs=slots, fenced_components=())
 
     def status(self) -> ComponentStatus:
-        """Returns the public part of the record."""
+        """Return the public part of the record."""
         named = {name: getattr(self, name) for name in ComponentStatus.__dataclass_fields__ if name != "figures"}
         figures = {name: float(getattr(self, name)) for name in _FIGURES} if self.role in WORKERS else {}
         return ComponentStatus(**named, figures=figures)
@@ -233,7 +233,7 @@ _DEFAULT_NUMBERS: dict[str, int | float] = {
 
 
 def _step_cost(raw: object) -> tuple[float, ...]:
-    """Returns the costs of a step, or none at all unless ``raw`` has all of them and none is absurd."""
+    """Return the costs of a step, or none at all unless ``raw`` has all of them and none is absurd."""
     if not isinstance(raw, list) or len(raw) != STEP_COSTS:
         return ()
     cost = tuple(_number(weight, -1.0) for weight in raw)
@@ -241,7 +241,7 @@ def _step_cost(raw: object) -> tuple[float, ...]:
 
 
 def _number(raw: object, default: Number) -> Number:
-    """Converts ``raw`` to the type of ``default``; returns ``default`` for what is no number, and for a negative,
+    """Convert ``raw`` to the type of ``default``; return ``default`` for what is no number, and for a negative,
     infinite or huge one."""
     if isinstance(raw, bool) or not isinstance(raw, int | float) or not 0 <= raw <= MAX_COUNT:
         return default

@@ -1,6 +1,6 @@
--- Adds and removes a node's entry at blocks that came and went. KEYS: generation, then buckets.
--- ARGV: entry (8 bytes), fresh generation, entries per block at most, then per bucket: fields that came, that went.
--- Entries of the node's earlier boots at these blocks go. Returns the generation.
+-- Adds and removes a node's entry at arrived and evicted blocks. KEYS: generation, then buckets.
+-- ARGV: entry (8 bytes), fresh generation, max entries per block, then per bucket: fields added, fields removed.
+-- Also removes the node's entries of earlier boots at these blocks. Returns the generation.
 local entry, most = ARGV[1], tonumber(ARGV[3])
 local number = string.sub(entry, 1, 4)
 

@@ -1,4 +1,4 @@
--- This file stands before every script. A script touches only the keys that it is given (kvstore/index/redis_keys.py).
+-- Prefixed to every script. A script only touches the keys that it is given (kvstore/index/redis_keys.py).
 local ENTRY = 8  -- node number and boot epoch, four bytes each
 local FIELD = 8  -- leading bytes of a block hash
 
@@ -16,7 +16,7 @@ local function pieces(packed, width)
   return list
 end
 
--- Deletes a value of another type that somebody else put under our key.
+-- Deletes a foreign value of another type under our key.
 local function own(key, kind)
   local found = redis.call('TYPE', key).ok
   if found ~= kind and found ~= 'none' then
@@ -24,7 +24,7 @@ local function own(key, kind)
   end
 end
 
--- Returns the value that shows later whether a group's buckets were lost; `fresh` becomes it where there is none.
+-- Returns the value whose loss reveals the loss of a group's buckets; sets it to `fresh` if missing.
 local function generation(key, fresh)
   own(key, 'string')
   redis.call('SET', key, fresh, 'NX')

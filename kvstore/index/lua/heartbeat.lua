@@ -1,6 +1,6 @@
 -- Registers a component until its time to live is over.
--- ARGV: component id, record, ttl in ms, boot epoch (4 bytes; '' if it is no KV node), lost components to remove at most.
--- Returns whether the component was known until now (1 or 0), and its node number (4 bytes, or '').
+-- ARGV: component id, record, ttl in ms, boot epoch (4 bytes; '' if it is no KV node), max lost components to remove.
+-- Returns whether the component was known (1 or 0), and its node number (4 bytes, or '').
 local component, record, ttl, epoch, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local now = now_ms()
 local lost = string.format('%.0f', now + ttl)
@@ -10,7 +10,7 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', expiry, '-inf', judged, 'LIMIT
   forget(gone)
 end
 if judged < now then
-  -- Redis takes writes again: whoever lived when it ceased to has its time to live once more.
+  -- Redis accepts writes again: renew the ttl of every component that was alive when it stopped.
   for _, silent in ipairs(live_after(judged)) do
     redis.call('ZADD', expiry, 'GT', lost, silent)
     local node = redis.call('HGET', nodes, silent)

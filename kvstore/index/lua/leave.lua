@@ -1,4 +1,4 @@
--- Takes a component out at once. ARGV: component id.
+-- Removes a component at once. ARGV: component id.
 own_registry()
 forget(ARGV[1])
 return 1

@@ -1,8 +1,8 @@
 -- Finds the longest prefix of (a part of) a chain per entry. KEYS: the bucket of each segment of the part.
--- ARGV: the part's fields, packed; blocks per segment; entries to answer at most.
--- A node that has a block has all blocks before it. So bisection finds the deepest block that anybody has, and then,
--- for each entry met on the way, how far it reaches. Values already read are kept. A hole makes the answer a hint that
--- may be too long, no more (I3). Returns entry, blocks, entry, blocks...; nothing where nobody has the first block.
+-- ARGV: the part's fields, packed; blocks per segment; max entries to return.
+-- A node with a block has all blocks before it. So bisection finds the deepest block of any node, and then, for each
+entry -- met on the way, how far it reaches. Values are cached. A hole makes the hint too long, no more (I3).
+-- Returns entry, blocks, entry, blocks...; nothing if no node has the first block.
 local fields, per, limit = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local values, read = {}, {}
 
@@ -25,7 +25,7 @@ local function anybody(value)
   return #value >= ENTRY
 end
 
--- Returns the greatest i in low .. high that `good` accepts; `low` is known to be good.
+-- Returns the greatest i in low .. high that `good` accepts; `low` must be good.
 local function last(low, high, good, entry)
   while low < high do
     local middle = math.floor((low + high + 1) / 2)

@@ -1,5 +1,5 @@
--- Writes a KV node's record of prefix pins, or reads it. KEYS: the record.
--- ARGV: its time to live in ms, and the record; 0: it is read. Returns the record that was read, or ''.
+-- Writes or reads a KV node's record of prefix pins. KEYS: the record.
+-- ARGV: ttl in ms and the record to write, or 0 to read. Returns the record read, or ''.
 own(KEYS[1], 'string')
 if ARGV[1] ~= '0' then
   redis.call('SET', KEYS[1], ARGV[2])

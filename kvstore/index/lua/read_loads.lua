@@ -1,5 +1,5 @@
--- Adds up what some gateways have under way. KEYS: their hashes. ARGV: components, a line each.
--- A value is two numbers of four bytes. Returns the sums of both for each component, packed in the same way.
+-- Sums the work of some gateways. KEYS: their hashes. ARGV: components, one per line.
+-- A value is two numbers of four bytes. Returns both sums for each component, packed alike.
 local MOST = 2 ^ 32 - 1
 local names, amounts, queued = {}, {}, {}
 for name in string.gmatch(ARGV[1], '[^\n]+') do

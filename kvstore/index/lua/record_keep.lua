@@ -1,11 +1,11 @@
--- Keeps a bundle of the recorder; the oldest ones go where it has no room, and those that are too old.
--- KEYS: the hash of bundles by id, with the bytes of all under ''; the zset of 'ID BYTES', scored by the time in ms.
--- ARGV: id, bundle, most bytes of all, ms for which they are kept, most bundles that one call removes.
--- Returns 1; 0 where more have to go first: the caller calls again, and Redis serves others in between.
+-- Stores a bundle of the recorder, evicting expired ones and the oldest ones for space.
+-- KEYS: the hash of bundles by id, with the total bytes under ''; the zset of 'ID BYTES', scored by the time in ms.
+-- ARGV: id, bundle, max total bytes, lifetime in ms, max bundles to remove per call.
+-- Returns 1; 0 if more must be removed first: the caller calls again, so that Redis serves others in between.
 own(KEYS[1], 'hash')
 own(KEYS[2], 'zset')
 if redis.call('EXISTS', KEYS[1], KEYS[2]) < 2 then
-  -- Redis may have evicted one of them, and neither is of use alone.
+  -- Redis may have evicted one of them, and neither is useful alone.
   redis.call('DEL', KEYS[1], KEYS[2])
 end
 local now, size = now_ms(), #ARGV[2]

@@ -1,5 +1,5 @@
 -- Reads bundles of the recorder. KEYS: as in record_keep.lua.
--- ARGV: an id: returns its bundle, or ''. Or '', the first and the last place: returns their 'ID BYTES', the newest first.
+-- ARGV: an id, to return its bundle or ''; or '', first and last place, to return their 'ID BYTES', newest first.
 own(KEYS[1], 'hash')
 own(KEYS[2], 'zset')
 if ARGV[1] ~= '' then

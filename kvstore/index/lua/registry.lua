@@ -1,4 +1,4 @@
--- This file stands before the registry's scripts. KEYS: components, expiry, numbers, nodes.
+-- Prefixed to the registry's scripts. KEYS: components, expiry, numbers, nodes.
 local components, expiry, numbers, nodes = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 
 local function forget(component)
@@ -17,9 +17,8 @@ end
 -- A field of `components` that is no component: the time in ms at which the newest heartbeat counts as lost, and its ttl.
 local NEWEST = ''
 
--- Returns the time by which silence is judged. It stands still at the newest heartbeat once half of that one's ttl is over:
--- when nobody's heartbeat arrives, it is Redis that takes none (a read-only replica, no memory, no disk), and a component's
--- silence says nothing.
+-- Returns the time by which silence is judged. It stops at the newest heartbeat once half of its ttl is over: if no
+-- heartbeat arrives, Redis accepts none (a read-only replica, out of memory, a bad disk), and silence proves nothing.
 local function judged_at(now)
   local lost, ttl = string.match(redis.call('HGET', components, NEWEST) or '', '^(%d+) (%d+)$')
   if lost and now > lost - ttl / 2 then

@@ -1,10 +1,10 @@
--- Shares small values by name: of two values of a name, the one with the later stamp stays, of those with one stamp the
--- greater one, byte by byte. Where there are too many names, those that were emptied first make room for new values.
--- KEYS: the names. ARGV: the version that the caller knows, the most names, the age in ms at which an empty value is
--- forgotten; then name, stamp in ms, value of each that the caller brings. Returns the version, and if it is another one
--- than the caller's all names and values, each value after its stamp and a space.
+-- Shares small values by name: the later stamp wins, on a tie the greater value, byte by byte. Beyond the max number of
+-- names, those emptied first make room for new values.
+-- KEYS: the names. ARGV: the caller's version, max names, the age in ms at which an empty value is forgotten; then
+name, -- stamp in ms, value of each that the caller brings. Returns the version and, if it differs from the caller's,
+all names -- and values, each value after its stamp and a space.
 local function less(one, other)
-  -- What the operator < says of texts depends on the server's locale.
+  -- The operator < on strings depends on the server's locale.
   for at = 1, math.min(#one, #other) do
     local here, there = string.byte(one, at), string.byte(other, at)
     if here ~= there then
@@ -48,7 +48,7 @@ if changed then
       redis.call('HDEL', names, rows[at])
     end
   end
-  -- A Redis that was emptied begins again, so that the count alone could come back.
+  -- The time makes versions unique: after Redis was emptied, the count restarts.
   version = now_ms() .. '-' .. (tonumber(version and string.match(version, '%d+$')) or 0) + 1
   redis.call('HSET', names, '', version)
 end

@@ -1,5 +1,5 @@
--- Finds, for each entry, the last place of (a part of) a chain after which it has a state.
--- KEYS: the bucket of each run of places, in order. ARGV: the fields of the places, packed; entries to answer at most; the
+-- Finds, for each entry, the last place of (a part of) a chain that is followed by a state.
+-- KEYS: the bucket of each run of places, in order. ARGV: the fields of the places, packed; max entries to return; the
 -- number of places of each run. Returns entry, place, entry, place... with places counted from 1.
 local fields, limit = ARGV[1], tonumber(ARGV[2])
 local place, seen, answer = #fields / FIELD, {}, {}

@@ -1,6 +1,6 @@
--- Walks through buckets of one group, and drops entries that are void. KEYS: generation, then buckets.
--- ARGV: fresh generation; void entries, packed; cursor in the first bucket; fields to look at before it stops.
--- Returns the generation, how many buckets are done, the cursor in the next one, and the other entries seen, packed.
+-- Walks through buckets of one group and removes void entries. KEYS: generation, then buckets.
+-- ARGV: fresh generation; void entries, packed; cursor in the first bucket; max fields to visit.
+-- Returns the generation, the number of buckets done, the cursor in the next one, and the other entries seen, packed.
 local void, cursor, budget = {}, ARGV[3], tonumber(ARGV[4])
 for _, entry in ipairs(pieces(ARGV[2], ENTRY)) do
   void[entry] = true
@@ -21,7 +21,7 @@ local function kept(value)
   return table.concat(good)
 end
 
--- Looks at some fields of a bucket, at all of them while it is small. Returns the cursor.
+-- Visits some fields of a bucket, or all of a small one. Returns the cursor.
 local function walk(bucket)
   local step = redis.call('HSCAN', bucket, cursor, 'COUNT', budget)
   for i = 1, #step[2], 2 do
@@ -37,7 +37,7 @@ local function walk(bucket)
   return step[1]
 end
 
--- Most groups of a small index have no bucket at all: one look tells. Where it is refused, each bucket is asked.
+-- Most groups of a small index have no bucket, which one call shows. If that is refused, ask for each bucket.
 if redis.pcall('EXISTS', unpack(KEYS, 2)) == 0 then
   done = #KEYS - 1
 end

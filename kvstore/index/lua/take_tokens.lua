@@ -1,9 +1,10 @@
 -- Takes from token buckets. KEYS: the hash of one owner's buckets.
--- ARGV, for each bucket: what it holds at most and gets in a minute (0: there is none), what was spent before and is only
--- reported now (negative: given back), what is wanted (-1: nothing).
--- All that is wanted is taken, or nothing where any bucket has too little. More than a bucketful needs a full bucket.
+-- ARGV, per bucket: capacity and refill per minute (0: no such bucket), amount spent earlier and reported now
+(negative: -- returned), amount wanted (-1: nothing).
+-- Takes all that is wanted, or nothing if any bucket has too little. More than a bucketful needs a full bucket.
 -- Returns the first bucket with too little (0: none) and the time in ms until it has enough.
--- The same arithmetic as gateway/admission/quotas.py: Bucket. A field is level, time in ms at which it was so, size.
+-- Same arithmetic as gateway/admission/quotas.py: Bucket. A field has the level, the time in ms of that level, the
+size.
 local MINUTE = 60000
 local now, fields, longest = now_ms(), {}, 0
 own(KEYS[1], 'hash')
@@ -16,7 +17,7 @@ local function level_of(number, size)
   end
   level = math.min(before, level + math.max(0, now - at) * before / MINUTE)
   if before ~= size then
-    -- The rate changed: what was spent stays spent.
+    -- The rate changed; the amount spent stays.
     level = size - math.ceil(before - level)
   end
   return level
@@ -44,7 +45,7 @@ for i, level in pairs(levels) do
 end
 if #fields > 0 then
   redis.call('HSET', KEYS[1], unpack(fields))
-  -- A full bucket need not be remembered.
+  -- A full bucket need not be stored.
   redis.call('PEXPIRE', KEYS[1], string.format('%.0f', math.ceil(longest) + 1000))
 end
 return {short, wait}

@@ -1,6 +1,6 @@
--- Writes what a gateway has under way. KEYS: its hash.
--- ARGV: the time to live of the hash in ms; 1 where the rest is everything that is under way, 0 where it is what has changed;
--- then component and value of each, '' where nothing is under way there any more.
+-- Writes the work that a gateway has under way. KEYS: its hash.
+-- ARGV: ttl of the hash in ms; 1 if the rest is complete, 0 if it has the changes only; then component and value of
+each, -- '' to remove it.
 local mine, set, drop = KEYS[1], {}, {}
 own(mine, 'hash')
 if ARGV[2] == '1' then

@@ -1,21 +1,20 @@
-"""Implements the disk tier: blocks that left the pool, as files (disk_files.py), bounded in size, found again after a
-restart.
+"""Disk tier: evicted blocks as files (disk_files.py), limited in size, found again after a restart.
 
-    open --scan of headers--> serving --close--> writes under way end, the folder is free for another node
+    open --scan of headers--> serving --close--> pending writes end, the folder is free for another node
     a block     on its way --written--> kept --least recently used--> dropped
-                    +--------failed-----> reported gone    +--read: does not fit its checksum--> removed, counted
+                    +--------failed-----> reported gone    +--read: checksum mismatch--> removed, counted
 
-The loop owns all state and never touches a file. One thread writes, stamps and removes files in the order of the
-calls, so a block that is dropped and kept again ends up kept, and a file's stamp is that of its last use; other threads
-read. Because a chain's last block leaves the pool first and is touched first, it is older here than the head and goes
-first, as in the pool.
+The loop owns all state and never touches a file. One thread writes, stamps and removes files in the order of the calls,
+so a block that is dropped and stored again ends up stored, and a file's stamp is that of its last use; other threads
+read. A chain's last block leaves the pool and is touched first, so it is older here than the head and is dropped first,
+as in the pool.
 
-A disk may be full before the files take all of ``disk_bytes``, because others write to it, too. The tier then keeps as
-many blocks as it has at that moment: new ones come into the files of the least recently used ones, which takes no more
-room. It tries to grow again, by twice as much each time, and a try that fails loses no block.
+A disk may be full before the files use ``disk_bytes``, because others write to it. The tier is then limited to its
+current number of blocks: new ones reuse the files of the least recently used ones, which needs no more space. It
+retries to grow, by doubling steps, and a failed try loses no block.
 
-A disk may hang for minutes. A read that is given up ends after the block that a thread is just reading, and one that
-no thread has begun ends at once, so that few slots wait for late reads. A disk that was late is paused and probed
+A disk may hang for minutes. An abandoned read ends after the block that a thread is currently reading, and one that no
+thread has started ends at once, so that few slots wait for late reads. A late disk is paused and probed
 (:mod:`pillion.kvstore.tiers.tier_breaker`).
 """
 
@@ -39,27 +38,25 @@ from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier
 log = logging.getLogger("pillion.kvnode")
 
 READ_THREADS = 2
-# This many threads read headers while the node starts, because a disk is faster with many requests at once.
+# Threads that read headers at start; a disk is faster with many requests at once.
 SCAN_THREADS = 4
-# This many bytes may wait to be written; further blocks are refused, and so forgotten.
 MAX_QUEUED_BYTES = 512 * 2**20
-# A read that is given up is late when threads have been at it for this long, or when no read at all has brought a block
-# for this long. The time in which it waits for a thread is not the disk's.
+# An abandoned read is late after this time on threads, or if no read has delivered a block for this long. Time spent
+# waiting for a thread does not count.
 LATE_S = 1.0
-# After an error nothing is written for this long, so that a bad disk is not tried for every block; and a disk that was
-# full is asked for more room after this time.
+# Pause of writes after an error, so that a bad disk is not tried for every block; and delay before a full disk is asked
+# for more room.
 PAUSE_S = 5.0
 
 
 async def open_disk_tier(folder: DiskFolder, *, namespace: bytes, block_bytes: int, disk_bytes: int) -> DiskTier:
-    """Opens the disk tier. Blocks of this namespace that earlier nodes left are kept, the newest first as far as they
-    fit.
+    """Open the disk tier. Blocks of this namespace that earlier nodes left are kept, newest first as far as they fit.
 
     Raises ConfigError if the folder cannot be used.
 
     Args:
-        namespace: 32 bytes that define what the blocks' bytes mean; files of other namespaces are ignored.
-        disk_bytes: most bytes that the files of this namespace may take.
+        namespace: 32 bytes that determine the meaning of the blocks' bytes; files of other namespaces are ignored.
+        disk_bytes: limit for the files of this namespace.
     """
     layout = BlockFileLayout(namespace, block_bytes)
     tier = DiskTier(folder, await asyncio.to_thread(BlockFiles, folder, layout), disk_bytes)
@@ -69,7 +66,7 @@ async def open_disk_tier(folder: DiskFolder, *, namespace: bytes, block_bytes: i
 
 @dataclass(frozen=True, slots=True)
 class _BlockWrite:
-    """Describes a block that is to be written; ``stamp`` is its place in the order of use."""
+    """A block to write, with its LRU stamp."""
 
     name: BlockName
     payload: memoryview
@@ -78,12 +75,12 @@ class _BlockWrite:
 
 @dataclass(slots=True)
 class _Written:
-    """Says what became of the writes of one call.
+    """Result of one batch of writes.
 
     Attributes:
-        blocks: how many of them were written, the first ones; the disk was not asked for the others after an error.
+        blocks: number of blocks written; after an error the rest is not tried.
         error: the error that ended it.
-        spared: the dropped blocks whose files are still there after that error.
+        spared: dropped blocks whose files still exist after that error.
     """
 
     blocks: int = 0
@@ -92,7 +89,7 @@ class _Written:
 
 
 class DiskTier(MediumTier):
-    """Implements a tier on a disk; :func:`open_disk_tier` makes it."""
+    """Tier on a disk. Created by :func:`open_disk_tier`."""
 
     name = "disk"
 
@@ -102,12 +99,11 @@ class DiskTier(MediumTier):
         self._files = files
         self._block_bytes = files.layout.block_bytes
         self._max_blocks = disk_bytes // files.layout.file_bytes
-        # The disk has room for this many blocks, as far as is known; the next try to grow adds ``_growth`` to it.
+        # Blocks that the disk has room for, as far as known; the next try to grow adds ``_growth``.
         self._fitting = self._max_blocks
         self._growth = 1
         self._coming: set[bytes] = set()
         self._reading = 0
-        # This is when a block was last read, by time.monotonic(); threads write it.
         self._moved_s = 0.0
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")
@@ -117,7 +113,7 @@ class DiskTier(MediumTier):
 
     @property
     def short_blocks(self) -> int:
-        """Gives how many fewer blocks the disk has room for than the tier may keep, because others filled it."""
+        """Blocks by which the disk's room falls short of the tier's limit, because others fill it."""
         return self._max_blocks - self._fitting
 
     def answers(self) -> bool:
@@ -135,7 +131,7 @@ class DiskTier(MediumTier):
         return max(0, most_blocks - len(self._coming)) * self._block_bytes
 
     def by_use(self) -> list[bytes]:
-        """Returns the hashes of all kept blocks, least recently used first."""
+        """Return the hashes of all kept blocks, least recently used first."""
         return list(self._kept)
 
     def touch(self, hashes: Sequence[bytes]) -> None:
@@ -146,14 +142,14 @@ class DiskTier(MediumTier):
             self._writer.submit(self._stamp_files, stamps)
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """Stores blocks in files; where the caller is cancelled, the writing still goes on to its end."""
+        """Store blocks in files; writing continues even if the caller is cancelled."""
         work = asyncio.ensure_future(self._store(blocks))
         self._work[work] = None
         work.add_done_callback(lambda done: self._work.pop(done, None))
         return await asyncio.shield(work)
 
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        """Reads blocks. A cancelled caller is held for at most the time to read one of them."""
+        """Read blocks. A cancelled caller waits for at most one block's read."""
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
         if self._closed or not names:
             return 0
@@ -167,7 +163,7 @@ class DiskTier(MediumTier):
         def give_up() -> None:
             given_up.set()
             for read in reads:
-                # Cancelling ends only reads that no thread has begun.
+                # Only ends reads that no thread has started.
                 read.cancel()
             now = time.monotonic()
             if started_s and now - started_s[0] >= LATE_S:
@@ -186,10 +182,10 @@ class DiskTier(MediumTier):
         return self._came(names, failures)
 
     async def restore(self) -> None:
-        """Reads the headers of the files that are there. It is called once, before anything else."""
+        """Read the headers of existing files. Call once, before anything else."""
         began_s = time.monotonic()
         loop = asyncio.get_running_loop()
-        # Where the clock was set back, the next stamp is still above all those of the files.
+        # Stamps continue above the newest file's even if the clock was set back.
         self._kept, self._stamp, surplus, broken = await loop.run_in_executor(self._writer, self._scan)
         self.counts.corrupt += broken
         self.counts.dropped += len(surplus)
@@ -208,8 +204,6 @@ class DiskTier(MediumTier):
             await asyncio.gather(*self._work, return_exceptions=True)
         await asyncio.to_thread(self._shut_down)
 
-    # The following methods run on the event loop.
-
     async def _store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
         gone, self._unreported = self._unreported, []
         jobs: list[_BlockWrite] = []
@@ -226,27 +220,26 @@ class DiskTier(MediumTier):
                 jobs.append(_BlockWrite(name, payload, self._next_stamp()))
         left, error = await self._write_blocks(jobs, gone)
         if error is not None and error.errno in NO_ROOM and self._fitting:
-            # They come into files of older blocks now. Of a few, the last ones are wanted most: they are nearer to the
-            # heads of chains.
+            # Reuse files of older blocks now. If only a few fit, prefer the last ones: they are nearer to the heads of
+            # chains.
             first = max(0, len(left) - self._fitting)
             self._coming.update(job.name.hash for job in left[first:])
             left[first:], error = await self._write_blocks(left[first:], gone)
         if error is not None and (error.errno not in NO_ROOM or left):
             self._paused_until_s = time.monotonic() + PAUSE_S
         self.counts.failed += len(left)
-        # Some of the blocks may have been stored again meanwhile.
         return [name for name in (*gone, *(job.name for job in left)) if name.hash not in self._kept]
 
     async def _write_blocks(
         self, jobs: list[_BlockWrite], gone: list[BlockName]
     ) -> tuple[list[_BlockWrite], OSError | None]:
-        """Writes blocks, which are in ``_coming``. Returns those that were not written, and the error that is the
-        reason. The blocks that made room are appended to ``gone``."""
+        """Write blocks, which are in ``_coming``. Return those not written, with the error. Appends the blocks dropped
+        to make room to ``gone``."""
         if not jobs:
             return [], None
         surplus = self._make_room()
         try:
-            # A read that began earlier may still be in one of the old files.
+            # An earlier read may still be using an old file.
             may_reuse = not self._reading
             loop = asyncio.get_running_loop()
             written = await loop.run_in_executor(self._writer, self._write, surplus, may_reuse, jobs)
@@ -266,7 +259,7 @@ class DiskTier(MediumTier):
         return jobs[written.blocks :], written.error
 
     def _note_error(self, error: OSError) -> None:
-        """Logs an error of a write. Where the disk is full, the tier keeps as many blocks as it has from now on."""
+        """Log a write error. If the disk is full, limit the tier to its current number of blocks."""
         failure = error.strerror or str(error)
         if error.errno not in NO_ROOM:
             self._warn("cannot write blocks to disk", failure)
@@ -281,7 +274,7 @@ class DiskTier(MediumTier):
             )
 
     def _try_to_grow(self) -> None:
-        """Takes it that a disk that was full has room for more, once in a while and where all known room is used."""
+        """Occasionally assume more room on a full disk, if all known room is used."""
         now = time.monotonic()
         if not self.short_blocks or now < self._grow_at_s or len(self._kept) < self._fitting:
             return
@@ -292,22 +285,22 @@ class DiskTier(MediumTier):
             log.info("the disk tier has room for all of its %d blocks again (%s)", self._max_blocks, self._files.root)
 
     def _make_room(self) -> list[BlockName]:
-        """Drops the least recently used blocks until all kept and coming ones fit; returns the dropped ones."""
+        """Drop the least recently used blocks until all kept and coming ones fit; return them."""
         surplus = []
         while self._kept and len(self._kept) + len(self._coming) > self._fitting:
             surplus.append(self._kept.popitem(last=False)[1])
         return surplus
 
     def _came(self, names: list[BlockName], failures: list[str | None]) -> int:
-        """Counts a read; returns how many blocks came before the first that did not. Broken blocks are removed."""
+        """Account for a read; return how many blocks came before the first failure. Broken blocks are removed."""
         good = len(list(takewhile(lambda failure: failure is None, failures)))
-        # The head of a chain must stay newer than the chain's other blocks. Blocks after a failed one were used, too.
+        # A chain's head must stay more recent than its other blocks. Blocks after a failed one count as used.
         self.touch(
             [name.hash for name, failure in reversed(list(zip(names, failures, strict=True))) if failure is None]
         )
         self.counts.loaded += good
         for name, failure in zip(names, failures, strict=True):
-            # The block was dropped, and perhaps written again, while it was read: it is another file now.
+            # Dropped, and perhaps rewritten, during the read: another file now.
             if failure is None or self._kept.get(name.hash) is not name:
                 continue
             del self._kept[name.hash]
@@ -331,8 +324,8 @@ class DiskTier(MediumTier):
         )  # fmt: skip
 
     async def _answers_probe(self) -> bool:
-        """Reads a block. A probe waits for a thread as every read does, so while all threads hang there is one probe,
-        and it ends soon after they do."""
+        """Read a block. Probes queue for a thread like reads, so while all threads hang there is one probe, which ends
+        soon after they do."""
         oldest = next(iter(self._kept), None)
         return await asyncio.wrap_future(self._readers.submit(self._probe_s, oldest)) < LATE_S
 
@@ -340,11 +333,11 @@ class DiskTier(MediumTier):
         self._stamp = max(self._stamp + 1, time.time_ns())
         return self._stamp
 
-    # The following methods run in threads.
+    # Methods below run on threads.
 
     def _write(self, surplus: list[BlockName], may_reuse: bool, jobs: list[_BlockWrite]) -> _Written:
-        """Writes ``jobs`` into the files of ``surplus``, as far as there are any and ``may_reuse`` says that nobody
-        reads them. Ends with the first error."""
+        """Write ``jobs`` into the files of ``surplus``, while there are any and if ``may_reuse``. Stops at the first
+        error."""
         written, old = _Written(), [name.hash for name in surplus] if may_reuse else []
         try:
             if not may_reuse:
@@ -378,7 +371,7 @@ class DiskTier(MediumTier):
         return failures
 
     def _probe_s(self, block_hash: bytes | None) -> float:
-        """Returns the seconds that it took to read a block, or to learn that it cannot be read."""
+        """Return the seconds taken to read a block, or to fail."""
         began_s = time.monotonic()
         with contextlib.suppress(OSError):
             if block_hash is not None:
@@ -386,7 +379,7 @@ class DiskTier(MediumTier):
         return time.monotonic() - began_s
 
     def _remove_files(self, names: Iterable[BlockName]) -> None:
-        """Removes files. A block that cannot be removed comes back after a restart, and is still good then."""
+        """Remove files. A file that cannot be removed comes back after a restart, still valid."""
         for name in names:
             self._files.remove(name.hash)
 
@@ -395,8 +388,8 @@ class DiskTier(MediumTier):
             self._files.stamp(block_hash, stamp)
 
     def _scan(self) -> tuple[OrderedDict[bytes, BlockName], int, list[BlockName], int]:
-        """Gives the kept blocks, least recently used first; the newest stamp of a file; the blocks that do not fit; the
-        number of broken files."""
+        """Return the kept blocks, least recently used first; the newest stamp; the blocks beyond the limit; the number
+        of broken files."""
         with ThreadPoolExecutor(SCAN_THREADS, "kv-disk-scan") as threads:
             found = [item for part in threads.map(self._files.scan, range(SHARDS)) for item in part]
         names = [name for _, name in sorted(found, key=lambda item: item[0]) if name is not None]

@@ -1,14 +1,14 @@
-"""Writes blocks as files: the format of a file, and the folder that one node owns.
+"""Blocks as files: the file format, and the folder that one node owns.
 
-    FOLDER/pillion-kv.lock                                   locked (flock) as long as a node uses the folder
+    FOLDER/pillion-kv.lock                                   locked (flock) while a node uses the folder
     FOLDER/<namespace, 16 digits>/<hash, 2 digits>/<hash, 64 digits>.kv
-    ...                                             .kv.part while it is written; renamed when it is whole
+    ...                                             .kv.part while being written; renamed when complete
 
     header, 192 bytes, little-endian: magic 8, version 4, length of parent 4, namespace 32, hash 32, parent 32,
     segment 32, payload bytes 8, payload checksum 8, zero 24, checksum of all before 8; then the payload
 
-A file's modification time is the order of use, in nanoseconds. Nothing is synced: after a power cut a file may be
-short or damaged, which the header, the length or the payload's checksum shows. Only files with such a name inside this
+A file's modification time, in nanoseconds, is its LRU stamp. Nothing is synced: after a power cut a file may be short
+or damaged, which the header, the length or the payload's checksum reveals. Only files with such a name inside this
 namespace's folder are ever removed. All functions here block.
 """
 
@@ -34,13 +34,9 @@ HEADER_BYTES = 192
 LOCK_NAME = "pillion-kv.lock"
 SUFFIX = ".kv"
 PART_SUFFIX = ".kv.part"
-# A file takes a whole number of these pages from a disk.
 PAGE_BYTES = 4096
-# A probe reads this many bytes at once.
 PROBE_BYTES = 2**20
-# Such errors say that others have filled the disk, or used up the share of this user.
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
-# There are this many subfolders, named by the first two digits of a hash.
 SHARDS = 256
 
 _FIELDS = struct.Struct("<8sII32s32s32s32sQQ24x")
@@ -50,23 +46,23 @@ _OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
 
 
 class Foreign(Exception):  # noqa: N818
-    """Says that a file is sound, but belongs to another namespace."""
+    """The file is intact but belongs to another namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFileLayout:
-    """Describes the layout that all files of one tier share. ``namespace`` has 32 bytes."""
+    """Layout of all files of one tier. ``namespace`` has 32 bytes."""
 
     namespace: bytes
     block_bytes: int
 
     @property
     def file_bytes(self) -> int:
-        """Gives the disk space that one block takes."""
+        """Disk space per block."""
         return -(-(HEADER_BYTES + self.block_bytes) // PAGE_BYTES) * PAGE_BYTES
 
     def pack(self, name: BlockName) -> bytes:
-        """Returns the header of one block's file."""
+        """Return the header of a block's file."""
         fields = _FIELDS.pack(
             MAGIC, VERSION, len(name.parent), self.namespace, name.hash, name.parent, name.segment,
             self.block_bytes, name.checksum,
@@ -74,8 +70,8 @@ class BlockFileLayout:
         return fields + _CHECKSUM.pack(block_checksum(fields))
 
     def unpack(self, header: bytes, block_hash: bytes) -> BlockName:
-        """Reads the header of a block's file. Raises Foreign for the header of another namespace, Corrupt for anything
-        else but a sound header of ``block_hash`` in this version and size."""
+        """Decode the header of a block's file. Raises Foreign for another namespace, Corrupt unless it is an intact
+        header of ``block_hash`` in this version and size."""
         if len(header) != HEADER_BYTES or _CHECKSUM.unpack(header[_FIELDS.size :])[0] != block_checksum(
             header[: _FIELDS.size]
         ):
@@ -91,8 +87,8 @@ class BlockFileLayout:
 
 
 class DiskFolder:
-    """Represents a folder that this process alone uses; the folder is made if it is missing. Raises ConfigError if it
-    cannot be written to, or if another node has it."""
+    """A folder used by this process alone, created if missing. Raises ConfigError if it is not writable or another node
+    uses it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -109,15 +105,15 @@ class DiskFolder:
             raise ConfigError(f"--disk-path {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Gives the folder up to other nodes. Idempotent."""
+        """Unlock the folder for other nodes. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 class BlockFiles:
-    """Reads and writes the files of one namespace in a folder. Raises ConfigError if its subfolders cannot be made;
-    where the disk is only full, a write makes them later."""
+    """Files of one namespace in a folder. Raises ConfigError if its subfolders cannot be created; if the disk is just
+    full, a later write creates them."""
 
     def __init__(self, folder: DiskFolder, layout: BlockFileLayout) -> None:
         self.layout = layout
@@ -137,17 +133,17 @@ class BlockFiles:
         self._has_folders = True
 
     def path_of(self, block_hash: bytes) -> str:
-        """Returns the path that a block's file has or would have."""
+        """Return the path of a block's file, existing or not."""
         digits = block_hash.hex()
         return f"{self._root}{digits[:2]}{os.sep}{digits}{SUFFIX}"
 
     def write(self, name: BlockName, payload: memoryview, stamp: int, old: bytes = b"") -> None:
-        """Writes a block's file as a whole, or not at all. Raises OSError.
+        """Write a block's file, whole or not at all. Raises OSError.
 
         Args:
-            stamp: its place in the order of use.
-            old: a block whose file is reused, as no thread reads that any more; a new file can cost more than its
-                bytes.
+            stamp: LRU stamp.
+            old: a dropped block whose file is reused, if no thread reads it any more; creating a file can cost more
+                than writing its bytes.
         """
         path = self.path_of(name.hash)
         part = path.removesuffix(SUFFIX) + PART_SUFFIX
@@ -172,11 +168,11 @@ class BlockFiles:
             raise
 
     def has(self, block_hash: bytes) -> bool:
-        """Returns whether a block's file is there."""
+        """Return whether a block's file exists."""
         return os.path.exists(self.path_of(block_hash))
 
     def read(self, name: BlockName, target: memoryview) -> None:
-        """Reads one block into ``target``. Raises Corrupt, or OSError (FileNotFoundError for a missing file)."""
+        """Read a block into ``target``. Raises Corrupt, or OSError (FileNotFoundError for a missing file)."""
         header = bytearray(HEADER_BYTES)
         fd = os.open(self.path_of(name.hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -194,7 +190,7 @@ class BlockFiles:
             os.close(fd)
 
     def probe(self, block_hash: bytes) -> None:
-        """Reads a block's file from the medium, past the system's cache, and forgets its bytes. Raises OSError."""
+        """Read a block's file from the medium, bypassing the page cache, and discard it. Raises OSError."""
         fd = os.open(self.path_of(block_hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if hasattr(os, "posix_fadvise"):
@@ -205,20 +201,20 @@ class BlockFiles:
             os.close(fd)
 
     def stamp(self, block_hash: bytes, stamp: int) -> None:
-        """Moves a file in the order of use, if it can be stamped."""
+        """Set a file's LRU stamp, ignoring errors."""
         with contextlib.suppress(OSError):
             os.utime(self.path_of(block_hash), ns=(stamp, stamp))
 
     def remove(self, block_hash: bytes) -> None:
-        """Removes a block's file, if that is possible."""
+        """Remove a block's file, ignoring errors."""
         with contextlib.suppress(OSError):
             os.unlink(self.path_of(block_hash))
 
     def scan(self, shard: int) -> list[tuple[int, BlockName | None]]:
-        """Returns (stamp, name) of each block in subfolder ``shard`` of SHARDS, by its header alone.
+        """Return (stamp, name) of each block in subfolder ``shard`` of SHARDS, by its header alone.
 
-        Half-written and broken files are removed; a broken file, and one that cannot be read, is (0, None). Foreign
-        files stay and are skipped, as is a subfolder that cannot be listed.
+        Removes incomplete and broken files. A broken or unreadable file is returned as (0, None). Skips foreign files,
+        and subfolders that cannot be listed.
         """
         folder, found = f"{self._root}{shard:02x}{os.sep}", list[tuple[int, BlockName | None]]()
         with contextlib.suppress(OSError):
@@ -228,7 +224,7 @@ class BlockFiles:
                 except Foreign:
                     continue
                 except OSError:
-                    # The file can perhaps be read later. If not, the next write of this hash replaces it.
+                    # It may be readable later; otherwise the next write of this hash replaces it.
                     found.append((0, None))
                 except Corrupt:
                     with contextlib.suppress(OSError):
@@ -252,7 +248,7 @@ class BlockFiles:
 
 
 def _write_all(fd: int, pieces: list[memoryview]) -> None:
-    """Writes all pieces to a file. A short write is the first sign of a full disk or a file-size limit; the next one
+    """Write all pieces to a file. A short write is the first sign of a full disk or a file size limit; the next write
     raises."""
     while pieces:
         done = os.writev(fd, pieces)

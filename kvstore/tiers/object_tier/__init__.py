@@ -1,6 +1,5 @@
-"""Keeps a lower tier in a bucket, which nodes and clusters share and which outlives them (--object-url,
-docs/tiers.md).
+"""Lower tier in a bucket, which nodes and clusters share and which outlives them (--object-url, docs/tiers.md).
 
-Blocks come here in two ways: write_through.py copies each one some seconds after its commit, and
-kvstore/tiers/spill.py offers those that it evicts, as to every tier.
+write_through.py copies each block some seconds after its commit, and kvstore/tiers/spill.py offers those that it
+evicts, as to every tier.
 """

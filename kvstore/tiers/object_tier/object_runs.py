@@ -1,5 +1,4 @@
-"""Writes runs of blocks as objects: how blocks are joined to a run, and the name and the bytes of an object. Sans-IO
-(I9).
+"""Runs of blocks as objects: how blocks are joined, and an object's name and bytes. Sans-IO (I9).
 
     <namespace, 64 digits>/<segment, 64 digits>/<first block, 64 digits>-<4 digits of each following block>
 
@@ -7,10 +6,9 @@
     namespace 32, segment 32, the first block's parent 32, then hash 32 and payload checksum 8 of each block, zeros,
     checksum of all before 8; then the payloads
 
-A run is blocks of one segment (the SEGMENT_BLOCKS blocks of a chain that the index keeps together), each after the one
-before it. Its name tells what is in it, so a list of a segment's objects, one request, says for each block of a prompt
-whether and where it is kept, whoever wrote it: nodes of other clusters that share the bucket, too. Two clusters that
-keep the same run write the same object.
+A run is a chain of blocks within one segment (SEGMENT_BLOCKS blocks, the unit of the index). Its name describes its
+blocks, so one list request for a segment locates each of a prompt's blocks, whichever node wrote it, including nodes of
+other clusters that share the bucket. Two clusters with the same run write the same object.
 """
 
 from __future__ import annotations
@@ -27,12 +25,11 @@ from pillion.kvstore.tiers.tiers import BlockName, Corrupt
 MAGIC = b"PILLIONR"
 VERSION = 1
 HEADER_BYTES = 2048
-# An object has at most this much payload, unless a single block has more: enough that a store's answering time is a
-# small part of the transfer, little enough that a reader of a few blocks does not wait for many others.
+# Payload per object, unless a single block is bigger: large enough that latency is a small part of the transfer, small
+# enough that a reader of a few blocks does not wait for many others.
 MAX_RUN_BYTES = 16 * 2**20
-# An object's name has this many bytes of the hash of each block but the first, because services that keep objects as
-# files allow names of 255 characters. One in 65,536 blocks that seem to be in an object is another one, which is
-# noticed when the object is read.
+# Bytes of each block's hash, except the first's, in an object's name; file-based services allow names of 255
+# characters. One in 65,536 matches is false, which is detected when the object is read.
 _TAG_BYTES = 2
 
 _FIELDS = struct.Struct("<8sIIQI4x32s32s32s")
@@ -43,12 +40,12 @@ _NAME = re.compile(r"([0-9a-f]{64})-((?:[0-9a-f]{4})*)")
 
 @dataclass(frozen=True, slots=True)
 class RunName:
-    """Holds what an object's name says of its run.
+    """Description of a run by its object's name.
 
     Attributes:
         segment: hash of the segment's first block.
         first: hash of the run's first block.
-        tags: the first bytes of the hash of each block after the first one.
+        tags: leading bytes of the hash of each block after the first one.
     """
 
     segment: bytes
@@ -57,13 +54,13 @@ class RunName:
 
     @classmethod
     def of(cls, names: Sequence[BlockName]) -> RunName:
-        """Makes the name of the object that has these blocks, a run."""
+        """Return the object name of a run of these blocks."""
         tags = tuple(name.hash[:_TAG_BYTES] for name in names[1:])
         return cls(names[0].segment, names[0].hash, tags)
 
     @classmethod
     def parse(cls, segment: bytes, text: str) -> RunName | None:
-        """Reads the last part of an object's path; None for an object that is no run."""
+        """Parse the last part of an object's path; None for an object that is no run."""
         found = _NAME.fullmatch(text)
         if found is None:
             return None
@@ -78,7 +75,7 @@ class RunName:
         return f"{self.first.hex()}-{b''.join(self.tags).hex()}"
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """Returns how many of ``hashes``, the first of which is the run's first block, the run has."""
+        """Return how many of ``hashes`` the run has; the first of them is the run's first block."""
         for place, (tag, block_hash) in enumerate(zip(self.tags, hashes[1:], strict=False)):
             if not block_hash.startswith(tag):
                 return place + 1
@@ -88,11 +85,11 @@ class RunName:
 def split_runs(
     blocks: Iterable[tuple[BlockName, memoryview]], block_bytes: int
 ) -> list[list[tuple[BlockName, memoryview]]]:
-    """Joins blocks, which come in any order, to runs of at most MAX_RUN_BYTES and one segment."""
+    """Join blocks, in any order, into runs within one segment and of at most MAX_RUN_BYTES."""
     kept = {name.hash: (name, payload) for name, payload in blocks}
     child: dict[bytes, bytes] = {}
     for name, _ in kept.values():
-        # Where several blocks follow one, the others begin runs of their own.
+        # If several blocks follow one, the others begin separate runs.
         if name.parent in kept and kept[name.parent][0].segment == name.segment:
             child.setdefault(name.parent, name.hash)
     heads = kept.keys() - set(child.values())
@@ -117,27 +114,27 @@ def _most_blocks(block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """Describes the layout that all objects of one namespace share. ``namespace`` has 32 bytes."""
+    """Layout of all objects of one namespace. ``namespace`` has 32 bytes."""
 
     namespace: bytes
     block_bytes: int
 
     def folder(self, segment: bytes) -> str:
-        """Returns the beginning of the paths of all objects of a segment."""
+        """Return the path prefix of all objects of a segment."""
         return f"{self.namespace.hex()}/{segment.hex()}"
 
     def path(self, run: RunName) -> str:
-        """Returns the path of a run's object."""
+        """Return the path of a run's object."""
         return f"{self.folder(run.segment)}/{run}"
 
     def size_bytes(self, run: RunName) -> int:
-        """Returns the size of a run's object. Raises Corrupt for a name of more blocks than a run has."""
+        """Return the size of a run's object in bytes. Raises Corrupt for a name with too many blocks."""
         if len(run) > _most_blocks(self.block_bytes):
             raise Corrupt(f"its name has {len(run)} blocks, and a run has at most {_most_blocks(self.block_bytes)}")
         return HEADER_BYTES + len(run) * self.block_bytes
 
     def pack(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> bytearray:
-        """Makes the object of a run, whose blocks have ``block_bytes`` each."""
+        """Return the object of a run whose blocks have ``block_bytes`` each."""
         first = blocks[0][0]
         packed = bytearray(HEADER_BYTES + len(blocks) * self.block_bytes)
         _FIELDS.pack_into(
@@ -153,8 +150,8 @@ class RunLayout:
         return packed
 
     def unpack(self, data: memoryview, run: RunName) -> dict[bytes, tuple[int, memoryview]]:
-        """Returns the checksum and payload of each block of an object, by its hash; the payloads are not checked.
-        Raises Corrupt for anything but a sound object of this run, version and size."""
+        """Return the checksum and payload of each block of an object, by its hash, with the payloads unchecked. Raises
+        Corrupt unless it is an intact object of this run, version and size."""
         checked = HEADER_BYTES - _CHECKSUM.size
         if len(data) < HEADER_BYTES or _CHECKSUM.unpack_from(data, checked)[0] != block_checksum(data[:checked]):
             raise Corrupt("the header is damaged")
@@ -177,8 +174,8 @@ class RunLayout:
 
 
 def places_in(runs: Iterable[RunName], hashes: Sequence[bytes]) -> Mapping[bytes, RunName]:
-    """Returns which run has each of ``hashes``, blocks of a chain within one segment; where several runs have it, the
-    one that goes on longest."""
+    """Return which run has each of ``hashes``, blocks of a chain within one segment; of several runs, the one that
+    continues longest."""
     place = {block_hash: number for number, block_hash in enumerate(hashes)}
     found: dict[bytes, tuple[int, RunName]] = {}
     for run in runs:
@@ -195,8 +192,8 @@ def places_in(runs: Iterable[RunName], hashes: Sequence[bytes]) -> Mapping[bytes
 def followers_in(
     runs: Iterable[RunName], hashes: Sequence[bytes], followers: Sequence[bytes]
 ) -> Mapping[bytes, RunName]:
-    """Returns which run has each of ``followers``: blocks that may come after the block of ``hashes``, which are of one
-    chain and segment, in the same place, instead of the next one."""
+    """Return which run has each of ``followers``: candidate next blocks, one per block of ``hashes``, which are of one
+    chain and segment."""
     place = {block_hash: number for number, block_hash in enumerate(hashes)}
     begins, found = frozenset(followers), dict[bytes, RunName]()
     for run in runs:

@@ -1,13 +1,12 @@
-"""Accesses a bucket of an S3 service with the library obstore: reads ``--object-url``, and makes the three requests of
+"""Client of a bucket of an S3 service, by the library obstore: parses ``--object-url``, and makes the three requests of
 the object tier.
 
     s3://BUCKET/PREFIX?endpoint=https://HOST&region=REGION&virtual_hosted_style=false
 
-obstore is Rust's ``object_store`` (Apache Arrow) behind asyncio: requests run on threads of its own, without the GIL,
-and it signs them, finds credentials and tries again as its users expect. boto3 needs a thread for each request, and
-aiobotocore computes signatures and reads bodies on the event loop. Credentials are those of the environment (the
-variables ``AWS_...``, a web identity, the instance's role): a URL with credentials is refused, because flags are
-visible to all.
+obstore is Rust's ``object_store`` (Apache Arrow) behind asyncio: requests run on its own threads, without the GIL, and
+it signs, finds credentials and retries as its users expect. boto3 needs a thread per request, and aiobotocore computes
+signatures and reads bodies on the event loop. Credentials come from the environment (``AWS_...`` variables, a web
+identity, the instance's role): a URL with credentials is refused, because flags are visible to all.
 """
 
 from __future__ import annotations
@@ -23,31 +22,27 @@ from pillion.errors import ConfigError
 from pillion.kvstore.tiers.tiers import Corrupt
 
 FLAG = "--object-url"
-# A request with all its attempts ends by this time, whatever the service does.
 REQUEST_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 2_000
-# There are this many attempts after the first one, after answers that may pass (503, 429, a lost connection), with
-# these waits before them.
 MAX_RETRIES = 2
 FIRST_BACKOFF_MS, MOST_BACKOFF_MS = 100, 1_000
-# One list brings this many names, as many as S3 sends at once.
 MAX_LISTED_NAMES = 1000
 
 _KEYS = ("endpoint", "region", "virtual_hosted_style")
 
 
 class MissingObject(Exception):  # noqa: N818
-    """Says that there is no such object, or not any more."""
+    """The object does not exist (any more)."""
 
 
 class ObjectStoreFailure(Exception):  # noqa: N818
-    """Says that the service refused a request, failed or did not answer in time; the text says which in a few words."""
+    """The service refused a request, failed or did not answer in time; the text says which in a few words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectPlace:
-    """Holds the parts of an object store's URL. ``endpoint`` and ``region`` are empty if the environment or AWS's
-    defaults give them."""
+    """Parts of an object store's URL. ``endpoint`` and ``region`` are empty if the environment or AWS's defaults
+    apply."""
 
     bucket: str
     prefix: str
@@ -60,7 +55,7 @@ class ObjectPlace:
 
 
 def parse_object_url(url: str) -> ObjectPlace:
-    """Reads ``--object-url``. Raises ConfigError, which repeats nothing that may be a secret."""
+    """Parse ``--object-url``. Raises ConfigError, whose text repeats no potential secret."""
     try:
         parts = urlsplit(url)
         keys = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
@@ -100,15 +95,15 @@ def parse_object_url(url: str) -> ObjectPlace:
 
 
 class ObjectStore:
-    """Represents a client of one bucket; paths are relative to the URL's prefix. Calls may be cancelled at any time.
+    """Client of one bucket; paths are relative to the URL's prefix. Calls may be cancelled at any time.
 
-    Raises ConfigError where obstore is not installed or refuses the place.
+    Raises ConfigError if obstore is not installed or refuses the place.
     """
 
     def __init__(self, place: ObjectPlace) -> None:
         self.place = place
         try:
-            # The package is imported only when it is needed: a node without this tier needs no obstore.
+            # Imported here, since a node without this tier needs no obstore.
             self._obstore = importlib.import_module("obstore")
             stores = importlib.import_module("obstore.store")
             self._failed: type[Exception] = importlib.import_module("obstore.exceptions").BaseError
@@ -142,12 +137,12 @@ class ObjectStore:
             raise ConfigError(f"{FLAG}: {_first_line(error)}") from None
 
     async def put(self, path: str, data: bytearray) -> None:
-        """Writes an object, whole or not at all. Raises ObjectStoreFailure."""
+        """Write an object, whole or not at all. Raises ObjectStoreFailure."""
         await self._asked(self._obstore.put_async(self._store, path, data, use_multipart=False))
 
     async def get(self, path: str, size_bytes: int) -> memoryview:
-        """Reads an object of so many bytes. Raises MissingObject, ObjectStoreFailure, and Corrupt for an object of
-        another size, of which nothing is read, because any writer to the bucket may have put anything there."""
+        """Read an object of ``size_bytes``. Raises MissingObject, ObjectStoreFailure, and Corrupt for an object of
+        another size, which is not read: any writer to the bucket may have put anything there."""
 
         async def read() -> Any:
             try:
@@ -165,8 +160,8 @@ class ObjectStore:
         return memoryview(found)
 
     async def names(self, folder: str, after: str = "") -> list[str]:
-        """Returns the last part of each object's path in ``folder``, in their order from after ``after`` on, at most
-        MAX_LISTED_NAMES. Raises ObjectStoreFailure."""
+        """Return the last path components of up to MAX_LISTED_NAMES objects in ``folder``, sorted, from after ``after``
+        on. Raises ObjectStoreFailure."""
 
         async def listed() -> list[Any]:
             pages = self._obstore.list(
@@ -189,5 +184,5 @@ class ObjectStore:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns obstore's error message, without the request and the answer that it repeats over many lines."""
+    """Return the first line of obstore's error, without the request and response that follow."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

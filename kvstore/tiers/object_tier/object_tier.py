@@ -1,16 +1,16 @@
-"""Implements the object tier: blocks of the pool, copied to a bucket that outlives nodes and that clusters may share.
+"""Object tier: blocks of the pool, copied to a bucket that outlives nodes and that clusters may share.
 
     a block   copied --queued--> written --put--> kept, known here --least recently used--> forgotten, still there
                        +--failed-----------> reported gone    ^ |
-    a prompt --find: a list of its segment's objects----------+ +--get: does not fit its checksum--> forgotten, counted
+    a prompt --find: a list of its segment's objects----------+ +--get: checksum mismatch--> forgotten, counted
 
-What this node knows of the bucket is what it wrote, and what it found when it was asked for a prompt's blocks; an
-object is as good whoever wrote it (object_runs.py). The bucket itself is bounded by its owner's
-rules of expiry: an object that is gone is a block that is missing (I1).
+This node knows the objects that it wrote, and those that it found for a prompt's blocks; an object is equally good
+whichever node wrote it (object_runs.py). The bucket is limited by its owner's expiry rules: a missing object is a
+missing block (I1).
 
-Nothing waits for the service but a fetch, which is bounded: blocks to be written are copied into a queue of bounded
-size, and while that is full, or the service fails, blocks are refused. A service that failed or was late is paused and
-probed (:mod:`pillion.kvstore.tiers.tier_breaker`). The loop owns all state; bytes are copied and checked in threads.
+Only fetches wait for the service, for a limited time: blocks to be written are copied into a queue of limited size, and
+while that is full, or the service fails, blocks are refused. A service that failed or was late is paused and probed
+(:mod:`pillion.kvstore.tiers.tier_breaker`). The loop owns all state; bytes are copied and checked on threads.
 """
 
 from __future__ import annotations
@@ -45,27 +45,23 @@ from pillion.tasks import OwnTasks
 
 log = logging.getLogger("pillion.kvnode")
 
-# This many bytes may wait to be written, or are being written; further blocks are refused, and so forgotten.
 MAX_QUEUED_BYTES = 256 * 2**20
-# This many requests of each kind may run at once.
 MAX_PUTS, MAX_GETS, MAX_LISTS = 4, 8, 16
-# At most this many lists run or wait for their turn; further ones find nothing.
 MAX_WAITING_LISTS = 256
-# Of so many segments it is asked whether their last blocks have states.
 MAX_ASKED_EDGES = 2
-# At most this many blocks are known to be in the bucket, with some 300 bytes each.
+# Blocks known to be in the bucket, some 300 bytes each.
 MAX_KNOWN_BLOCKS = 2**18
-# A block that no object had is not asked for again for this long; this many such blocks are remembered.
+# How long a missing block is not looked up again, and how many such blocks are remembered.
 ABSENT_MS = 5_000
 MAX_ABSENT_BLOCKS = 4096
-# No chain has this segment, so a list of it only shows whether the service answers.
+# Segment of no chain: a list of it only probes the service.
 _NO_SEGMENT = bytes(32)
 
 
 class ObjectTier(MediumTier):
-    """Implements a tier in a bucket, to which other nodes write as well, so that only a request shows what it has. It
-    is asked after other nodes' pools. Listing and writing go on when a caller is cancelled. ``place`` is the
-    bucket's."""
+    """Tier in a bucket, which other nodes write to as well, so that only a request shows its contents. It is asked
+    after other nodes' pools. Listing and writing continue if a caller is cancelled. ``place`` is the bucket's
+    location."""
 
     name = "object"
 
@@ -73,17 +69,15 @@ class ObjectTier(MediumTier):
         super().__init__(store.place)
         self.place, self._store = store.place, store
         self._layout = layout
-        # For each block this has the run with it, whose object has the block's checksum; for each run this has the
-        # hashes of its blocks that are known.
+        # Run by block hash (its object has the block's checksum), and known block hashes by run.
         self._runs: dict[bytes, RunName] = {}
         self._of_run: dict[RunName, set[bytes]] = {}
-        # These blocks wait to be written; until then they are loaded from these bytes.
         self._coming: dict[bytes, tuple[BlockName, memoryview]] = {}
         self._queued_bytes = 0
         self._puts, self._gets, self._lists = (asyncio.Semaphore(most) for most in (MAX_PUTS, MAX_GETS, MAX_LISTS))
         self._work = OwnTasks()
-        # The first has the running lists, by segment and the name that they begin after; the second has blocks that no
-        # listed object had, and until when that counts.
+        # Running lists by (segment, name after which they begin); and blocks that no listed object had, with the expiry
+        # of that.
         self._listing: dict[tuple[bytes, str], asyncio.Task[tuple[list[RunName], bool]]] = {}
         self._absent: OrderedDict[bytes, float] = OrderedDict()
 
@@ -98,7 +92,7 @@ class ObjectTier(MediumTier):
         return heads_first({**self._kept, **coming})
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """Queues copies of the blocks, and returns before they are written."""
+        """Queue copies of the blocks, without waiting for the writes."""
         gone, self._unreported = self._unreported, []
         fresh: list[tuple[BlockName, memoryview]] = []
         for name, payload in blocks:
@@ -124,7 +118,7 @@ class ObjectTier(MediumTier):
         return [name for name in gone if name.hash not in self]
 
     async def _queue(self, fresh: Sequence[tuple[BlockName, memoryview]]) -> None:
-        """Copies blocks, whose payloads are the caller's only until then, and begins to write them."""
+        """Copy blocks, whose payloads the caller may reuse afterwards, and start writing them."""
         runs = split_runs(fresh, self._layout.block_bytes)
         objects = await asyncio.to_thread(lambda: [self._layout.pack(run) for run in runs])
         for run, data in zip(runs, objects, strict=True):
@@ -158,15 +152,15 @@ class ObjectTier(MediumTier):
                 self._know(name, run)
 
     async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False, states: bool = False) -> None:
-        """Finds out which blocks of a chain, which begins with its first block, the bucket has from block ``first`` on;
-        ``in`` knows them from then on. The call is bounded in time, and may be cancelled.
+        """Find out which blocks of a chain, given from its first block, the bucket has from block ``first`` on;
+        afterwards ``in`` finds them. Takes a limited time and may be cancelled.
 
-        It lists the segments of the chain: that of this block, and all others at once where that one is here to its
-        end. Blocks that are known already are not asked for.
+        Lists the segment of block ``first``, and if that is here to its end, all following ones at once. Known blocks
+        are not looked up.
 
-        With ``roughly``, of n others the last and about every √n-th are listed, then those between the deepest one that
-        is here and the next. So a list of 64 segments is 16 requests in two rounds. With ``states`` it learns of the
-        same lists which blocks have states, and so asks for segments, too, all of whose blocks are known.
+        With ``roughly``, of n following segments the last and about every √n-th are listed, then those between the
+        deepest present one and the next: 16 requests in two rounds for 64 segments. With ``states``, the same lists
+        also show which blocks have states, so segments are listed even if all their blocks are known.
         """
         begin = first // SEGMENT_BLOCKS * SEGMENT_BLOCKS
         end = begin + SEGMENT_BLOCKS
@@ -189,8 +183,8 @@ class ObjectTier(MediumTier):
         await asyncio.gather(*(self._find_in(hashes, begin, begin, states) for begin in begins))
 
     async def _find_at_edges(self, hashes: Sequence[bytes], first: int) -> None:
-        """Learns of the last segments' last blocks that are here whether they have states, whose first pages begin
-        segments of their own."""
+        """Look up whether the last present blocks of segments have states, whose first pages begin separate
+        segments."""
         deepest = next((at for at in range(len(hashes) - 1, first - 1, -1) if hashes[at] in self), first)
         last = (deepest + 1) // SEGMENT_BLOCKS * SEGMENT_BLOCKS
         ends = range(last, max(first, last - MAX_ASKED_EDGES * SEGMENT_BLOCKS), -SEGMENT_BLOCKS)
@@ -198,8 +192,8 @@ class ObjectTier(MediumTier):
         await asyncio.gather(*(self._find_in(chain, len(chain) - 1, len(chain) - 1, False) for chain in chains))
 
     async def _find_in(self, hashes: Sequence[bytes], first: int, begin: int, states: bool) -> None:
-        """Learns where the blocks from ``first`` on are, of the segment that begins with block ``begin``, and perhaps
-        which of them have ``states``."""
+        """Locate the blocks from ``first`` on within the segment that begins with block ``begin``, and with ``states``
+        also those that have a state."""
         chain = hashes[begin : begin + SEGMENT_BLOCKS]
         segment, wanted = chain[0], hashes[first : begin + SEGMENT_BLOCKS]
         pages = [state_page(block_hash, 0) for block_hash in chain[: SEGMENT_BLOCKS - 1]] if states else []
@@ -219,7 +213,7 @@ class ObjectTier(MediumTier):
                 if page not in self:
                     self._know(BlockName(page, chain[pages.index(page)], segment, 0), run)
             missing = next((block_hash for block_hash in wanted if block_hash not in self), None)
-            # There are more names than one list has, so those that begin with the next block are asked for.
+            # The list was truncated: continue at the names that begin with the next missing block.
             more = more and missing is not None and missing.hex() != after
             after = missing.hex() if missing is not None else ""
         if wanted[0] not in self:
@@ -228,8 +222,8 @@ class ObjectTier(MediumTier):
                 self._absent.popitem(last=False)
 
     async def _runs_of(self, segment: bytes, after: str) -> tuple[list[RunName], bool]:
-        """Returns the runs of a segment whose names are after this one, and whether there are more. Callers at the same
-        time share one request. Returns None where the service fails."""
+        """Return the runs of a segment with names after ``after``, and whether there are more. Concurrent callers share
+        one request. Empty if the service fails."""
         key = segment, after
         listing = self._listing.get(key)
         if listing is None:
@@ -270,8 +264,7 @@ class ObjectTier(MediumTier):
         parts, loads = list[list[tuple[bytes, memoryview]]](), list[asyncio.Task[int]]()
         for run, each in groupby(jobs, lambda job: self._run_of(job[0])):
             parts.append(list(each))
-            # Blocks that wait to be written may have been written when the task begins, so their bytes are looked up
-            # now.
+            # Look up pending writes now, since they may be finished when the task starts.
             work = self._load_run(run, parts[-1]) if run is not None else self._load_coming(parts[-1])
             loads.append(asyncio.create_task(work, name="reading an object"))
 
@@ -290,17 +283,17 @@ class ObjectTier(MediumTier):
         return came
 
     def _run_of(self, block_hash: bytes) -> RunName | None:
-        """Returns the run that has a block; None for a block that waits to be written."""
+        """Return the run of a block, None for a pending write."""
         return None if block_hash in self._coming else self._runs[block_hash]
 
     def _load_coming(self, part: Sequence[tuple[bytes, memoryview]]) -> Coroutine[Any, Any, int]:
-        """Loads blocks that wait to be written; the result is how many came before one that failed."""
+        """Load blocks whose writes are pending; the result is how many came before a failure."""
         found = {block_hash: self._coming[block_hash] for block_hash, _ in part}
         sources = {block_hash: (name.checksum, payload) for block_hash, (name, payload) in found.items()}
         return until_over(asyncio.to_thread(_copy, part, sources))
 
     async def _load_run(self, run: RunName, part: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Loads blocks of one run; returns how many came before one that failed."""
+        """Load blocks of one run; return how many came before a failure."""
         try:
             async with self._gets:
                 if not self.answers():
@@ -323,14 +316,14 @@ class ObjectTier(MediumTier):
             self._failed("blocks were not read", str(error))
             return 0
         self._breaker.in_time()
-        # The run's name promised these blocks too, but its object lacks them: they are in another object, or in none.
+        # The run's name matched these blocks as well, but its object lacks them.
         for block_hash, _ in part[count:]:
             self._drop(block_hash, run)
         self.touch([block_hash for block_hash, _ in reversed(part[:count])])
         return count
 
     def _forget(self, run: RunName) -> None:
-        """Forgets the blocks of a run whose object is missing or damaged."""
+        """Forget the blocks of a missing or damaged object."""
         for block_hash in list(self._of_run.get(run, ())):
             self._drop(block_hash, run)
 
@@ -346,7 +339,7 @@ class ObjectTier(MediumTier):
                 self._unreported.append(name)
 
     def _failed(self, message: str, failure: str) -> None:
-        """Pauses the service until a probe is answered."""
+        """Warn, and pause the service until a probe is answered."""
         self._warn(f"{message}; the object tier is paused", failure)
         if not self._breaker.paused:
             self._pause()
@@ -359,7 +352,7 @@ class ObjectTier(MediumTier):
         return True
 
     async def close(self) -> None:
-        """Waits for objects that are being written or wait to be; each of these waits is bounded in time."""
+        """Wait for objects queued or being written, each for a limited time."""
         self._closed = True
         for task in (self._probing, *self._listing.values()):
             if task is not None:
@@ -369,14 +362,14 @@ class ObjectTier(MediumTier):
 
 
 def _copy(part: Iterable[tuple[bytes, memoryview]], sources: dict[bytes, tuple[int, memoryview]]) -> int:
-    """Copies blocks until one is missing or does not fit its checksum; returns how many it copied."""
+    """Copy blocks until one is missing or has a wrong checksum; return how many were copied."""
     count = 0
     for block_hash, target in part:
         checksum, payload = sources.get(block_hash, (0, None))
         if payload is None:
             break
         target[:] = payload
-        # The target is checked and not the source, so that a reader of the block sees the checked bytes.
+        # Check the target, not the source, so that the block's readers get the checked bytes.
         if block_checksum(target) != checksum:
             break
         count += 1

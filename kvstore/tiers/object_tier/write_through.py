@@ -1,12 +1,11 @@
-"""Copies blocks to the far tier while they are still in the pool.
+"""Copies blocks to the bucket while they are still in the pool.
 
-    committed --COPY_DELAY_S--> still there? --copied, in a thread--> still the same? --> stored, and in the pool as
-    before
+    committed --COPY_DELAY_S--> still there? --copied, on a thread--> still the same? --> stored, and still in the pool
 
-Eviction alone would bring a bucket only the ends of chains, because a chain's end leaves the pool first and its head
-may never do so, and nothing at all of a node that dies; and an end is of no use to a node that lacks the head. The
-delay lets a prompt's blocks, and some of its answer's, become one object. Blocks are copied head first, as they are
-committed. As in the spiller, no pin is needed: if the very same block is still there afterwards, the copy is good.
+Eviction alone would send a bucket only the ends of chains, since a chain's end leaves the pool first and its head maybe
+never, and nothing from a node that dies; and an end is useless to a node without the head. The delay lets a prompt's
+blocks, and some of its answer's, become one object. Blocks are copied in order of commit, head first. As in the
+spiller, no pin is needed: if the same block is still present afterwards, the copy is good.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ from pillion.kvstore.tiers.object_tier.object_tier import ObjectTier
 from pillion.kvstore.tiers.tiers import BlockName
 
 COPY_DELAY_S = 5.0
-# This many bytes are copied before the pool is checked again.
 BATCH_BYTES = 16 * 2**20
-# At most this many blocks wait for their copy; the oldest are left out where the tier cannot keep up.
+# Blocks waiting to be copied; the oldest are skipped if the tier cannot keep up.
 MAX_DUE_BLOCKS = 2**16
-# After the tier had no room, nothing is copied to it for this long.
+# Delay after the tier had no room.
 NO_ROOM_S = 0.5
 
 
 class WriteThrough:
-    """Copies the blocks of one pool to the far tier while they are still in the pool. Only the node's loop calls it.
+    """Copies one pool's committed blocks to the bucket. Only the node's loop calls it.
 
     Args:
-        blocks_lost: called with blocks that the tier no longer keeps.
+        blocks_lost: called with blocks that the tier dropped.
     """
 
     def __init__(
@@ -51,18 +49,18 @@ class WriteThrough:
         self._memory = memory
         self._tier = tier
         self._blocks_lost = blocks_lost
-        # These are the committed blocks, and when each is due on the loop's clock.
+        # (time due on the loop's clock, hash) of committed blocks.
         self._due: deque[tuple[float, bytes]] = deque(maxlen=MAX_DUE_BLOCKS)
         self._poked = asyncio.Event()
 
     def committed(self, events: Iterable[IndexEvent]) -> None:
-        """Notes the blocks that came into the pool."""
+        """Schedule copies of the blocks that arrived in the pool."""
         due_s = asyncio.get_running_loop().time() + COPY_DELAY_S
         self._due.extend((due_s, event.block_hash) for event in events if event.here)
         self._poked.set()
 
     async def run(self) -> None:
-        """Copies the blocks that are due, until it is cancelled."""
+        """Copy blocks when they are due, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await self._poked.wait()
@@ -74,7 +72,7 @@ class WriteThrough:
                 await asyncio.sleep(NO_ROOM_S)
 
     async def _copy_some(self, now: float) -> bool:
-        """Copies a batch of the blocks that are due; returns False if the tier has no room for one."""
+        """Copy a batch of due blocks; return False if the tier has no room for one."""
         tier, block_bytes = self._tier, self._memory.block_bytes
         room_bytes = tier.room_bytes()
         if room_bytes < block_bytes:
@@ -92,14 +90,14 @@ class WriteThrough:
         return True
 
     async def _find(self, blocks: Iterable[Block]) -> None:
-        """Asks whether the tier has these blocks: others may have written them, or an earlier life of this node."""
+        """Look the blocks up in the tier: other nodes, or an earlier life of this one, may have written them."""
         last_blocks = {block.segment: block for block in blocks}
         for last_block in last_blocks.values():
             chain = [block.hash for block in self._ledger.tree.chain(last_block)]
             await self._tier.find(chain, (len(chain) - 1) // SEGMENT_BLOCKS * SEGMENT_BLOCKS)
 
     async def _copied(self, blocks: Sequence[Block]) -> list[tuple[BlockName, memoryview]]:
-        """Copies blocks; returns the copies of those that stayed in the pool meanwhile."""
+        """Copy blocks; return the copies of those that stayed in the pool meanwhile."""
         targets = [np.empty(self._memory.block_bytes, np.uint8).data for _ in blocks]
         slots, sums = [block.slot for block in blocks], [block.checksum for block in blocks]
         copies = await self._memory.copy_out(slots, targets, sums)

@@ -1,4 +1,4 @@
-"""Moves blocks between nodes by NIXL and UCX, in one-sided reads (--kv-transport nixl, and auto where it works).
+"""Transfer of blocks between nodes by NIXL and UCX, in one-sided reads (--kv-transport nixl, and auto where it works).
 
-kvstore/exchange/node_exchange.py chooses between it and gRPC.
+kvstore/exchange/exchanged_pool.py chooses between it and gRPC.
 """

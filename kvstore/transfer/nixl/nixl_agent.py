@@ -1,7 +1,7 @@
-"""Wraps NIXL's agent with one registered pool: the few calls that the data plane needs, without NIXL's types.
+"""Wrapper of NIXL's agent with one registered pool: the few calls that the data plane needs, without NIXL's types.
 
-NIXL is an optional package (extra "nixl"); it is imported when an agent is made, which takes about a second. An agent
-has no lock: the thread that makes it makes all calls to it, or hands it over to another thread for good.
+NIXL is an optional package (extra "nixl"), imported when an agent is created, which takes about a second. An agent has
+no lock: use it from the thread that created it, or hand it to another thread for good.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger("pillion.kvnode")
 SELF_CHECK_S = 10.0
 PROBE_BYTES = 64
 
-# These variables of UCX get these values where the user has not set them. Emulated reads are not one-sided
+# Defaults for UCX's environment variables. Emulated reads are not one-sided
 # (pillion.kvstore.transfer.nixl.nixl_plane), and logs belong on stderr. A pool is registered once and stays mapped, so
-# UCX need not patch the process's mmap and malloc to follow what becomes of its memory.
+# UCX need not patch the process's mmap and malloc to track its memory.
 _ENVIRONMENT = {
     "UCX_PROTO_EMULATION_ENABLE": "n",
     "UCX_MEM_EVENTS": "n",
@@ -42,14 +42,13 @@ _ENVIRONMENT = {
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _BUILDS_BEFORE_13 = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _CUDA_13 = 13000
-# These are NIXL's names of the kinds of memory.
 _KINDS = {HOST: "DRAM", CUDA: "VRAM"}
 _OWN = "NIXL_INIT_AGENT"
 _BACKEND = "UCX"
 
 
 def nixl_trouble() -> str:
-    """Imports NIXL and reads one block of own memory through it; returns why it cannot be used, or an empty string."""
+    """Import NIXL and read one block of own memory through it; return why it is unusable, or an empty string."""
     if sys.platform != "linux":
         return f"there is none for {sys.platform}"
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
@@ -70,14 +69,14 @@ def nixl_trouble() -> str:
 
 
 class NixlAgent:
-    """Holds one agent and its pool, which may be on a GPU. Raises ConfigError if NIXL does not import, or cannot
-    register the memory."""
+    """An agent with its pool, which may be on a GPU. Raises ConfigError if NIXL does not import or cannot register the
+    memory."""
 
     def __init__(self, memory: PoolMemory) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._block_bytes = memory.block_bytes
-        # The memory stays mapped as long as it is registered.
+        # Keeps the memory mapped while it is registered.
         self._held: Any = memory.hold()
         self.address = memory.address
         self._own = MeetReply(
@@ -92,7 +91,7 @@ class NixlAgent:
         self._registered: list[Any] = []
         self.blocks: Any = None
         self.metadata = b""
-        # The name is unique, so that a restarted node is a new agent to everybody.
+        # Unique, so that a restarted node is a new agent to its peers.
         self.name = f"pillion-{secrets.token_hex(8)}"
         try:
             with memory.on_device():
@@ -103,7 +102,7 @@ class NixlAgent:
             raise ConfigError(f"NIXL cannot use the pool: {error!r}") from None
 
     def add(self, pool: MeetReply) -> tuple[str, Any]:
-        """Makes a source known; returns its agent's name, and all its slots as one list."""
+        """Add a source; return its agent's name, and all its slots as one list."""
         name = _text(self._nixl.add_remote_agent(pool.nixl_metadata))
         try:
             return name, self._prepare(name, pool)
@@ -112,19 +111,18 @@ class NixlAgent:
             raise
 
     def probe(self, agent_name: str, pool: MeetReply) -> tuple[Any, bool]:
-        """Starts to read a few bytes of the source into memory that nothing else uses; returns what :meth:`post`
-        returns."""
+        """Start reading a few bytes of the source into separate memory; return like :meth:`post`."""
         size = min(PROBE_BYTES, self._block_bytes)
         here = self._nixl.get_xfer_descs([(ctypes.addressof(self._scratch), size, 0)], "DRAM")
         there = self._nixl.get_xfer_descs([(pool.pool_address, size, pool.device_index)], _KINDS[pool.memory_kind])
         return self._start(self._nixl.initialize_xfer("READ", here, there, agent_name, b"", [_BACKEND]))
 
     def own_blocks(self) -> Any:
-        """Returns this node's own slots as a list, as if they were a source's."""
+        """Return this node's own slots as a list, as if they were a source's."""
         return self._prepare(self.name, self._own)
 
     def post(self, local: tuple[int, ...], blocks: Any, remote: tuple[int, ...]) -> tuple[Any, bool]:
-        """Starts one transfer; returns its handle and whether it is over already."""
+        """Start a transfer; return its handle, and whether it is finished already."""
         array, int32 = self._numpy.array, self._numpy.int32
         handle = self._nixl.make_prepped_xfer(
             "READ", self.blocks, array(local, dtype=int32), blocks, array(remote, dtype=int32), b"", [_BACKEND]
@@ -132,32 +130,32 @@ class NixlAgent:
         return self._start(handle)
 
     def state(self, handle: Any) -> str:
-        """Returns a transfer's state, DONE, PROC or ERR; raises NIXL's error when a peer is lost."""
+        """Return a transfer's state: DONE, PROC or ERR. Raises NIXL's error when a peer is lost."""
         return _text(self._nixl.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
-        """Frees the handle of a transfer that is over, or of a list that nothing uses."""
+        """Free the handle of a finished transfer, or of an unused list."""
         try:
             handle.release()
         except Exception as error:  # noqa: BLE001
             log.warning("NIXL keeps a handle: %r", error)
 
     def disconnect(self, agent_name: str) -> None:
-        """Closes a peer's endpoint by force."""
+        """Close a peer's endpoint by force."""
         try:
             self._nixl.remove_remote_agent(agent_name)
         except Exception as error:  # noqa: BLE001
             log.debug("NIXL could not disconnect: %r", error)
 
     def progress(self) -> None:
-        """Lets UCX answer peers that connect, and notice lost ones."""
+        """Let UCX answer connecting peers and detect lost ones."""
         try:
             self._nixl.get_new_notifs([_BACKEND])
         except Exception as error:  # noqa: BLE001
             log.debug("NIXL: %r", error)
 
     def close(self) -> None:
-        """Ends the registration; the memory may be unmapped afterwards."""
+        """Deregister the memory, which may be unmapped afterwards."""
         self.release(self.blocks)
         for registered in self._registered:
             with contextlib.suppress(Exception):
@@ -198,13 +196,13 @@ class NixlAgent:
 
 
 def _builds() -> Sequence[str]:
-    """Returns NIXL's builds, the one that fits the CUDA driver first; for host memory any of them does."""
+    """Return NIXL's builds, the one for this CUDA driver first; for host memory any of them works."""
     version = driver_version()
     return _BUILDS_BEFORE_13 if 0 < version < _CUDA_13 else _BUILDS
 
 
 def _import_api() -> Any:
-    """Imports one of NIXL's builds. The package ``nixl`` itself would import torch (4 s, 190 MB) to choose one."""
+    """Import one of NIXL's builds. The package ``nixl`` itself would import torch (4 s, 190 MB) to choose one."""
     for build in _builds():
         try:
             api = importlib.import_module(f"{build}._api")

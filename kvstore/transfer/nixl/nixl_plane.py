@@ -1,4 +1,4 @@
-"""Implements the data plane with NIXL and UCX: this node reads the other's slots one-sided, many blocks per transfer.
+"""Data plane with NIXL and UCX: this node reads other nodes' slots one-sided, many blocks per transfer.
 
 A source, at its first read:  unknown --probe--> one-sided | streamed (no one-sided path: its blocks come by gRPC)
 
@@ -8,18 +8,18 @@ A read, on the agent's thread:
                  |-- UCX reports an error --> failed
                  +-- no part done for too long --> failing --> failed, once UCX reports the part's end
 
-One thread owns the agent and makes every call to it; the agent needs no lock then, and the event loop never waits for
-it. NIXL's own progress thread stays off: it spins, and would burn a core of an idle node. The thread looks at the
-network seldom while nothing happens, and often while reads are under way.
+One thread owns the agent and makes all calls to it, so the agent needs no lock and the event loop never waits for it.
+NIXL's own progress thread stays off: it spins, and would burn a core of an idle node. The thread polls the network
+rarely when idle, and often while reads are under way.
 
 Only true one-sided reads are used: process_vm_readv on one host (UCX "cma"), RDMA between hosts. UCX can emulate them
-over TCP, but there a reader that dies aborts its source's process, and a stopped source's bytes arrive after the read
-was given up (both seen with NIXL 1.5.1). So emulation is off (UCX_PROTO_EMULATION_ENABLE=n), and a source without a
+over TCP, but then a dying reader aborts its source's process, and a stopped source's bytes arrive after the read was
+abandoned (both seen with NIXL 1.5.1). So emulation is off (UCX_PROTO_EMULATION_ENABLE=n), and a source without a
 one-sided path is read by :class:`pillion.kvstore.exchange.plane.DataPlane`.
 
-When a read has ended nobody writes to its slots: "cma" copies inside this thread's own calls, and nothing is posted
-before a probe, into memory of its own, has shown that the connection stands. An RDMA transfer that is given up is
-waited for until UCX reports its end; its slots stay busy until then.
+Nothing writes to a read's slots after it has ended: "cma" copies inside this thread's own calls, and nothing is posted
+before a probe, into separate memory, has shown that the connection works. An abandoned RDMA transfer is awaited until
+UCX reports its end; its slots stay busy until then.
 """
 
 from __future__ import annotations
@@ -43,31 +43,26 @@ from pillion.v1.kvplane_pb2 import MeetReply
 
 log = logging.getLogger("pillion.kvnode")
 
-# A read may last this long without a finished part, and so may the probe of a source.
+# Timeout without a finished part of a read, and of a source's probe.
 STALL_TIMEOUT_S = 2.0
-# A part of a read has this many bytes; after it the next reader's turn comes.
 MAX_PART_BYTES = 4 * 2**20
-# Closing waits at most this long for transfers under way.
 CLOSE_TIMEOUT_S = 5.0
-# A source whose blocks had to be streamed is probed again after this long.
 PROBE_AGAIN_S = 60.0
-# At most this many sources are remembered.
 MAX_REMOTES = 256
-# The agent's thread pauses this long between two looks: while nothing happens, and while it reads.
 IDLE_POLL_S = 0.005
 BUSY_POLL_S = 20e-6
 
 
 @dataclass(slots=True)
 class _Remote:
-    """Represents a source that the agent knows.
+    """A source known to the agent.
 
     Attributes:
-        agent_name: its agent; "" until the agent of this node has met it.
+        agent_name: its agent; "" until added.
         blocks: its slots as NIXL's list; None if they have to be streamed.
-        probe: the probe's handle while it is under way, until ``probe_until_s`` at most.
+        probe: the probe's handle while it is under way, until at most ``probe_until_s``.
         probe_again_s: time from which a streamed source is probed again.
-        cut: whether it is forgotten; it lives on until its reads are over.
+        cut: True once removed; it lives until its reads are over.
     """
 
     pool: MeetReply
@@ -82,11 +77,11 @@ class _Remote:
 
 @dataclass(slots=True)
 class _Read:
-    """Represents one read: part after part, on the agent's thread.
+    """One read, part after part, on the agent's thread.
 
     Attributes:
-        over: True once everything came; False if the blocks have to be streamed.
-        at: number of blocks that came.
+        over: True once everything was read; False if the blocks have to be streamed.
+        at: number of blocks read.
         size: number of blocks of the part under way.
     """
 
@@ -105,9 +100,8 @@ class _Read:
 
 
 class NixlPlane(DataPlane):
-    """Brings blocks by NIXL, where source and reader can. Making one takes about a second, so it
-    must not be made on the event loop's thread. A source is given up when no part of a read is finished for
-    ``stall_timeout_s``."""
+    """Reads blocks by NIXL if source and reader can. The constructor takes about a second: do not call it on the event
+    loop. A read fails when none of its parts finishes for ``stall_timeout_s``."""
 
     name = "nixl"
 
@@ -118,13 +112,12 @@ class NixlPlane(DataPlane):
         self._agent = NixlAgent(memory)
         self.nixl_metadata = self._agent.metadata
         self.pool_address = self._agent.address
-        # Only the agent's thread uses these sources and reads.
+        # Only used by the agent's thread.
         self._remotes: dict[str, _Remote] = {}
         self._reads: list[_Read] = []
-        # The inbox passes calls from the loop's thread to the agent's. It is bounded by MAX_READS, and by forget(),
-        # which is called as seldom as peers are lost.
-        # The queue is the one in Python, because the simple one in C may wait for ever where a timeout passes before it
-        # begins to wait (CPython 3.11): all reads stood still until another one began.
+        # Calls from the loop's thread to the agent's, limited by MAX_READS, and by forget(), one per lost peer. This is
+        # the queue in Python because the simple one in C may wait forever if a timeout passes before it starts to wait
+        # (CPython 3.11): all reads stalled until another one began.
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
         self._under_way = 0
         self._closing = False
@@ -150,11 +143,11 @@ class NixlPlane(DataPlane):
             self._under_way -= 1
 
     def forget(self, node_id: str) -> None:
-        """Makes the next read begin with a probe again."""
+        """Make the next read start with a probe again."""
         self._inbox.put(lambda: self._cut(self._remotes.get(node_id)))
 
     def close(self) -> None:
-        """Ends the thread and the registration of the memory. A transfer that does not end keeps both."""
+        """Stop the thread and deregister the memory. A transfer that does not end prevents both."""
         if self._closing:
             return
         self._closing = True
@@ -166,12 +159,12 @@ class NixlPlane(DataPlane):
         self._agent.close()
 
     async def _one_sided(self, source: MeetReply, remote: tuple[int, ...], local: tuple[int, ...]) -> bool:
-        """Reads one-sided; returns False, with nothing changed, if the source's blocks have to be streamed."""
+        """Read one-sided; return False, with nothing changed, if the source's blocks have to be streamed."""
         read = _Read(source, remote, local, time.monotonic() + READ_TIMEOUT_S)
         self._inbox.put(lambda: self._reads.append(read))
         return await until_over(asyncio.wrap_future(read.over))
 
-    # The agent's thread alone calls the methods below.
+    # Methods below run on the agent's thread.
 
     def _run(self) -> None:
         with self._memory.on_device():
@@ -189,7 +182,7 @@ class NixlPlane(DataPlane):
         return BUSY_POLL_S if any(not read.failure for read in self._reads) else IDLE_POLL_S
 
     def _advance(self, read: _Read, now: float) -> None:
-        """Advances one read as far as it goes without waiting."""
+        """Advance one read without blocking."""
         try:
             peer = read.peer or self._begin(read, now)
             if peer.probe is not None:
@@ -265,16 +258,13 @@ class NixlPlane(DataPlane):
         else:
             read.over.set_result(peer is not None and read.at == len(read.local))
 
-    # The following methods handle sources; they also run on the agent's thread.
-
     def _meet(self, pool: MeetReply, now: float) -> _Remote:
-        """Makes a source known to the agent and sends the probe."""
+        """Add a source to the agent and send the probe."""
         if len(self._remotes) >= MAX_REMOTES:
             self._cut(next(iter(self._remotes.values())))
         peer = self._remotes[node_id_of(pool)] = _Remote(pool)
         peer.probe_until_s = now + self._stall_timeout_s
         try:
-            # This fails already where the two hosts have nothing but TCP between them.
             peer.agent_name, peer.blocks = self._agent.add(pool)
             peer.probe, done = self._agent.probe(peer.agent_name, pool)
             if done:
@@ -292,11 +282,11 @@ class NixlPlane(DataPlane):
         if state == "DONE":
             self._probed(peer, "")
         elif state == "ERR" or now > peer.probe_until_s:
-            # A probe's bytes that come late go to the probe's own memory, where they harm nothing.
+            # Late bytes of a probe are harmless: they go to separate memory.
             self._probed(peer, "it does not answer")
 
     def _probed(self, peer: _Remote, trouble: str) -> None:
-        """Ends a probe; after ``trouble`` the source's blocks are streamed, which fails too if the source is lost."""
+        """End a probe; on ``trouble`` the source's blocks are streamed, which fails as well if the source is lost."""
         if peer.probe is not None:
             self._agent.release(peer.probe)
             peer.probe = None
@@ -318,7 +308,7 @@ class NixlPlane(DataPlane):
     def _drop_if_over(self, peer: _Remote) -> None:
         if peer.cut and not peer.reads and peer.blocks is not None:
             self._release_list(peer)
-            # The same agent may have been added again meanwhile; NIXL knows it by its name.
+            # The agent may have been re-added; NIXL identifies agents by name.
             if not any(other.agent_name == peer.agent_name for other in self._remotes.values()):
                 self._agent.disconnect(peer.agent_name)
 

@@ -58,7 +58,7 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str], show: Callable[[str], None]) -> None:
-        """Takes the ``modules`` that the server imports in its environment ``environ``: what libraries read of the
+        """Take the ``modules`` that the server imports in its environment ``environ``: what libraries read of the
         environment while they are imported holds for all components. For an entry "MODULE:FUNCTION=TEXT" FUNCTION(TEXT)
         is called as well. ``show`` gets the lines that the server writes."""
         self._modules = tuple(modules)
@@ -74,7 +74,7 @@ class ForkServer:
         self._burials = OwnTasks()
 
     def start(self) -> None:
-        """Begins to start the server. From now on the kernel makes orphans among this process's descendants children of
+        """Begin to start the server. From now on the kernel makes orphans among this process's descendants children of
         this process."""
         if adopt_orphans():
             self._upkeep = asyncio.create_task(self._keep(), name="fork server")
@@ -83,7 +83,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Gives the process id of a server that is ready, else None."""
+        """Process id of a server that is ready, else None."""
         return self._server.pid if self._server is not None and self._control is not None else None
 
     async def launch(
@@ -94,7 +94,7 @@ class ForkServer:
         *,
         stdin: int = asyncio.subprocess.DEVNULL,
     ) -> ChildProcess:
-        """Starts a process as :meth:`ChildProcess.start` does. A component waits for the first server and is forked;
+        """Start a process as :meth:`ChildProcess.start` does. A component waits for the first server and is forked;
         any other program, and a component that finds no server, is started by its command line."""
         if component_words(argv) is not None:
             await self._decided.wait()
@@ -104,14 +104,14 @@ class ForkServer:
         return await ChildProcess.start(argv, environ, forward, stdin=stdin)
 
     async def stop(self) -> None:
-        """Ends the server; components go on. Forks that were given up have been waited for then. Idempotent."""
+        """End the server; components go on. Forks that were given up have been waited for then. Idempotent."""
         await end_tasks(self._upkeep)
         self._decided.set()
         # The server is gone, so the connections of processes that it has not forked have ended.
         await asyncio.gather(*self._burials, return_exceptions=True)
 
     def gone(self) -> bool:
-        """Returns whether no process of the fork server lives."""
+        """Return whether no process of the fork server lives."""
         return self._server is None or self._server.gone()
 
     async def _keep(self) -> None:
@@ -121,7 +121,7 @@ class ForkServer:
             await asyncio.sleep(RESPAWN_DELAY_S * 2**failed_starts)
 
     async def _live_once(self) -> bool:
-        """Runs one fork server, from its start to its end; returns whether it was ever ready."""
+        """Run one fork server, from its start to its end; return whether it was ever ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         server = None
@@ -151,7 +151,7 @@ class ForkServer:
     async def _fork(
         self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None], stdin: int
     ) -> ChildProcess | None:
-        """Forks the component; returns None where the server cannot. Raises OSError where this process has no
+        """Fork the component; return None where the server cannot. Raises OSError where this process has no
         descriptors left."""
         control, server = self._control, self._server
         if control is None or server is None:
@@ -187,7 +187,7 @@ class ForkServer:
 
 
 async def _number_from(connection: socket.socket, server: ChildProcess) -> int:
-    """Returns the process id that a component tells, 0 where none comes. A server that hangs is killed."""
+    """Return the process id that a component tells, 0 where none comes. A server that hangs is killed."""
     for patience_s in (FORK_TIMEOUT_S, LATE_FORK_S):
         try:
             async with asyncio.timeout(patience_s):
@@ -200,7 +200,7 @@ async def _number_from(connection: socket.socket, server: ChildProcess) -> int:
 
 
 async def _bury(connection: socket.socket, server: ChildProcess, number: int) -> None:
-    """Tells a fork that no order comes, and waits for its end: otherwise the fork would stay a zombie as long as this
+    """Tell a fork that no order comes, and wait for its end: otherwise the fork would stay a zombie as long as this
     process lives.
 
     ``number`` is its process id, 0 where the fork has not told it yet; where it never does, the server has not forked,

@@ -44,20 +44,20 @@ ORPHAN_POLL_MS = 1
 
 
 def component_words(argv: Sequence[str]) -> list[str] | None:
-    """Returns what follows ``python -m pillion`` in a command line of this very Python; None for another program."""
+    """Return what follows ``python -m pillion`` in a command line of this very Python; None for another program."""
     if [*argv[:3]] != [sys.executable, "-m", "pillion"]:
         return None
     return [*argv[3:]]
 
 
 def order_of(argv: Sequence[str], environ: Mapping[str, str]) -> bytes:
-    """Encodes the order that a fork gets: the command line that it stands for, and its whole environment."""
+    """Encode the order that a fork gets: the command line that it stands for, and its whole environment."""
     data = json.dumps([[*argv], {**environ}]).encode()
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def order_from(connection: socket.socket) -> tuple[list[str], dict[str, str]] | None:
-    """Reads the order that :func:`order_of` has encoded; returns None where the connection ends before its end. Raises
+    """Read the order that :func:`order_of` has encoded; return None where the connection ends before its end. Raises
     OSError where the connection breaks."""
     with connection.makefile("rb") as stream:
         size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
@@ -69,7 +69,7 @@ def order_from(connection: socket.socket) -> tuple[list[str], dict[str, str]] | 
 
 
 def main() -> None:
-    """Serves until the connection on standard input ends; in a fork, it runs the component."""
+    """Serve until the connection on standard input ends; in a fork, it runs the component."""
     tie_to_parent()
     find_title()
     control = socket.socket(fileno=os.dup(0))
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, supervisor: int) -> list[str] | None:
-    """Forks processes until the connection ends. In a fork it returns the words of the component's command line."""
+    """Fork processes until the connection ends. In a fork it returns the words of the component's command line."""
     while True:
         try:
             asked, descriptors, _, _ = socket.recv_fds(control, len(FORK), DESCRIPTORS)
@@ -129,7 +129,7 @@ def _serve(control: socket.socket, supervisor: int) -> list[str] | None:
 
 
 def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
-    """Makes this fork what its order says; returns the words of the component's command line. Ends the process where no
+    """Make this fork what its order says; return the words of the component's command line. Ends the process where no
     order comes."""
     while os.getppid() == between:
         time.sleep(ORPHAN_POLL_MS / 1000)
@@ -151,7 +151,7 @@ def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
 
 
 def take_over(argv: Sequence[str], environ: Mapping[str, str], stdin: int, output: int) -> None:
-    """Gives this fork its standard input, its output and error, its environment and its command line. Closes the two
+    """Return this fork its standard input, its output and error, its environment and its command line. Closes the two
     descriptors."""
     for source, target in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(source, target)

@@ -22,7 +22,7 @@ _NAME = Path("/proc/self/comm")
 
 
 def find_title() -> None:
-    """Finds the memory that the process table shows, for this process and those that are forked from it. It is found by
+    """Find the memory that the process table shows, for this process and those that are forked from it. It is found by
     the environment, which moves when it first changes: a process that changes its environment before this call goes on
     showing its old command line."""
     # The import stands here because offline use imports this package without what servers need.
@@ -34,7 +34,7 @@ def find_title() -> None:
 
 
 def show_title(*, waits: bool) -> None:
-    """Lets the process table show ``sys.orig_argv``, and whether the process stands by. The name of its program stays
+    """Let the process table show ``sys.orig_argv``, and whether the process stands by. The name of its program stays
     as it is."""
     from setproctitle import setproctitle, setthreadtitle
 
@@ -44,11 +44,11 @@ def show_title(*, waits: bool) -> None:
 
 
 def program_name() -> str:
-    """Returns the name of this process's program, over which setproctitle writes the title."""
+    """Return the name of this process's program, over which setproctitle writes the title."""
     return _NAME.read_text(encoding="utf-8").strip() if _NAME.exists() else Path(sys.executable).name
 
 
 def name_program(name: str) -> None:
-    """Gives this process's program another name, where the process table has such names: on Linux alone."""
+    """Return this process's program another name, where the process table has such names: on Linux alone."""
     with contextlib.suppress(OSError):
         _NAME.write_text(name, encoding="utf-8")

@@ -53,7 +53,7 @@ class Standby:
 
     @classmethod
     def of_process(cls) -> Standby | None:
-        """Returns the turn that this process has to wait for; None where it was not started as a standby."""
+        """Return the turn that this process has to wait for; None where it was not started as a standby."""
         if not os.environ.pop(STANDBY_VARIABLE, ""):
             return None
         supervisor = socket.socket(fileno=os.dup(0))
@@ -63,11 +63,11 @@ class Standby:
 
     @property
     def waiting(self) -> bool:
-        """Says whether this process's turn has not come yet."""
+        """Say whether this process's turn has not come yet."""
         return self._supervisor is not None
 
     def wait(self) -> float:
-        """Blocks until this process's turn has come; returns for how many seconds it has waited in all. Where the
+        """Block until this process's turn has come; return for how many seconds it has waited in all. Where the
         supervisor is gone, the process ends."""
         supervisor, began_s = self._supervisor, time.monotonic()
         if supervisor is None:
@@ -90,11 +90,11 @@ class Standby:
         return self._held_s
 
     def serves(self) -> None:
-        """Notes that the process has taken over and serves: from now on the process table shows it as the component."""
+        """Note that the process has taken over and serves: from now on the process table shows it as the component."""
         show_title(waits=False)
 
     def load_ahead(self) -> Callable[[WorkerFlags, int], Any]:
-        """Returns a worker's factory of models: it loads a model before the process waits where that costs no memory of
+        """Return a worker's factory of models: it loads a model before the process waits where that costs no memory of
         its own, and otherwise waits first."""
         from pillion.engine.load_model import load_model, shares_weights
 
@@ -128,7 +128,7 @@ class Successor:
     async def start(
         cls, argv: Sequence[str], environ: Mapping[str, str], launch: Launch = ChildProcess.start
     ) -> Successor:
-        """Starts the process by ``launch``. Raises OSError."""
+        """Start the process by ``launch``. Raises OSError."""
         ours, theirs = socket.socketpair()
         output = _KeptOutput()
         with theirs:
@@ -149,19 +149,19 @@ class Successor:
         return self._child.running
 
     def gone(self) -> bool:
-        """Returns whether no process of the standby's group lives."""
+        """Return whether no process of the standby's group lives."""
         return self._child.gone()
 
     async def ready(self) -> bool:
-        """Returns when the process waits for its turn, or, with False, when it has ended."""
+        """Return when the process waits for its turn, or, with False, when it has ended."""
         return await asyncio.shield(self._waits)
 
     def output(self) -> tuple[str, ...]:
-        """Returns the last lines of the standby's output."""
+        """Return the last lines of the standby's output."""
         return self._output.lines()
 
     def begin(self, show: Callable[[str], None]) -> ChildProcess | None:
-        """Lets the process begin its turn. ``show`` gets its output from now on, after the lines that were kept.
+        """Let the process begin its turn. ``show`` gets its output from now on, after the lines that were kept.
         Returns None where the process has ended."""
         if not self.running:
             self.close()
@@ -172,13 +172,13 @@ class Successor:
         return self._child
 
     def close(self) -> None:
-        """Kills the standby's process, which holds nothing. Idempotent."""
+        """Kill the standby's process, which holds nothing. Idempotent."""
         if self.running:
             self._child.kill()
         self._connection.close()
 
     async def wait(self) -> None:
-        """Returns when the standby's process has ended."""
+        """Return when the standby's process has ended."""
         await asyncio.wait({self._ended})
 
 
