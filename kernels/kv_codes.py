@@ -1,14 +1,13 @@
-"""Defines constants of keys and values in 8 bits that all kernels share. Imports nothing, because gateways compute
-sizes with them.
+"""Constants of 8-bit keys and values that all kernels share. Imports nothing, because gateways compute sizes with them.
 
-A row, which is one token's key or value of one KV head, has codes and a float32 scale: its largest value by size over
-the largest code, and at least MIN_SCALE.
+A row, one token's key or value of one KV head, has codes and a float32 scale: its largest magnitude over the largest
+code, and at least MIN_SCALE.
 """
 
 from __future__ import annotations
 
 KV_SCALE_BYTES = 4
-# For each type of codes, this is the largest value of a code.
+# Largest value of a code, by type.
 MAX_CODES = {"fp8_e4m3": 448.0, "int8": 127.0}
-# Every scale is at least this number, which is that of rows of zeros: it is not 0, and its inverse is finite.
+# Lower bound of scales, for rows of zeros: not 0, and with a finite inverse.
 MIN_SCALE = 2.0**-100

@@ -1,11 +1,11 @@
-"""The pieces that kernels cut states into. Imports nothing: engines place pieces without kernels."""
+"""Pieces of states. Imports nothing, because engines lay out pieces without kernels."""
 
 # Channels per piece of a convolution's last inputs, and columns per piece of a head's matrix.
 PIECE_CHANNELS, PIECE_COLUMNS = 64, 16
-# A cache line: kernels write pieces past the caches.
+# Cache lines, which kernels write with non-temporal stores.
 PIECE_ALIGNMENT_BYTES = 64
-# The namespace of blocks whose model has states contains this version of the layout of their pieces (I2).
+# Version of the layout of pieces, part of the block namespace of models with states (I2).
 STATE_LAYOUT_VERSION = "pieces-1"
-# The GPU kernels go on in chunks of so many tokens (pillion.kernels.gpu_states.state_places): the fewest rows that
-# tensor cores multiply, and the smallest block, so that a state at a block's end has no rows.
+# Tokens per chunk of the GPU kernels (pillion.kernels.gpu_states.state_places): the fewest rows that tensor cores
+# multiply, and the smallest block, so that a state at a block's end has no rows.
 CHUNK = 16

@@ -1,5 +1,5 @@
-"""Describes one step as arrays: the tokens to run and where their KV is, the parameters with which rows are sampled,
-and the chosen tokens. Kernels and backends read these; the scheduler's plan is made into them. Imports no torch."""
+"""One step as arrays: the tokens to run, the place of their KV, the parameters of sampled rows, and the chosen tokens.
+The interface between the scheduler's plan and kernels and backends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ UInt32 = npt.NDArray[np.uint32]
 UInt64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
 Ids = Int32 | Int64
-# States hold the inputs of some layers side by side, for each row [T]: float32, or uint16 that holds bfloat16.
+# Inputs of some layers side by side, for each row [T]: float32, or bfloat16 as uint16.
 States = npt.NDArray[Any]
 
-# Below this temperature, logits / temperature overflow float32, and sampling is greedy: the softmax's limit.
-# The number is exactly a float32, as temperatures are, so that comparisons in float32 and float64 agree.
+# Below this temperature, logits / temperature overflow float32, and sampling is greedy: the softmax's limit. Exactly a
+# float32, as temperatures are, so that comparisons in float32 and float64 agree.
 MIN_TEMPERATURE = float(np.float32(1e-5))
-# A row whose largest logit is NaN or infinite has this token, because nothing can be drawn from it.
+# Token of a row whose largest logit is NaN or infinite: nothing can be drawn from it.
 NO_TOKEN = -1
-# This stands for the token of a row whose mask was not there in time; a later step computes the row's position again.
+# Token of a row whose mask was late; a later step computes the row's position again.
 MASK_LATE = -2
 NO_IDS: Int64 = np.empty(0, np.int64)
 _SEED_MASK = 2**64 - 1
-# These are the parameters of which each row has a value: the name, the value where none is set, and the type.
+# Parameters with a value per row: name, default and type.
 _OF_ROWS = [
     (name, one.neutral or 0.0, np.int64 if one.whole else np.float32)
     for name, one in SAMPLING_OPTIONS.items()
@@ -43,16 +43,16 @@ _OF_ROWS = [
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """Describes the state of one layer.
+    """The state of one layer.
 
     Attributes:
-        inputs: how many inputs of its convolution it keeps, those of the last tokens, and how many channels each has.
-        memory: how many matrices it has, and their rows and columns; () for none.
-        turned: whether kernels have a matrix by columns, because its columns are what its sums run over.
-        keys: how many vectors each token has that write into the matrices, which neighbouring ones share, and their
+        inputs: number of last tokens whose convolution inputs it contains, and the channels of each.
+        memory: number of matrices, and their rows and columns; () for none.
+        turned: whether kernels store a matrix by columns, because its sums run over the columns.
+        keys: key vectors per token that are written into the matrices (neighbouring matrices share one), and their
             values; (0, 0) for none.
-        rates: how many numbers each token has for a matrix that say how much it learns and forgets; 0 where GPU kernels
-            go on token by token, and keep nothing of a chunk.
+        rates: numbers per token and matrix that determine how much it learns and forgets; 0 if GPU kernels run token by
+            token, and store nothing of a chunk.
     """
 
     inputs: tuple[int, int]
@@ -63,17 +63,17 @@ class LayerState:
 
     @property
     def values(self) -> int:
-        """Gives how many numbers the state has."""
+        """Number of values of the state."""
         return prod(self.inputs) + (prod(self.memory) if self.memory else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """Says where the states of a step's sequences are, for models whose layers carry one.
+    """Slots of the states of a step's sequences, for models with states.
 
     Attributes:
-        reads: [S, pages] the slots that hold each sequence's state before the step's tokens; -1 where there are none.
-        writes: [S, pages] the slots into which the step writes the state after them.
+        reads: [S, pages] slots of each sequence's state before the step's tokens; -1 if there is none.
+        writes: [S, pages] slots for the state after them.
     """
 
     reads: Int32
@@ -82,27 +82,26 @@ class StateSlots:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Is a ragged batch of S sequences with T query tokens in all, over a paged KV pool.
+    """A ragged batch of S sequences with T query tokens in total, over a paged KV pool.
 
     Attributes:
         token_ids: [T] ids of the tokens to run, sequence after sequence. ``Backend.launch`` explains ids below 0.
         positions: [T] position of each token in its sequence.
         query_starts: [S + 1] sequence s owns rows query_starts[s] .. query_starts[s + 1].
-        context_lens: [S] tokens that the last query row of s sees, itself included: that row's position + 1.
+        context_lens: [S] tokens visible to the last query row of s, itself included: that row's position + 1.
         block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 after its last block. The step
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
-        sample_rows: [R + Q + P] numbers of the rows that are computed to the end. The first R are sampled, and rise; a
-            row may occur several times among them. The next Q are only scored (SamplingRows.scored), or some of their
-            logits are wanted, and of the last P the hidden states are (Sampled.pooled). Empty for pure prefill.
-        rope_rows: [T] each token's row of the rotary tables; None where that is its position.
-        adapters: [S] the slot among the backend's adapters of each sequence's adapter, -1 for none; None where no
-            sequence has one.
-        states: where the sequences' states are; None in a model without them.
-        pooled: P, how many rows give their hidden states.
-        pooled_ids: what texts want, row by row in their order: the tokens whose logits are wanted of the next row
-            before the last P, or () for the hidden state of the next one of these.
-        seconds: [S] where a sequence that is a pair of texts has the second one's first token, and 0 for a single text;
-            None where all are single. Encoders read it.
+        sample_rows: [R + Q + P] numbers of the rows with outputs. The first R, ascending and possibly repeated, are
+            sampled. The next Q are only scored (SamplingRows.scored) or report some logits, and the last P report
+            hidden states (Sampled.pooled). Empty for pure prefill.
+        rope_rows: [T] each token's row of the rotary tables; None if that is its position.
+        adapters: [S] each sequence's slot among the backend's adapters, -1 for none; None if no sequence has one.
+        states: slots of the sequences' states; None in a model without them.
+        pooled: P, the number of rows that report hidden states.
+        pooled_ids: outputs of pooling requests, row by row: the tokens whose logits are reported of the next row before
+            the last P, or () for the hidden state of the next of the last P rows.
+        seconds: [S] index of the second text's first token in a sequence that is a pair of texts, 0 for a single text;
+            None if all are single. Read by encoders.
     """
 
     token_ids: Int32
@@ -120,7 +119,7 @@ class StepBatch:
 
     @property
     def table_rows(self) -> Int32:
-        """Returns [T], each token's row of the rotary tables."""
+        """[T], each token's row of the rotary tables."""
         return self.positions if self.rope_rows is None else self.rope_rows
 
     @property
@@ -138,14 +137,14 @@ def _no_ids() -> Int64:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowEdit:
-    """Describes changes of single logits of one row. Ids are int32 or int64 arrays, views where possible.
+    """Edits of single logits of one row. Ids are int32 or int64 arrays, views where possible.
 
     Attributes:
         row: number of the row.
         bias: added to the logits of ``biased``, each id at most once.
         repetition: divisor of positive and factor of other logits of ``seen``, tokens of prompt and answer; 1: none.
-        presence, frequency: subtracted from the logits of ``answered``, the tokens of the answer: once for each token,
-            and once for each occurrence; 0: none.
+        presence, frequency: subtracted from the logits of ``answered``, the tokens of the answer: once per token, and
+            once per occurrence; 0: none.
         banned: ids that may not be chosen.
     """
 
@@ -161,23 +160,23 @@ class RowEdit:
 
 
 class RowMasks(Protocol):
-    """Says which tokens the rows of grammars may choose; the masks are computed while the step runs."""
+    """The allowed tokens of rows with grammars; the masks are computed while the step runs."""
 
     @property
     def rows(self) -> Int64:
-        """Gives the [M] rising numbers of the rows that have a mask."""
+        """[M] ascending numbers of the rows with a mask."""
 
     def take(self) -> tuple[UInt32, Bool]:
-        """Waits for the masks, MASK_WAIT_MS at most. It is called once, just before the rows are sampled.
+        """Wait for the masks, at most MASK_WAIT_MS. Called once, just before the rows are sampled.
 
-        Returns bits, uint32 [M, ceil(vocabulary / 32)], where token t may be chosen if bit t % 32 of word t // 32 is
-        set, and which of the masks are there, bool [M]. A row whose mask is late has the token MASK_LATE.
+        Returns bits, uint32 [M, ceil(vocabulary / 32)], where token t is allowed if bit t % 32 of word t // 32 is set,
+        and which of the masks are ready, bool [M]. A row whose mask is late gets the token MASK_LATE.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Describes rows [Q] that choose no token, and only report how likely a known token was.
+    """Rows [Q] that choose no token, and only report the log probability of a known token.
 
     Attributes:
         token_ids: [Q] int64.
@@ -188,7 +187,7 @@ class ScoredRows:
     alternatives: Int64
 
 
-# Parameters and seeds of the last step's rows, with their arrays: those of a decode step are mostly the same.
+# Parameters, seeds and arrays of the last step, since consecutive decode steps mostly have the same.
 _last_parameters: tuple[tuple[SamplingParams, ...], tuple[int, ...], tuple[dict[str, Any], UInt64] | None] = (
     (),
     (),
@@ -200,14 +199,14 @@ def _parameters_of(params: tuple[SamplingParams, ...], seeds: tuple[int, ...]) -
     """Return the read-only arrays of rows with these parameters, by option, and their seeds."""
     global _last_parameters
     last_params, last_seeds, last = _last_parameters
-    # Comparing parameters field by field would take longer than making the arrays.
+    # Compare by identity: comparing field by field would take longer than building the arrays.
     if last and seeds == last_seeds and len(params) == len(last_params) and all(map(is_, params, last_params)):
         return last
     values = {
         name: np.array([neutral if (given := getattr(one, name)) is None else given for one in params], dtype)
         for name, neutral, dtype in _OF_ROWS
     }
-    # A top_k of -1 keeps all tokens, as 0 does.
+    # top_k -1 means no limit, like 0.
     values["top_k"] = np.maximum(values["top_k"], 0)
     found = values, np.array([seed & _SEED_MASK for seed in seeds], np.uint64)
     for array in (*values.values(), found[1]):
@@ -218,20 +217,20 @@ def _parameters_of(params: tuple[SamplingParams, ...], seeds: tuple[int, ...]) -
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The parameters with which R rows of logits are sampled; ``rows["top_p"]`` is the array of an option.
+    """The sampling parameters of R rows of logits; ``rows["top_p"]`` is the array of an option.
 
     Attributes:
         options: [R] float32 or int64, the values of each option of ``SamplingParams`` that is ``of_rows``, by name.
         seeds: [R] uint64.
-        positions: [R] int64, the position that the chosen token will have in its sequence.
+        positions: [R] int64, the position of the chosen token in its sequence.
         logprobs: [R] int64, number of alternatives to report beside the chosen token's log probability; -1: no report.
-        edits: at most one for each row; rows without changes have none.
+        edits: at most one per row; rows without changes have none.
         scored: the rows of logits after these R, which are only scored.
-        masks: of the rows that follow a grammar; None where no row does. A mask comes before everything else: all the
-            others, reported log probabilities too, see a vocabulary of the allowed tokens. Banned ids that would leave
-            no token of a mask are not banned.
-        plain: whether every row just takes its largest logit, masked or not, without edits and reports. It is derived
-            from the other fields.
+        masks: of the rows with a grammar; None if no row has one. Masks are applied first: all other options, and
+            reported log probabilities, see a vocabulary of the allowed tokens. Banned ids that would leave no token of
+            a mask are not banned.
+        plain: whether every row just takes its largest logit, masked or not, without edits and reports. Derived from
+            the other fields.
     """
 
     options: Mapping[str, Any]
@@ -247,8 +246,8 @@ class SamplingRows:
     def of(
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int], **more: Any
     ) -> SamplingRows:
-        """Makes the arrays for rows with these parameters. ``more`` has the fields that no parameter gives; without
-        ``logprobs`` nothing is reported."""
+        """Build the arrays for rows with these parameters. ``more``: the other fields; without ``logprobs`` nothing is
+        reported."""
         options, own_seeds = _parameters_of(tuple(params), tuple(seeds))
         more.setdefault("logprobs", np.full(len(params), -1, np.int64))
         return cls(options=options, seeds=own_seeds, positions=np.array(positions, np.int64), **more)
@@ -268,17 +267,16 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Holds the tokens that a step chose. For each ScheduledChunk of the plan, in order, these are its ``samples``
-    tokens, followed by one token for each of its ``parallel_seeds``.
+    """The tokens that a step chose: for each ScheduledChunk of the plan, in order, its ``samples`` tokens, then one
+    token for each of its ``parallel_seeds``.
 
     A row without a finite largest logit has the token NO_TOKEN; a row whose mask is late has MASK_LATE. ``logprobs`` is
-    empty if no row of the step reports any, else it has one entry for each token. ``scored`` has one for each row that
-    is only scored; its log probability is NaN where the logits are no numbers.
+    empty if no row of the step reports any, else it has one entry per token. ``scored`` has one per row that is only
+    scored; its log probability is NaN if the logits are not finite.
 
-    ``borrowed_s`` is how much longer the step would have taken without the cores that other workers lent. ``states``
-    are those that ``HostBackend.keep_states`` asked for, of every row of the step; None where nobody did. ``pooled``
-    has a row of float32 for each of StepBatch.pooled_ids: what the model's last norm made of a token, [hidden], or the
-    logits that are wanted.
+    ``borrowed_s``: time that cores lent by other workers saved. ``states``: the states requested by
+    ``HostBackend.keep_states``, of every row of the step, else None. ``pooled`` has a row of float32 for each of
+    StepBatch.pooled_ids: the output of the model's last norm for a token, [hidden], or the requested logits.
     """
 
     token_ids: tuple[int, ...] = ()

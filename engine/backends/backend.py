@@ -1,4 +1,4 @@
-"""Defines the interface between scheduling and arithmetic: a backend runs one step's batch over the mapped KV pool.
+"""The interface between scheduling and arithmetic: a backend runs one step's batch over the mapped KV pool.
 
 There are three: torch on the CPU, the CPU kernels and the GPU kernels. No code outside of this package knows which one
 runs. The functions here are for backends and import no torch: gateway and supervisor compute sizes with them.
@@ -58,7 +58,7 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Describes how a backend lays out a slot of the pool. It is part of the block hash's namespace: two layouts share
+    """How a backend lays out a slot of the pool. It is part of the block hash's namespace: two layouts share
     no blocks.
 
     A slot is [num_layers, planes, num_kv_heads, block_size, head_dim] values of ``dtype``. Two planes are K and V; one
@@ -88,11 +88,11 @@ class KVLayout:
     state_shards: int = 1
 
     def heads(self, layer: int) -> LayerHeads | None:
-        """Returns the KV heads that have a place for a layer; None where the layer has no place."""
+        """Return the KV heads that have a place for a layer; None where the layer has no place."""
         return self.layers[layer] if self.layers else LayerHeads(self.num_kv_heads, self.head_dim)
 
     def place(self, layer: int) -> LayerPlace:
-        """Returns the place of a layer. Raises Internal for a layer that has none."""
+        """Return the place of a layer. Raises Internal for a layer that has none."""
         heads = self.heads(layer)
         if heads is None:
             raise Internal(f"layer {layer} has no place in a block")
@@ -164,7 +164,7 @@ def kv_layout(
     *,
     state_chunk: int = 0,
 ) -> KVLayout:
-    """Makes a model's layout. ``inside`` names the layout of a KV head's keys or values of one layer in a block;
+    """Make a model's layout. ``inside`` names the layout of a KV head's keys or values of one layer in a block;
     ``kv_cache_dtype`` is the flag of that name; ``state_chunk`` is that of
     :func:`pillion.engine.models.state_layout.state_layout`.
 
@@ -197,7 +197,7 @@ def kv_layout(
 
 
 def checked_memory(memory: PoolPlace, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
-    """Returns a pool's bytes and how many are in use. Raises ConfigError if it is too small, read-only or a GPU's."""
+    """Return a pool's bytes and how many are in use. Raises ConfigError if it is too small, read-only or a GPU's."""
     if not isinstance(memory, memoryview):
         raise ConfigError("this worker computes on the CPU, its KV node keeps blocks in a GPU's memory")
     needed = num_slots * layout.block_bytes
@@ -207,7 +207,7 @@ def checked_memory(memory: PoolPlace, num_slots: int, layout: KVLayout) -> tuple
 
 
 def warm_up_batches(max_tokens: int, block_size: int, slots: int = 0) -> Iterator[StepBatch]:
-    """Yields two steps over a pool's first slots: of ``max_tokens`` tokens and of one token; each samples one row. With
+    """Yield two steps over a pool's first slots: of ``max_tokens`` tokens and of one token; each samples one row. With
     ``slots`` above 0 only so many are used, again and again: what such a step computes is worth nothing."""
     tables = np.arange(-(-max_tokens // block_size), dtype=np.int32)[None]
     if slots:
@@ -225,7 +225,7 @@ def warm_up_batches(max_tokens: int, block_size: int, slots: int = 0) -> Iterato
 
 
 def distinct_rows(batch: StepBatch) -> tuple[Int32, npt.NDArray[np.intp] | None]:
-    """Returns the rows that a step computes to the end, and the place among them of each of ``batch.sample_rows`` whose
+    """Return the rows that a step computes to the end, and the place among them of each of ``batch.sample_rows`` whose
     logits are wanted. The last ``batch.pooled`` rows have none.
 
     Several answers to one prompt sample the same row, computed once. The places are None where no row occurs twice.
@@ -239,7 +239,7 @@ def distinct_rows(batch: StepBatch) -> tuple[Int32, npt.NDArray[np.intp] | None]
 
 
 def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: int) -> list[tuple[int, int]]:
-    """Pairs up slots to copy. Raises Internal for lists of different length and for slots that the pool lacks."""
+    """Pair up slots to copy. Raises Internal for lists of different length and for slots that the pool lacks."""
     copies = [(int(source), int(target)) for source, target in zip(sources, targets, strict=False)]
     slots = range(num_slots)
     if len(sources) != len(targets) or not all(slot in slots for pair in copies for slot in pair):
@@ -248,7 +248,7 @@ def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: in
 
 
 def check_slot(slot: int, max_adapters: int) -> None:
-    """Raises Internal for a slot that a backend of ``max_adapters`` slots does not have."""
+    """Raise Internal for a slot that a backend of ``max_adapters`` slots does not have."""
     if not 0 <= slot < max_adapters:
         raise Internal(f"adapter slot {slot} is none of {max_adapters}")
 
@@ -258,7 +258,7 @@ PoolPlace: TypeAlias = "memoryview | MappedDevice"
 
 
 class PackedAdapter(Protocol):
-    """Represents an adapter in the form that a backend multiplies by; only the backend that packed it can place it.
+    """An adapter in the form that a backend multiplies by; only the backend that packed it can place it.
     Immutable."""
 
     @property
@@ -267,7 +267,7 @@ class PackedAdapter(Protocol):
 
 
 class BackendAdapters(Protocol):
-    """Has the slots for adapters of one backend, 0 .. max_adapters - 1, whose numbers stand in ``StepBatch.adapters``.
+    """The slots for adapters of one backend, 0 .. max_adapters - 1, whose numbers stand in ``StepBatch.adapters``.
     Loading has two phases, so that it never stalls a step:
 
         Backend.bind_adapters (once) --> take (slow, any thread) --> place (quick) --> steps that name the slot
@@ -284,17 +284,17 @@ class BackendAdapters(Protocol):
         """Gives the number of slots."""
 
     def form(self) -> object:
-        """Returns the form into which another process brings adapters for this backend."""
+        """Return the form into which another process brings adapters for this backend."""
 
     def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Makes a packed adapter of what the form gave. Any thread may call it, beside steps. Where the form is plain,
+        """Make a packed adapter of what the form gave. Any thread may call it, beside steps. Where the form is plain,
         the packing is done here, and takes cores and the interpreter from the steps.
 
         Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
         """
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
-        """Puts an adapter into a slot. Takes no longer than a small part of a step.
+        """Put an adapter into a slot. Takes no longer than a small part of a step.
 
         No launched step whose results have not been fetched may use the slot, and a step may use it from its next
         launch on. Raises Internal for a slot that does not exist.
@@ -305,14 +305,14 @@ A = TypeVar("A", bound=BackendAdapters)
 
 
 def bound_adapters(adapters: A | None) -> A:
-    """Returns a backend's slots for adapters. Raises Internal where ``bind_adapters`` has made none."""
+    """Return a backend's slots for adapters. Raises Internal where ``bind_adapters`` has made none."""
     if adapters is None:
         raise Internal("adapters before bind_adapters")
     return adapters
 
 
 def gives_vectors(backend: Backend) -> bool:
-    """Returns whether a backend's steps can give the vectors of rows (StepBatch.pooled)."""
+    """Return whether a backend's steps can give the vectors of rows (StepBatch.pooled)."""
     return getattr(backend, "gives_vectors", False)
 
 
@@ -321,14 +321,14 @@ class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)
 
 
 class InFlightStep(Protocol):
-    """Represents a step that was launched and whose results have not been fetched."""
+    """A step that was launched and whose results have not been fetched."""
 
     def choose(self, rows: SamplingRows) -> None:
-        """Begins to choose the tokens of a step that was launched without ``rows``. It is called once, before
+        """Begin to choose the tokens of a step that was launched without ``rows``. It is called once, before
         :meth:`wait` and before the next launch. If this method raises, nothing of the step runs any more."""
 
     def wait(self) -> Sampled:
-        """Blocks until this step's tokens are on the host. It is called once for each step, in launch order.
+        """Block until this step's tokens are on the host. It is called once for each step, in launch order.
 
         Raises the error that the step failed with. After the call, the step reads and writes no slot any more. A step
         whose tokens nobody began to choose has none.
@@ -367,11 +367,11 @@ class Backend(Protocol):
         """Gives the number of columns of the logits."""
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Uses ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged KV pool; of a pool
+        """Use ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged KV pool; of a pool
         divided over GPUs, only the shards that have the KV heads of this process."""
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> InFlightStep:
-        """Begins a step: copies whole slots, (source, target) pairs, one after another; then writes the batch's KV;
+        """Begin a step: copies whole slots, (source, target) pairs, one after another; then writes the batch's KV;
         then chooses a token for each of the first ``sample_rows``, in that order, with the parameters ``rows``, and
         scores the others. ``rows`` may be None for a backend that runs ahead: :meth:`InFlightStep.choose` brings them.
 
@@ -385,14 +385,14 @@ class Backend(Protocol):
         """Gives the slots for adapters; None before ``bind_adapters``."""
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Makes empty slots for adapters up to ``max_rank``. At most once, before ``bind_pool``; compiles kernels.
+        """Make empty slots for adapters up to ``max_rank``. At most once, before ``bind_pool``; compiles kernels.
 
         On a GPU slots take memory for that rank; elsewhere an adapter takes what its own rank needs. Raises
         ConfigError where this backend cannot run the model with adapters.
         """
 
     def close(self) -> None:
-        """Ends threads and releases the pool. Idempotent; no other call comes after it."""
+        """End threads and releases the pool. Idempotent; no other call comes after it."""
 
     def warm_up(self, max_tokens: int) -> None:
-        """Pays one-time costs (allocation, compilation) before the first request. It touches no committed slot."""
+        """Pay one-time costs (allocation, compilation) before the first request. It touches no committed slot."""

@@ -33,7 +33,7 @@ _Pooled = tuple[int, tuple[int, ...]]
 
 
 def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
-    """Builds the batch of a plan that has at least one chunk; :class:`StepBatch` describes the arrays."""
+    """Build the batch of a plan that has at least one chunk; :class:`StepBatch` describes the arrays."""
     scheduled = plan.scheduled
     counts = [chunk.count for chunk in scheduled]
     ends = list(accumulate(counts))
@@ -66,7 +66,7 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
 def _add_rows_of_prompts(
     sample_rows: list[int], scheduled: tuple[ScheduledChunk, ...], ends: list[int]
 ) -> list[_Pooled]:
-    """Adds the rows of prompts that are scored or pooled, and returns the latter."""
+    """Add the rows of prompts that are scored or pooled, and return the latter."""
     pooled: list[_Pooled] = []
     for chunk, end in zip(scheduled, ends, strict=True):
         sample_rows += _last_rows(chunk, end, chunk.scores)
@@ -90,7 +90,7 @@ def build_rows(
     pooled: int = 0,
     pooled_ids: tuple[tuple[int, ...], ...] = (),
 ) -> StepBatch:
-    """Builds the batch of ``counts[i]`` tokens from ``firsts[i]`` on of each chain."""
+    """Build the batch of ``counts[i]`` tokens from ``firsts[i]`` on of each chain."""
     starts = np.array(firsts, dtype=np.int32)
     context_lens = [start + count for start, count in zip(firsts, counts, strict=True)]
     query_starts = [0, *accumulate(counts)]
@@ -119,7 +119,7 @@ def build_rows(
 
 
 def _sample_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iterator[int]:
-    """Yields each chunk's last ``samples`` rows, and then its last row again for each parallel sample."""
+    """Yield each chunk's last ``samples`` rows, and then its last row again for each parallel sample."""
     for chunk, end in zip(scheduled, ends, strict=True):
         yield from range(end - chunk.samples, end)
         for _ in chunk.parallel_seeds:
@@ -127,13 +127,13 @@ def _sample_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iter
 
 
 def _last_rows(chunk: ScheduledChunk, end: int, count: int) -> range:
-    """Returns the last ``count`` rows of a chunk, whose rows end at ``end``, of those that are scored or pooled."""
+    """Return the last ``count`` rows of a chunk, whose rows end at ``end``, of those that are scored or pooled."""
     after = end - (chunk.start + chunk.count - chunk.scores_end)
     return range(after - count, after)
 
 
 def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
-    """Builds the parameters of each row of the batch's ``sample_rows``, in that order; ``masks`` say which tokens
+    """Build the parameters of each row of the batch's ``sample_rows``, in that order; ``masks`` say which tokens
     grammars let some of them choose (:class:`pillion.engine.grammars.step_masks.StepMasks`).
 
     A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
@@ -151,7 +151,7 @@ def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
 
 
 def build_draft_sampling(after: Seq[tuple[Sequence, int]], vocab_size: int) -> SamplingRows:
-    """Builds the parameters of rows of ``vocab_size`` logits that each draft a token after so many draft tokens of a
+    """Build the parameters of rows of ``vocab_size`` logits that each draft a token after so many draft tokens of a
     sequence: they are those of the row that will judge the draft token. So the same noise is used for both, and a draft
     token is right more often than the likeliest token would be (Daliri, Musco and Suresh 2024). Penalties count the
     tokens that are known; there are no masks, because grammars cut draft tokens later, and no changes of a row that
@@ -171,7 +171,7 @@ def _sampling(rows: list[_Row], **more: Any) -> SamplingRows:
 
 
 def _scored(scoring: list[ScheduledChunk]) -> ScoredRows:
-    """Returns the tokens that these chunks score: the row of a position scores the prompt's next token."""
+    """Return the tokens that these chunks score: the row of a position scores the prompt's next token."""
     tokens = [p.sequence.tokens(p.scores_end - p.scores + 1, p.scores_end + 1) for p in scoring]
     counts = [p.sequence.scored_alternatives for p in scoring]
     return ScoredRows(
@@ -180,7 +180,7 @@ def _scored(scoring: list[ScheduledChunk]) -> ScoredRows:
 
 
 def _rows_of(chunk: ScheduledChunk) -> list[_Row]:
-    """Returns the sequence, parameters, seed and position of each row that a chunk samples."""
+    """Return the sequence, parameters, seed and position of each row that a chunk samples."""
     sequence, end = chunk.sequence, chunk.start + chunk.count
     params = sequence.sampling
     assert params is not None
@@ -192,7 +192,7 @@ def _rows_of(chunk: ScheduledChunk) -> list[_Row]:
 
 
 def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
-    """Yields the edits of rows that change logits, which are few."""
+    """Yield the edits of rows that change logits; most rows change none."""
     for row, (sequence, _, _, position) in enumerate(rows):
         edits, prompt_tokens = sequence.edits, sequence.prompt_tokens
         assert edits is not None
@@ -203,6 +203,6 @@ def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
 
 
 def _allowed(rows: list[_Row]) -> dict[int, UInt32]:
-    """Returns the masks of rows whose requests allow only some tokens."""
+    """Return the masks of rows whose requests allow only some tokens."""
     found = ((row, sequence.edits) for row, (sequence, *_) in enumerate(rows))
     return {row: edits.allowed for row, edits in found if edits is not None and edits.allowed is not None}

@@ -20,7 +20,7 @@ CPU_PREFILL_TOKENS = CPU_LLM_TOKENS = 512
 
 
 def resolve_device(flags: ComputeFlags) -> str:
-    """Returns "cpu" or "cuda". Raises ConfigError for a missing GPU, and for flags that the device does not support."""
+    """Return "cpu" or "cuda". Raises ConfigError for a missing GPU, and for flags that the device does not support."""
     device, interpreted = flags.device, gpu_devices.interpreted()
     if interpreted and device != CPU and gpu_devices.REAL_DRIVER.exists():
         raise ConfigError("TRITON_INTERPRET=1 is for machines without a GPU: unset it, or say --device cpu")
@@ -41,7 +41,7 @@ def gpu_count() -> int:
 
 
 def pool_device(device: str, processes: int = 1) -> str:
-    """Returns the devices on which the KV node of workers on ``device``, of at most so many processes (ranks of
+    """Return the devices on which the KV node of workers on ``device``, of at most so many processes (ranks of
     stages), keeps its pool: ``--kv-device``."""
     if device == CPU:
         return CPU
@@ -51,7 +51,7 @@ def pool_device(device: str, processes: int = 1) -> str:
 
 
 def check_gpu_ranks(config: ModelConfig, ranks: int, stages: int = 1) -> None:
-    """Raises ConfigError where a worker of so many stages of so many ranks cannot compute on this machine's GPUs."""
+    """Raise ConfigError where a worker of so many stages of so many ranks cannot compute on this machine's GPUs."""
     size = f"--tensor-parallel-size {ranks}" if stages == 1 else f"--pipeline-parallel-size {stages}"
     if gpu_devices.gpu_for_each(ranks * stages) and (config.layer_heads or config.kv_sources):
         raise ConfigError(
@@ -67,7 +67,7 @@ def check_gpu_ranks(config: ModelConfig, ranks: int, stages: int = 1) -> None:
 
 
 def resolved(flags: F) -> F:
-    """Returns the flags of a cluster or an LLM without "auto". Raises ConfigError like :func:`resolve_device`.
+    """Return the flags of a cluster or an LLM without "auto". Raises ConfigError like :func:`resolve_device`.
 
     The budgets of steps on a GPU stay 0: each worker chooses its own when it has the model (:func:`with_budgets`)."""
     device = resolve_device(flags)
@@ -82,7 +82,7 @@ def resolved(flags: F) -> F:
 
 
 def with_budgets(flags: W) -> W:
-    """Returns a worker's flags with a number for the token budget of its steps. Raises ConfigError like
+    """Return a worker's flags with a number for the token budget of its steps. Raises ConfigError like
     :func:`resolve_device`, and for a model that cannot be prepared."""
     if flags.step_budget_tokens:
         return flags
@@ -95,7 +95,7 @@ def with_budgets(flags: W) -> W:
 
 
 def cpu_budgets(flags: object) -> dict[str, Any]:
-    """Returns the budgets that no flag sets, by the names of their flags: those of a CPU, but no less than each step
+    """Return the budgets that no flag sets, by the names of their flags: those of a CPU, but no less than each step
     must hold. ``flags`` are those of a worker, a cluster or an LLM."""
     budgets: dict[str, Any] = {}
     if isinstance(flags, StepFlags) and not flags.max_num_batched_tokens:

@@ -24,7 +24,7 @@ from pillion.kernels.step import Float32, Sampled, SamplingRows, States, StateSl
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """Holds the results of a step, which was run when it was launched."""
+    """The results of a step, which was run when it was launched."""
 
     sampled: Sampled
 
@@ -67,55 +67,55 @@ class HostBackend(ABC):
         return self
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Makes the slots for adapters. Raises ConfigError, unless a subclass takes adapters."""
+        """Make the slots for adapters. Raises ConfigError, unless a subclass takes adapters."""
         raise ConfigError("--enable-lora: this backend takes no adapters")
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Makes each step return the inputs of these layers for all its rows (``Sampled.states``). It is called at most
+        """Make each step return the inputs of these layers for all its rows (``Sampled.states``). It is called at most
         once, before ``bind_adapters`` and ``bind_pool``."""
         self.state_layers = tuple(layers)
 
     def _read_states(self, num_tokens: int) -> States:
-        """Returns the states of the forward pass that has just run, a copy."""
+        """Return the states of the forward pass that has just run, a copy."""
         raise Internal("this backend keeps no states")
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
-        """Returns what the last ``pooled`` of the batch's ``sample_rows`` were after the model's last norm, in the
+        """Return what the last ``pooled`` of the batch's ``sample_rows`` were after the model's last norm, in the
         forward pass that has just run: a copy, float32 [pooled, hidden]."""
         raise Internal("this backend gives no vectors")
 
     def _pooled(self, batch: StepBatch, logits: torch.Tensor) -> tuple[Float32, ...]:
-        """Returns what each row of ``pooled_ids`` gives, a copy; ``logits`` are those of the rows that want some."""
+        """Return what each row of ``pooled_ids`` gives, a copy; ``logits`` are those of the rows that want some."""
         vectors = iter(self._read_vectors(batch) if batch.pooled else ())
         rows = iter(logits)
         return tuple(next(rows)[list(ids)].numpy() if ids else next(vectors) for ids in batch.pooled_ids)
 
     @abstractmethod
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Runs a forward pass over ``pool``, uint8 [slots, block_bytes]; returns what :meth:`forward` returns."""
+        """Run a forward pass over ``pool``, uint8 [slots, block_bytes]; return what :meth:`forward` returns."""
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:  # noqa: B027  (most refuse nothing)
-        """Raises Internal for a batch that :meth:`_run` would refuse before it has begun."""
+        """Raise Internal for a batch that :meth:`_run` would refuse before it has begun."""
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Uses ``memory`` as the KV pool. Raises ConfigError for memory that is too small or read-only."""
+        """Use ``memory`` as the KV pool. Raises ConfigError for memory that is too small or read-only."""
         view, needed = checked_memory(memory, num_slots, self.layout)
         self._pool = torch.frombuffer(view, dtype=torch.uint8, count=needed).view(num_slots, -1)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the batch's KV and returns float32 logits [R, vocab_size] of ``sample_rows``, in that order, but the
+        """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order, but the
         last ones, whose vectors are wanted."""
         return self._run(self._bound_pool(), batch)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole slots, sources[i] to targets[i], pair after pair. The targets are leased to this worker. Raises
+        """Copy whole slots, sources[i] to targets[i], pair after pair. The targets are leased to this worker. Raises
         Internal for lists of different length and for slots that the pool does not have."""
         pool = self._bound_pool()
         for source, target in checked_copies(sources, targets, len(pool)):
             pool[target].copy_(pool[source])
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
-        """Runs the whole step before it returns: copies blocks, runs the forward pass and samples."""
+        """Run the whole step before it returns: copies blocks, runs the forward pass and samples."""
         if rows is None:
             raise Internal("a backend that does not run ahead needs a step's rows at its launch")
         if copies:
@@ -130,7 +130,7 @@ class HostBackend(ABC):
         return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Reads all weights and lets buffers grow to a step of so many tokens, over a pool of its own. A larger step
+        """Read all weights and lets buffers grow to a step of so many tokens, over a pool of its own. A larger step
         lets them grow when it comes."""
         block_size, pages = self.layout.block_size, self.layout.state_pages
         blocks = -(-max_tokens // block_size)
@@ -141,7 +141,7 @@ class HostBackend(ABC):
             self._run(pool, replace(batch, states=states))
 
     def close(self) -> None:
-        """Releases the pool, so that its mapping can be closed. Idempotent."""
+        """Release the pool, so that its mapping can be closed. Idempotent."""
         self._pool = None
 
     def _bound_pool(self) -> torch.Tensor:
@@ -151,11 +151,11 @@ class HostBackend(ABC):
 
 
 def states_of_rows(rows: torch.Tensor) -> States:
-    """Returns rows in host memory as states: float32 stays; bfloat16 becomes uint16 with the same bits."""
+    """Return rows in host memory as states: float32 stays; bfloat16 becomes uint16 with the same bits."""
     return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
 
 def rows_of_states(states: States) -> torch.Tensor:
-    """Returns the rows of which :func:`states_of_rows` made states, over the same memory."""
+    """Return the rows of which :func:`states_of_rows` made states, over the same memory."""
     rows = torch.from_numpy(states)
     return rows.view(torch.bfloat16) if rows.dtype == torch.uint16 else rows

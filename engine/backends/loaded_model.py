@@ -1,4 +1,4 @@
-"""Defines what loading a model gives a worker: the backend that runs it, and what the worker needs to know of it."""
+"""What loading a model gives a worker: the backend that runs it, and what the worker needs to know of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Holds a model and the backend that runs it.
+    """A model and the backend that runs it.
 
     ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its lending
     table's cores; 0: it has no lending table, or borrows none of its cores. ``ranks`` are the worker's other processes,
@@ -48,7 +48,7 @@ class LoadedModel:
     map_device: MapDevice | None = None
 
     def bind_pool(self, attachment: Attachment) -> None:
-        """Makes every process of the worker map the pool and use it."""
+        """Make every process of the worker map the pool and use it."""
         if self.ranks is not None:
             if not isinstance(attachment.pool, memoryview):
                 attachment.name_processes(self.ranks.pids())
@@ -56,7 +56,7 @@ class LoadedModel:
         self.backend.bind_pool(attachment.pool, attachment.num_slots)
 
     def adapter_reader(self, max_rank: int, targets: tuple[str, ...] = ()) -> AdapterReader:
-        """Returns the object that reads adapters of ``targets`` up to ``max_rank`` for the backend; it is sent to the
+        """Return the object that reads adapters of ``targets`` up to ``max_rank`` for the backend; it is sent to the
         process that reads them."""
         from pillion.engine.checkpoints.weights import output_orders
 
@@ -71,7 +71,7 @@ class LoadedModel:
         )
 
     def namespace(self) -> bytes:
-        """Returns the 32 bytes that a request's root hash begins with (I2)."""
+        """Return the 32 bytes that a request's root hash begins with (I2)."""
         layout = self.backend.layout
         return namespace_base(
             fingerprint=self.prepared.fingerprint,

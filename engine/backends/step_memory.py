@@ -32,7 +32,7 @@ FREE_MEMORY, CGROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.m
 def step_bytes(
     config: ModelConfig, dtype: str, tokens: int, logit_rows: int, ranks: int = 1, mixed_rows: int = MAX_STEP_TOKENS
 ) -> int:
-    """Returns the most bytes that a step of ``tokens`` tokens takes, of which ``logit_rows`` have logits, on any
+    """Return the most bytes that a step of ``tokens`` tokens takes, of which ``logit_rows`` have logits, on any
     backend: rows of ``dtype``, and those in float32 that some operators need. Each of ``ranks`` processes has the
     residual stream, and two partial sums of it. Mixtures of experts are computed ``mixed_rows`` tokens at a time; the
     CPU kernels compute all at once."""
@@ -62,7 +62,7 @@ def step_bytes(
 
 
 def head_bytes(layer: ModelConfig, states: int, dtype: str, tokens: int, rows: int) -> int:
-    """Returns the most bytes that an EAGLE head of one ``layer`` takes on a GPU beside its weights: those of a pass of
+    """Return the most bytes that an EAGLE head of one ``layer`` takes on a GPU beside its weights: those of a pass of
     ``tokens`` tokens, ``rows`` of which draft, with a token beside each state and logits of draft ids; and the
     ``states`` values of each token that the model's steps keep."""
     item = 4 if dtype == "float32" else 2
@@ -71,7 +71,7 @@ def head_bytes(layer: ModelConfig, states: int, dtype: str, tokens: int, rows: i
 
 
 def logit_rows_of(flags: WorkerFlags | ServeFlags | OfflineFlags, vocab_size: int) -> int:
-    """Returns the most rows of a step that have logits: those that choose tokens, and those that score prompts."""
+    """Return the most rows of a step that have logits: those that choose tokens, and those that score prompts."""
     if not isinstance(flags, StepFlags):
         return 0
     tokens, draft_tokens = flags.max_num_batched_tokens, flags.speculative_config.num_speculative_tokens
@@ -80,7 +80,7 @@ def logit_rows_of(flags: WorkerFlags | ServeFlags | OfflineFlags, vocab_size: in
 
 
 def steps_bytes(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: PreparedModel) -> int:
-    """Returns the bytes that the largest steps of all workers that ``flags`` describe take together."""
+    """Return the bytes that the largest steps of all workers that ``flags`` describe take together."""
     config, total, ranks = load_config(prepared.folder), 0, flags.tensor_parallel_size
     serve = flags if isinstance(flags, ServeFlags) else None
     if isinstance(flags, StepFlags):
@@ -99,14 +99,14 @@ def steps_bytes(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: Prepar
 
 
 def _copies_states(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: PreparedModel) -> bool:
-    """Returns whether a step has a copy of the state of each of its sequences, as on torch's operators. The CPU kernels
+    """Return whether a step has a copy of the state of each of its sequences, as on torch's operators. The CPU kernels
     read and write states where they are."""
     kernels = choose_isa(flags.cpu_kernels, host_features())
     return kernels is None or kv_layout(prepared, flags.block_size).state_layout is None
 
 
 def check_host_steps(flags: WorkerFlags, prepared: PreparedModel) -> None:
-    """Logs what the largest step takes of a host's memory. Raises ConfigError where the host has less."""
+    """Log what the largest step takes of a host's memory. Raises ConfigError where the host has less."""
     needed, left = steps_bytes(flags, prepared), free_bytes()
     if left and needed > left:
         flag = "--max-num-batched-tokens" if isinstance(flags, StepFlags) else "--max-num-batched-prefill-tokens"
@@ -122,7 +122,7 @@ def check_host_steps(flags: WorkerFlags, prepared: PreparedModel) -> None:
 
 
 def free_bytes() -> int:
-    """Returns the bytes that this process may still take of the host's memory; 0 where the system does not say."""
+    """Return the bytes that this process may still take of the host's memory; 0 where the system does not say."""
     found = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = FREE_MEMORY.read_text().splitlines()

@@ -33,7 +33,7 @@ class TorchBackend(HostBackend):
     gives_vectors = True
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
-        """Loads the weights. Raises ConfigError where they do not fit the config. ``threads`` sets torch's threads for
+        """Load the weights. Raises ConfigError where they do not fit the config. ``threads`` sets torch's threads for
         the whole process; 0 leaves torch's default."""
         if threads:
             torch.set_num_threads(threads)
@@ -62,7 +62,7 @@ class TorchBackend(HostBackend):
         return found
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Makes the slots for adapters."""
+        """Make the slots for adapters."""
         self.adapters = TorchAdapters(self.config, max_adapters, max_rank, targets)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -89,7 +89,7 @@ class TorchBackend(HostBackend):
             return logits if places is None else logits[_indices(places)]
 
     def _attention(self, pool: torch.Tensor, batch: StepBatch) -> StepAttention | MixedAttention:
-        """Plans the attention of a step over a pool [slots, values]."""
+        """Plan the attention of a step over a pool [slots, values]."""
         config, layout = self.config, self.layout
         make = partial(
             StepAttention,
@@ -122,7 +122,7 @@ class TorchBackend(HostBackend):
         return found
 
     def _carried(self, pool: torch.Tensor, batch: StepBatch) -> StepStates | None:
-        """Returns the states before a step's tokens; those of no tokens where the batch names none."""
+        """Return the states before a step's tokens; those of no tokens where the batch names none."""
         if not self._state_shapes:
             return None
         carried = StepStates(self._state_shapes, batch.query_starts)

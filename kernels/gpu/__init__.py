@@ -1,4 +1,4 @@
-"""Has Triton kernels for GPUs. Each module has kernels, and a launcher that checks its arguments.
+"""Triton kernels for GPUs. Each module has kernels, and a launcher that checks its arguments.
 
     attention/         paged attention, and the kernel that writes KV
     rows/              norms, gated activations, embedding

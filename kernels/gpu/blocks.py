@@ -20,7 +20,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @triton.jit
 def _move(source, target, pairs, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr):
-    """Moves one part of one block. ``pairs`` holds (source, target) slots, or, by PAIRED, only "source" or "target"."""
+    """Move one part of one block. ``pairs`` holds (source, target) slots, or, by PAIRED, only "source" or "target"."""
     entry = tl.program_id(0) // PARTS
     at = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     if PAIRED == "pairs":
@@ -35,7 +35,7 @@ def _move(source, target, pairs, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK
 
 
 def gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copies blocks ``slots`` (int32 [N]) of ``pool`` into ``out`` [N, bytes of a block], uint8, one after another.
+    """Copy blocks ``slots`` (int32 [N]) of ``pool`` into ``out`` [N, bytes of a block], uint8, one after another.
 
     Those rows of ``out`` whose entry is -1 stay as they are. Raises Internal for misshapen tensors.
     """
@@ -43,7 +43,7 @@ def gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scatter(buffer: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor) -> None:
-    """Copies the blocks of ``buffer`` [N, bytes of a block], uint8, to ``slots`` (int32 [N], each once) of ``pool``.
+    """Copy the blocks of ``buffer`` [N, bytes of a block], uint8, to ``slots`` (int32 [N], each once) of ``pool``.
 
     Raises Internal for misshapen tensors.
     """
@@ -51,7 +51,7 @@ def scatter(buffer: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor) -> No
 
 
 def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies blocks within ``pool``: ``pairs`` (int32 [N, 2]) are (source, target) slots.
+    """Copy blocks within ``pool``: ``pairs`` (int32 [N, 2]) are (source, target) slots.
 
     The order of the copies is undefined, so no slot may be written twice, or both written and read. A pair with a -1
     copies nothing. Raises Internal for misshapen tensors.
@@ -64,7 +64,7 @@ def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 def _checked_block_bytes(
     pool: torch.Tensor, slots: torch.Tensor | None = None, buffer: torch.Tensor | None = None
 ) -> int:
-    """Returns the number of bytes of a block. Raises Internal where the pool, the slots or the buffer are misshapen."""
+    """Return the number of bytes of a block. Raises Internal where the pool, the slots or the buffer are misshapen."""
     check(pool.is_contiguous() and pool.ndim > 1, "pool is not contiguous")
     block_bytes = pool[0].numel() * pool.element_size()
     if slots is not None and buffer is not None:

@@ -34,14 +34,14 @@ DEPENDENT_ARCH = 90
 
 
 def dependent(arch: int) -> dict[str, bool]:
-    """Returns the constants of a kernel of a step: whether it begins before the kernel before it has ended."""
+    """Return the constants of a kernel of a step: whether it begins before the kernel before it has ended."""
     on = arch >= DEPENDENT_ARCH and not interpreting() and bool(tuned("dependent_launch", arch)["on"])
     return {"DEPENDENT": on, "launch_pdl": on}
 
 
 @triton.jit
 def wait_for_earlier(DEPENDENT: tl.constexpr):
-    """Waits for all earlier kernels, and lets the next one begin its early part."""
+    """Wait for all earlier kernels, and lets the next one begin its early part."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -49,7 +49,7 @@ def wait_for_earlier(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers, sizes):
-    """Asks for ``sizes`` bytes from each pointer to be brought into the L2, multiples of 16 at such addresses, without
+    """Ask for ``sizes`` bytes from each pointer to be brought into the L2, multiples of 16 at such addresses, without
     waiting for them. A kernel calls this only where it is DEPENDENT."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",

@@ -13,7 +13,7 @@ _INTERPRETED = tl.constexpr(interpreting())
 
 @triton.jit
 def dot(left, right, acc):
-    """Returns the matrix product plus ``acc``, exact for float32, which tensor cores would cut to 19 bits."""
+    """Return the matrix product plus ``acc``, exact for float32, which tensor cores would cut to 19 bits."""
     if _INTERPRETED:
         left = left.to(tl.float32)
         right = right.to(tl.float32)

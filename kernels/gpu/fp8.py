@@ -26,7 +26,7 @@ _INTERPRETED = tl.constexpr(interpreting())
 
 @triton.jit
 def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Decodes uint8 ``codes`` to ``DTYPE`` exactly; unless NATIVE, the caller must multiply the result by 256.
+    """Decode uint8 ``codes`` to ``DTYPE`` exactly; unless NATIVE, the caller must multiply the result by 256.
 
     NATIVE uses Hopper's instruction, which Triton refuses for older devices. Otherwise the code's exponent and mantissa
     become those of a float16, whose bias differs by 8: the result is the value over 256, also for subnormals. Callers
@@ -43,7 +43,7 @@ def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def decode_pairs(words, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Decodes uint16 ``words`` of two codes each as :func:`decode_e4m3` does; returns the values of the low bytes and
+    """Decode uint16 ``words`` of two codes each as :func:`decode_e4m3` does; return the values of the low bytes and
     those of the high bytes.
 
     In float16 two words, as they lie in a register, become two registers of two values: by one permutation of bytes and
@@ -85,7 +85,7 @@ def decode_pairs(words, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def encode(values):
-    """Encodes float32 values, which must not be NaN, as uint8 codes.
+    """Encode float32 values, which must not be NaN, as uint8 codes.
 
     Values are rounded once, to nearest and ties to even, and clamped to +-448.
     """
@@ -101,5 +101,5 @@ def encode(values):
 
 @triton.jit
 def scale_of(largest):
-    """Returns the scale of a row whose largest absolute value is ``largest``; both are float32."""
+    """Return the scale of a row whose largest absolute value is ``largest``; both are float32."""
     return tl.maximum(tl.math.div_rn(largest, MAX), LEAST_SCALE)

@@ -21,13 +21,13 @@ INTERPRETED_PROCESSORS = 4
 
 @cache
 def interpreting() -> bool:
-    """Returns whether kernels run in Triton's interpreter."""
+    """Return whether kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
 def arch_of(device: torch.device) -> int:
-    """Returns the compute capability of a CUDA device as one number, such as 90."""
+    """Return the compute capability of a CUDA device as one number, such as 90."""
     if device.type != "cuda":
         return INTERPRETED_ARCH
     major, minor = torch.cuda.get_device_capability(device)
@@ -35,25 +35,25 @@ def arch_of(device: torch.device) -> int:
 
 
 def cdiv(total: int, size: int) -> int:
-    """Returns how many parts of ``size`` it takes to cover ``total``. Triton's function of this name is one for
+    """Return how many parts of ``size`` it takes to cover ``total``. Triton's function of this name is one for
     kernels, and takes several microseconds on the host."""
     return -(-total // size)
 
 
 def next_power_of_2(number: int) -> int:
-    """Returns the least power of two that is at least ``number``, which is 1 or more."""
+    """Return the least power of two that is at least ``number``, which is 1 or more."""
     return 1 << (number - 1).bit_length()
 
 
 def processors_of(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors of a device."""
+    """Return the number of streaming multiprocessors of a device."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def check(fits: bool, words: str, *values: object) -> None:
-    """Raises Internal if a launcher was called wrongly, which only a defect can do. ``words`` are formatted with
+    """Raise Internal if a launcher was called wrongly, which only a defect can do. ``words`` are formatted with
     ``values`` only then, because this runs some twenty times for each launch."""
     if not fits:
         raise Internal(words.format(*(list(value) if isinstance(value, torch.Size) else value for value in values)))
@@ -66,7 +66,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] | torch.dtype,
     device: torch.device | None = None,
 ) -> None:
-    """Raises Internal unless ``tensor`` is contiguous and has this shape (None: any size), type and device."""
+    """Raise Internal unless ``tensor`` is contiguous and has this shape (None: any size), type and device."""
     sizes, dtype = tensor.shape, tensor.dtype
     fits = len(sizes) == len(shape)
     for want, have in zip(shape, sizes, strict=False):
@@ -80,7 +80,7 @@ def check_tensor(
 
 
 def check_pool_device(pool: torch.Tensor, device: torch.device) -> None:
-    """Raises Internal for a pool that kernels on ``device`` cannot use. It may be in another GPU's memory, which its
+    """Raise Internal for a pool that kernels on ``device`` cannot use. It may be in another GPU's memory, which its
     owner has mapped for this one; what is launched runs on the current device, wherever a pool is."""
     check(pool.device.type == device.type, "pool is on {}, not on {}", pool.device, device)
 
@@ -91,7 +91,7 @@ def check_pool(
     dtypes: tuple[torch.dtype, ...] | torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raises Internal for a pool [slots, layers, ...] of another shape or type, or out of the reach of ``device``.
+    """Raise Internal for a pool [slots, layers, ...] of another shape or type, or out of the reach of ``device``.
     Slots and layers may be any number of values apart, since a slot may hold layers of other shapes, too."""
     check_pool_device(pool, device)
     sizes, strides, dtype = pool.shape, pool.stride(), pool.dtype
@@ -107,5 +107,5 @@ def check_pool(
 
 
 def scales_of(pool: torch.Tensor) -> torch.Tensor:
-    """Views a pool of bytes, some of which are scales, as one row of float32."""
+    """View a pool of bytes, some of which are scales, as one row of float32."""
     return pool.as_strided((len(pool) * pool.stride(0),), (1,)).view(torch.float32)

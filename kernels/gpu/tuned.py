@@ -25,14 +25,14 @@ ARCHITECTURES = (80, 90)
 
 @cache
 def tuning_file(arch: int) -> dict[str, list[dict[str, Any]]]:
-    """Returns all entries for an architecture, such as 90, by kernel."""
+    """Return all entries for an architecture, such as 90, by kernel."""
     nearest = max((known for known in ARCHITECTURES if known <= arch), default=min(ARCHITECTURES))
     found: dict[str, list[dict[str, Any]]] = json.loads((FOLDER / f"sm_{nearest}.json").read_text("utf-8"))
     return found
 
 
 def tuned(kernel: str, arch: int, **facts: int | str) -> dict[str, int]:
-    """Returns the constants of ``kernel`` for these facts. Raises Internal if no entry of the file agrees."""
+    """Return the constants of ``kernel`` for these facts. Raises Internal if no entry of the file agrees."""
     for entry in tuning_file(arch).get(kernel, ()):
         if all(facts.get(name) == value for name, value in entry["when"].items()):
             return dict(entry["use"])

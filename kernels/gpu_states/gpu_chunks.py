@@ -1,8 +1,8 @@
-"""Multiplies and loads the rows of a chunk of a text, for the kernels that go on in chunks (state_places.py).
+"""Products and loads of the rows of a chunk of a text, for the kernels that advance in chunks (state_places.py).
 
-A state is float32, and rows have the model's type. Tensor cores multiply 16 bits: a float32 number is the sum of two
-bfloat16 ones, and a product takes two or three of theirs, so that it keeps 16 bits or more of each factor, in a fixed
-order. Where the model is float32 (EXACT), products are exact.
+A state is float32, and rows have the model's type. Tensor cores multiply 16 bits: a float32 number is split into two
+bfloat16 ones, and a product takes two or three of theirs, which keeps 16 bits or more of each factor, in a fixed order.
+In float32 models (EXACT), products are exact.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from pillion.kernels.gpu.dot import dot
 
 @triton.jit
 def halves(x):
-    """Returns two bfloat16 numbers whose sum has the first 16 bits of each float32 number. The first one is cut off,
-    because a rounded one takes a slow conversion of its own."""
+    """Return two bfloat16 numbers whose sum has the first 16 bits of each float32 number. The first is truncated,
+    because rounding takes a separate, slow conversion."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def wide_dot(left, right, acc, EXACT: tl.constexpr):
-    """Returns the matrix product plus ``acc``, of which one factor is float32, or both are. A factor that is bfloat16
-    is multiplied as it is."""
+    """Return the matrix product plus ``acc``. One factor is float32, or both are; a bfloat16 factor is not split."""
     if EXACT:
         acc = dot(left, right, acc)
     elif left.dtype == tl.bfloat16:
@@ -42,18 +41,17 @@ def wide_dot(left, right, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def chunk_of(starts, firsts, sequence, number, CHUNK: tl.constexpr):
-    """Returns of the chunk ``number`` of a sequence's chunks in a step the row at which it begins, which may be before
-    the step's, and the rows of the step that the sequence owns, [begin, end)."""
+    """Return the first row of chunk ``number`` of a sequence's chunks in a step, possibly before the step's rows, and
+    the rows of the step that the sequence owns, [begin, end)."""
     begin, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
     return begin - tl.load(firsts + sequence) % CHUNK + number * CHUNK, begin, end
 
 
 @triton.jit
 def chunk_rows(step_rows, kept_rows, origin, begin, end, inside, stride, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Loads the rows of a chunk that begins at row ``origin``, [CHUNK, columns]: those before ``begin`` from a state,
+    """Load the rows of a chunk that begins at row ``origin``, [CHUNK, columns]: those before ``begin`` from a state,
     whose rows have ``WIDTH`` values each, and those of the step, whose rows are ``stride`` apart. The pointers are to
-    the columns of row 0, of the chunk and of the step; ``inside`` says which of them there are. Rows that are still to
-    come are zeros."""
+    the columns of row 0, of the chunk and of the step; ``inside`` is the mask of the columns. Later rows are zeros."""
     place = tl.arange(0, CHUNK)[:, None]
     rows = origin + place
     mine = (rows >= begin) & (rows < end)
@@ -66,14 +64,14 @@ def chunk_rows(step_rows, kept_rows, origin, begin, end, inside, stride, WIDTH: 
 
 @triton.jit
 def across(column, CHUNK: tl.constexpr):
-    """Turns a column [CHUNK, 1] into a row [1, CHUNK]."""
+    """Transpose a column [CHUNK, 1] to a row [1, CHUNK]."""
     place, other = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     return tl.sum(tl.where(place == other, column, 0.0), 0)[None, :]
 
 
 @triton.jit
 def running(column, CHUNK: tl.constexpr):
-    """Returns for each row of a column [CHUNK, 1] the sum of the rows up to it. Triton 3.6 compiles no scan of a matrix
-    with one column, where a thread has room for several."""
+    """Return the running sum of a column [CHUNK, 1]. Triton 3.6 cannot compile a scan of a matrix with one column if a
+    thread has room for several."""
     place, other = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     return tl.sum(tl.where(place >= other, across(column, CHUNK), 0.0), 1)[:, None]

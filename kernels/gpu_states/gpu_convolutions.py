@@ -1,9 +1,9 @@
-"""Convolves the rows of each sequence with those before it, channel by channel, whose inputs are in its state.
+"""Causal depthwise convolution of the rows of each sequence with those before it, whose inputs are in its state.
 
     row t of a sequence   inputs t - taps + 1 .. t: of the step's rows, and of the state for those before the step
     its last row          also writes the inputs that the next step needs
 
-Each row is a program of its own, because no row depends on another one's result. Products are added up from the oldest
+Each row is a separate program, because no row depends on another one's result. Products are added up from the oldest
 token to the row's own.
 """
 
@@ -87,14 +87,13 @@ def convolve(
     gated: bool = False,
     columns: torch.Tensor | None = None,
 ) -> None:
-    """Convolves rows ``x`` [T, ...] into ``out`` [T, channels], and leaves the last inputs of each sequence in its
-    state.
+    """Convolve rows ``x`` [T, ...] into ``out`` [T, channels], and store the last inputs of each sequence in its state.
 
     x: [T, channels], whose rows are ``stride(0)`` apart; with ``gated`` [T, 3 * channels]: the first part times the
     third is convolved, and the second multiplies the result (LFM2).
     taps: float32 [channels, taps]; the last ones are for the token itself. bias: float32 [channels].
     out: of x's type, after silu; with ``gated`` without it. places: int32 [pieces, 2].
-    columns: int32 [channels], the column of ``out`` for each channel; -1 for one whose inputs are only kept. None where
+    columns: int32 [channels], the column of ``out`` for each channel; -1 for one whose inputs are only stored. None if
     all channels are in order.
 
     Raises Internal for misshapen tensors.
@@ -120,7 +119,6 @@ def convolve(
 
 
 def convolution_constants(taps: int, gated: bool, bias: bool, chosen: bool, arch: int) -> dict[str, int]:
-    """Returns the kernel's constants."""
     use = tuned("convolve", arch)
     shape = {"TAPS": taps, "GATED": gated, "BIAS": bias, "CHOSEN": chosen, "PIECE": PIECE_CHANNELS}
     return {**shape, "BLOCK": use["block"], "num_warps": use["num_warps"]}

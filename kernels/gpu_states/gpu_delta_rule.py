@@ -1,21 +1,21 @@
-"""Runs the gated delta rule (arXiv 2412.06464) over the rows of each sequence, chunk by chunk (arXiv 2406.06484).
+"""Gated delta rule (arXiv 2412.06464) over the rows of each sequence, chunk by chunk (arXiv 2406.06484).
 
     mixed, rates   --queries and keys of unit length, in place; learns; forgets--> mixed, learns, forgets
-                   (KDA) what a product made --forgets, of each row of a head's matrix--> forgets
+                   (KDA) output of a product --forgets, of each row of a head's matrix--> forgets
     each chunk and head     mixed, learns, forgets --products of keys, solved, with the factors' sums--> solved
     each sequence, head and piece of columns      all of these, the state before --> out, the state after
 
-With G the sum of the logarithms of a chunk's factors up to each row, S the matrix where the chunk begins, and u what is
-learnt, the rule says (each product of rows t and j decays by exp(G_t - G_j), which for KDA is a factor of each of the
-key's values):
+With G the sum of the logarithms of a chunk's factors up to each row, S the matrix at the begin of the chunk, and u the
+learned values, the rule is (each product of rows t and j decays by exp(G_t - G_j), which for KDA is a factor of each of
+the key's values):
 
     u_t = learns_t (v_t - k_t exp(G_t) S - sum over j < t of (k_t . k_j) u_j)
     out_t = q_t exp(G_t) S + sum over j <= t of (q_t . k_j) u_j
 
 So u = T (v - k exp(G) S), where T = (1 + learns (k . k) below the diagonal)^-1 learns depends on the chunk alone. A
-first kernel makes T and (q . k) of all chunks at once, row after row, which is stable where keys are alike. A second
-one walks the chunks of a sequence with some columns of a head's matrix [key_dim, head_dim] in the registers of a warp:
-five products a chunk. Columns do not depend on each other, so the fewer a program has, the more programs share a text.
+first kernel computes T and (q . k) of all chunks at once, row after row, which is stable for similar keys. A second one
+iterates over the chunks of a sequence with some columns of a head's matrix [key_dim, head_dim] in the registers of a
+warp: five products per chunk. Columns are independent, so fewer columns per program let more programs share a text.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from pillion.kernels.gpu_states.state_places import (
 )
 from pillion.kernels.state_pieces import CHUNK, PIECE_COLUMNS
 
-# Queries and keys are normed with this number.
+# Epsilon of the L2 norm of queries and keys.
 _L2_EPS = tl.constexpr(1e-6)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Describes the heads of a delta rule: those of queries and keys, neighbours of which share one, and their
-    ``key_dim`` values; those of values, and their ``head_dim``. ``doubled``: what is learnt counts twice. ``by_rows``:
-    each row of a matrix forgets on its own (KDA)."""
+    """The heads of a delta rule: those of queries and keys (neighbouring heads of values share one), of ``key_dim``
+    values, and those of values, of ``head_dim``. ``doubled``: learning rates are doubled. ``by_rows``: each row of a
+    matrix has a separate decay (KDA)."""
 
     key_heads: int
     heads: int
@@ -63,30 +63,30 @@ class DeltaShape:
 
     @property
     def mixed(self) -> int:
-        """Gives the number of values of a row's queries, keys and values."""
+        """Values of a row's queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.head_dim
 
     @property
     def factors(self) -> int:
-        """Gives the number of factors by which a row's matrices forget."""
+        """Decay factors of a row."""
         return self.heads * (self.key_dim if self.by_rows else 1)
 
     @property
     def pieces(self) -> int:
-        """Gives the number of pieces of all matrices."""
+        """Number of pieces of all matrices."""
         return self.heads * columns_of(self.head_dim)
 
     @property
     def sides(self) -> int:
-        """Gives the number of pieces of keys and rates that a state keeps of a chunk."""
+        """Number of pieces of keys and rates of a partial chunk in a state."""
         return self.key_heads + self.heads
 
     def solved_values(self, tokens: int, seqs: int) -> int:
-        """Returns how many values the solved chunks of a step of so many tokens and sequences have at most."""
+        """Return the max values of the solved chunks of a step of ``tokens`` tokens and ``seqs`` sequences."""
         return most_chunks(tokens, seqs) * self.heads * (2 * CHUNK + 1) * CHUNK
 
     def check(self) -> None:
-        """Raises Internal for a shape that no model has."""
+        """Raise Internal for an inconsistent shape."""
         check(self.key_dim > 0 and self.heads % self.key_heads == 0, "{} does not fit together", self)
         check(not self.by_rows or self.heads == self.key_heads, "{} has heads that share factors", self)
 
@@ -97,8 +97,8 @@ def _prepare(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, MIXED: tl.constexpr, DOUBLED: tl.constexpr,
     BY_ROWS: tl.constexpr, BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program norms a query or a key, which come one after the other; queries are also scaled. The last program of
-    a row makes its rates."""
+    """Norm a query or a key per program, first all queries, which are also scaled. The last program of a row computes
+    its rates."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     RATES: tl.constexpr = HEADS if BY_ROWS else 2 * HEADS
     if head < 2 * KEY_HEADS:
@@ -136,7 +136,7 @@ def _keys(
     mixed, side, origin, begin, end, head,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loads a chunk's queries, of the step alone, and keys of a head of keys, [CHUNK, BLOCK] each."""
+    """Load a chunk's queries (of the step only) and keys of a head of keys, [CHUNK, BLOCK] each."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < KEY_DIM
     at = mixed + head * KEY_DIM + column
@@ -152,8 +152,8 @@ def _factors(
     forgets, side, origin, begin, end, head,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BY_ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loads the logarithms of a head's factors of a chunk's rows, [CHUNK, 1], or [CHUNK, BLOCK] with BY_ROWS. A state
-    has them behind what the head learns."""
+    """Load the logarithms of a head's factors of a chunk's rows, [CHUNK, 1], or [CHUNK, BLOCK] with BY_ROWS. In a state
+    they follow the learning rates."""
     WIDTH: tl.constexpr = KEY_DIM if BY_ROWS else 1
     column = tl.arange(0, BLOCK if BY_ROWS else 1)[None, :]
     at = forgets + head * WIDTH + column
@@ -162,12 +162,12 @@ def _factors(
 
 @triton.jit
 def _likeness(query, key, sums, BY_ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns the products of each of a chunk's queries and keys with the keys up to it, which decay since then,
-    [CHUNK, CHUNK] each. ``sums`` are those of the factors' logarithms up to each row."""
+    """Return the products of each of a chunk's queries and keys with the keys up to it, with decay, [CHUNK, CHUNK]
+    each. ``sums`` are those of the factors' logarithms up to each row."""
     place, other = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     reads, alike = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     if BY_ROWS:
-        # Each key's values decay on their own, and factors since the chunk's begin have no inverse in float32.
+        # Each of a key's values has its own decay, and factors since the chunk's begin have no inverse in float32.
         query, key = query.to(tl.float32), key.to(tl.float32)
         for row in range(CHUNK):
             since = sums - tl.sum(tl.where(place == row, sums, 0.0), 0)[None, :]
@@ -205,7 +205,7 @@ def _solve(
         factors = _factors(forgets, side, origin, begin, end, head, HEADS, KEY_DIM, BY_ROWS, CHUNK, BLOCK)
         sums = tl.cumsum(factors, 0) if BY_ROWS else running(factors, CHUNK)
         reads, alike = _likeness(query, key, sums, BY_ROWS, CHUNK)
-        # This becomes the inverse without its diagonal: each row needs those before it.
+        # Becomes the inverse without its diagonal: each row needs those before it.
         inverse = tl.where(place > other, -learnt * alike, 0.0)
         for row in range(1, CHUNK):
             mine = tl.sum(tl.where(place == row, inverse, 0.0), 0)
@@ -218,7 +218,7 @@ def _solve(
         if not BY_ROWS:
             tl.store(at + 2 * CHUNK * CHUNK + place + one, sums)
         if origin + CHUNK > end:
-            # The rows of a chunk that is not whole are kept, once each.
+            # Store the rows of a partial chunk, once each.
             side_after, there = piece_of(pool, slots, sides, sequence, KEY_HEADS + head, WRITES, PAGES, SLOT_VALUES)
             kept = (origin + place < end) & there
             tl.store(side_after + place + one, learnt, mask=kept)
@@ -290,7 +290,7 @@ def _delta_rule(
                     memory *= tl.exp(last)[None, :]
                     memory = wide_dot(tl.trans(key), new_values * since, memory, EXACT)
             else:
-                # The first kernel has kept the other rows of a chunk that is not whole.
+                # The first kernel has stored the other rows of a partial chunk.
                 kept_at = new + KEY_DIM * PIECE + place * PIECE + within
                 tl.store(kept_at, value.to(tl.float32), mask=(rows < end) & there)
         tl.store(new + key_row * PIECE + within, memory, mask=inside & there)
@@ -305,12 +305,12 @@ def prepare_rows(
     forgets: torch.Tensor,
     shape: DeltaShape,
 ) -> None:
-    """Makes queries and keys of ``mixed`` [T, shape.mixed] as long as 1, in place, and divides queries by the root of
-    key_dim; and of ``rates`` [T, 2 * heads], first what makes how much each head learns and then what makes how much it
-    forgets, ``learns`` float32 [T, heads] and the logarithms ``forgets`` float32 [T, shape.factors].
+    """Norm the queries and keys of ``mixed`` [T, shape.mixed] to unit length, in place, and divide queries by the root
+    of key_dim. From ``rates`` [T, 2 * heads], first the inputs of each head's learning rate and then those of its
+    decay, compute ``learns`` float32 [T, heads] and the logarithms ``forgets`` float32 [T, shape.factors].
 
-    decay, shift: float32 [heads], the logarithm of how fast a head forgets, and what is added to its rate. With
-    ``by_rows`` rates are [T, heads], and :func:`forget_factors` makes ``forgets``.
+    decay, shift: float32 [heads], the logarithm of a head's decay, and the bias of its rate. With ``by_rows`` rates are
+    [T, heads], and :func:`forget_factors` computes ``forgets``.
 
     Raises Internal for misshapen tensors.
     """
@@ -332,9 +332,9 @@ def prepare_rows(
 def forget_factors(
     made: torch.Tensor, decay: torch.Tensor, shift: torch.Tensor, out: torch.Tensor, shape: DeltaShape
 ) -> None:
-    """Makes the logarithms of the factors of the rows of each head's matrix, ``out`` float32 [T, heads * key_dim], of
-    what a product made [T, heads * key_dim]. decay, shift: float32 [heads], logarithms, and [heads * key_dim]. Raises
-    Internal for misshapen tensors."""
+    """Compute the logarithms of the factors of the rows of each head's matrix, ``out`` float32 [T, heads * key_dim],
+    from a product's output ``made`` [T, heads * key_dim]. decay, shift: float32 [heads], logarithms, and [heads *
+    key_dim]. Raises Internal for misshapen tensors."""
     values = shape.heads * shape.key_dim
     check_tensor("made", made, (None, values), DTYPES)
     check_tensor("out", out, (len(made), values), torch.float32, made.device)
@@ -356,12 +356,12 @@ def delta_rule(
     sides: torch.Tensor,
     shape: DeltaShape,
 ) -> None:
-    """Runs the rule over the rows of each sequence, from its state to its next state.
+    """Run the rule over the rows of each sequence, from its state to its next state.
 
-    mixed, learns, forgets: what :func:`prepare_rows` left, and :func:`forget_factors` with ``by_rows``.
-    solved: float32, as many values as ``shape.solved_values`` says, which are overwritten.
+    mixed, learns, forgets: output of :func:`prepare_rows`, and of :func:`forget_factors` with ``by_rows``.
+    solved: float32, ``shape.solved_values`` values of scratch.
     out: float32 [T, heads * head_dim]. places: int32 [heads * head_dim / PIECE_COLUMNS, 2]. sides: int32
-    [shape.sides, 2], those of the keys that a state keeps of a chunk, and those of what heads learn and forget.
+    [shape.sides, 2], pieces of a partial chunk's keys, and of its learning rates and decays.
 
     Raises Internal for misshapen tensors.
     """
@@ -393,7 +393,7 @@ def delta_rule(
 
 
 def prepare_constants(shape: DeltaShape, arch: int) -> dict[str, int]:
-    """Returns the constants of the kernel of :func:`prepare_rows`."""
+    """Return the constants of the kernel of :func:`prepare_rows`."""
     use = tuned("prepare_rows", arch)
     return {
         "HEADS": shape.heads,
@@ -410,20 +410,20 @@ def prepare_constants(shape: DeltaShape, arch: int) -> dict[str, int]:
 
 
 def factor_constants(shape: DeltaShape, arch: int) -> dict[str, int]:
-    """Returns the constants of the kernel of :func:`forget_factors`."""
+    """Return the constants of the kernel of :func:`forget_factors`."""
     use = tuned("forget_factors", arch)
     return {"KEY_DIM": shape.key_dim, "BLOCK": use["block"], "num_warps": use["num_warps"]}
 
 
 def solve_constants(shape: DeltaShape, arch: int) -> tuple[dict[str, int], int]:
-    """Returns the constants of the kernel that solves chunks, and how many programs a multiprocessor gets."""
+    """Return the constants of the kernel that solves chunks, and its programs per multiprocessor."""
     use = tuned("delta_solve", arch, by_rows=int(shape.by_rows))
     return {**_chunk_constants(shape), "num_warps": use["num_warps"]}, use["programs"]
 
 
 def delta_constants(shape: DeltaShape, exact: bool, arch: int) -> tuple[dict[str, int], int]:
-    """Returns the constants of the kernel that walks chunks, and how many programs a multiprocessor gets. ``exact``:
-    whether products are exact, as in float32 models."""
+    """Return the constants of the kernel that iterates over chunks, and its programs per multiprocessor. ``exact``:
+    products are exact, as in float32 models."""
     use = tuned("delta_rule", arch, exact=int(exact), by_rows=int(shape.by_rows))
     return {
         **_chunk_constants(shape),

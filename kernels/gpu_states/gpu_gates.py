@@ -1,5 +1,5 @@
-"""Norms and gates what layers with a state have found: an RMS norm over each group of a row's values, times silu of
-their gates, or their sigmoid. Where ranks have a part of a group each, the squares of all parts are added up before."""
+"""Norm and gates of the results of layers with states: an RMS norm over each group of a row's values, times silu of
+their gates, or their sigmoid. If a group is divided over ranks, the squares of all parts are summed before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pillion.kernels.gpu.launch import arch_of, check, check_tensor, next_power_
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
 
-# A program holds a whole group in registers, so wider ones are refused.
+# A program has a whole group in registers, so wider ones are refused.
 MAX_GROUP_VALUES = 16384
 
 
@@ -57,10 +57,9 @@ def _norm_gated(
 def group_squares(
     x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, group: int, group_width: int, *, gate_first: bool
 ) -> None:
-    """Adds up the squares of rows ``x`` float32 [T, values], which are a part of the group number ``group`` of
-    ``group_width`` values, and divides the sums by that, into this column of ``out`` float32 [T, columns], a power of
-    two. All other columns become 0. ``gates`` and ``gate_first`` are those of :func:`norm_gated`. Raises Internal for
-    misshapen tensors."""
+    """Sum the squares of rows ``x`` float32 [T, values], a part of the group ``group`` of ``group_width`` values, and
+    divide the sums by that, into this column of ``out`` float32 [T, columns], a power of two. All other columns become
+    0. ``gates`` and ``gate_first`` are those of :func:`norm_gated`. Raises Internal for misshapen tensors."""
     check_tensor("x", x, (None, None), torch.float32)
     tokens, values = x.shape
     _check_gates(gates, x)
@@ -88,12 +87,12 @@ def norm_gated(
     sigmoid: bool = False,
     squares: torch.Tensor | None = None,
 ) -> None:
-    """Norms each of the ``groups`` of rows ``x`` float32 [T, values] and gates them, into ``out`` [T, values].
+    """Norm each of the ``groups`` of rows ``x`` float32 [T, values] and gate them, into ``out`` [T, values].
 
-    gates: [T, values] of out's type, whose rows are ``stride(0)`` apart. weight: float32, of one group, which all have
-    in common, or of a whole row; None where rows are gated alone. gate_first: whether gated rows are normed, not normed
-    rows gated. sigmoid: whether gates are sigmoids. squares: float32 [T], the means of squares where rows are a part of
-    one group, ``stride(0)`` apart (:func:`group_squares`). Raises Internal for misshapen tensors.
+    gates: [T, values] of out's type, whose rows are ``stride(0)`` apart. weight: float32, of one group, common to all,
+    or of a whole row; None for gates without a norm. gate_first: gates are applied before the norm, not after. sigmoid:
+    gates are sigmoids. squares: float32 [T], the means of squares if rows are a part of one group, ``stride(0)`` apart
+    (:func:`group_squares`). Raises Internal for misshapen tensors.
     """
     check_tensor("x", x, (None, None), torch.float32)
     (tokens, values), device = x.shape, x.device
@@ -126,7 +125,7 @@ def _check_gates(gates: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def gate_constants(width: int, arch: int) -> dict[str, int]:
-    """Returns the constants of the kernel for groups of so many values."""
+    """Return the constants of the kernel for groups of ``width`` values."""
     block = next_power_of_2(width)
     use = tuned("norm_gated", arch, columns=block)
     return {"BLOCK": block, "num_warps": use["num_warps"]}

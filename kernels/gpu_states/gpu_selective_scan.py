@@ -1,11 +1,10 @@
-"""Runs state spaces all of whose values decay on their own (Mamba-1, arXiv 2312.00752) over the rows of each sequence,
-token by token.
+"""State spaces with a decay per value (Mamba-1, arXiv 2312.00752) over the rows of each sequence, token by token.
 
-    mixed, steps of time, what writes and reads, the state before --each sequence and piece--> out, the state after
+    mixed, time steps, writes and reads, the state before --each sequence and piece--> out, the state after
 
-A program has one piece of a state, [state_dim, channels], in the registers of a warp, and walks all rows of a sequence.
-Decays differ from value to value, so rows are no products of matrices, as those of Mamba-2 are. A state has no rows
-since a chunk began: each row has the same bits however a text was cut.
+A program has one piece of a state, [state_dim, channels], in the registers of a warp, and iterates over all rows of a
+sequence. Decays differ per value, so rows are no matrix products, unlike those of Mamba-2. A state contains no rows of
+a partial chunk: each row has the same bits however a text was cut.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from pillion.kernels.gpu_states.state_places import (
 )
 from pillion.kernels.state_pieces import PIECE_COLUMNS
 
-# Most values of a channel's row, and most programs for each multiprocessor.
+# Max values of a channel's row, and max programs per multiprocessor.
 MOST_SCANNED, SCAN_PROGRAMS = 64, 32
 
 
 @dataclass(frozen=True, slots=True)
 class ScanShape:
-    """Describes the channels of a selective scan, and how many values the row of each has."""
+    """The channels of a selective scan, and the values of each one's row."""
 
     channels: int
     state_dim: int
 
     @property
     def pieces(self) -> int:
-        """Gives the number of pieces of a state."""
+        """Number of pieces of a state."""
         return columns_of(self.channels)
 
 
@@ -88,12 +87,12 @@ def selective_scan(
     places: torch.Tensor,
     shape: ScanShape,
 ) -> None:
-    """Runs the scan over the rows of each sequence, from its state to its next state.
+    """Run the scan over the rows of each sequence, from its state to its next state.
 
-    mixed, steps: [T, channels], values and what makes their steps of time.
-    writes, reads: [T, state_dim] of one type, what writes and what reads; rows of both are ``stride(0)`` apart.
-    decay: float32 [channels, state_dim], the logarithm of how fast each value of a channel's row is forgotten. skip:
-    float32 [channels], how much of its values is added to a channel's results. out: float32 [T, channels].
+    mixed, steps: [T, channels], values and the inputs of their time steps.
+    writes, reads: [T, state_dim] of one type (B and C); rows of both are ``stride(0)`` apart.
+    decay: float32 [channels, state_dim] (A), the logarithm of the decay of each value of a channel's row. skip: float32
+    [channels] (D), the factor of the values that are added to a channel's results. out: float32 [T, channels].
     places: int32 [channels / PIECE_COLUMNS, 2].
 
     Raises Internal for misshapen tensors.
@@ -119,7 +118,6 @@ def selective_scan(
 
 
 def scan_constants(shape: ScanShape) -> dict[str, int]:
-    """Returns the kernel's constants."""
     return {
         "CHANNELS": shape.channels,
         "STATE_DIM": shape.state_dim,

@@ -1,16 +1,15 @@
-"""Runs state spaces with a decay for each token (Mamba-2, arXiv 2405.21060) over the rows of each sequence, chunk by
-chunk, as that paper's section 6 does.
+"""State spaces with a decay per token (Mamba-2, arXiv 2405.21060) over the rows of each sequence, chunk by chunk, as in
+that paper's section 6.
 
-    mixed, steps of time, the state before --each sequence, head and piece of columns--> out, the state after
+    mixed, time steps, the state before --each sequence, head and piece of columns--> out, the state after
 
-With G the sum of a chunk's decays up to each row and S the matrix where the chunk begins:
+With G the sum of a chunk's decays up to each row and S the matrix at the begin of the chunk:
 
     out_t = read_t exp(G_t) S + sum over j <= t of (read_t . write_j) exp(G_t - G_j) time_j value_j + skip value_t
 
-A program walks the chunks of a sequence with some of a head's values, [state_dim, values], in the registers of a warp:
-four products a chunk. Values do not depend on each other, so the fewer a program has, the more programs share a text.
-Of a state_dim above MOST_MET, half is multiplied after the other, for one warp's registers do not hold the operands of
-all of it.
+A program iterates over the chunks of a sequence with some of a head's values, [state_dim, values], in the registers of
+a warp: four products per chunk. Values are independent, so fewer values per program let more programs share a text. A
+state_dim above MOST_MET is multiplied in two halves, since one warp's registers cannot hold the operands of all of it.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from pillion.kernels.gpu_states.state_places import (
 )
 from pillion.kernels.state_pieces import CHUNK, PIECE_COLUMNS
 
-# So many of a state's values are multiplied at a time, and the most that a state has.
+# Max values of a state that are multiplied at a time, and max values of a state.
 MOST_MET, MOST_STATE = 128, 256
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceShape:
-    """Describes the heads of a state space and their values, and the groups of what writes to their matrices and reads
-    them, which neighbouring heads share; each has ``state_dim`` values."""
+    """The heads of a state space and their values, and the groups of writes and reads (B and C), which neighbouring
+    heads share; each has ``state_dim`` values."""
 
     heads: int
     head_dim: int
@@ -54,37 +53,37 @@ class SpaceShape:
 
     @property
     def mixed(self) -> int:
-        """Gives the number of values of a row's values, writes and reads."""
+        """Values of a row's values, writes and reads."""
         return self.heads * self.head_dim + 2 * self.groups * self.state_dim
 
     @property
     def pieces(self) -> int:
-        """Gives the number of pieces of all matrices."""
+        """Number of pieces of all matrices."""
         return self.heads * columns_of(self.head_dim)
 
     @property
     def sides(self) -> int:
-        """Gives the number of pieces of what writes, and of steps of time, that a state keeps of a chunk."""
+        """Number of pieces of writes and time steps of a partial chunk in a state."""
         return self.groups + self.heads
 
 
 @triton.jit
 def _piece(old, within, first, known, STATE_DIM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads the values of a state from number ``first`` on, [BLOCK, columns]."""
+    """Load the values of a state from number ``first`` on, [BLOCK, columns]."""
     row = first + tl.arange(0, BLOCK)[:, None]
     return tl.load(old + row * PIECE + within, mask=(row < STATE_DIM) & known, other=0.0)
 
 
 @triton.jit
 def _put(new, memory, within, first, there, STATE_DIM: tl.constexpr, PIECE: tl.constexpr):
-    """Stores the values of a state from number ``first`` on."""
+    """Store the values of a state from number ``first`` on."""
     row = first + tl.arange(0, memory.shape[0])[:, None]
     tl.store(new + row * PIECE + within, memory, mask=(row < STATE_DIM) & there)
 
 
 @triton.jit
 def _times(steps, side, row, begin, end, moved, stride, CHUNK: tl.constexpr):
-    """Returns the step of time of each row of a chunk, [CHUNK, 1]: those before ``begin`` from the state."""
+    """Return the time step of each row of a chunk, [CHUNK, 1]: those before ``begin`` from the state."""
     place, one = tl.arange(0, CHUNK)[:, None], tl.arange(0, 1)[None, :]
     rows = row + place
     mine = (rows >= begin) & (rows < end)
@@ -100,7 +99,7 @@ def _writes_of(
     writes, kept, row, begin, end, column,
     STATE_DIM: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Loads some columns of what the rows of a chunk write, [CHUNK, columns]."""
+    """Load some columns of the writes of a chunk's rows, [CHUNK, columns]."""
     return chunk_rows(writes + column, kept + column, row, begin, end, column < STATE_DIM, MIXED, STATE_DIM, CHUNK)
 
 
@@ -109,7 +108,7 @@ def _met(
     writes, kept, memory, scores, found, row, begin, end, column,
     SIDE: tl.constexpr, STATE_DIM: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Adds what some columns of reads meet: those of writes to ``scores`` and those of the state to ``found``. Returns
+    """Add the products of some columns of reads, with writes to ``scores`` and with the state to ``found``. Returns
     both, and the writes."""
     write = _writes_of(writes, kept, row, begin, end, column, STATE_DIM, MIXED, CHUNK)
     rows = row + tl.arange(0, CHUNK)[:, None]
@@ -123,7 +122,7 @@ def _keep(
     after, writes, kept, last, row, begin, end, there,
     STATE_DIM: tl.constexpr, MIXED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Keeps what the rows of a chunk that is not whole have written, the ``last`` columns of which are at hand."""
+    """Store the writes of the rows of a partial chunk; their ``last`` columns are loaded already."""
     place, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, BLOCK)[None, :]
     ours = (row + place < end) & there
     to = after + place * STATE_DIM + column
@@ -188,12 +187,12 @@ def _state_space(
                 last = tl.sum(tl.where(place == CHUNK - 1, sums, 0.0), 0)[None, :]
                 new_values = value.to(tl.float32) * (time * tl.exp(last - sums))
                 if WIDE:
-                    # Both halves of what is written would fill the registers: each is loaded again.
+                    # Both halves of the writes would fill the registers: load each again.
                     beyond = wide_dot(tl.trans(write), new_values, beyond * tl.exp(last), EXACT)
                     write = _writes_of(writes, kept, row, begin, end, near, STATE_DIM, MIXED, CHUNK)
                 memory = wide_dot(tl.trans(write), new_values, memory * tl.exp(last), EXACT)
             else:
-                # The rows of a chunk that is not whole are kept, once each.
+                # Store the rows of a partial chunk, once each.
                 ours = (rows < end) & there
                 tl.store(new + STATE_DIM * PIECE + place * PIECE + within, value.to(tl.float32), mask=ours)
                 if first == 0:
@@ -219,14 +218,14 @@ def state_space(
     sides: torch.Tensor,
     shape: SpaceShape,
 ) -> None:
-    """Runs the space over the rows of each sequence, from its state to its next state.
+    """Run the space over the rows of each sequence, from its state to its next state.
 
-    mixed: [T, shape.mixed], values, then what writes and what reads, both [groups, state_dim].
-    steps: [T, heads], what makes each head's step of time; rows are ``stride(0)`` apart.
-    decay, shift, skip: float32 [heads], the logarithm of how fast a head forgets, what is added to its step, and how
-    much of its values is added to its results. out: float32 [T, heads * head_dim].
-    places: int32 [heads * head_dim / PIECE_COLUMNS, 2]. sides: int32 [shape.sides, 2], those of what writes, which a
-    state keeps of a chunk, and those of heads' steps of time.
+    mixed: [T, shape.mixed], values, then writes and reads (B and C), both [groups, state_dim].
+    steps: [T, heads], input of each head's time step; rows are ``stride(0)`` apart.
+    decay, shift, skip: float32 [heads], the logarithm of a head's decay, the bias of its time step, and the factor of
+    its values that are added to its results (D). out: float32 [T, heads * head_dim].
+    places: int32 [heads * head_dim / PIECE_COLUMNS, 2]. sides: int32 [shape.sides, 2], pieces of a partial chunk's
+    writes, and of heads' time steps.
 
     Raises Internal for misshapen tensors.
     """
@@ -253,8 +252,8 @@ def state_space(
 
 
 def space_constants(shape: SpaceShape, exact: bool, arch: int) -> tuple[dict[str, int], int]:
-    """Returns the kernel's constants, and how many programs a multiprocessor gets. ``exact``: whether products are
-    exact, as in float32 models."""
+    """Return the kernel's constants, and its programs per multiprocessor. ``exact``: products are exact, as in float32
+    models."""
     whole = next_power_of_2(shape.state_dim)
     use = tuned("state_space", arch, exact=int(exact), state_dim=whole)
     return {

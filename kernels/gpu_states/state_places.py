@@ -1,13 +1,13 @@
-"""Finds a sequence's state in slots of the pool (docs/decisions/states.md), and describes what kernels read of a
-step beside its rows.
+"""A sequence's state in slots of the pool (docs/decisions/states.md), and the kernels' inputs of a step beside its
+rows.
 
-A layer's state is pieces, each in one slot, at places that are int32 [pieces, 2]: which of the state's slots, and how
-many values after its begin (:mod:`pillion.engine.models.state_layout`).
+A layer's state is pieces, each in one slot, at places that are int32 [pieces, 2]: which of the state's slots, and the
+offset in it, in values (:mod:`pillion.engine.models.state_layout`).
 
-Matrices go on in chunks of CHUNK tokens, which begin at multiples of CHUNK in each text. A state holds a matrix as it
-was where the last chunk began, and the rows since then (keys, values and rates): what a chunk's row reads is computed
+Matrices advance in chunks of CHUNK tokens, which begin at multiples of CHUNK in each text. A state contains a matrix at
+the begin of the last chunk, and the rows since then (keys, values and rates): the output of a chunk's row is computed
 from these alone, by products of fixed shape in which later rows are zeros. So a row has the same bits whether its chunk
-came in one step or in several, whatever it was cut by, and after a whole chunk no rows are left.
+came in one step or in several, however it was cut, and after a whole chunk no rows are left.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import triton.language as tl
 from pillion.kernels.gpu.launch import check, check_tensor, processors_of
 from pillion.kernels.state_pieces import CHUNK, PIECE_CHANNELS, PIECE_COLUMNS
 
-# The namespace of blocks whose model has states contains this version of what a state keeps of a chunk (I2).
+# Version of a state's content of a chunk, part of the block namespace of models with states (I2).
 CHUNKS_LAYOUT_VERSION = "chunks-1"
-# A state is read on this side of a sequence's slots, and written on the other one.
+# The side of a sequence's slots that a state is read from, and the one that it is written to.
 READS, WRITES = tl.constexpr(0), tl.constexpr(1)
 SIDES = 2
 
 
 @triton.jit
 def piece_of(pool, slots, places, sequence, number, SIDE: tl.constexpr, PAGES: tl.constexpr, SLOT_VALUES: tl.constexpr):
-    """Returns where the piece ``number`` of a sequence's state is, on one side, and whether there is such a state."""
+    """Return the address of the piece ``number`` of a sequence's state, on one side, and whether there is a state."""
     page = tl.load(places + number * 2)
     slot = tl.load(slots + (sequence * 2 + SIDE) * PAGES + page)
     at = slot.to(tl.int64) * SLOT_VALUES + tl.load(places + number * 2 + 1)
-    # Pieces begin at cache lines (PIECE_ALIGNMENT_BYTES), so that rows are read in words of 16 bytes.
+    # Pieces begin at cache lines (PIECE_ALIGNMENT_BYTES): rows are read in words of 16 bytes.
     return pool + tl.multiple_of(at, 16), slot >= 0
 
 
 @triton.jit
 def softplus(x):
-    """Returns log(1 + exp(x)) without cancellation for small exponentials; x itself above 20, as torch does."""
+    """Return log(1 + exp(x)) without cancellation for small exponentials; x itself above 20, as torch does."""
     grown = tl.exp(tl.minimum(x, 20.0))
     more = 1.0 + grown
     rest = tl.where(more == 1.0, 1.0, more - 1.0)
@@ -50,19 +50,19 @@ def softplus(x):
 
 @dataclass(frozen=True, slots=True)
 class StepOfStates:
-    """Holds on the device what a step's kernels read of its sequences, and the pool.
+    """Device arrays about a step's sequences, and the pool.
 
     Attributes:
         pool: float32 [slots, slot_values].
         owners: int32 [T or more], the sequence of each row; -1 for a row of padding.
         starts: int32 [S + 1 or more], sequence s owns rows starts[s] .. starts[s + 1].
-        count: int32 [1], how many sequences there are.
+        count: int32 [1], number of sequences.
         firsts: int32 [S or more], the position of each sequence's first row.
-        chunk_starts: int32 [S + 1 or more], the chunks that have rows of sequence s are chunk_starts[s] ..
+        chunk_starts: int32 [S + 1 or more], the chunks with rows of sequence s are chunk_starts[s] ..
             chunk_starts[s + 1] of the step's.
         chunk_owners: int32 [chunks or more], the sequence of each chunk.
-        slots: int32 [S or more, 2, pages]: in which slots each sequence's state is read, and into which it is written;
-            -1 reads the state of no tokens, and writes none.
+        slots: int32 [S or more, 2, pages]: slots from which each sequence's state is read, and into which it is
+            written; -1 reads the empty state, and writes none.
     """
 
     pool: torch.Tensor
@@ -75,7 +75,7 @@ class StepOfStates:
     slots: torch.Tensor
 
     def check(self, tokens: int) -> None:
-        """Raises Internal for misshapen tensors, and for a step of fewer rows than ``tokens``."""
+        """Raise Internal for misshapen tensors, and for a step of fewer rows than ``tokens``."""
         device = self.owners.device
         check_tensor("pool", self.pool, (None, None), torch.float32)
         check(self.pool.device.type == device.type, "pool is on {}, not on {}", self.pool.device, device)
@@ -91,33 +91,33 @@ class StepOfStates:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Gives the constants by which kernels find pieces."""
+        """Constants by which kernels find pieces."""
         return {"PAGES": self.slots.shape[2], "SLOT_VALUES": self.pool.shape[1]}
 
 
 def check_places(places: torch.Tensor, pieces: int, step: StepOfStates) -> None:
-    """Raises Internal unless ``places`` are those of so many pieces."""
+    """Raise Internal unless ``places`` are those of ``pieces`` pieces."""
     check_tensor("places", places, (pieces, 2), torch.int32, step.owners.device)
 
 
 def most_chunks(tokens: int, seqs: int) -> int:
-    """Returns in how many chunks the rows of a step can be: a sequence has some of a chunk at its begin and at its end,
-    and no chunk is without a row."""
+    """Return the max chunks of a step's rows: a sequence may have partial chunks at its begin and end, and every chunk
+    has a row."""
     return min(tokens, tokens // CHUNK + 2 * seqs)
 
 
 def pieces_of_inputs(channels: int) -> int:
-    """Returns the number of pieces that the last inputs of so many channels have."""
+    """Return the number of pieces of the last inputs of ``channels`` channels."""
     return -(-channels // PIECE_CHANNELS)
 
 
 def columns_of(values: int) -> int:
-    """Returns the number of pieces of a matrix whose heads have so many values. Raises Internal for no whole number."""
+    """Return the pieces of a matrix whose heads have ``values`` values. Raises Internal if that is no whole number."""
     check(values > 0 and values % PIECE_COLUMNS == 0, "{} values are no pieces of {} columns", values, PIECE_COLUMNS)
     return values // PIECE_COLUMNS
 
 
 def programs_for(items: int, each: int, device: torch.device) -> tuple[int]:
-    """Returns the grid of a kernel whose programs draw the items of all sequences, at most so many: at most ``each``
-    for each multiprocessor, and never one that depends on the batch, so that graphs serve any."""
+    """Return the grid of a kernel whose programs draw at most ``items`` items of all sequences: at most ``each``
+    programs per multiprocessor. It never depends on the batch, so that graphs serve any."""
     return (min(items, each * processors_of(device)),)

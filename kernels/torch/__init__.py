@@ -1,4 +1,4 @@
-"""Computes paged attention and linear layers on any processor, by torch's own kernels.
+"""Paged attention and linear layers on any processor, by torch's own kernels.
 
-Never in here: kernels of our own.
+No kernels of our own belong here.
 """

@@ -1,9 +1,8 @@
-"""Plans which queries attend to which keys in which call of torch: the part of attention that is the same in every
-layer.
+"""The plan of which queries attend to which keys in which call of torch, the part of attention common to all layers.
 
 A call gathers K and V of a *tile* of a sequence's tokens and attends some queries to it. The size of tiles is limited,
 so a step's memory beside the pool depends on its batch and not on the length of contexts. Tiles that no query sees are
-not planned, and a tile that all queries see whole needs no mask.
+not planned, and a tile that all queries see completely needs no mask.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from pillion.kernels.step import Int32, StepBatch
 
 Int64 = npt.NDArray[np.int64]
 
-# A sequence's context is attended in tiles of at most this many tokens. Their gathered K and V then
-# stay in the processor's cache: 32K tokens of 8 KV heads of 128 took 106 ms in one piece, 33 ms in tiles of this size.
+# Max tokens of a tile. Its gathered K and V then stay in the processor's cache: 32K tokens of 8 KV heads of 128 took
+# 106 ms in one piece, 33 ms in tiles of this size.
 ATTENTION_TILE_TOKENS = 2048
 # A soft cap needs the scores themselves in memory, [heads, queries, tokens] in float32, so its tiles are smaller.
 CAPPED_TILE_TOKENS = 1024
-# A key tile has at least this many times the rows of a query tile. With 2 or more, every query sees a key in each of
-# its tiles; for a query that sees none, torch's kernel would return a wrong log-sum-exp of 0.
+# Min ratio of a key tile's tokens to a query tile's rows. From 2 on, every query sees a key in each of its tiles; for a
+# query that sees none, torch's kernel would return a wrong log-sum-exp of 0.
 TILE_TOKENS_PER_QUERY = 4
-# Sequences share a padded call if the shorter one has at least half of the longer one's blocks, give or take this many,
-# because a call costs about as much as gathering this many blocks.
+# Sequences share a padded call if the shorter one has at least half of the longer one's blocks, give or take this many:
+# a call costs about as much as gathering this many blocks.
 GROUP_SLACK_BLOCKS = 8
-# A call gathers at most this many bytes, unless it has the smallest possible tile. From 32 MiB on, glibc maps fresh
-# pages for each allocation, which the operating system clears.
+# Max bytes gathered by a call, except by the smallest possible tile. From 32 MiB on, glibc maps fresh pages for each
+# allocation, which the operating system clears.
 GATHER_BYTES = 16 * 2**20
 LEAST_TILE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class KeyTile:
-    """Names the keys and values of one call.
+    """The keys and values of one call.
 
     Attributes:
         pieces: indices of the (slot, K or V, head) pieces to gather, in the order [planes, S, kv_heads, B], for layer
             0.
-        first, behind: tokens first .. behind - 1 of the gathered B * block_size ones are kept.
+        first, behind: tokens first .. behind - 1 of the gathered B * block_size ones are used.
         mask: added to the scores, [queries, tokens] or, for queries of several sequences, [S, 1, 1, tokens]; None if
-            nothing is hidden.
+            nothing is masked.
         causal: whether query i sees the tokens 0 .. i of the tile, which the kernel can mask itself.
     """
 
@@ -58,7 +57,7 @@ class KeyTile:
 
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
-    """Names queries that are attended together: of S sequences with one row each, or of one sequence.
+    """Queries that are attended together: of S sequences with one row each, or of one sequence.
 
     Each query sees a key in every tile; results of several tiles are merged by their log-sum-exp.
     """
@@ -69,15 +68,15 @@ class QueryGroup:
 
 
 def choose_tile_tokens(token_bytes: int, capped: bool) -> int:
-    """Chooses how many tokens a tile has at most. A token's K and V take ``token_bytes`` in one layer."""
+    """Return the max tokens of a tile. A token's K and V take ``token_bytes`` in one layer."""
     most = CAPPED_TILE_TOKENS if capped else ATTENTION_TILE_TOKENS
     return min(most, max(LEAST_TILE_TOKENS, GATHER_BYTES // token_bytes))
 
 
 class TilePlanner:
-    """Plans one step. ``shape`` and ``dtype`` are the pool's; ``lengths`` are rows per sequence. ``chunked``: a query
-    with a window sees not its last tokens, but those since the last multiple of it. A slot has ``pieces_per_slot``,
-    where that does not follow from the shape."""
+    """Planner of one step. ``shape`` and ``dtype`` are the pool's; ``lengths`` are rows per sequence. ``chunked``: a
+    query with a window sees the tokens since the last multiple of it, instead of its last tokens.
+    ``pieces_per_slot``: of a slot, if it does not follow from the shape."""
 
     def __init__(
         self,
@@ -102,8 +101,7 @@ class TilePlanner:
         self._bands: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
     def plan(self, window: int) -> tuple[QueryGroup, ...]:
-        """Plans all rows of the batch, each in one group. A query sees ``window`` tokens, itself included, or all if it
-        is 0."""
+        """Plan all rows of the batch, each in one group. A query sees ``window`` tokens, itself included; 0: all."""
         groups: list[QueryGroup] = []
         for sequence in np.flatnonzero(self._lengths > 1).tolist():
             groups += self._chunk(sequence, window)
@@ -121,7 +119,7 @@ class TilePlanner:
         return (*groups, *self._padded(single[short], begins[short], ends[short]))
 
     def _chunk(self, sequence: int, window: int) -> list[QueryGroup]:
-        """Plans the queries of one sequence, in several groups if they are many."""
+        """Plan the queries of one sequence, in several groups if they are many."""
         first, behind = self._batch.query_starts[sequence : sequence + 2].tolist()
         # A row's position is the row + shift, because a sequence's rows are consecutive.
         shift = int(self._batch.context_lens[sequence]) - behind
@@ -136,7 +134,7 @@ class TilePlanner:
         ]
 
     def _tiles(self, sequence: int, begin: int, end: int, window: int) -> list[KeyTile]:
-        """Plans the tiles that the queries at positions begin .. end - 1 see."""
+        """Plan the tiles seen by the queries at positions begin .. end - 1."""
         lowest = max(0, begin - window + 1) if window else 0
         if window and self._chunked:
             lowest, window = begin // window * window, 0
@@ -163,8 +161,8 @@ class TilePlanner:
         return KeyTile(self._pieces(table), tokens[0] - base, tokens[1] - base, mask, causal)
 
     def _padded(self, sequences: Int64, begins: Int32, ends: Int32) -> list[QueryGroup]:
-        """Plans sequences of one row, each of which sees the tokens begins .. ends - 1: similar lengths share a call,
-        padded."""
+        """Plan sequences of one row, each of which sees the tokens begins .. ends - 1: similar lengths share a padded
+        call."""
         first_blocks = begins // self._block_size
         widths = -(-ends // self._block_size) - first_blocks
         order = np.argsort(-widths, kind="stable")
@@ -186,12 +184,12 @@ class TilePlanner:
     def _padded_group(
         self, sequences: Int64, first_blocks: Int32, width: int, begins: Int32, ends: Int32
     ) -> QueryGroup:
-        """Plans one padded group. ``begins`` and ``ends`` say which tokens each row sees, counted from its first block
+        """Plan one padded group. Each row sees the tokens ``begins`` .. ``ends`` - 1, counted from its first block
         on."""
         rows = self._batch.query_starts[sequences].astype(np.int64)
         first, last = int(begins.min()), int(ends.max())
         columns = np.arange(width, dtype=np.int32)
-        # Columns after a sequence's end are masked; they read its first block, which holds finite numbers.
+        # Columns after a sequence's end are masked; they read its first block, whose numbers are finite.
         columns = np.where(columns * self._block_size < ends[:, None], columns, 0)
         pieces = self._pieces(self._batch.block_tables[sequences[:, None], columns + first_blocks[:, None]])
         if len(rows) == 1 or (int(begins.max()) == first and int(ends.min()) == last):
@@ -204,12 +202,12 @@ class TilePlanner:
         return QueryGroup(_rows(rows), len(rows), (KeyTile(pieces, 0, len(tokens), mask),))
 
     def _pieces(self, tables: Int32) -> torch.Tensor:
-        """Turns block tables [S, B] into flat indices of pieces in the order [planes, S, kv_heads, B]."""
+        """Convert block tables [S, B] to flat indices of pieces in the order [planes, S, kv_heads, B]."""
         indices = tables.astype(np.int64)[None, :, None, :] * self._pieces_per_slot + self._kinds
         return torch.from_numpy(indices.reshape(-1))
 
     def _band(self, offset: int, queries: int, tokens: int, window: int) -> torch.Tensor:
-        """Masks a tile of which query i sees tokens i + offset - window + 1 .. i + offset. Equal tiles share a mask."""
+        """Return the mask of a tile of which query i sees tokens i + offset - window + 1 .. i + offset, cached."""
         key = (offset, queries, tokens, window)
         if key not in self._bands:
             distance = np.arange(offset, offset + queries, dtype=np.int32)[:, None] - np.arange(tokens, dtype=np.int32)
@@ -224,19 +222,19 @@ class TilePlanner:
 
 
 def _cut(begin: int, end: int, most: int) -> list[tuple[int, int]]:
-    """Cuts begin .. end into the fewest parts of at most ``most``, as even as possible."""
+    """Cut begin .. end into the fewest parts of at most ``most``, as even as possible."""
     count = -(-(end - begin) // most)
     edges = [begin + (end - begin) * part // count for part in range(count + 1)]
     return list(pairwise(edges))
 
 
 def _cut_at(begin: int, end: int, step: int) -> list[tuple[int, int]]:
-    """Cuts begin .. end at the multiples of ``step``."""
+    """Cut begin .. end at the multiples of ``step``."""
     return list(pairwise((begin, *range((begin // step + 1) * step, end, step), end)))
 
 
 def _rows(rows: Int64) -> slice | torch.Tensor:
-    """Returns a slice if the rows are consecutive, because indexing with it copies nothing."""
+    """Return a slice if the rows are consecutive, because indexing with it copies nothing."""
     if len(rows) == rows[-1] - rows[0] + 1:
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return torch.from_numpy(rows)

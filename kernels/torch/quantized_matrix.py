@@ -1,13 +1,13 @@
-"""Defines a quantized matrix: every reader of a checkpoint makes it, and every packer of a backend takes it.
+"""Quantized matrices, as read from checkpoints and packed by backends.
 
     a checkpoint's layout --engine/checkpoints--> QuantizedMatrix --packing--> a backend's own layout
 
-This is the plain form, with one code a byte, of one layer at a time; no product reads it. Its arithmetic is the one
-that all kernels must have:
+This is the plain form, with one code per byte, of one layer at a time; no product reads it. Its arithmetic is the
+reference of all kernels:
 
     weight[n, order[k]] = scales[n, k // group] * values[codes[n, k]] + offsets[n, k // group]
 
-Where the matrix has ``row_codes``, a row is rounded before the product with the matrix.
+If the matrix has ``row_codes``, a row is rounded before the product with the matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
-# These are the 16 values of NF4, quantiles of the normal distribution (arXiv 2305.14314, appendix E).
+# Values of NF4, quantiles of the normal distribution (arXiv 2305.14314, appendix E).
 _NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -38,11 +38,10 @@ _NF4 = (
     0.7229568362236023,
     1.0,
 )
-# These are the sizes of the floats of OCP's 4-bit format: two bits of exponent and one of mantissa.
+# Magnitudes of OCP's 4-bit floats: two bits of exponent and one of mantissa.
 _FP4_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# For each coding, this says which numbers the codes stand for: float32 [16] or [256]. int4 is a number from -8 on, int8
-# the two's complement of its byte, fp4_e2m1 a sign and one of eight sizes (as in NVFP4 and MXFP4), fp8_e4m3 the float
-# of OCP's 8-bit format without infinities.
+# Values of each coding's codes, float32 [16] or [256]. int4 starts at -8, int8 is two's complement, fp4_e2m1 a sign and
+# one of eight magnitudes (as in NVFP4 and MXFP4), fp8_e4m3 OCP's 8-bit float without infinities.
 CODINGS: dict[str, torch.Tensor] = {
     "uint4": torch.arange(16).float(),
     "int4": torch.arange(16).float() - 8,
@@ -51,29 +50,29 @@ CODINGS: dict[str, torch.Tensor] = {
     "int8": torch.arange(256).to(torch.uint8).view(torch.int8).float(),
     "fp8_e4m3": torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float(),
 }
-# At most this many weights are widened at once, which takes 20 bytes for each beside the result.
+# Max weights dequantized at once; each takes 20 bytes beside the result.
 _PIECE_WEIGHTS = 2**22
-# The values of these codings are whole numbers that int8 holds, too.
+# Codings whose values are integers within int8.
 _WHOLE = ("uint4", "int4", "int8")
-# The values of these are whole numbers times one number.
+# Codings whose values are integers times one number.
 _EVEN = (*_WHOLE, "fp4_e2m1")
 
 
-# The numbers of int8, and what the largest size in a row becomes, as in compressed-tensors. In rows of several groups
-# it becomes a code, or each group would lose half a code.
+# The range of int8, and the code of a row's largest magnitude, as in compressed-tensors. In rows of several groups it
+# is a code, or each group would lose half a code.
 LEAST_CODE, MOST_CODE, LARGEST_SIZE, LARGEST_OF_GROUP = -128, 127, 127.5, 127.0
 
 
-# Values of ``row_codes``: rows have one scale, or one for each group of inputs.
+# Values of ``row_codes``: rows have one scale, or one per group of inputs.
 WHOLE_ROWS, GROUPED_ROWS = "dynamic", "grouped"
-# Inputs of a grouped row that share a scale are a group of the matrix, of at most this many inputs: a larger group has
-# several scales. Kernels want multiples of the second number.
+# Max inputs of a grouped row that share a scale: a larger group of the matrix has several. Kernels require multiples of
+# the second number.
 MAX_ROW_GROUP, ROW_GROUP_MULTIPLE = 128, 16
 
 
 def rounded_rows(rows: torch.Tensor, group: int = 0) -> torch.Tensor:
-    """Rounds rows [..., K] to int8, each ``group`` of inputs, or 0 for all, by a scale that its largest size decides;
-    returns the numbers that the codes stand for, of the same shape and type."""
+    """Round rows [..., K] to int8, each ``group`` of inputs (0: all) by a scale from its largest magnitude; return the
+    dequantized rows, of the same shape and type."""
     columns = rows.shape[-1]
     group = min(group or columns, columns)
     wide = pad(rows.float(), (0, -columns % group)).reshape(*rows.shape[:-1], -(-columns // group), group)
@@ -84,18 +83,18 @@ def rounded_rows(rows: torch.Tensor, group: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """Holds a matrix [N outputs, K inputs] quantized.
+    """A matrix [N outputs, K inputs] quantized.
 
     Attributes:
         coding: a key of ``CODINGS``.
-        codes: uint8 [N, K], one code a byte.
+        codes: uint8 [N, K], one code per byte.
         scales: float32 [N, ceil(K / group)].
-        offsets: float32, of the shape of ``scales``, or None where all are 0.
-        group: inputs that share a scale; K or more for one scale for each output.
-        order: int64 [K], the input that each column belongs to (GPTQ's act-order), or None where columns are in order.
-        row_codes: WHOLE_ROWS or GROUPED_ROWS where rows that meet the matrix are rounded (:func:`rounded_rows`), or "".
-        factors: float32 [N], where each output's scales are products of this number and floats of 8 bits (E4M3), or
-            None where nothing is known of that. Packers may keep such scales in 8 bits; values do not depend on it.
+        offsets: float32, of the shape of ``scales``, or None if all are 0.
+        group: inputs that share a scale; K or more for one scale per output.
+        order: int64 [K], the input of each column (GPTQ's act-order), or None if columns are in order.
+        row_codes: WHOLE_ROWS or GROUPED_ROWS if rows are rounded before the product (:func:`rounded_rows`), or "".
+        factors: float32 [N], if each output's scales are products of this number and 8-bit floats (E4M3), else None.
+            Packers may store such scales in 8 bits; values do not depend on it.
     """
 
     coding: str
@@ -117,13 +116,13 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> torch.Size:
-        """Returns (N, K), the numbers of outputs and inputs."""
+        """(N, K), the numbers of outputs and inputs."""
         return self.codes.shape
 
     @property
     def row_group(self) -> int:
-        """Returns the inputs of a row that share a scale where rows are rounded, or 0. Grouped rows are rounded for
-        codes that are multiples of one number, in groups of the matrix that follow each other."""
+        """Inputs of a row that share a scale if rows are rounded, or 0. Grouped rows require codes that are multiples
+        of one number, in consecutive groups of the matrix."""
         columns = self.shape[1]
         if self.row_codes == WHOLE_ROWS:
             return columns
@@ -135,8 +134,7 @@ class QuantizedMatrix:
         return max((size for size in sizes if not self.group % size), default=0)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the plain matrix [N, K], computed in float32 and rounded once; its columns are the inputs in
-        order."""
+        """Return the plain matrix [N, K], computed in float32 and rounded once, with the inputs in order."""
         found = torch.empty(self.shape, dtype=dtype)
         step = max(1, _PIECE_WEIGHTS // self.shape[1])
         for begin in range(0, len(found), step):
@@ -151,13 +149,13 @@ class QuantizedMatrix:
         return wide if self.order is None else torch.empty_like(wide).index_copy_(1, self.order, wide)
 
     def rows(self, index: slice | torch.Tensor) -> QuantizedMatrix:
-        """Returns a matrix [M, K] of the outputs that ``index`` names, a slice or int64 [M]."""
+        """Return a matrix [M, K] of some outputs; ``index`` is a slice or int64 [M]."""
         offsets, factors = (None if values is None else values[index] for values in (self.offsets, self.factors))
         return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets, factors=factors)
 
     def columns(self, index: range) -> QuantizedMatrix:
-        """Returns some columns as they lie, as a matrix whose inputs are these, in their order. Its groups are smaller
-        where ``index`` begins inside of a group."""
+        """Return some columns as stored, as a matrix with these inputs, in their order. Its groups are smaller if
+        ``index`` begins inside a group."""
         group = math.gcd(self.group, index.start) if self.group < self.shape[1] and index.start else self.group
         source = torch.arange(index.start, index.stop, group) // self.group
         offsets = None if self.offsets is None else self.offsets[:, source]
@@ -165,37 +163,37 @@ class QuantizedMatrix:
         return replace(self, codes=codes, scales=scales, offsets=offsets, group=group, order=None)
 
 
-# A checkpoint has a matrix in floating point or quantized.
+# A checkpoint's matrix, floating point or quantized.
 Matrix = torch.Tensor | QuantizedMatrix
 
 
 def plain(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a matrix [N, K] in floating point, whether it is quantized or not."""
+    """Return a matrix [N, K] in floating point, dequantized if need be."""
     return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
 
 
 def row_group_of(matrices: Sequence[Matrix]) -> int:
-    """Returns the ``row_group`` of matrices that multiply the same rows; 0, for rows that are not rounded, where they
+    """Return the common ``row_group`` of matrices that multiply the same rows; 0 (rows are not rounded) if they
     differ."""
     found = {matrix.row_group if isinstance(matrix, QuantizedMatrix) else 0 for matrix in matrices}
     return found.pop() if len(found) == 1 else 0
 
 
 def select_rows(matrix: Matrix, index: slice | torch.Tensor) -> Matrix:
-    """Returns the matrix of the outputs that ``index`` names."""
+    """Return the matrix of the outputs in ``index``."""
     return matrix.rows(index) if isinstance(matrix, QuantizedMatrix) else matrix[index]
 
 
 def select_columns(matrix: Matrix, index: range) -> Matrix:
-    """Returns some columns as they lie, as a matrix whose inputs are these, in their order."""
+    """Return some columns as stored, as a matrix with these inputs, in their order."""
     return matrix.columns(index) if isinstance(matrix, QuantizedMatrix) else matrix[:, index.start : index.stop]
 
 
 def select_inputs(matrix: Matrix, inputs: range) -> Matrix:
-    """Returns the matrix [N, inputs] for some of its inputs, with the same values.
+    """Return the matrix [N, inputs] for some of its inputs, with the same values.
 
-    A quantized matrix stays so, with smaller groups where need be, unless its columns are in an order that mixes
-    these inputs with others; then it becomes float32.
+    A quantized matrix stays quantized, with smaller groups if need be, unless its column order mixes these inputs with
+    others; then it becomes float32.
     """
     order = matrix.order if isinstance(matrix, QuantizedMatrix) else None
     if order is None:
@@ -208,10 +206,10 @@ def select_inputs(matrix: Matrix, inputs: range) -> Matrix:
 
 
 def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
-    """Stacks matrices of equal K along their outputs.
+    """Stack matrices of equal K along their outputs.
 
-    Quantized matrices stay so where one coding and one group hold them all exactly; in all other cases every part
-    becomes floating point of type ``dtype``.
+    Quantized matrices stay quantized if one coding and one group represent them all exactly; else every part becomes
+    floating point of type ``dtype``.
     """
     if len(parts) == 1:
         return parts[0]
@@ -232,27 +230,26 @@ def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
 
 
 def same_order(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
-    """Returns whether the columns of both matrices belong to the same inputs."""
+    """Return whether the columns of both matrices belong to the same inputs."""
     if one.order is None or other.order is None:
         return one.order is other.order
     return torch.equal(one.order, other.order)
 
 
 def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
-    """Returns whether :func:`_alike` can give all parts one coding, one group and one order of inputs."""
+    """Return whether :func:`_alike` can convert all parts to one coding, one group and one order of inputs."""
     first = parts[0]
     columns = first.shape[1]
     least = min(columns, *(part.group for part in parts))
     groups = all(min(part.group, columns) % least == 0 for part in parts)
     codings = len({part.coding for part in parts}) == 1 or all(part.coding in _WHOLE for part in parts)
-    # All matrices that are joined multiply the same rows of activations, so either all of them round the rows, or none
-    # does.
+    # Stacked matrices multiply the same rows of activations: either all of them round the rows, or none.
     rounded = len({part.row_codes for part in parts}) == 1
     return groups and codings and rounded and all(same_order(part, first) for part in parts)
 
 
 def _alike(parts: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
-    """Returns the parts in one coding (int8 where they differ) and in the smallest of their groups, with the same
+    """Convert the parts to one coding (int8 if they differ) and to the smallest of their groups, with the same
     values."""
     coding = parts[0].coding if len({part.coding for part in parts}) == 1 else "int8"
     group = min(parts[0].shape[1], *(part.group for part in parts))
@@ -275,5 +272,5 @@ def _alike(parts: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
 
 
 def _spread(values: torch.Tensor, group: int, count: int) -> torch.Tensor:
-    """Repeats each of the values [N, G] ``group`` times and cuts the result to [N, count]."""
+    """Repeat each of the values [N, G] ``group`` times, and cut the result to [N, count]."""
     return values.repeat_interleave(min(group, count), 1)[:, :count]

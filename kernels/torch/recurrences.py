@@ -1,7 +1,7 @@
-"""Computes what layers with a state do with the rows of one sequence, token by token, in float32.
+"""Recurrences of layers with states over the rows of one sequence, token by token, in float32.
 
-A token's bits depend on the rows before it alone, however a text was cut into steps: each sum has the shape of one
-token, and an order of its own. So a state that was kept is the state that would be computed again.
+A token's bits depend only on the rows before it, however a text was cut into steps: each sum has the shape of one
+token, and a fixed order. So a stored state equals the recomputed one.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import silu, softplus
 
-# The delta rule's queries and keys are normed with this number.
+# Epsilon of the L2 norm of the delta rule's queries and keys.
 _L2_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Holds the float32 factors [channels, taps] of a causal convolution of each channel on its own, the last one for
-    the token itself, and its bias [channels]."""
+    """The float32 factors [channels, taps] of a causal depthwise convolution, the last one for the token itself, and
+    its bias [channels]."""
 
     factors: torch.Tensor
     bias: torch.Tensor | None = None
 
 
 def convolve(rows: torch.Tensor, inputs: torch.Tensor, taps: Taps) -> torch.Tensor:
-    """Convolves a sequence's rows [n, channels] -> [n, channels]. ``inputs`` [taps - 1, channels] are those of the
-    tokens before, and become those of the last tokens."""
+    """Convolve a sequence's rows [n, channels] -> [n, channels]. ``inputs`` [taps - 1, channels], those of the tokens
+    before, are replaced by those of the last tokens."""
     text = torch.cat((inputs, rows))
     factors = taps.factors.t()
     found = text[: len(rows)] * factors[0]
@@ -40,9 +40,9 @@ def convolve(rows: torch.Tensor, inputs: torch.Tensor, taps: Taps) -> torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class DeltaRows:
-    """Holds what the gated delta rule reads for n rows, in float32: ``queries`` and ``keys`` [n, key heads, key_dim],
-    ``values`` [n, heads, head_dim], ``decays`` [n, heads, 1], or [n, heads, key_dim] where each row of a head's matrix
-    has its own, logarithms of 0 to 1, and ``rates`` [n, heads]."""
+    """Inputs of the gated delta rule for n rows, in float32: ``queries`` and ``keys`` [n, key heads, key_dim],
+    ``values`` [n, heads, head_dim], ``decays`` [n, heads, 1], or [n, heads, key_dim] for a decay per row of a head's
+    matrix, logarithms of 0 to 1, and ``rates`` [n, heads]."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -51,13 +51,12 @@ class DeltaRows:
     rates: torch.Tensor
 
     def of(self, rows: slice) -> DeltaRows:
-        """Returns some of the rows."""
         return DeltaRows(self.queries[rows], self.keys[rows], self.values[rows], self.decays[rows], self.rates[rows])
 
 
 def delta_rule(rows: DeltaRows, memory: torch.Tensor) -> torch.Tensor:
-    """Runs the gated delta rule over a sequence's rows -> [n, heads, head_dim]; ``memory`` [heads, key_dim, head_dim]
-    is that of the tokens before, and becomes that of the last token."""
+    """Run the gated delta rule over a sequence's rows -> [n, heads, head_dim]; ``memory`` [heads, key_dim, head_dim] is
+    updated in place from the tokens before to the last token."""
     found = torch.empty_like(rows.values)
     shared, scale = len(memory) // rows.keys.shape[1], rows.keys.shape[-1] ** 0.5
     forgets = rows.decays.exp()
@@ -77,8 +76,8 @@ def _unit(heads: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SpaceRows:
-    """Holds what a state space reads for n rows, in float32: ``values`` [n, heads, head_dim], what writes and what
-    reads, both [n, groups, columns], and the steps of time [n, heads]."""
+    """Inputs of a state space for n rows, in float32: ``values`` [n, heads, head_dim], ``writes`` and ``reads`` (B and
+    C) [n, groups, columns], and the time steps [n, heads]."""
 
     values: torch.Tensor
     writes: torch.Tensor
@@ -86,14 +85,13 @@ class SpaceRows:
     steps: torch.Tensor
 
     def of(self, rows: slice) -> SpaceRows:
-        """Returns some of the rows."""
         return SpaceRows(self.values[rows], self.writes[rows], self.reads[rows], self.steps[rows])
 
 
 def state_space(rows: SpaceRows, rates: torch.Tensor, skip: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Runs a state space over a sequence's rows -> [n, heads, head_dim]; ``memory`` [heads, head_dim, columns] is that
-    of the tokens before, and becomes that of the last token. ``rates`` [heads] are below 0, and ``skip`` [heads] is
-    how much of a head's values is added to its results."""
+    """Run a state space over a sequence's rows -> [n, heads, head_dim]; ``memory`` [heads, head_dim, columns] is
+    updated in place from the tokens before to the last token. ``rates`` [heads] are negative; ``skip`` [heads] is the
+    factor of the values that are added to a head's results."""
     found = torch.empty_like(rows.values)
     shared = len(memory) // rows.writes.shape[1]
     keeps = (rows.steps * rates).exp()
@@ -108,8 +106,8 @@ def state_space(rows: SpaceRows, rates: torch.Tensor, skip: torch.Tensor, memory
 
 @dataclass(frozen=True, slots=True)
 class ScanRows:
-    """Holds what a selective scan reads for n rows, in float32: ``values`` [n, channels], what writes and what reads,
-    both [n, columns], and the steps of time [n, channels]."""
+    """Inputs of a selective scan for n rows, in float32: ``values`` [n, channels], ``writes`` and ``reads`` (B and C)
+    [n, columns], and the time steps [n, channels]."""
 
     values: torch.Tensor
     writes: torch.Tensor
@@ -117,14 +115,13 @@ class ScanRows:
     steps: torch.Tensor
 
     def of(self, rows: slice) -> ScanRows:
-        """Returns some of the rows."""
         return ScanRows(self.values[rows], self.writes[rows], self.reads[rows], self.steps[rows])
 
 
 def selective_scan(rows: ScanRows, rates: torch.Tensor, skip: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Runs a selective scan over a sequence's rows -> [n, channels]; ``memory`` [heads, channels of a head, columns] is
-    that of the tokens before, and becomes that of the last token. ``rates`` [channels, columns] are below 0, and
-    ``skip`` [channels] is how much of a channel's values is added to its results."""
+    """Run a selective scan over a sequence's rows -> [n, channels]; ``memory`` [heads, channels of a head, columns] is
+    updated in place from the tokens before to the last token. ``rates`` [channels, columns] are negative; ``skip``
+    [channels] is the factor of the values that are added to a channel's results."""
     found, state = torch.empty_like(rows.values), memory.view(rates.shape)
     for token, (value, step) in enumerate(zip(rows.values, rows.steps, strict=True)):
         state *= (step[:, None] * rates).exp()
@@ -134,7 +131,7 @@ def selective_scan(rows: ScanRows, rates: torch.Tensor, skip: torch.Tensor, memo
 
 
 def steps_of_time(steps: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Returns the steps of time that rows [n, heads] and a head's shift mean, in float32."""
+    """Return the time steps (delta) of rows [n, heads] with a head's bias ``shift``, in float32."""
     return softplus(steps.float() + shift)
 
 
@@ -147,8 +144,8 @@ def normed_and_gated(
     gate_first: bool = False,
     sigmoid: bool = False,
 ) -> torch.Tensor:
-    """Computes the RMS norm over the last dimension of float32 rows [..., values], times silu of their gates, or their
-    ``sigmoid``; with ``gate_first`` the gated rows are normed."""
+    """Return the RMS norm over the last dimension of float32 rows [..., values], times silu of their gates, or their
+    ``sigmoid``; with ``gate_first`` the norm of the gated rows."""
     gate = gates.float().sigmoid() if sigmoid else silu(gates.float())
     if gate_first:
         rows = rows * gate

@@ -1,7 +1,7 @@
-"""Brings the states of a step's sequences from slots of the pool and back (docs/decisions/states.md).
+"""Copies of the states of a step's sequences from slots of the pool and back (docs/decisions/states.md).
 
-A sequence's state is float32, that of each layer after the one before, and lies in as many slots as it takes, which may
-be anywhere. A step reads it in some slots and writes it into others: nothing is lost if the step counts for less.
+A sequence's state is float32, layer after layer, in as many slots as it needs, anywhere in the pool. A step reads it
+from some slots and writes it into others, so that the old state survives a step whose tokens are partly discarded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pillion.kernels.step import Int32, LayerState
 
 
 class StepStates:
-    """Holds the states of S sequences for one step, each a copy, which layers change in place.
+    """The states of S sequences for one step, copies that layers change in place.
 
     Args:
         shapes: the state of each layer of the model; None for a layer without one.
@@ -31,21 +31,21 @@ class StepStates:
         self._states = torch.zeros(len(self._rows), self._places[-1])
 
     def read(self, pool: torch.Tensor, reads: Int32) -> None:
-        """Reads the states in slots [S, pages] of ``pool``, uint8 [slots, block_bytes]; a row of -1 is that of no
-        tokens."""
+        """Read the states from slots [S, pages] of ``pool``, uint8 [slots, block_bytes]; a row of -1 is the empty
+        state."""
         for state, slots in zip(self._states, reads.tolist(), strict=True):
             if slots[0] >= 0:
                 state.copy_(pool[slots].view(-1).view(torch.float32)[: len(state)])
 
     def write(self, pool: torch.Tensor, writes: Int32) -> None:
-        """Writes the states into slots [S, pages] of ``pool``, and zeros behind them."""
+        """Write the states into slots [S, pages] of ``pool``, padded with zeros."""
         filled = torch.zeros(writes.shape[1], pool.shape[1] // self._states.itemsize)
         for state, slots in zip(self._states, writes.tolist(), strict=True):
             filled.view(-1)[: len(state)] = state
             pool[slots] = filled.view(torch.uint8)
 
     def of_layer(self, layer: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yields for each sequence its rows in the step, the last inputs [tokens, channels] of the layer's convolution
+        """Yield for each sequence its rows in the step, the last inputs [tokens, channels] of the layer's convolution
         before them, and the layer's matrices; both are changed in place."""
         shape, first = self._shapes[layer], self._places[layer]
         assert shape is not None

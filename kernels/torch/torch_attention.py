@@ -1,4 +1,4 @@
-"""Computes paged attention on the CPU by torch's own kernels; :mod:`lab.testbed.attention_reference` is its oracle.
+"""Paged attention on the CPU by torch's own kernels; :mod:`lab.testbed.attention_reference` is its oracle.
 
 Everything that does not depend on the layer (rows to write, pieces to gather, masks) is computed once per step, in
 :mod:`pillion.kernels.torch.attention_tiles`. In a layer, sequences that run one token over short contexts are gathered
@@ -18,16 +18,15 @@ from pillion.kernels.torch.attention_tiles import KeyTile, QueryGroup, TilePlann
 
 # Max scores of index queries in memory at once.
 SELECTION_VALUES = 2**24
-# This function returns the log-sum-exp beside the output, which scaled_dot_product_attention does not.
+# Returns the log-sum-exp beside the output, which scaled_dot_product_attention does not.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class StepAttention:
-    """Computes the attention of one step over one pool.
+    """Attention of one step over one pool, used only by the step loop's thread.
 
-    Only the step loop's thread uses it. It changes the pool's rows that the batch writes. The constructor also clears,
-    in all layers, the rest of blocks that the batch begins, because a padded call multiplies hidden rows by zero, and
-    zero times a stale infinity is not zero.
+    Writes the batch's rows of the pool. The constructor also zeroes, in all layers, the rest of blocks that the batch
+    begins, because a padded call multiplies masked rows by zero, and zero times a stale infinity is not zero.
     """
 
     def __init__(
@@ -43,13 +42,13 @@ class StepAttention:
         tile_tokens: int = 0,
         firsts: Mapping[int, int] | None = None,
     ) -> None:
-        """Plans the step. ``pool`` is contiguous [slots, layers, planes, kv_heads, block_size, head_dim], where planes
-        are K and V, or one of rows that are both; ``windows`` are those of the layers, chunks with ``chunked``.
+        """Plan the step. ``pool`` is contiguous [slots, layers, planes, kv_heads, block_size, head_dim], where planes
+        are K and V, or a single one of rows that are both; ``windows`` are the layers' (``chunked``: chunks).
 
         ``softcap`` is that of :func:`lab.testbed.attention_reference.paged_attention`. One call gathers at most
-        ``tile_tokens`` of a sequence; 0 leaves the choice. ``firsts``: where other layers have KV of other sizes,
-        ``pool`` is [slots, 1, planes, ...], whose slots are a whole number of pieces apart, and these are the first
-        values, counted from a slot's begin, of the layers that this object is for.
+        ``tile_tokens`` of a sequence; 0 chooses. ``firsts``, for models whose layers differ in the size of their KV:
+        the offset of each of this object's layers in a slot, in values; ``pool`` is then [slots, 1, planes, ...], and
+        its slots are a whole number of pieces apart.
         """
         _, _, self._planes, self._kv_heads, self._block_size, self._head_dim = pool.shape
         self._num_heads = num_heads
@@ -67,24 +66,23 @@ class StepAttention:
         )
         planner = TilePlanner(pool.shape, pool.dtype, batch, lengths, most, chunked, self._pieces_per_slot)
         longest = int(batch.context_lens.max())
-        # A window that reaches after every context hides nothing, so layers with it share the plan of those without.
+        # A window that exceeds every context hides nothing, so its layers share the plan of those without a window.
         effective = {window: window if window < longest else 0 for window in windows}
         plans = {window: planner.plan(window) for window in set(effective.values())}
         self._plans = {window: plans[used] for window, used in effective.items()}
         self._batch = batch
-        # Per sequence, what its queries do not see [queries, context]; None for all tokens after them, [] for no
-        # selection.
+        # Tokens masked for each sequence's queries [queries, context]; None: only those after them; []: no selection.
         self._hidden: list[torch.Tensor | None] = []
 
     def _table(self, layer: int, width: int) -> torch.Tensor:
-        """Returns the pool from a layer's first value on, as a table with rows of so many values."""
+        """Return the pool from a layer's first value on, as a table with rows of ``width`` values."""
         each = self._pieces_per_layer * self._block_size * self._head_dim
         first = layer * each if self._firsts is None else self._firsts[layer]
         rows = (len(self._values) - first) // width
         return self._values[first : first + rows * width].view(rows, width)
 
     def _rows_to_write(self, batch: StepBatch, lengths: Int32) -> torch.Tensor:
-        """Returns each token's rows of a layer's table: K and V of every KV head."""
+        """Return each token's rows of a layer's table: K and V of every KV head."""
         owners = np.repeat(np.arange(len(lengths)), lengths)
         blocks, offsets = np.divmod(batch.positions, self._block_size)
         slots = batch.block_tables[owners, blocks].astype(np.int64)
@@ -92,17 +90,17 @@ class StepAttention:
         return torch.from_numpy((pieces * self._block_size + offsets[:, None]).reshape(-1))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
-        """Writes keys and values [T, kv_heads, head_dim], or rows that are both, into the pool's ``layer``."""
+        """Write keys and values [T, kv_heads, head_dim], or rows that are both, into the pool's ``layer``."""
         both = (keys if values is None else torch.cat((keys, values), 1)).reshape(-1, self._head_dim)
         self._table(layer, self._head_dim).index_copy_(0, self._write_rows, both)
 
     def attend(
         self, layer: int, queries: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Computes the attention of queries [T, heads, head_dim] -> [T, heads * head_dim]; the layer's KV must have
+        """Compute the attention of queries [T, heads, head_dim] -> [T, heads * head_dim]; the layer's KV must have
         been written.
 
-        ``sinks`` [heads]: a score of each head that its softmax counts beside those of the tokens, without a value.
+        ``sinks`` [heads]: a score per head that counts in its softmax and has no value.
         """
         if self._hidden:
             return self._attend_selected(layer, queries)
@@ -115,8 +113,8 @@ class StepAttention:
         return out
 
     def select(self, layer: int, queries: torch.Tensor, weights: torch.Tensor, first: int, top: int) -> None:
-        """Selects the tokens that each query of the step attends to, from now on: the ``top`` best that it sees by the
-        sum of relu(index query * index key) * weight, of equal ones the first. The layer's rows must have been written.
+        """Restrict this step's attention from now on to the ``top`` best visible tokens of each query by the sum of
+        relu(index query * index key) * weight, of equal ones the first. The layer's rows must have been written.
 
         Takes index queries [T, heads, dim] and weights [T, heads] float32; index keys are the values of the layer's
         rows from ``first`` on. In a step of contexts of at most ``top`` tokens everything is selected.
@@ -137,11 +135,11 @@ class StepAttention:
             self._hidden[number] = hidden
 
     def _behind(self, rows: slice) -> torch.Tensor:
-        """Returns the position after each row's own token [rows, 1]."""
+        """Return the position after each row's own token [rows, 1]."""
         return torch.from_numpy(self._batch.positions[rows].astype(np.int64))[:, None] + 1
 
     def _rows_of(self, layer: int, number: int) -> torch.Tensor:
-        """Returns the rows [context, head_dim] of one sequence, of a layer with one plane and KV head."""
+        """Return the rows [context, head_dim] of one sequence, of a layer with one plane and KV head."""
         context = int(self._batch.context_lens[number])
         slots = self._batch.block_tables[number, : -(-context // self._block_size)].astype(np.int64)
         pieces = torch.from_numpy(slots * self._pieces_per_slot)
@@ -149,7 +147,7 @@ class StepAttention:
         return found.view(-1, self._head_dim)[:context]
 
     def _attend_selected(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """Computes the attention of queries [T, heads, head_dim] to the selected tokens -> [T, heads * head_dim]."""
+        """Compute the attention of queries [T, heads, head_dim] to the selected tokens -> [T, heads * head_dim]."""
         out, starts = torch.empty_like(queries), self._batch.query_starts
         for number, hidden in enumerate(self._hidden):
             rows = slice(int(starts[number]), int(starts[number + 1]))
@@ -166,23 +164,23 @@ class StepAttention:
     def _attend_group(
         self, layer: int, queries: torch.Tensor, group: QueryGroup, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Computes the attention of a group's queries [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+        """Compute the attention of a group's queries [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         rows = len(queries)
         mine = queries.view(rows, self._kv_heads, -1, self._head_dim)
-        # Sequences of one row each have queries [S, kv_heads, heads per KV head, head_dim], and rows of one sequence
-        # have [kv_heads, heads per KV head, rows, head_dim]. So the KV heads are the batch, and their keys are seen by
-        # each query head without a copy.
+        # Sequences of one row each have queries [S, kv_heads, heads per KV head, head_dim], rows of one sequence have
+        # [kv_heads, heads per KV head, rows, head_dim]: with the KV heads as batch, every query head sees their keys
+        # without a copy.
         together = rows > group.num_seqs
         if together:
             mine = mine.permute(1, 2, 0, 3)
         found, weight = self._attend_tile(layer, mine, group.tiles[0], together)
         for tile in group.tiles[1:]:
             more, more_weight = self._attend_tile(layer, mine, tile, together)
-            # Results of two softmaxes are weighted by the sums of exponentials that they were divided by.
+            # Weight the results of two softmaxes by the sums of exponentials that they were divided by.
             found = torch.lerp(found.float(), more.float(), torch.sigmoid(more_weight - weight)[..., None])
             weight = torch.logaddexp(weight, more_weight)
         if sinks is not None:
-            # A sink is merged like one more tile, whose value is 0.
+            # A sink is merged like another tile, with the value 0.
             sink = sinks.float().view(self._kv_heads, -1)
             share = torch.sigmoid(weight - (sink[..., None] if together else sink))
             found = found.float() * share[..., None]
@@ -193,7 +191,7 @@ class StepAttention:
     def _attend_tile(
         self, layer: int, queries: torch.Tensor, tile: KeyTile, together: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the attention of queries [a, b, c, head_dim] to one tile -> the same shape, and log-sum-exps of
+        """Compute the attention of queries [a, b, c, head_dim] to one tile -> the same shape, and log-sum-exps of
         scores [a, b, c]."""
         seqs = 1 if together else len(queries)
         pieces = self._table(layer, self._block_size * self._head_dim).index_select(0, tile.pieces)
@@ -209,7 +207,7 @@ class StepAttention:
             keys, values = keys[0][:, None].expand(wide), values[0][:, None].expand(wide)
             found, weight = _flash(queries, keys, values, is_causal=tile.causal, attn_mask=tile.mask, scale=self._scale)
             return found, weight
-        # All rows see the same keys, so the query heads of a KV head can be rows, too.
+        # All rows see the same keys, so the query heads of a KV head can also be rows.
         stacked = queries.reshape(1, self._kv_heads, -1, self._head_dim)
         found, weight = _flash(stacked, keys, values, scale=self._scale)
         return found.view(queries.shape), weight.view(queries.shape[:-1])
@@ -217,7 +215,7 @@ class StepAttention:
     def _capped(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: KeyTile
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes attention with a soft cap, which no kernel of torch has, by plain products in float32.
+        """Compute attention with a soft cap, which no kernel of torch has, by plain products in float32.
 
         ``keys`` and ``values`` are [S, kv_heads, tokens, head_dim].
         """
@@ -234,26 +232,23 @@ class StepAttention:
 
 
 class MixedAttention:
-    """Computes the attention of one step over layers that differ in their KV heads: each by the object for layers of
-    its kind."""
+    """Attention of one step over layers that differ in their KV heads, each by the object for its kind."""
 
     def __init__(self, by_layer: Mapping[int, StepAttention]) -> None:
-        """Takes the object of each layer that has keys and values of its own."""
+        """Create from the object of each layer with keys and values of its own."""
         self._by_layer = by_layer
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
-        """Does what :meth:`StepAttention.write` does."""
         self._by_layer[layer].write(layer, keys, values)
 
     def attend(
         self, layer: int, queries: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Does what :meth:`StepAttention.attend` does."""
         return self._by_layer[layer].attend(layer, queries, window, sinks)
 
 
 def _clear_begun(slots: torch.Tensor, block_size: int, batch: StepBatch, lengths: Int32) -> None:
-    """Zeroes the ``slots`` [slots, values] that the batch begins and does not fill."""
+    """Zero the ``slots`` [slots, values] that the batch begins and does not fill."""
     ends = batch.context_lens
     last = ends - ends % block_size
     begun = np.flatnonzero((ends > last) & (ends - lengths <= last))

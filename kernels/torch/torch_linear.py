@@ -1,9 +1,9 @@
-"""Defines a linear layer on the CPU by torch, whose bfloat16 weight is packed once.
+"""A linear layer on the CPU by torch, whose bfloat16 weight is packed once.
 
 oneDNN multiplies bfloat16 from a blocked layout and repacks a plain weight in every call. Packing at load time makes
 the small products of a decode step about 1.7 times as fast (SmolLM2-135M's layers on one AVX-512 core: one row 26 to 15
-ms, 16 rows 39 to 23 ms); long chunks take as long as before. Weights in float32 stay plain: they are used by parity
-tests, and packing them gains little. :func:`torch.nn.functional.linear` is the oracle.
+ms, 16 rows 39 to 23 ms); long chunks take as long as before. float32 weights stay plain: they are for parity tests, and
+packing them gains little. :func:`torch.nn.functional.linear` is the oracle.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PACKED_FOR_ROWS = 16
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Returns whether this build of torch, on this processor, packs weights of ``dtype``.
+    """Return whether this build of torch, on this processor, packs weights of ``dtype``.
 
-    bfloat16 is the only type that is packed. oneDNN refuses it on processors without AVX-512 (and without
-    AVX-NE-CONVERT), so torch is asked what the processor can do; everywhere else the weight stays plain.
+    Only bfloat16 is packed. oneDNN refuses it on processors without AVX-512 (and without AVX-NE-CONVERT), so torch is
+    queried; elsewhere the weight stays plain.
     """
     ops = torch.ops.mkldnn
     return (
@@ -36,9 +36,9 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """Multiplies rows by a matrix [out, in] and adds a bias [out], if there is one. It is immutable.
+    """Product of rows with a matrix [out, in], plus a bias [out], if there is one. Immutable.
 
-    A quantized matrix is only carried, for callers that pack it; :func:`pillion.kernels.torch.quantized_matrix.plain`
+    A quantized matrix is only stored, for callers that pack it; :func:`pillion.kernels.torch.quantized_matrix.plain`
     makes one that torch multiplies by.
     """
 
@@ -50,9 +50,8 @@ class Linear:
         pack: bool | None = None,
         row_group: int = 0,
     ) -> None:
-        """Packs the weight if ``pack`` is true, or if it is None and :func:`can_pack` allows it. A packed weight is a
-        copy of its own. ``row_group`` is how many inputs share a scale where rows are rounded before the product, or
-        0."""
+        """Pack the weight, into a copy, if ``pack`` is true, or if it is None and :func:`can_pack` allows it.
+        ``row_group``: inputs that share a scale if rows are rounded before the product, or 0."""
         self._bias = bias
         self._row_group = row_group
         self._weight: Any = weight
@@ -66,23 +65,22 @@ class Linear:
 
     @classmethod
     def plain(cls, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
-        """Makes a layer with the weight as it is in the checkpoint, for callers that pack in their own way."""
+        """Create a layer with the weight as it is in the checkpoint, for callers that pack it themselves."""
         return cls(weight, bias, pack=False)
 
     @property
     def weight(self) -> Matrix:
-        """Returns the weight [out, in]; only a plain layer has it."""
+        """The weight [out, in], of plain layers only."""
         assert not self._packed
         found: Matrix = self._weight
         return found
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Returns the bias [out], or None."""
         return self._bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiplies rows [T, in] -> [T, out]."""
+        """Multiply rows [T, in] -> [T, out]."""
         if self._row_group:
             rows = rounded_rows(rows, self._row_group)
         if not self._packed:

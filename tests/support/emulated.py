@@ -157,7 +157,7 @@ class EmulatedRunner:
         image = np.fromfile(self._memory, np.uint8)
         number, offset = image[32:48].view(np.int64).tolist()
         if number:
-            raise Internal(f"kernel {self._names[number - 1]} strayed to byte {offset} of the memory that it was given")
+            raise Internal(f"kernel {self._names[number - 1]} accessed byte {offset} of its memory, out of bounds")
         for begin, (address, length) in zip(begins, ranges, strict=True):
             ctypes.memmove(address, image[begin:].ctypes.data, length)
 

@@ -64,7 +64,7 @@ class CpuBackend(HostBackend):
         share: CoreShare | None = None,
         common: Mapping[str, Bytes] | None = None,
     ) -> None:
-        """Starts ``threads`` - 1 native threads, and one for each core that ``share`` lets this worker borrow.
+        """Start ``threads`` - 1 native threads, and one for each core that ``share`` lets this worker borrow.
 
         ``affinity`` is the core of each of the ``threads``, or () for any core. ``common`` is memory that other
         processes share, which is used for the buffers of these names.
@@ -90,7 +90,7 @@ class CpuBackend(HostBackend):
         self._found: dict[int, tuple[torch.Tensor, LargestLogits | None]] = {}
 
     def warm_up(self, max_tokens: int) -> None:
-        """Runs a step of ``max_tokens`` tokens, or of the model's longest text where that is shorter."""
+        """Run a step of ``max_tokens`` tokens, or of the model's longest text where that is shorter."""
         most = min(max_tokens, self.model.max_model_len)
         super().warm_up(most)
         buffers, tables, scratch = (size / 2**20 for size in self.memory_bytes())
@@ -104,17 +104,17 @@ class CpuBackend(HostBackend):
         )
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        """Returns the bytes of the buffers as they are now, of the rotary tables, and of the threads' scratch."""
+        """Return the bytes of the buffers as they are now, of the rotary tables, and of the threads' scratch."""
         tables = sum(table.numel() * table.element_size() for pair in self.model.plan.ropes for table in pair)
         return self.workspace.nbytes, tables, self._thread_pool.threads * SCRATCH_BYTES
 
     def close(self) -> None:
-        """Ends the backend's threads and releases the pool. Idempotent."""
+        """End the backend's threads and releases the pool. Idempotent."""
         self._thread_pool.close()
         super().close()
 
     def again(self, operations: Sequence[Operation]) -> Callable[[], None]:
-        """Returns a function that runs ``operations`` over the record of the last step, to measure single kernels."""
+        """Return a function that runs ``operations`` over the record of the last step, to measure single kernels."""
         program = Program(operations, self.model.kernels, self.workspace)
         return lambda: self._run_kernels(program)
 
@@ -122,31 +122,31 @@ class CpuBackend(HostBackend):
         self.workspace.check_integrity()
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Compiles the kernel that keeps states for EAGLE, the first time on a machine."""
+        """Compile the kernel that keeps states for EAGLE, the first time on a machine."""
         super().keep_states(layers)
         model = self.model
         plan = plan_model(model.builder(), layers)
         self.use(plan, compile_operations(plan.operations, model, log.info))
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Makes the slots for adapters; compiles their kernels the first time on a machine."""
+        """Make the slots for adapters; compiles their kernels the first time on a machine."""
         adapters = CpuAdapters(self.model, self.workspace, max_adapters, max_rank, targets)
         self.use(self.model.plan, adapters.kernels)
         self.adapters = adapters
 
     def use(self, plan: ModelPlan, kernels: CompiledKernels) -> None:
-        """Makes steps without adapters run the model's operations as ``plan`` lists them."""
+        """Make steps without adapters run the model's operations as ``plan`` lists them."""
         self._thread_pool.close()
         self.model = replace(self.model, plan=plan, kernels=kernels)
         self._program = Program(plan.operations, kernels, self.workspace)
         self._thread_pool = self._new_thread_pool(kernels)
 
     def _programs(self) -> tuple[Program, ...]:
-        """Returns all programs that use the backend's workspace."""
+        """Return all programs that use the backend's workspace."""
         return (self._program,) if self.adapters is None else (self._program, self.adapters.program)
 
     def _rows(self, buffer: Buffer, count: int, width: int) -> npt.NDArray[Any]:
-        """Returns the first ``count`` rows of a buffer, a view [count, width]."""
+        """Return the first ``count`` rows of a buffer, a view [count, width]."""
         rows = self.workspace.array(buffer).view(buffer.dtype)
         return rows.reshape(-1, buffer.stride // rows.itemsize)[:count, :width]
 
@@ -189,7 +189,7 @@ class CpuBackend(HostBackend):
         return self._read_logits(len(rows) - batch.pooled, places)
 
     def _read_logits(self, count: int, places: npt.NDArray[np.intp] | None) -> torch.Tensor:
-        """Returns ``count`` rows of logits, which the kernels have written, at ``places``, and sets ``largest``."""
+        """Return ``count`` rows of logits, which the kernels have written, at ``places``, and sets ``largest``."""
         found = self._found.get(count)
         if found is None:
             rows = torch.from_numpy(self._rows(self.model.plan.logits, count, self.vocab_size))
@@ -219,7 +219,7 @@ class CpuBackend(HostBackend):
         self._unbound = False
 
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
-        """Fills the step's record; buffers grow where this step is larger than all steps before it."""
+        """Fill the step's record; buffers grow where this step is larger than all steps before it."""
         num_logits = len(rows) - batch.pooled
         for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows)), ("logits", num_logits)):
             self._unbound |= self.workspace.reserve(unit, count)
@@ -251,6 +251,6 @@ class CpuBackend(HostBackend):
 
 
 def _plan_fields(number: int) -> list[tuple[str, str]]:
-    """Returns the names of the step's fields that hold the place and the number of the plan's items, then of its
+    """Return the names of the step's fields that hold the place and the number of the plan's items, then of its
     merges."""
     return [(step_field(kind, number), step_field(f"num_{kind}", number)) for kind in ("items", "merges")]

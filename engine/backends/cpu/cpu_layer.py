@@ -93,7 +93,7 @@ MAX_PARTIAL_ROWS = 4096
 
 
 def projections(builder: OperationBuilder, index: int) -> Buffer:
-    """Returns the buffer for the queries, keys and values of a layer."""
+    """Return the buffer for the queries, keys and values of a layer."""
     return builder.wide("qkv", builder.weights.linear(f"layers.{index}.qkv").pairs * 32, "float32")
 
 
@@ -117,7 +117,7 @@ class LayerEmitter:
         self._unrounded: Buffer | None = None
 
     def emit(self, layer: Layer, rows: Buffer | None = None) -> Iterator[Operation]:
-        """Yields the kernels of the operations, the first of which takes ``rows``."""
+        """Yield the kernels of the operations, the first of which takes ``rows``."""
         self._layer, self._rows = layer, rows or self._rows
         self._mixers = sum(isinstance(operation, _MIXERS) for operation in layer)
         if self._last and not self._mixers:
@@ -145,7 +145,7 @@ class LayerEmitter:
         yield from self._builder.gemm(self._prefix + name, x, self._rows, "store")
 
     def attend(self, operation: Attend, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yields the kernels of attention, from the buffer qkv to attended, which also write the layer's KV into the
+        """Yield the kernels of attention, from the buffer qkv to attended, which also write the layer's KV into the
         pool."""
         builder, layout = self._builder, self._builder.layout
         shape = attention_shape(builder.config, layout, builder.dtype, self._index)
@@ -165,35 +165,35 @@ class LayerEmitter:
         yield from self._go_on_with(self._attended)
 
     def short_convolution(self, operation: ShortConvolution, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yields the kernel of a convolution, which also writes its last inputs into the pool."""
+        """Yield the kernel of a convolution, which also writes its last inputs into the pool."""
         yield from StateEmitter(self._builder, self._index).short_convolution(operation, self._rows)
         self._left_for_later()
         yield from self._go_on_with(lambda builder: convolved(builder, channels_of(builder, operation)))
 
     def delta_rule(self, operation: DeltaRule, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yields the kernels of a gated delta net, which also write its state into the pool."""
+        """Yield the kernels of a gated delta net, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).delta_rule(operation, self._rows)
         self._left_for_later()
         yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
 
     def state_space(self, operation: StateSpace, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yields the kernels of a state space, which also write its state into the pool."""
+        """Yield the kernels of a state space, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).state_space(operation, self._rows)
         self._left_for_later()
         yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
 
     def selective_scan(self, operation: SelectiveScan, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yields the kernels of a selective scan, which also write its state into the pool."""
+        """Yield the kernels of a selective scan, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).selective_scan(operation, self._rows)
         self._left_for_later()
         yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
 
     def _state_heads(self, operation: DeltaRule | StateSpace | SelectiveScan) -> int:
-        """Returns how many of the layer's heads with a matrix the process has."""
+        """Return how many of the layer's heads with a matrix the process has."""
         return len(self._builder.shard.state_heads_of(operation.heads))
 
     def keep_gate(self, operation: KeepGate, _: LayerOperation | None) -> None:
-        """Notes that the rows before attention begin with gates of its results."""
+        """Note that the rows before attention begin with gates of its results."""
         self._gates, self._gate_bytes = self._rows, operation.values.size * 4
 
     def apply_gate(self, _: Gate, __: LayerOperation | None) -> Iterator[Operation]:
@@ -203,14 +203,14 @@ class LayerEmitter:
         yield Operation(GateRows(builder.bf16, builder.rows_of, width // gates), values, builder.when)
 
     def _left_for_later(self) -> None:
-        """Notes that one operation has written what later steps need. After the last one of all layers, nothing is
+        """Note that one operation has written what later steps need. After the last one of all layers, nothing is
         needed of a step without a sampled row."""
         self._mixers -= 1
         if not self._mixers and self._index == self._builder.last_kept_layer:
             self._builder = replace(self._builder, wanted=True)
 
     def attend_latents(self, operation: AttendLatents, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yields the kernels of attention over latents, from normed rows to the results of all heads."""
+        """Yield the kernels of attention over latents, from normed rows to the results of all heads."""
         builder, latents, prefix, x = self._builder, self._builder.config.latents, self._prefix, self._rows
         assert latents is not None
         shape = attention_shape(builder.config, builder.layout, builder.dtype, self._index)
@@ -277,7 +277,7 @@ class LayerEmitter:
     def _select(
         self, operation: AttendLatents, shape: AttentionShape, few: Buffer, selected: Buffer
     ) -> Iterator[Operation]:
-        """Yields the kernels from what queries are made of to the bits of the tokens that they see; none in a layer
+        """Yield the kernels from what queries are made of to the bits of the tokens that they see; none in a layer
         that reuses those of the layer before."""
         builder, index, latents, prefix = self._builder, operation.index, self._builder.config.latents, self._prefix
         assert index is not None
@@ -320,14 +320,14 @@ class LayerEmitter:
             yield from self._add_weighed(down, activated, operation.row_gate, following)
 
     def _bends(self, tensor: LayerTensor | None) -> tuple[float, float]:
-        """Returns the factors of xIELU above and below 0."""
+        """Return the factors of xIELU above and below 0."""
         if tensor is None:
             return 0.0, 0.0
         above, below = np.logaddexp(0.0, self._builder.weights.tensors[self._prefix + tensor.name].tolist())
         return float(above), float(below) + XIELU_SLOPE
 
     def apply_token_inputs(self, operation: ApplyTokenInputs, following: LayerOperation | None) -> Iterator[Operation]:
-        """Yields the kernels from the residual stream to its sum with what the token has for this layer. Every process
+        """Yield the kernels from the residual stream to its sum with what the token has for this layer. Every process
         computes all of that, so nothing is added up over them."""
         builder, inputs = self._builder, self._builder.config.token_inputs
         assert inputs is not None
@@ -350,7 +350,7 @@ class LayerEmitter:
         yield Operation(ScaleRows(builder.rows_of), values, builder.when)
 
     def add_up(self, _: AddUp, following: LayerOperation | None) -> Iterator[Operation]:
-        """Yields the kernel that adds the sum to the residual stream; the operation before has added its rows to it."""
+        """Yield the kernel that adds the sum to the residual stream; the operation before has added its rows to it."""
         builder, self._adds_up = self._builder, True
         if isinstance(following, AddToResidual):
             assert following.norm is not None
@@ -426,11 +426,11 @@ class LayerEmitter:
         yield from after
 
     def add(self, _: AddToResidual, __: LayerOperation | None) -> None:
-        """Makes no operation for adding rows to the residual stream, because the product before has added them."""
+        """Make no operation for adding rows to the residual stream, because the product before has added them."""
         self._rows = self._builder.hidden
 
     def _add_product(self, name: str, x: Buffer, operation: AddToResidual | AddUp) -> Iterator[Operation]:
-        """Yields the kernels that multiply ``x`` by the matrix ``name`` and add the result to the residual stream, or
+        """Yield the kernels that multiply ``x`` by the matrix ``name`` and add the result to the residual stream, or
         to the sum of the layer."""
         out, adds, after = self._to_residual(operation)
         epilogue, factor = "add" if adds else "store", operation.scale if isinstance(operation, AddToResidual) else 1.0
@@ -438,7 +438,7 @@ class LayerEmitter:
         yield from after
 
     def _add_weighed(self, name: str, x: Buffer, gate: LayerTensor, operation: AddToResidual) -> Iterator[Operation]:
-        """Yields the kernels that multiply ``x`` by the matrix ``name``, weigh each row of the result by the sigmoid of
+        """Yield the kernels that multiply ``x`` by the matrix ``name``, weigh each row of the result by the sigmoid of
         the router's row times ``gate``, and add that to the residual stream."""
         builder, hidden, rows = self._builder, self._builder.config.hidden_size, self._unrounded
         assert rows is not None
@@ -457,7 +457,7 @@ class LayerEmitter:
         yield from after
 
     def _to_residual(self, operation: AddToResidual | AddUp) -> tuple[Buffer, bool, list[Operation]]:
-        """Returns the buffer for rows that are to be added to the residual stream, or to the sum of the layer; whether
+        """Return the buffer for rows that are to be added to the residual stream, or to the sum of the layer; whether
         the product adds them there itself; and the operations after it: the sum over parts of the model, and a norm."""
         builder, normed = self._builder, operation.norm is not None
         plain_sum = not normed and isinstance(operation, AddUp)
@@ -477,11 +477,11 @@ class LayerEmitter:
         return out, adds, after
 
     def _one(self, kind: type[Kind]) -> Kind | None:
-        """Returns the layer's operation of a kind that it has once at most."""
+        """Return the layer's operation of a kind that it has once at most."""
         return next((one for one in self._layer if isinstance(one, kind)), None)
 
     def _rotate_and_write(self, shape: AttentionShape, queries: Buffer, places: dict[str, Any]) -> Iterator[Operation]:
-        """Yields the kernels from the buffer qkv to queries, and to KV in the pool."""
+        """Yield the kernels from the buffer qkv to queries, and to KV in the pool."""
         builder, qkv, norm, rotation = self._builder, self._rows, self._one(NormHeads), self._one(Rotate)
         config, layout, heads = builder.config, builder.layout, builder.config.heads_of(self._index)
         kind = "projection" if self._one(NormProjections) else ""
@@ -527,7 +527,7 @@ class LayerEmitter:
     def _attention(
         self, operation: Attend, shape: AttentionShape, queries: Buffer, places: dict[str, Any]
     ) -> Iterator[Operation]:
-        """Yields the kernels from queries to attended rows."""
+        """Yield the kernels from queries to attended rows."""
         builder, config, window = self._builder, self._builder.config, operation.window
         out, kv_heads = self._attended(builder), config.heads_of(self._index).kv_heads
         # Partial sums are [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps.
@@ -558,7 +558,7 @@ class LayerEmitter:
         yield Operation(AttentionMerge(shape, *kind), shared, step_field("num_merges", plan))
 
     def _go_on_with(self, rows: BufferOf) -> Iterator[Operation]:
-        """Goes on with ``rows``, which an operation has made; in the last layer, after the last operation that mixes
+        """Go on with ``rows``, which an operation has made; in the last layer, after the last operation that mixes
         tokens, with the sampled ones of them and of hidden, which a kernel gathers."""
         self._rows = made = rows(self._builder)
         if not self._last or self._mixers:
@@ -567,7 +567,7 @@ class LayerEmitter:
         yield self._gather(made, self._rows)
 
     def _gather(self, rows: Buffer | None, chosen: Buffer | None) -> Operation:
-        """Gathers the sampled rows of hidden, and of ``rows`` into ``chosen``; the layer goes on with them alone."""
+        """Gather the sampled rows of hidden, and of ``rows`` into ``chosen``; the layer goes on with them alone."""
         builder, self._builder = self._builder, self._sampled
         values = {
             "hidden": builder.hidden,
@@ -578,7 +578,7 @@ class LayerEmitter:
         return Operation(GatherRows(alone=rows is None), values, "num_samples")
 
     def _attended(self, builder: OperationBuilder) -> Buffer:
-        """Returns the buffer for the results of the layer's attention."""
+        """Return the buffer for the results of the layer's attention."""
         config = builder.config
         width = config.heads_of(self._index).head_dim if config.latents is None else config.value_dim
         return builder.wide("attended", config.num_heads * width, builder.row_dtype)
@@ -610,7 +610,7 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
 
 
 def attention_shape(config: ModelConfig, layout: KVLayout, dtype: str, layer: int) -> AttentionShape:
-    """Returns the parameters of the attention kernels of a layer of a model of type ``dtype``."""
+    """Return the parameters of the attention kernels of a layer of a model of type ``dtype``."""
     heads = config.heads_of(layer)
     latents = 0 if config.latents is None else config.latents.rank
     codes = layout.dtype if layout.dtype in EIGHT_BIT_KV.values() else ""

@@ -28,7 +28,7 @@ log = logging.getLogger("pillion.worker")
 
 
 def load_cpu_share(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, shard: ModelShard | None = None) -> CpuModel:
-    """Loads the share of a model that this process computes on the CPU kernels: ``shard``, or the whole model."""
+    """Load the share of a model that this process computes on the CPU kernels: ``shard``, or the whole model."""
     import torch
 
     # Torch only passes arrays on here, and its own threads would be in the kernels' way.
@@ -39,7 +39,7 @@ def load_cpu_share(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, shard:
 def load_for_cpu(
     flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress, shard: ModelShard | None
 ) -> CpuModel:
-    """Loads a share of a model and packs its weights, as at its first start on a machine."""
+    """Load a share of a model and packs its weights, as at its first start on a machine."""
     from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 
     return load_cpu_model(
@@ -53,7 +53,7 @@ def load_for_cpu(
 
 
 def tell_of_kernels(model: CpuModel, threads: int, share: CoreShare | None) -> None:
-    """Logs with which kernels, threads and cores a process runs its model."""
+    """Log with which kernels, threads and cores a process runs its model."""
     log.info(
         "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",
         model.isa.label,
@@ -65,7 +65,7 @@ def tell_of_kernels(model: CpuModel, threads: int, share: CoreShare | None) -> N
 
 
 def core_share(flags: WorkerFlags) -> CoreShare | None:
-    """Opens the lending table that the flags name, and returns the worker's cores in it. Only speed depends on the
+    """Open the lending table that the flags name, and return the worker's cores in it. Only speed depends on the
     table, so a worker that cannot open it computes on its own cores and logs that."""
     if not flags.core_lending_table:
         return None
@@ -77,7 +77,7 @@ def core_share(flags: WorkerFlags) -> CoreShare | None:
 
 
 def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
-    """Returns the instruction set whose kernels run the model, or None and the reason why torch runs it.
+    """Return the instruction set whose kernels run the model, or None and the reason why torch runs it.
 
     Raises ConfigError for kernels that this processor cannot run, and for KV in 8 bits without the CPU kernels.
     """
@@ -103,7 +103,7 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
 
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
-    """Returns why the CPU kernels cannot run a model of this shape, or ""."""
+    """Return why the CPU kernels cannot run a model of this shape, or ""."""
     if config.encoder is not None:
         return "encoders run on torch"
     if config.linear is not None and config.linear.head_dim % PIECE_COLUMNS:
@@ -136,5 +136,5 @@ def _unsupported_index(kv_cache_dtype: str, max_model_len: int) -> str:
 
 
 def thread_count(flags: WorkerFlags) -> int:
-    """Returns ``--cpu-threads``, or the number of cores in ``--cpu-affinity``, or of those this process may use."""
+    """Return ``--cpu-threads``, or the number of cores in ``--cpu-affinity``, or of those this process may use."""
     return flags.cpu_threads or len(parse_cores(flags.cpu_affinity)) or min(usable_cores(), MAX_CPU_THREADS)

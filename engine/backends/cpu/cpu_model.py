@@ -54,7 +54,7 @@ CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Holds the operations of a step and the buffers that callers read.
+    """The operations of a step and the buffers that callers read.
 
     Attributes:
         hidden: the residual stream.
@@ -76,7 +76,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True)
 class CpuModel:
-    """Holds a model with its kernels, or a process's share of the model: everything that does not depend on threads and
+    """A model with its kernels, or a process's share of the model: everything that does not depend on threads and
     the KV pool. ``config`` and ``layout`` are those of the whole model; ``dtype`` is the type of its rows, that of KV
     is in ``layout``. ``code_folder`` keeps machine code."""
 
@@ -116,7 +116,7 @@ def load_cpu_model(
     checked: bool | None = None,
     shard: ModelShard | None = None,
 ) -> CpuModel:
-    """Maps the weights (packs them, the first time) and loads the kernels (compiles them, the first time).
+    """Map the weights (packs them, the first time) and loads the kernels (compiles them, the first time).
 
     ``shard`` is the share of the model that this process computes; None for all. With ``checked`` kernels check every
     access; None reads PILLION_CHECK_KERNELS. The caller has made sure that the kernels can run the model
@@ -142,7 +142,7 @@ def load_cpu_model(
 
 
 def compile_operations(operations: Sequence[Operation], model: CpuModel, progress: Progress) -> CompiledKernels:
-    """Returns the kernels of ``operations``, compiled as those of ``model``."""
+    """Return the kernels of ``operations``, compiled as those of ``model``."""
     specs = [operation.spec for operation in operations]
     return compile_kernels(specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=progress)
 
@@ -254,7 +254,7 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
 
 
 def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Operation]:
-    """Yields the kernels from the embeddings of a step's tokens to what all layers read of them beside these."""
+    """Yield the kernels from the embeddings of a step's tokens to what all layers read of them beside these."""
     config, rows, tensors = builder.config, builder.token_inputs, builder.weights.tensors
     own = {
         "table": tensors["token_inputs.embedding"],
@@ -281,7 +281,7 @@ def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Op
 
 
 def attention_planners(config: ModelConfig, dtype: str, isa: Isa, threads: int) -> tuple[CpuAttentionPlanner, ...]:
-    """Returns the planners that cut a step's attention into items, one for each number of KV heads that layers have."""
+    """Return the planners that cut a step's attention into items, one for each number of KV heads that layers have."""
     found = []
     for count in config.kv_head_counts:
         every = config.layer_heads or (config.heads_of(0),) * config.num_layers

@@ -32,7 +32,7 @@ from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
 
 
 class ExpertGroups(NamedTuple):
-    """Names the buffers that say which rows meet which expert: ``starts`` [experts + 1] of each expert's grouped rows,
+    """The buffers that say which rows meet which expert: ``starts`` [experts + 1] of each expert's grouped rows,
     and for each of the ``chosen`` experts of a row the number in ``experts`` and the grouped row in ``places``."""
 
     starts: Buffer
@@ -105,15 +105,15 @@ class OperationBuilder:
         return self.config.num_layers - 1 if self.keeps_states else self.config.last_kept_layer
 
     def buffer(self, name: str, width: int, dtype: str, each: int = 1) -> Buffer:
-        """Returns the buffer ``name``, with ``each`` rows for each row of ``rows_of``."""
+        """Return the buffer ``name``, with ``each`` rows for each row of ``rows_of``."""
         return Buffer(f"{self.rows_of}.{name}", -(-width // 32) * 32, dtype, self.rows_of, each)
 
     def wide(self, name: str, width: int, dtype: str) -> Buffer:
-        """Returns the buffer ``name`` of rows whose width depends on the layer, where layers differ."""
+        """Return the buffer ``name`` of rows whose width depends on the layer, where layers differ."""
         return self.buffer(name if self.layout.even else f"{name}{width}", width, dtype)
 
     def kind_of(self, layer: int) -> int:
-        """Returns the number of a layer's kind of KV heads among those of the model."""
+        """Return the number of a layer's kind of KV heads among those of the model."""
         return self.config.all_heads.index(self.config.heads_of(layer))
 
     @property
@@ -151,7 +151,7 @@ class OperationBuilder:
         *,
         centered: bool = False,
     ) -> Operation:
-        """Returns hidden, or ``x``, -> normed, or ``out``; it changes only the type where the model has no norm
+        """Return hidden, or ``x``, -> normed, or ``out``; it changes only the type where the model has no norm
         ``name``. ``width`` and ``eps``: those of the norm, where they are not those of the residual stream.
         ``centered``: a LayerNorm, whatever the model's norms are."""
         weight, bias = self.weights.tensors.get(name), self.weights.tensors.get(f"{name}.bias")
@@ -169,7 +169,7 @@ class OperationBuilder:
         return Operation(spec, values, self.when)
 
     def state(self, index: int) -> Buffer:
-        """Returns the buffer that keeps the inputs of the layer ``index``, where a step keeps them."""
+        """Return the buffer that keeps the inputs of the layer ``index``, where a step keeps them."""
         return self.buffer(f"state{index}", self.config.hidden_size, self.row_dtype)
 
     def gemm(
@@ -185,7 +185,7 @@ class OperationBuilder:
         bends: tuple[float, float] = (0.0, 0.0),
         steps: tuple[int, int] = (0, 0),
     ) -> Iterator[Operation]:
-        """Yields the product of ``x`` with the matrix ``name``, with those of experts, whose rows are in
+        """Yield the product of ``x`` with the matrix ``name``, with those of experts, whose rows are in
         ``groups``, or with those of heads, whose columns of ``x`` and ``out`` are ``steps`` bytes apart. The
         epilogue "add" multiplies by ``factor``, "gated_clamped" is ``clamped``, and "act_xielu" has the factors
         ``bends``. Raises ConfigError where the matrix does not fit ``x`` or ``out``."""
@@ -241,7 +241,7 @@ class OperationBuilder:
     def _shrink(
         self, adapters: AdapterTable, name: str, x: Buffer, groups: ExpertGroups | None, heads: int, x_step: int
     ) -> tuple[Operation, dict[str, Any]]:
-        """Returns the operation shrunk = A x for the rows with an adapter, before the product of ``x`` with the matrix
+        """Return the operation shrunk = A x for the rows with an adapter, before the product of ``x`` with the matrix
         ``name``, or with those of experts or of ``heads``, and the further arguments of that product."""
         kind, each = "fp32" if x.dtype == "float32" else "bf16", 1 if groups is None else groups.chosen
         width = adapters.form.width(experts=groups is not None, heads=heads)
@@ -259,7 +259,7 @@ class OperationBuilder:
     def norm_add(
         self, name: str, factor: float, *, found: Buffer | None = None, hidden: Buffer | None = None
     ) -> Operation:
-        """Computes hidden += ``factor`` times the norm ``name`` of the buffer found; other buffers may be in their
+        """Compute hidden += ``factor`` times the norm ``name`` of the buffer found; other buffers may be in their
         places."""
         found, hidden = found or self.found, hidden or self.hidden
         values = {
@@ -274,7 +274,7 @@ class OperationBuilder:
 
 
 def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> MatrixRows:
-    """Makes the operations that a matrix needs for its inputs: to reorder them, to round them to codes, and to sum them
+    """Make the operations that a matrix needs for its inputs: to reorder them, to round them to codes, and to sum them
     up by groups."""
     operations, sums = [], None
     if linear.order is not None:
@@ -296,7 +296,7 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
 
 
 def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation:
-    """Makes the operation that rounds ``x`` to codes for a product in integers with the matrix."""
+    """Make the operation that rounds ``x`` to codes for a product in integers with the matrix."""
     depth, inputs = linear.depth, linear.group or linear.depth
     groups = -(-depth // inputs)
     out = replace(builder.buffer(f"codes{depth}x{x.each}", depth, x.dtype, x.each), dtype="int8")

@@ -50,12 +50,12 @@ BufferOf = Callable[[OperationBuilder], Buffer]
 
 
 def in_pieces(channels: int) -> int:
-    """Returns the number of channels of whole pieces."""
+    """Return the number of channels of whole pieces."""
     return -(-channels // PIECE_CHANNELS) * PIECE_CHANNELS
 
 
 def inputs_of(builder: OperationBuilder, name: str, channels: int, first: int) -> Buffer:
-    """Returns the buffer for the product with the matrix ``name``, of which the convolution reads ``channels`` from the
+    """Return the buffer for the product with the matrix ``name``, of which the convolution reads ``channels`` from the
     column ``first`` on."""
     width = max(builder.weights.linear(name).pairs * 32, first + in_pieces(channels))
     return builder.buffer("convolution_inputs", width, "float32")
@@ -63,7 +63,7 @@ def inputs_of(builder: OperationBuilder, name: str, channels: int, first: int) -
 
 @dataclass(frozen=True, slots=True)
 class NormGroups:
-    """Describes the groups of a row's values that are normed: how many, and how many values each has. They have
+    """The groups of a row's values that are normed: how many, and how many values each has. They have
     one vector of weights, or each its own; they are gated after the norm, or first, by silu or a sigmoid. ``shared``
     says of which of the model's groups, out of how many, with how many values, several processes have a part each."""
 
@@ -87,12 +87,12 @@ class StateEmitter:
         self._shard = builder.shard
 
     def short_convolution(self, operation: ShortConvolution, x: Buffer) -> Iterator[Operation]:
-        """Yields the kernel from the three parts of ``x`` to :func:`convolved`."""
+        """Yield the kernel from the three parts of ``x`` to :func:`convolved`."""
         channels = channels_of(self._builder, operation)
         yield self._convolve(operation, x, convolved(self._builder, channels), part_bytes=channels * 4)
 
     def delta_rule(self, operation: DeltaRule, x: Buffer) -> Iterator[Operation]:
-        """Yields the kernels from normed rows ``x`` to :func:`gated`."""
+        """Yield the kernels from normed rows ``x`` to :func:`gated`."""
         builder, prefix = self._builder, self._prefix
         heads, keys = self._own_heads(operation.heads, operation.key_heads)
         channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
@@ -141,7 +141,7 @@ class StateEmitter:
         yield from self._norm_gated(remembered, gates, operation.norm, operation.eps, groups)
 
     def _of_few(self, x: Buffer, down: LayerTensor | None, up: LayerTensor | None, out: Buffer) -> Iterator[Operation]:
-        """Yields the product of ``x`` with one matrix and then with another, where there are such."""
+        """Yield the product of ``x`` with one matrix and then with another, where there are such."""
         if down is None or up is None:
             return
         few = self._builder.buffer("narrow", down.shape[0], self._builder.row_dtype)
@@ -149,7 +149,7 @@ class StateEmitter:
         yield from self._builder.gemm(self._prefix + up.name, few, out, "store")
 
     def state_space(self, operation: StateSpace, x: Buffer) -> Iterator[Operation]:
-        """Yields the kernels from normed rows ``x`` to :func:`gated`."""
+        """Yield the kernels from normed rows ``x`` to :func:`gated`."""
         builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
         heads, groups = self._own_heads(operation.heads, operation.groups)
         channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
@@ -189,7 +189,7 @@ class StateEmitter:
         )
 
     def selective_scan(self, operation: SelectiveScan, x: Buffer) -> Iterator[Operation]:
-        """Yields the kernels from normed rows ``x`` to :func:`gated`. Each process has whole pieces of the
+        """Yield the kernels from normed rows ``x`` to :func:`gated`. Each process has whole pieces of the
         convolution's channels."""
         builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
         heads, columns = len(self._shard.state_heads_of(operation.heads)), operation.state_dim
@@ -219,7 +219,7 @@ class StateEmitter:
         yield from self._norm_gated(remembered, Columns(made, values * 4), None, 0.0, NormGroups(1, values))
 
     def _sides(self, operation: SelectiveScan, mixed: Buffer, out: tuple[Buffer, ...]) -> Iterator[Operation]:
-        """Yields the kernels from convolved values to what all channels share: what makes steps of time, what writes
+        """Yield the kernels from convolved values to what all channels share: what makes steps of time, what writes
         and what reads, each normed. Processes have parts of the values, and add up the products."""
         builder, name = self._builder, self._prefix + operation.sides.name
         sides = builder.buffer("sides", operation.sides.shape[0], "float32")
@@ -236,7 +236,7 @@ class StateEmitter:
             first += width
 
     def _normed_groups(self, operation: StateSpace, values: int) -> NormGroups:
-        """Returns the groups of this process's ``values`` values of a row, which are normed."""
+        """Return the groups of this process's ``values`` values of a row, which are normed."""
         mine, every = self._shard.state_keys_of(operation.groups), operation.groups
         count = 1 if operation.norm is None else len(mine)
         shared = None
@@ -247,7 +247,7 @@ class StateEmitter:
     def _norm_gated(
         self, x: Buffer, gates: Columns, norm: LayerTensor | None, eps: float, groups: NormGroups
     ) -> Iterator[Operation]:
-        """Yields the norm of ``groups`` of the values of ``x``, gated. Without a norm rows are gated alone."""
+        """Yield the norm of ``groups`` of the values of ``x``, gated. Without a norm rows are gated alone."""
         out = gated(self._builder, groups.count * groups.width)
         squares, group, group_width = None, 0, 0
         if groups.shared is not None:
@@ -272,7 +272,7 @@ class StateEmitter:
         yield Operation(spec, values, self._builder.when)
 
     def _squares(self, x: Buffer, gates: Columns, out: Buffer, groups: NormGroups) -> Iterator[Operation]:
-        """Yields the squares of this process's part of a group, and the sum over all processes."""
+        """Yield the squares of this process's part of a group, and the sum over all processes."""
         builder = self._builder
         assert groups.shared is not None
         assert builder.collective is not None
@@ -289,21 +289,21 @@ class StateEmitter:
         yield total
 
     def _decay(self, decay: LayerTensor, heads: int, rows: int = 0) -> torch.Tensor:
-        """Returns how fast ``heads`` forget, of their logarithms, in the way in which kernels multiply by it; once for
+        """Return how fast ``heads`` forget, of their logarithms, in the way in which kernels multiply by it; once for
         each of so many rows of a head's matrix where these forget on their own."""
         found = self._builder.weights.tensors[self._prefix + decay.name].exp() * -LOG2E
         return found[:heads].repeat_interleave(rows) if rows else found
 
     def _own_heads(self, heads: int, keys: int) -> tuple[int, int]:
-        """Returns how many of the layer's heads, and of what several of them share, the process has."""
+        """Return how many of the layer's heads, and of what several of them share, the process has."""
         return len(self._shard.state_heads_of(heads)), len(self._shard.state_keys_of(keys))
 
     def _own_pieces(self, operation: StateOperation) -> LayerPieces:
-        """Returns the places of the pieces of this process's channels and heads."""
+        """Return the places of the pieces of this process's channels and heads."""
         return own_pieces(self._pieces, operation, self._shard)
 
     def _convolve(self, operation: StateOperation, x: Buffer | Columns, out: Buffer, part_bytes: int = 0) -> Operation:
-        """Returns the convolution of ``x``; that of the first and the third of its parts, which the second multiplies,
+        """Return the convolution of ``x``; that of the first and the third of its parts, which the second multiplies,
         where parts are so many bytes apart."""
         taps, tensors, gated = operation.taps, self._builder.weights.tensors, part_bytes > 0
         name, pieces = self._prefix + taps.name, self._own_pieces(operation).inputs
@@ -321,21 +321,21 @@ class StateEmitter:
         return Operation(spec, values, self._builder.when)
 
     def _places(self, pieces: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-        """Returns the fields of a record that say where pieces are."""
+        """Return the fields of a record that say where pieces are."""
         return {"places": torch.tensor(pieces, dtype=torch.int32), "slot_bytes": self._builder.layout.block_bytes}
 
 
 def gated(builder: OperationBuilder, values: int) -> Buffer:
-    """Returns the buffer of rows for the results of heads with states, after the gate has multiplied them."""
+    """Return the buffer of rows for the results of heads with states, after the gate has multiplied them."""
     return builder.buffer("gated", values, builder.row_dtype)
 
 
 def channels_of(builder: OperationBuilder, operation: ShortConvolution) -> int:
-    """Returns how many channels of a short convolution the process has."""
+    """Return how many channels of a short convolution the process has."""
     (part,) = operation.taps.rows
     return len(builder.shard.entries(part))
 
 
 def convolved(builder: OperationBuilder, channels: int) -> Buffer:
-    """Returns the buffer for rows that a short convolution made."""
+    """Return the buffer for rows that a short convolution made."""
     return builder.buffer("convolved", in_pieces(channels), builder.row_dtype)

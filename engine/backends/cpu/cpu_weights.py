@@ -64,7 +64,7 @@ _NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """Describes a packed matrix, or those of all experts of a layer, which are ``num_matrices``, ``matrix_bytes``
+    """A packed matrix, or those of all experts of a layer, which are ``num_matrices``, ``matrix_bytes``
     apart.
 
     Attributes:
@@ -91,12 +91,12 @@ class CpuLinear:
 
     @property
     def meets_codes(self) -> bool:
-        """Returns whether rows are rounded to int8 before the product."""
+        """True if rows are rounded to int8 before the product."""
         return self.kind == quantized_packing.INT8_DOTS or self.kind in DOT_KINDS
 
 
 class PackedMatrices:
-    """Holds named tensors, and matrices as the kernels read them. Nobody may write to them."""
+    """Named tensors, and matrices as the kernels read them. Nobody may write to them."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, int]
@@ -107,11 +107,11 @@ class PackedMatrices:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def has(self, name: str) -> bool:
-        """Returns whether there is a tensor or a matrix ``name``."""
+        """Return whether there is a tensor or a matrix ``name``."""
         return name in self.tensors or f"{name}.data" in self.tensors
 
     def linear(self, name: str) -> CpuLinear:
-        """Returns the matrix ``name``. Raises ConfigError where its sizes contradict each other, because kernels trust
+        """Return the matrix ``name``. Raises ConfigError where its sizes contradict each other, because kernels trust
         them."""
         numbers = {field: self.numbers[f"{name}.{field}"] for field in _NUMBERS}
         kind, offsets = KINDS[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
@@ -139,7 +139,7 @@ class CpuWeights(PackedMatrices, PackedFile):
 
 
 class InMemoryMatrices(PackedMatrices):
-    """Holds weights that are too small to be packed into a file in this process's memory. A :class:`MatrixPacker`
+    """Weights that are too small to be packed into a file in this process's memory. A :class:`MatrixPacker`
     writes them before anybody reads them."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ def load_cpu_weights(
     cache: ModelCache | None = None,
     shard: ModelShard | None = None,
 ) -> CpuWeights:
-    """Maps a model's packed weights, which the first call packs: this process's share of them where several share the
+    """Map a model's packed weights, which the first call packs: this process's share of them where several share the
     model. Raises ConfigError for a checkpoint that does not fit."""
     cache, shard = cache or ModelCache(), shard or whole_model(config)
     share = "" if shard.whole else f" (rank {shard.rank} of {shard.size})"
@@ -211,7 +211,7 @@ class MatrixPacker:
             self.linear("lm_head", Linear.plain(select_rows(head, rows)))
 
     def layer(self, prefix: str, operations: Layer, whole: LayerWeights) -> None:
-        """Packs all tensors of a layer whose linear layers are plain."""
+        """Pack all tensors of a layer whose linear layers are plain."""
         weights = shard_layer(whole, operations, self.shard)
         gated = [one for one in operations if isinstance(one, Mlp | Experts)]
         apart = {tensor.name for one in gated for tensor in (one.gate_up, one.down)}
@@ -232,7 +232,7 @@ class MatrixPacker:
                 self.writer.tensor(f"{name}.inner_order", own if one.down.experts else own[0])
 
     def _tensor(self, prefix: str, tensor: LayerTensor, weights: LayerWeights) -> None:
-        """Packs a tensor of a layer in the way that its role asks for."""
+        """Pack a tensor of a layer in the way that its role asks for."""
         name = prefix + tensor.name
         match tensor.role:
             case Role.NORM:
@@ -268,7 +268,7 @@ class MatrixPacker:
                 self.writer.tensor(name, pack_bias(weights.tensor(tensor).view(-1)))
 
     def _latent_up(self, name: str, ups: torch.Tensor) -> None:
-        """Packs what makes keys and values of latents: for each head one matrix that takes queries to latents, and one
+        """Pack what makes keys and values of latents: for each head one matrix that takes queries to latents, and one
         that takes latents to values."""
         latents = self.config.latents
         assert latents is not None
@@ -280,7 +280,7 @@ class MatrixPacker:
             self._write(f"{name}.{part}", [pack_linear(matrix, kind, offsets) for matrix in matrices])
 
     def _gated(self, prefix: str, operation: Mlp | Experts, weights: LayerWeights) -> None:
-        """Packs an MLP, or all experts of a layer; their panels are of one kind. The order of a down projection's
+        """Pack an MLP, or all experts of a layer; their panels are of one kind. The order of a down projection's
         inputs becomes the order of the outputs before it."""
         gates, plain_order, gated = [], [], operation.gated
         ups, downs = weights.linears(operation.gate_up), weights.linears(operation.down)
@@ -306,13 +306,13 @@ class MatrixPacker:
         self._biases(name, [None if down.bias is None else pack_bias(down.bias) for down in downs])
 
     def _biases(self, name: str, packed: Sequence[torch.Tensor | None]) -> None:
-        """Writes the packed biases of one linear layer, or of those of all experts, which have them or have none."""
+        """Write the packed biases of one linear layer, or of those of all experts, which have them or have none."""
         found = [bias for bias in packed if bias is not None]
         if found:
             self.writer.tensor(name + ".bias", torch.cat(found))
 
     def _chosen(self, matrices: Sequence[Matrix], num_matrices: int = 1) -> tuple[str, bool]:
-        """Returns the kind of panels that hold all of the matrices, and whether they have offsets."""
+        """Return the kind of panels that hold all of the matrices, and whether they have offsets."""
         quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
         plain = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
         if not quantized:
@@ -337,7 +337,7 @@ class MatrixPacker:
             self.writer.tensor(name + ".bias", pack_bias(linear.bias))
 
     def _write(self, name: str, packed: list[PackedWeight], matrices: Sequence[Matrix] = ()) -> None:
-        """Writes one packed matrix, or the matrices of all experts one after the other, which were made of
+        """Write one packed matrix, or the matrices of all experts one after the other, which were made of
         ``matrices``."""
         first = packed[0]
         self.writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
@@ -354,7 +354,7 @@ def _damaged(name: str) -> ConfigError:
 
 
 def _packed_up_bias(up: Linear, down: Linear, *, gated: bool) -> torch.Tensor | None:
-    """Returns the bias of the outputs before a down projection, in the order in which that one reads them."""
+    """Return the bias of the outputs before a down projection, in the order in which that one reads them."""
     if up.bias is None:
         return None
     halves = [half[_inner_order(down)] for half in up.bias.chunk(2 if gated else 1)]
@@ -362,6 +362,6 @@ def _packed_up_bias(up: Linear, down: Linear, *, gated: bool) -> torch.Tensor | 
 
 
 def _inner_order(down: Linear) -> slice | torch.Tensor:
-    """Returns the order in which the down projection reads the inner values."""
+    """Return the order in which the down projection reads the inner values."""
     matrix = down.weight
     return slice(None) if isinstance(matrix, torch.Tensor) or matrix.order is None else matrix.order

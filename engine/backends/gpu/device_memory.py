@@ -16,7 +16,7 @@ from pillion.kvstore.gpu.cuda_segment import DeviceMapping
 
 @runtime_checkable
 class DevicePool(Protocol):
-    """Represents a pool in a GPU's memory, mapped into this process."""
+    """A pool in a GPU's memory, mapped into this process."""
 
     @property
     def address(self) -> int:
@@ -29,7 +29,7 @@ class DevicePool(Protocol):
 
 @runtime_checkable
 class DividedPool(Protocol):
-    """Represents a pool that is divided over GPUs: each shard has the pieces of some KV heads of every slot.
+    """A pool that is divided over GPUs: each shard has the pieces of some KV heads of every slot.
 
     Attributes:
         shares: the KV heads of each shard.
@@ -39,11 +39,11 @@ class DividedPool(Protocol):
     def shares(self) -> Sequence[range]: ...
 
     def shard(self, index: int) -> DeviceMapping:
-        """Maps a shard into this process, once. Raises ConfigError where this process's GPU cannot reach it."""
+        """Map a shard into this process, once. Raises ConfigError where this process's GPU cannot reach it."""
 
 
 def _with_interface(memory: DevicePool, name: str) -> SimpleNamespace:
-    """Describes a pool's memory by the array interface, version 3, through which torch (CUDA) and numpy use foreign
+    """Describe a pool's memory by the array interface, version 3, through which torch (CUDA) and numpy use foreign
     memory."""
     interface = {"shape": (memory.size_bytes,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
     # The tensor holds this object, and this object holds the mapping.
@@ -51,7 +51,7 @@ def _with_interface(memory: DevicePool, name: str) -> SimpleNamespace:
 
 
 def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
-    """Returns a tensor uint8 [size_bytes] over mapped memory of ``device``, without a copy. The tensor keeps ``memory``
+    """Return a tensor uint8 [size_bytes] over mapped memory of ``device``, without a copy. The tensor keeps ``memory``
     alive.
 
     In Triton's interpreter the memory is the host's. Raises ConfigError for memory of another device.
@@ -68,7 +68,7 @@ def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
 
 
 def distant_tensor(memory: DevicePool, device: torch.device) -> torch.Tensor:
-    """Returns a tensor uint8 [size_bytes] over memory of another GPU that is mapped for kernels of ``device``, as if it
+    """Return a tensor uint8 [size_bytes] over memory of another GPU that is mapped for kernels of ``device``, as if it
     were that device's own. The caller keeps ``memory`` alive.
 
     Under the other GPU's name torch would make a context there, of 0.3 to 0.5 GB that no pool has left free.
@@ -78,20 +78,20 @@ def distant_tensor(memory: DevicePool, device: torch.device) -> torch.Tensor:
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copies a few numbers to the device without waiting: torch keeps the pinned memory until the copy is done."""
+    """Copy a few numbers to the device without waiting: torch keeps the pinned memory until the copy is done."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
-    """Begins to copy values to the host, without waiting: they are there when what is queued on the device has
+    """Begin to copy values to the host, without waiting: they are there when what is queued on the device has
     ended."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return host.copy_(values, non_blocking=True)
 
 
 def event_on(device: torch.device) -> Any:
-    """Returns a CUDA event that stands for the end of all that was queued on the current stream so far."""
+    """Return a CUDA event that stands for the end of all that was queued on the current stream so far."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

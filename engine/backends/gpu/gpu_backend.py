@@ -102,7 +102,7 @@ class GpuLimits:
 
 
 class BoundPool:
-    """Holds a pool, and all objects that have its address: attention, the step's record, decoder and graphs."""
+    """A pool, and all objects that have its address: attention, the step's record, decoder and graphs."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class BoundPool:
         *,
         eager: bool,
     ) -> None:
-        """Makes the objects over a pool. ``parts`` are those of the process's KV heads, each with its shard's bytes
+        """Make the objects over a pool. ``parts`` are those of the process's KV heads, each with its shard's bytes
         [slots, ...]. ``sampler`` chooses tokens, None in processes that choose none. ``decoder`` is the class that runs
         the forward pass."""
         self.num_slots, self.products = len(parts[0][1]), model.plain_products
@@ -143,11 +143,11 @@ class BoundPool:
         )
 
     def chooses(self, rows: SamplingRows | None) -> bool:
-        """Returns whether a step can choose the tokens of its first rows itself."""
+        """Return whether a step can choose the tokens of its first rows itself."""
         return rows is not None and not rows.edits and rows.masks is None and len(rows) <= len(self.record.sampling)
 
     def _run(self, shape: StepShape) -> torch.Tensor:
-        """Runs the step in the record, as :meth:`GpuDecoder.run` does, and chooses the tokens of rows that want one."""
+        """Run the step in the record, as :meth:`GpuDecoder.run` does, and chooses the tokens of rows that want one."""
         logits = self.decoder.run(shape)
         count = min(len(logits), len(self.record.sampling))
         if self._sampler is not None:
@@ -155,14 +155,14 @@ class BoundPool:
         return logits
 
     def plans(self, batch: StepBatch) -> list[GpuAttentionPlan | None]:
-        """Returns the plan of a step's attention for each part of the pool."""
+        """Return the plan of a step's attention for each part of the pool."""
         return [None if part.attention is None else part.attention.planner.plan(batch) for part in self.parts]
 
 
 def _part_rows(
     model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVLayout, limits: GpuLimits
 ) -> PartRows | LatentRows:
-    """Makes the object that writes and attends a part of the process's KV heads in the bytes of a shard."""
+    """Make the object that writes and attends a part of the process's KV heads in the bytes of a shard."""
     config, rows = model.config, LayerRows.of(shard, layout, part, model.dtype)
     if config.latents is not None:
         return LatentRows(rows, _latent_attention(model, rows.pool, layout, limits) if part.attended else None)
@@ -195,7 +195,7 @@ def _part_rows(
 
 
 def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, limits: GpuLimits) -> LatentAttention:
-    """Makes attention over a pool of latents."""
+    """Make attention over a pool of latents."""
     config, latents = model.config, model.config.latents
     assert latents is not None
     return LatentAttention(
@@ -228,7 +228,7 @@ class GpuBackend:
     decoder: type[GpuDecoder] = GpuDecoder
 
     def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
-        """Makes the backend. With ``enforce_eager`` it captures no CUDA graphs."""
+        """Make the backend. With ``enforce_eager`` it captures no CUDA graphs."""
         self._model = model
         self.layout = layout
         self.vocab_size = model.config.vocab_size
@@ -244,7 +244,7 @@ class GpuBackend:
         self._memory: Any = None
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Uses ``memory`` as the paged KV pool. Raises ConfigError if it is too small or cannot be reached."""
+        """Use ``memory`` as the paged KV pool. Raises ConfigError if it is too small or cannot be reached."""
         model = self._model
         if not isinstance(memory, memoryview) and num_slots > MAX_ROWS // self.layout.block_size:
             raise ConfigError(f"the GPU kernels address at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
@@ -278,12 +278,12 @@ class GpuBackend:
         return self._model
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Makes each step return the inputs of these layers for all its rows (``Sampled.states``). It is called at most
+        """Make each step return the inputs of these layers for all its rows (``Sampled.states``). It is called at most
         once, before ``bind_pool``, in a worker of one process."""
         self._model.keep_states(layers)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Captures CUDA graphs over the bound pool without writing to it. ``max_tokens`` is ignored: limits decide."""
+        """Capture CUDA graphs over the bound pool without writing to it. ``max_tokens`` is ignored: limits decide."""
         bound = self._bound_or_raise()
         bound.record.clear()
         if bound.states is not None:
@@ -302,7 +302,7 @@ class GpuBackend:
             self._ranks.begin_steps()
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
-        """Begins a step, as ``pillion.engine.backends.backend.Backend`` describes."""
+        """Begin a step, as ``pillion.engine.backends.backend.Backend`` describes."""
         bound = self._bound_or_raise()
         try:
             # No rank writes KV before the sum of the embeddings, which ends after the copies of all ranks.
@@ -327,7 +327,7 @@ class GpuBackend:
         return step
 
     def choose(self, logits: torch.Tensor, rows: SamplingRows, *, chosen: bool = False) -> GpuChoice:
-        """Begins to choose a token for each row of a launched step's logits, unless the step itself has ``chosen``
+        """Begin to choose a token for each row of a launched step's logits, unless the step itself has ``chosen``
         them, and to bring the tokens to the host."""
         if self._sampler is None:
             raise Internal("only rank 0 chooses tokens")
@@ -338,13 +338,13 @@ class GpuBackend:
             raise
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the batch's KV and returns float32 logits [R, vocab_size] on the host; ranks above 0 return none."""
+        """Write the batch's KV and return float32 logits [R, vocab_size] on the host; ranks above 0 return none."""
         logits, _ = self._forward(self._bound_or_raise(), batch)
         self.settle()
         return logits.cpu()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole slots, as :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks` does, in the
+        """Copy whole slots, as :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks` does, in the
         shards in which this process does that."""
         bound = self._bound_or_raise()
         copies = checked_copies(sources, targets, bound.num_slots)
@@ -358,7 +358,7 @@ class GpuBackend:
                 blocks.copy(shard, pairs)
 
     def take_workspace(self) -> None:
-        """Compiles every kernel and allocates the workspace of a full step, over scratch memory, before the KV node
+        """Compile every kernel and allocates the workspace of a full step, over scratch memory, before the KV node
         makes its pool of the rest of the device's memory."""
         layout, device = self.layout, self._model.device
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
@@ -392,7 +392,7 @@ class GpuBackend:
             self._ranks.agree(True)
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Allocates adapter slots for the greatest rank and compiles the kernels. Raises ConfigError where the kernels
+        """Allocate adapter slots for the greatest rank and compiles the kernels. Raises ConfigError where the kernels
         cannot run the model."""
         model = self._model
         self.adapters = model.adapters = GpuAdapters(
@@ -410,7 +410,7 @@ class GpuBackend:
             self._experts.compile(self.adapters)
 
     def close(self) -> None:
-        """Releases the graphs, the pool and the weights. Idempotent."""
+        """Release the graphs, the pool and the weights. Idempotent."""
         try:
             self.settle()
         except BackendLost as error:
@@ -424,7 +424,7 @@ class GpuBackend:
             self._ranks.close()
 
     def settle(self) -> None:
-        """Waits until nothing of any launch runs on the device any more. Raises BackendLost if the device or a rank has
+        """Wait until nothing of any launch runs on the device any more. Raises BackendLost if the device or a rank has
         failed."""
         if self._model.device.type == "cuda":
             if self._ranks is not None:
@@ -435,17 +435,17 @@ class GpuBackend:
                 raise BackendLost(f"the GPU failed: {error}") from error
 
     def await_event(self, event: Any) -> None:
-        """Waits for a CUDA event where the process is one of several ranks; there is none where ``event`` is None.
+        """Wait for a CUDA event where the process is one of several ranks; there is none where ``event`` is None.
         Raises BackendLost if another rank fails meanwhile."""
         if self._ranks is not None and event is not None:
             self._ranks.wait(event)
 
     def _whole_parts(self) -> list[PoolPart]:
-        """Returns the parts that this process has of a pool which is not divided."""
+        """Return the parts that this process has of a pool which is not divided."""
         return list(whole_parts(self._model.weights.config, self._model.shard))
 
     def _shard(self, pool: DividedPool, part: PoolPart, num_slots: int) -> torch.Tensor:
-        """Returns the bytes of a divided pool's shard that holds ``part``. Raises ConfigError where this GPU cannot
+        """Return the bytes of a divided pool's shard that holds ``part``. Raises ConfigError where this GPU cannot
         reach them."""
         mapped, device = pool.shard(part.shard), self._model.device
         tensor = tensor_at if mapped.device_index == (device.index or 0) else distant_tensor
@@ -461,7 +461,7 @@ class GpuBackend:
         return self._bound
 
     def check_step(self, batch: StepBatch) -> None:
-        """Raises Internal for a batch that this backend cannot run as a step."""
+        """Raise Internal for a batch that this backend cannot run as a step."""
         if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
         if batch.adapters is not None:
@@ -470,7 +470,7 @@ class GpuBackend:
     def _forward(
         self, bound: BoundPool, batch: StepBatch, sampling: SamplingRows | None = None
     ) -> tuple[torch.Tensor, bool]:
-        """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows`` but those
+        """Run the forward pass; return logits on the device, one row for each of ``batch.sample_rows`` but those
         whose vectors are wanted, and whether the step also chooses the tokens of the rows in ``sampling``."""
         self.check_step(batch)
         if bound.states is not None:
@@ -498,7 +498,7 @@ class GpuBackend:
             return logits, chooses
 
     def _compute(self, bound: BoundPool, shape: StepShape, num_tokens: int) -> torch.Tensor:
-        """Runs the step in the record, which had ``num_tokens`` tokens before it was padded to ``shape``; returns its
+        """Run the step in the record, which had ``num_tokens`` tokens before it was padded to ``shape``; return its
         logits."""
         return bound.graphs.run(shape)
 
@@ -526,7 +526,7 @@ def without_graphs(model: GpuModel, limits: GpuLimits, *, eager: bool) -> str:
 
 
 def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tensor:
-    """Returns the bytes of the slots of a pool or shard. Raises ConfigError if they are too few."""
+    """Return the bytes of the slots of a pool or shard. Raises ConfigError if they are too few."""
     needed = num_slots * slot_bytes
     if len(flat) < needed:
         raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
@@ -535,7 +535,7 @@ def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class FetchedTexts:
-    """Holds on the host what a step gives of texts, once the step has ended: vectors [P, hidden] in the model's type,
+    """On the host what a step gives of texts, once the step has ended: vectors [P, hidden] in the model's type,
     and the logits that are wanted, one after the other. ``ids`` is StepBatch.pooled_ids."""
 
     ids: tuple[tuple[int, ...], ...]
@@ -543,14 +543,14 @@ class FetchedTexts:
     logits: torch.Tensor
 
     def rows(self) -> tuple[Float32, ...]:
-        """Returns the row of each text, as Sampled.pooled has them."""
+        """Return the row of each text, as Sampled.pooled has them."""
         vectors = iter(self.vectors.float().numpy())
         parts = iter(torch.split(self.logits, [len(ids) for ids in self.ids if ids]))
         return tuple(next(parts).numpy() if ids else next(vectors) for ids in self.ids)
 
 
 def _fetch_texts(batch: StepBatch, logits: torch.Tensor, vectors: torch.Tensor) -> FetchedTexts:
-    """Begins to copy what a step gives of texts. The logits that texts want are in the last rows of ``logits``; the
+    """Begin to copy what a step gives of texts. The logits that texts want are in the last rows of ``logits``; the
     copies end before the kernels of the next step begin."""
     wanted = [ids for ids in batch.pooled_ids if ids]
     first = len(logits) - len(wanted)
@@ -563,7 +563,7 @@ def _fetch_texts(batch: StepBatch, logits: torch.Tensor, vectors: torch.Tensor) 
 
 
 class GpuInFlightStep:
-    """Represents a launched step of a backend, with its logits [R, V] on the device, what it gives of texts, and the
+    """A launched step of a backend, with its logits [R, V] on the device, what it gives of texts, and the
     states that it keeps, which a copy brings to the host."""
 
     def __init__(
@@ -577,12 +577,12 @@ class GpuInFlightStep:
         self._choice: GpuChoice | None = None
 
     def choose(self, rows: SamplingRows, *, chosen: bool = False) -> None:
-        """Queues the sampling behind the forward pass; it changes the logits. Where the step itself has ``chosen`` the
+        """Queue the sampling behind the forward pass; it changes the logits. Where the step itself has ``chosen`` the
         tokens, only their copy to the host and the scores of prompts' tokens are queued."""
         self._choice = self._backend.choose(self._logits, rows, chosen=chosen)
 
     def wait(self) -> Sampled:
-        """Waits for the step's tokens, and for nothing launched after them. Raises BackendLost if the GPU failed."""
+        """Wait for the step's tokens, and for nothing launched after them. Raises BackendLost if the GPU failed."""
         if self._choice is None:
             self._backend.settle()
             sampled = Sampled()
@@ -595,7 +595,7 @@ class GpuInFlightStep:
 
 
 class _AnyToken:
-    """Represents a mask for row 0 that allows every token."""
+    """A mask for row 0 that allows every token."""
 
     def __init__(self, vocab_size: int) -> None:
         self.rows = np.zeros(1, np.int64)
@@ -606,7 +606,7 @@ class _AnyToken:
 
 
 def _one_row(vocab_size: int, *, drawn: bool) -> SamplingRows:
-    """Returns one row that draws with a mask, every cut and an edit, or a greedy one: together they compile all of the
+    """Return one row that draws with a mask, every cut and an edit, or a greedy one: together they compile all of the
     sampler."""
     if not drawn:
         return SamplingRows.of([SamplingParams(temperature=0.0)], [0], [0])

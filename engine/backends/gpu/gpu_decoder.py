@@ -82,7 +82,7 @@ _MIXERS = (Attend, AttendLatents, StateOperation)
 
 @dataclass(slots=True)
 class _LayerStep:
-    """Holds what one operation of a layer hands to the next.
+    """What one operation of a layer hands to the next.
 
     Attributes:
         residual: the residual stream.
@@ -119,7 +119,7 @@ class GpuDecoder:
         states: StatesInPool | None = None,
         experts: GpuExperts | None = None,
     ) -> None:
-        """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans; ``states``
+        """Make the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans; ``states``
         and ``experts`` those of layers that have some."""
         self._model, self._states, self._experts = model, states, experts
         # Whether a step has come to its sampled rows, which go on alone after the last attention or state.
@@ -139,7 +139,7 @@ class GpuDecoder:
             self._following[model.config.num_layers - 1] = final
 
     def run(self, shape: StepShape) -> torch.Tensor:
-        """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples - shape.vectors,
+        """Run the step in the record, padded to ``shape``; return float32 logits [shape.samples - shape.vectors,
         vocab_size], and leaves the other sampled rows in ``vectors``. A stage returns none."""
         model, config, self._sampled = self._model, self._model.config, False
         step = _LayerStep(*self._begin(shape), self._record.num_rows)
@@ -161,7 +161,7 @@ class GpuDecoder:
         return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
 
     def _begin(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the residual stream before the first layer, and what that layer's first operation reads."""
+        """Return the residual stream before the first layer, and what that layer's first operation reads."""
         residual = self._model.residual[: shape.tokens]
         first, *_ = self._model.layers.values()
         if 0 in self._model.layers:
@@ -172,7 +172,7 @@ class GpuDecoder:
         """Takes the residual stream of the sampled rows after the last layer, which nothing but an EAGLE head reads."""
 
     def _embed(self, residual: torch.Tensor, shape: StepShape) -> None:
-        """Writes the embeddings of the step's tokens into the rows of the residual stream."""
+        """Write the embeddings of the step's tokens into the rows of the residual stream."""
         model, table = self._model, self._model.weights.get("positions")
         embed(
             self._record.token_ids[: shape.tokens],
@@ -188,7 +188,7 @@ class GpuDecoder:
             self._make_token_inputs(residual, model.config.token_inputs.width)
 
     def _make_token_inputs(self, hidden: torch.Tensor, width: int) -> None:
-        """Makes what all layers read of the step's tokens beside the residual stream, of their embeddings ``hidden``;
+        """Make what all layers read of the step's tokens beside the residual stream, of their embeddings ``hidden``;
         each layer reads ``width`` values. Each rank computes all of it."""
         model, weights, count = self._model, self._model.weights, len(hidden)
         every = model.token_inputs[:count]
@@ -202,7 +202,7 @@ class GpuDecoder:
         every.add_(found).mul_(sqrt(0.5))
 
     def _begin_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
-        """Counts what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone.
+        """Count what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone.
         The inputs of some layers are kept for an EAGLE head."""
         model, inputs = self._model, self._model.config.token_inputs
         for place in (place for place, kept in enumerate(model.state_layers) if kept == index):
@@ -215,7 +215,7 @@ class GpuDecoder:
             self._sample(step, shape)
 
     def _run_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
-        """Runs the operations of a layer, some of them in one kernel: a norm runs with the sum before it, and norms and
+        """Run the operations of a layer, some of them in one kernel: a norm runs with the sum before it, and norms and
         rotation of heads where keys and values are written."""
         model = self._model
         head_norm: HeadNorm | None = None
@@ -243,7 +243,7 @@ class GpuDecoder:
     def _run_operation(
         self, index: int, layer: GpuLayer, operation: LayerOperation, place: int, step: _LayerStep, shape: StepShape
     ) -> None:
-        """Runs an operation of a layer that is no part of attention over keys and values, number ``place``."""
+        """Run an operation of a layer that is no part of attention over keys and values, number ``place``."""
         match operation:
             case Norm():
                 # A sum into the residual stream also computes the norm after it.
@@ -287,7 +287,7 @@ class GpuDecoder:
                 assert isinstance(layer.operations[place - 1], AddToResidual)
 
     def _room(self, index: int, matrix: LayerTensor, count: int) -> torch.Tensor:
-        """Returns the buffer for the products of so many rows with a matrix of a layer."""
+        """Return the buffer for the products of so many rows with a matrix of a layer."""
         model, width = self._model, matrix.shape[0]
         if matrix.name == "qkv":
             return _first_rows(model.gated_qkv, count, width)
@@ -312,7 +312,7 @@ class GpuDecoder:
         rotary: Rotary | None,
         shape: StepShape,
     ) -> None:
-        """Writes a layer's keys and values, and attends its queries, which are normed and rotated there or in a part's
+        """Write a layer's keys and values, and attends its queries, which are normed and rotated there or in a part's
         own rows; ``step`` goes on with the results [T, heads * head_dim]."""
         config, qkv = self._model.config, step.rows
         source = config.kv_source(index)
@@ -332,7 +332,7 @@ class GpuDecoder:
     def _add_to_residual(
         self, index: int, layer: GpuLayer, operation: AddToResidual, place: int, step: _LayerStep
     ) -> None:
-        """Adds the rows to the residual stream; ``step`` goes on with what the operation after ``place`` makes of
+        """Add the rows to the residual stream; ``step`` goes on with what the operation after ``place`` makes of
         it."""
         operations = layer.operations
         # A sum of rows is the same on every rank, and each computes all of what it makes of token inputs.
@@ -347,7 +347,7 @@ class GpuDecoder:
         step.rows, step.results = self._add(step.residual, found, post, by, operation.scale, factor), None
 
     def _add_up(self, layer: GpuLayer, operation: AddUp, step: _LayerStep) -> None:
-        """Adds the rows to the sum of the layer, from which ``step`` goes on. Ranks have parts of the rows, whose norm
+        """Add the rows to the sum of the layer, from which ``step`` goes on. Ranks have parts of the rows, whose norm
         is that of all."""
         norm = None if operation.norm is None else layer.norms[operation.norm.name]
         self._sum(step.rows)
@@ -370,20 +370,20 @@ class GpuDecoder:
         return index == (config.num_layers - 1 if shape.samples else kept)
 
     def _ends(self, index: int, step: _LayerStep, shape: StepShape) -> bool:
-        """Ends the step, and returns True, where the layer has written all that a step without sampled rows has to
+        """End the step, and return True, where the layer has written all that a step without sampled rows has to
         write."""
         step.ended = step.mixers == 1 and self._is_last(index, shape) and not shape.samples
         return step.ended
 
     def _go_on(self, index: int, step: _LayerStep, shape: StepShape) -> None:
-        """Goes on after an operation that wrote keys and values, or states: with the sampled rows alone, where it was
+        """Go on after an operation that wrote keys and values, or states: with the sampled rows alone, where it was
         the last one of the last layer."""
         step.mixers -= 1
         if not step.mixers and self._is_last(index, shape):
             self._sample(step, shape)
 
     def _sample(self, step: _LayerStep, shape: StepShape) -> None:
-        """Goes on with the sampled rows alone, and ends where there are none."""
+        """Go on with the sampled rows alone, and ends where there are none."""
         self._sampled = True
         step.ended, wanted = not shape.samples, self._record.sample_rows[: shape.samples]
         step.rows, step.residual = step.rows.index_select(0, wanted), step.residual.index_select(0, wanted)
@@ -394,18 +394,18 @@ class GpuDecoder:
     def _product(
         self, index: int, layer: GpuLayer, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape
     ) -> torch.Tensor:
-        """Computes one linear layer, with the products that adapters add to it."""
+        """Compute one linear layer, with the products that adapters add to it."""
         found = self._model.product(x, layer.matrices[name], layer.biases[name], out)
         self._adapt(index, name, x, found, shape)
         return found
 
     def _sum(self, values: torch.Tensor) -> None:
-        """Adds up the partial sums of all ranks, in place."""
+        """Add up the partial sums of all ranks, in place."""
         if self._model.ranks is not None:
             self._model.ranks.sum(values, in_order=self._model.invariant)
 
     def _adapt(self, index: int, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape) -> None:
-        """Adds the products of a fused layer's inputs ``x`` with adapters to its outputs, in steps that have
+        """Add the products of a fused layer's inputs ``x`` with adapters to its outputs, in steps that have
         adapters."""
         if shape.adapters:
             assert self._model.adapters is not None
@@ -414,7 +414,7 @@ class GpuDecoder:
     def _run_latents(
         self, index: int, layer: GpuLayer, operation: AttendLatents, step: _LayerStep, shape: StepShape
     ) -> None:
-        """Attends over latents, from normed rows to the results of all heads [T, heads * values]."""
+        """Attend over latents, from normed rows to the results of all heads [T, heads * values]."""
         model, latents, buffers = self._model, self._model.config.latents, self._model.latents
         assert latents is not None
         assert buffers is not None
@@ -441,7 +441,7 @@ class GpuDecoder:
         key_up: torch.Tensor,
         shape: StepShape,
     ) -> torch.Tensor:
-        """Writes a layer's latents and rotated keys of rows [T, hidden]; returns queries [T, heads, rank + rotary].
+        """Write a layer's latents and rotated keys of rows [T, hidden]; return queries [T, heads, rank + rotary].
         ``key_up`` [heads, still, rank] makes keys of latents, and is taken over to queries."""
         model, latents, buffers, count = self._model, self._model.config.latents, self._model.latents, len(x)
         assert latents is not None
@@ -479,7 +479,7 @@ class GpuDecoder:
         return queries
 
     def _norm_projections(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
-        """Norms queries and keys over their whole projections, in place."""
+        """Norm queries and keys over their whole projections, in place."""
         model, config = self._model, self._model.config
         if model.ranks is not None:
             self._norm_shares(qkv, q_norm, k_norm)
@@ -489,18 +489,18 @@ class GpuDecoder:
             rms_norm(qkv[:, part], weight, qkv[:, part], config.rms_norm_eps, model.weights.norm_is_wide)
 
     def _grow(self, qkv: torch.Tensor) -> None:
-        """Multiplies queries by the factors of their positions, in place: rotating them later changes nothing."""
+        """Multiply queries by the factors of their positions, in place: rotating them later changes nothing."""
         config = self._model.config
         qkv[:, : config.num_heads * config.head_dim].mul_(self._growth(len(qkv)))
 
     def _growth(self, count: int) -> torch.Tensor:
-        """Returns the factors [count, 1] of queries at the positions of the step's first rows."""
+        """Return the factors [count, 1] of queries at the positions of the step's first rows."""
         growth = self._model.growth
         assert growth is not None
         return growth.index_select(0, self._record.rope_rows[:count])[:, None]
 
     def _norm_shares(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
-        """Norms queries and keys over their whole projections, in place; the rank has some of their heads."""
+        """Norm queries and keys over their whole projections, in place; the rank has some of their heads."""
         model, ranks = self._model, self._model.ranks
         assert ranks is not None
         config, whole, shard = model.config, model.weights.config, ranks.shard
@@ -518,7 +518,7 @@ class GpuDecoder:
     def _gated(
         self, index: int, layer: GpuLayer, operation: Mlp, normed: torch.Tensor, shape: StepShape
     ) -> torch.Tensor:
-        """Computes a layer's MLP, from rows [T, hidden] to rows [T, hidden]."""
+        """Compute a layer's MLP, from rows [T, hidden] to rows [T, hidden]."""
         model, count = self._model, len(normed)
         inner = operation.down.shape[1]
         both = _first_rows(model.gate_up, count, 2 * inner if operation.gated else inner)
@@ -537,7 +537,7 @@ class GpuDecoder:
     def _apply_token_inputs(
         self, index: int, layer: GpuLayer, operation: ApplyTokenInputs, step: _LayerStep, shape: StepShape
     ) -> torch.Tensor:
-        """Computes what a layer makes of its rows of tokens beside the residual stream: rows [T, hidden]."""
+        """Compute what a layer makes of its rows of tokens beside the residual stream: rows [T, hidden]."""
         model, count, width = self._model, len(step.rows), operation.gate.shape[0]
         assert step.inputs is not None
         gates, out = (_first_rows(buffer, count, width) for buffer in (model.gate_up, model.inner))
@@ -548,7 +548,7 @@ class GpuDecoder:
     def _mix(
         self, index: int, layer: GpuLayer, operation: Experts, place: int, step: _LayerStep, shape: StepShape
     ) -> None:
-        """Computes a mixture of experts. Its sums are those of the residual stream or of the layer, where they go there
+        """Compute a mixture of experts. Its sums are those of the residual stream or of the layer, where they go there
         next, and no sums over ranks come before."""
         assert self._experts is not None
         sums: tuple[type, ...] = (AddToResidual,) if step.added_up is None else (AddToResidual, AddUp)
@@ -578,7 +578,7 @@ class GpuDecoder:
             step.rows = found
 
     def _normed(self, values: torch.Tensor, norm: GpuNorm | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Norms rows, those of the residual stream into the buffer for them; where a model has no norm there, the rows
+        """Norm rows, those of the residual stream into the buffer for them; where a model has no norm there, the rows
         themselves are returned."""
         if norm is None:
             return values
@@ -604,7 +604,7 @@ class GpuDecoder:
         scale: float,
         factor: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes residual = factor * (residual + scale * post_norm(found)), in place; returns the next product's
+        """Compute residual = factor * (residual + scale * post_norm(found)), in place; return the next product's
         input, normed by ``following``."""
         model = self._model
         out = None if following is None else model.normed[: len(residual)]
@@ -643,7 +643,7 @@ class GpuDecoder:
         return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
 
     def _gathered_logits(self, shares: RankLogits, normed: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of all ranks' tokens; at other ranks than the first, none."""
+        """Return the logits of all ranks' tokens; at other ranks than the first, none."""
         model, rows = self._model, len(normed)
         head, found = model.weights.head, shares.room(rows)
         model.product(normed, head, None, found)
@@ -659,7 +659,7 @@ class GpuDecoder:
 
 
 def _first_rows(buffer: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """Views the begin of a buffer as rows [count, width], whatever the width of its own rows is."""
+    """View the begin of a buffer as rows [count, width], whatever the width of its own rows is."""
     return buffer.view(-1)[: count * width].view(count, width)
 
 

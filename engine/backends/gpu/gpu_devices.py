@@ -19,7 +19,7 @@ REAL_DRIVER = Path("/proc/driver/nvidia/version")
 
 @cache
 def device_count() -> int:
-    """Counts the GPUs that this process may use; 0 without a driver."""
+    """Count the GPUs that this process may use; 0 without a driver."""
     try:
         return CudaDriver().count()
     except ConfigError:
@@ -27,23 +27,23 @@ def device_count() -> int:
 
 
 def interpreted() -> bool:
-    """Returns whether GPU kernels run in Triton's interpreter on the CPU."""
+    """Return whether GPU kernels run in Triton's interpreter on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def gpu_for_each(processes: int) -> bool:
-    """Returns whether each process of a worker (a rank, a stage, or a rank of one) has a GPU of its own: process p the
+    """Return whether each process of a worker (a rank, a stage, or a rank of one) has a GPU of its own: process p the
     p-th that this process sees."""
     return 1 < processes <= device_count()
 
 
 def devices_of(processes: int) -> int:
-    """Returns how many GPUs share the work of a worker of so many processes."""
+    """Return how many GPUs share the work of a worker of so many processes."""
     return processes if gpu_for_each(processes) else 1
 
 
 def first_gpu(rank: int) -> dict[str, str]:
-    """Returns the environment of a process whose first GPU, torch's ``cuda:0``, is the ``cuda:rank`` of this process;
+    """Return the environment of a process whose first GPU, torch's ``cuda:0``, is the ``cuda:rank`` of this process;
     the other GPUs follow."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     seen = [part.strip() for part in named.split(",")] if named else [str(index) for index in range(device_count())]
@@ -53,5 +53,5 @@ def first_gpu(rank: int) -> dict[str, str]:
 
 
 def gpu_uuid() -> str:
-    """Returns the UUID of the GPU on which this process computes, "" where it has none."""
+    """Return the UUID of the GPU on which this process computes, "" where it has none."""
     return CudaDriver().uuid_of(0) if device_count() else ""

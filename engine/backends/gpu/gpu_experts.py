@@ -44,7 +44,7 @@ from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 
 
 def route_options(how: Experts) -> RouteOptions:
-    """Returns how the router's kernel chooses a mixture's experts."""
+    """Return how the router's kernel chooses a mixture's experts."""
     return RouteOptions(
         how.router.shape[0],
         how.per_token,
@@ -61,13 +61,13 @@ def route_options(how: Experts) -> RouteOptions:
 
 
 def _joined(how: Experts) -> int:
-    """Returns how many experts follow those of the router in the stacks."""
+    """Return how many experts follow those of the router in the stacks."""
     return how.joined if isinstance(how, JoinedExperts) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _PairBuffers:
-    """Holds what is known of pairs of a row and one of its experts, for the most pairs: scores, experts, the pairs'
+    """What is known of pairs of a row and one of its experts, for the most pairs: scores, experts, the pairs'
     order and their tiles, and the number of these; inner values and results; and scaled inputs, where there are any."""
 
     scores: torch.Tensor
@@ -81,10 +81,10 @@ class _PairBuffers:
 
 
 class GpuExperts:
-    """Holds the buffers and kernels of a model's mixtures of experts, which are made before there is a pool."""
+    """The buffers and kernels of a model's mixtures of experts, which are made before there is a pool."""
 
     def __init__(self, model: GpuModel) -> None:
-        """Makes the buffers of ``model``, some of whose layers have experts."""
+        """Make the buffers of ``model``, some of whose layers have experts."""
         self._model, self._hidden = model, model.config.hidden_size
         every = [operation for _, _, operation in self._mixtures()]
         rows = min(model.max_tokens, MAX_MIXED_ROWS)
@@ -125,7 +125,7 @@ class GpuExperts:
         beside: torch.Tensor | None = None,
         routed: torch.Tensor | None = None,
     ) -> torch.Tensor | PairResults:
-        """Computes a layer's mixture of experts, from rows [T, hidden], of which the first ``count`` int32 [1] are no
+        """Compute a layer's mixture of experts, from rows [T, hidden], of which the first ``count`` int32 [1] are no
         padding, to rows [T, hidden] of a buffer that all layers share. Unless sums are wanted (``summed``), returns
         what experts have found, where one pass computes all rows. ``adapters`` are those of the rows, in steps that
         have some. ``beside`` are rows [T, hidden] of an MLP beside the experts that is none of these: what its gate
@@ -144,7 +144,7 @@ class GpuExperts:
         return out
 
     def compile(self, adapters: GpuAdapters | None = None) -> None:
-        """Compiles every kernel for every number of rows, by running them over rows that are all padding: a
+        """Compile every kernel for every number of rows, by running them over rows that are all padding: a
         compilation takes seconds, which no step may wait for. With ``adapters``, those of steps that have some."""
         none = torch.zeros(1, dtype=torch.int32, device=self._model.device)
         compiled = set()
@@ -163,14 +163,14 @@ class GpuExperts:
                     self.run(layer, how, rows, none, adapters=own, beside=beside)
 
     def _sizes(self, how: Experts) -> list[int]:
-        """Returns numbers of rows that together need every kernel."""
+        """Return numbers of rows that together need every kernel."""
         most = min(self._model.max_tokens, MAX_MIXED_ROWS)
         pairs = FEW_PAIRS, *(rows * (how.router.shape[0] + _joined(how)) for rows in ROW_TILES)
         sizes = SHARED_ROWS, most, *(max(1, count // route_options(how).choices) for count in pairs)
         return sorted({min(most, size) for size in sizes})
 
     def _mixtures(self) -> Iterator[tuple[int, GpuLayer, Experts]]:
-        """Yields the layers that have experts, by their numbers, with the operation."""
+        """Yield the layers that have experts, by their numbers, with the operation."""
         for index, layer in self._model.layers.items():
             yield from ((index, layer, operation) for operation in layer.operations if isinstance(operation, Experts))
 
@@ -185,7 +185,7 @@ class GpuExperts:
         adapters: MixtureAdapters | None,
         added: torch.Tensor | None,
     ) -> PairResults:
-        """Returns what experts find of at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
+        """Return what experts find of at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
         step; the router reads ``routed``. ``added`` is what adapters add to the router's products."""
         buffers, per_row = self._buffers, route_options(how).choices
         pairs, choices = len(rows) * per_row, per_row
@@ -213,7 +213,7 @@ class GpuExperts:
         activation = how.activation if how.clamped is None else (how.clamped.alpha, how.clamped.limit)
 
         def multiply(tensor: LayerTensor, values: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
-            """Multiplies rows of pairs by their experts' matrices, with what their adapters add."""
+            """Multiply rows of pairs by their experts' matrices, with what their adapters add."""
             matrix = layer.matrices[tensor.name]
             # Experts are not multiplied in FP8.
             assert not isinstance(matrix, Fp8Matrix)
@@ -254,7 +254,7 @@ class GpuExperts:
         chosen: torch.Tensor,
         into: PairOrder | None,
     ) -> None:
-        """Chooses the experts of rows; the arguments are those of :meth:`_find` and of :class:`ExpertRouter`."""
+        """Choose the experts of rows; the arguments are those of :meth:`_find` and of :class:`ExpertRouter`."""
         self._route(
             rows,
             _matrix(layer, how.router),
@@ -274,14 +274,14 @@ class GpuExperts:
 
 
 def _matrix(layer: GpuLayer, tensor: LayerTensor) -> torch.Tensor:
-    """Returns a layer's plain matrix."""
+    """Return a layer's plain matrix."""
     found = layer.matrices[tensor.name]
     assert isinstance(found, torch.Tensor)
     return found
 
 
 def _vector(layer: GpuLayer, tensor: LayerTensor | None) -> torch.Tensor | None:
-    """Returns the numbers of a layer's vector; None where there is none."""
+    """Return the numbers of a layer's vector; None where there is none."""
     found = None if tensor is None else layer.matrices[tensor.name]
     assert found is None or isinstance(found, torch.Tensor)
     return None if found is None else found.view(-1)

@@ -47,7 +47,7 @@ RunStep = Callable[[StepShape], torch.Tensor]
 
 
 def sizes_for(max_tokens: int) -> tuple[int, ...]:
-    """Returns padded sizes up to ``max_tokens``, rising: 1, 2, 4, 8, 16 ... 64, 128, 192 ... 1024, 1152 ..."""
+    """Return padded sizes up to ``max_tokens``, rising: 1, 2, 4, 8, 16 ... 64, 128, 192 ... 1024, 1152 ..."""
     most = min(max_tokens, MAX_GRAPH_TOKENS)
     sizes, begin = set(SMALLEST_SIZES), 0
     for step, end in STEPS_UP_TO_TOKENS:
@@ -57,7 +57,7 @@ def sizes_for(max_tokens: int) -> tuple[int, ...]:
 
 
 class StepGraphs:
-    """Holds the CUDA graphs of one backend, which are captured over the address of one pool.
+    """The CUDA graphs of one backend, which are captured over the address of one pool.
 
     Args:
         run: a step of a shape over the record on the device, with the choice of tokens; returns logits
@@ -89,7 +89,7 @@ class StepGraphs:
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def shape_of(self, tokens: int, samples: int, chunks: bool, adapters: bool = False, vectors: int = 0) -> StepShape:
-        """Returns the shape with which a step runs: that of a captured graph that fits, or the step's own. Steps that
+        """Return the shape with which a step runs: that of a captured graph that fits, or the step's own. Steps that
         give ``vectors`` have no graphs."""
         if vectors:
             return StepShape(tokens, samples, chunks, adapters, vectors)
@@ -104,7 +104,7 @@ class StepGraphs:
         return StepShape(tokens, samples, chunks, adapters)
 
     def run(self, shape: StepShape) -> torch.Tensor:
-        """Returns the logits of the step in the record; the next run of the same shape overwrites them."""
+        """Return the logits of the step in the record; the next run of the same shape overwrites them."""
         found = self._graphs.get(shape)
         if found is None:
             return self._run(shape)
@@ -113,7 +113,7 @@ class StepGraphs:
         return logits
 
     def shapes(self) -> Iterator[StepShape]:
-        """Yields the shapes of steps to capture. Graphs share memory, so the one that needs the most is the first."""
+        """Yield the shapes of steps to capture. Graphs share memory, so the one that needs the most is the first."""
         *smaller, most = self._sizes
         few = bisect_right(smaller, FEW_TOKENS)
         for size in (most, *reversed(smaller[:few]), *smaller[few:]):
@@ -124,7 +124,7 @@ class StepGraphs:
                         yield self._shape(size, chunks, adapters)
 
     def capture(self, progress: Progress) -> None:
-        """Captures all shapes, or as many as MAX_CAPTURE_S allows. The record on the device must be an empty step."""
+        """Capture all shapes, or as many as MAX_CAPTURE_S allows. The record on the device must be an empty step."""
         if self._eager:
             return
         began_s, pool = time.monotonic(), torch.cuda.graph_pool_handle()
@@ -147,7 +147,7 @@ class StepGraphs:
         progress(f"CUDA graphs: {len(shapes)} in {time.monotonic() - began_s:.1f} s")
 
     def _agree(self, fine: bool) -> bool:
-        """Returns whether this rank and all others may go on."""
+        """Return whether this rank and all others may go on."""
         return fine if self._ranks is None else self._ranks.agree(fine)
 
     def _fits(self, shape: StepShape) -> bool:
@@ -162,13 +162,13 @@ class StepGraphs:
         return True
 
     def _settle(self) -> None:
-        """Waits for the device; for other ranks no longer than is allowed."""
+        """Wait for the device; for other ranks no longer than is allowed."""
         if self._ranks is not None:
             self._ranks.wait(event_on(self._device))
         torch.cuda.synchronize(self._device)
 
     def _captured(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-        """Returns a graph of the shape and its logits; None where memory is short."""
+        """Return a graph of the shape and its logits; None where memory is short."""
         try:
             # Compilation and allocation on first use happen before the capture.
             self._run(shape)
@@ -182,7 +182,7 @@ class StepGraphs:
         return graph, logits
 
     def close(self) -> None:
-        """Releases the CUDA graphs and their memory. Idempotent."""
+        """Release the CUDA graphs and their memory. Idempotent."""
         self._graphs.clear()
 
     @property

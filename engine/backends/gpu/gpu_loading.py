@@ -55,7 +55,7 @@ BUDGET_FLAGS = "--max-num-batched-tokens or --max-num-batched-prefill-tokens"
 
 
 def cost_on_gpu(flags: WorkerFlags, prepared: PreparedModel) -> StepModel | None:
-    """Returns what a worker's steps are expected to cost, None in Triton's interpreter."""
+    """Return what a worker's steps are expected to cost, None in Triton's interpreter."""
     return None if interpreted() else expected_on_gpu(flags, prepared, devices_of(flags.processes))[0]
 
 
@@ -71,7 +71,7 @@ def load_gpu_backend(
     divided: bool = False,
     make: Callable[..., GpuBackend] = GpuBackend,
 ) -> tuple[GpuBackend, str]:
-    """Returns the backend and the name of its kernels. ``memory`` gives what its weights lie in. ``ranks`` are the
+    """Return the backend and the name of its kernels. ``memory`` gives what its weights lie in. ``ranks`` are the
     worker's other ranks, where it has any. ``shard`` is what the process computes: by default the share of its rank, or
     the whole model. ``divided`` says that each rank has a shard of the pool. ``make`` makes the backend, as
     :class:`GpuBackend` does. Raises ConfigError for models and flags that the process cannot run."""
@@ -159,7 +159,7 @@ def _in_fp8(flags: WorkerFlags, config: ModelConfig, prepared: PreparedModel, de
 
 
 def gpu_layout(prepared: PreparedModel, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
-    """Makes the layout of a model's blocks and states as the GPU kernels have them."""
+    """Make the layout of a model's blocks and states as the GPU kernels have them."""
     inside = FP8_LAYOUT_VERSION if kv_cache_dtype == "fp8" else LAYOUT_VERSION
     if load_config(prepared.folder).linear is not None:
         inside += f"/{STATE_LAYOUT_VERSION}/{CHUNKS_LAYOUT_VERSION}"
@@ -167,13 +167,13 @@ def gpu_layout(prepared: PreparedModel, block_size: int, kv_cache_dtype: str = "
 
 
 def step_device() -> torch.device:
-    """Returns the device of this process's steps: the first GPU that it sees, which is another one in each rank where
+    """Return the device of this process's steps: the first GPU that it sees, which is another one in each rank where
     each has a GPU (:func:`pillion.engine.backends.gpu.gpu_devices.first_gpu`)."""
     return torch.device("cpu" if interpreted() else "cuda:0")
 
 
 def check_limits(device: torch.device, layout: KVLayout) -> None:
-    """Raises ConfigError if the CUDA build of torch or a C compiler is missing, and for shapes without a kernel."""
+    """Raise ConfigError if the CUDA build of torch or a C compiler is missing, and for shapes without a kernel."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this torch cannot use the GPU; install the CUDA build of torch")
     compilers = (os.environ.get("CC", ""), "gcc", "clang")
@@ -195,7 +195,7 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 
 def check_operations(config: ModelConfig) -> None:
-    """Raises ConfigError for an operation of a layer that has no kernel here."""
+    """Raise ConfigError for an operation of a layer that has no kernel here."""
     latents = config.latents
     if latents is not None and latents.index is not None:
         raise ConfigError(f"{config.family}: no GPU kernel selects tokens by an indexer; use --device cpu")
@@ -205,7 +205,7 @@ def check_operations(config: ModelConfig) -> None:
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
-    """Returns the limits of a worker's steps, by the flags of its kind."""
+    """Return the limits of a worker's steps, by the flags of its kind."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, draft_tokens = (
             flags.max_num_batched_tokens,

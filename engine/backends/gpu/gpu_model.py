@@ -1,4 +1,4 @@
-"""Holds a model on one GPU: its weights, rotary tables, and the fixed buffers of its forward pass."""
+"""A model on one GPU: its weights, rotary tables, and the fixed buffers of its forward pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GpuMatrix = torch.Tensor | PackedMatrix | Fp8Matrix
 
 
 class GpuNorm(NamedTuple):
-    """Holds a norm's weight and, if it has one, its bias."""
+    """A norm's weight and, if it has one, its bias."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -48,7 +48,7 @@ class GpuNorm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _LatentBuffers:
-    """Holds the buffers of attention over latents, [max_tokens, ...] each: the few values of which queries are made,
+    """The buffers of attention over latents, [max_tokens, ...] each: the few values of which queries are made,
     projected queries, rows of latents and rotated key, and heads' results."""
 
     few: torch.Tensor
@@ -58,7 +58,7 @@ class _LatentBuffers:
 
     @staticmethod
     def of(config: ModelConfig, rows: Callable[[int], torch.Tensor]) -> _LatentBuffers | None:
-        """Makes the buffers of a model, of whose width ``rows`` makes one; None for a model without latents."""
+        """Make the buffers of a model, of whose width ``rows`` makes one; None for a model without latents."""
         latents, heads = config.latents, config.num_heads
         if latents is None:
             return None
@@ -67,7 +67,7 @@ class _LatentBuffers:
 
 
 class GpuLayer:
-    """Holds one layer's operations and its tensors, by the names of the layer's description.
+    """One layer's operations and its tensors, by the names of the layer's description.
 
     Attributes:
         norms: the norms of the residual stream, and those of queries and keys.
@@ -103,20 +103,20 @@ class GpuLayer:
             self.bends[name] = above, below
 
     def tensor(self, tensor: LayerTensor) -> torch.Tensor:
-        """Returns a tensor that is never quantized."""
+        """Return a tensor that is never quantized."""
         found = self.matrices[tensor.name]
         assert isinstance(found, torch.Tensor)
         return found
 
     def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
-        """Yields the quantized matrices that all rows pass, and their biases."""
+        """Yield the quantized matrices that all rows pass, and their biases."""
         for tensor in self._tensors:
             matrix = self.matrices.get(tensor.name)
             if isinstance(matrix, PackedMatrix) and not tensor.experts:
                 yield matrix, self.biases[tensor.name]
 
     def plain(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yields the plain matrices of this type, but for those of experts, and their biases. A router whose bias is
+        """Yield the plain matrices of this type, but for those of experts, and their biases. A router whose bias is
         exact is left out: a kernel of its own multiplies by it."""
         for name, matrix in self.matrices.items():
             bias = self.biases[name]
@@ -127,7 +127,7 @@ class GpuLayer:
 
 
 def _joined(weights: GpuWeights, layer: str, mixed: Experts, beside: Mlp) -> int:
-    """Returns how many experts of a stack are the MLP beside the others."""
+    """Return how many experts of a stack are the MLP beside the others."""
     if weights.matrix(layer + beside.down.name) is not None:
         return 0
     stack = weights.matrix(layer + mixed.down.name)
@@ -137,7 +137,7 @@ def _joined(weights: GpuWeights, layer: str, mixed: Experts, beside: Mlp) -> int
 
 
 class GpuModel:
-    """Holds a model's weights, rotary tables and activation buffers on one device, for steps of ``max_tokens`` at most.
+    """A model's weights, rotary tables and activation buffers on one device, for steps of ``max_tokens`` at most.
 
     Attributes:
         config: the shape of the model, or of the rank's share of it.
@@ -161,7 +161,7 @@ class GpuModel:
         operations: Sequence[Layer] = (),
         invariant: bool = False,
     ) -> None:
-        """Makes the model. ``max_sampled`` is the most tokens that one step chooses, which the next step may embed.
+        """Make the model. ``max_sampled`` is the most tokens that one step chooses, which the next step may embed.
 
         ``max_samples`` counts the rows of the logits' buffer that all steps share; larger steps allocate their own.
         ``shard`` is what the process computes: by default the share of its rank, or the whole model. ``operations`` are
@@ -208,16 +208,16 @@ class GpuModel:
         self.keep_states(())
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Makes the buffer in which a step keeps the inputs of these layers, side by side, for all its rows."""
+        """Make the buffer in which a step keeps the inputs of these layers, side by side, for all its rows."""
         self.state_layers = tuple(layers)
         self.states = self._rows(len(layers) * self.config.hidden_size)
 
     def _rows(self, width: int) -> torch.Tensor:
-        """Makes a buffer of a step's rows."""
+        """Make a buffer of a step's rows."""
         return torch.zeros(self.max_tokens, width, dtype=self.dtype, device=self.device)
 
     def _make_rows(self) -> None:
-        """Makes the buffers of a step's rows."""
+        """Make the buffers of a step's rows."""
         config, rows = self.config, self._rows
         every = [operation for layer in self.layers.values() for operation in layer.operations]
         self.residual, self.normed, self.found = (rows(config.hidden_size) for _ in range(3))
@@ -242,7 +242,7 @@ class GpuModel:
     def product(
         self, rows: torch.Tensor, weight: GpuMatrix | None, bias: torch.Tensor | None, out: torch.Tensor
     ) -> torch.Tensor:
-        """Multiplies rows [T, in] by weight [out, in] into ``out`` [T, out]."""
+        """Multiply rows [T, in] by weight [out, in] into ``out`` [T, out]."""
         assert weight is not None
         if isinstance(weight, PackedMatrix):
             return self._quantized(rows, weight, bias, out)
@@ -255,21 +255,21 @@ class GpuModel:
         return torch.addmm(bias, rows, weight.T, out=out)
 
     def _in_fp8(self) -> Iterator[tuple[Fp8Matrix, torch.Tensor | None]]:
-        """Yields the matrices for products in FP8, and their biases."""
+        """Yield the matrices for products in FP8, and their biases."""
         for layer in self.layers.values():
             for name, matrix in layer.matrices.items():
                 if isinstance(matrix, Fp8Matrix):
                     yield matrix, layer.biases[name]
 
     def by_head(self, rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiplies rows [T, heads, in] by each head's matrix [heads, out, in] into ``out`` [T, heads, out]."""
+        """Multiply rows [T, heads, in] by each head's matrix [heads, out, in] into ``out`` [T, heads, out]."""
         if self.invariant:
             head_product(rows, matrices, out)
         else:
             torch.bmm(rows.transpose(0, 1), matrices.mT, out=out.transpose(0, 1))
 
     def square_sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Adds up the squares of each row of [T, in] in float32: [T]."""
+        """Add up the squares of each row of [T, in] in float32: [T]."""
         squares = rows.float().square()
         if not self.invariant:
             return squares.sum(1)
@@ -295,7 +295,7 @@ class GpuModel:
         return any(isinstance(operation, Experts) for layer in self.layers.values() for operation in layer.operations)
 
     def compile_products(self) -> None:
-        """Compiles the kernels of products, but for cuBLAS's, for every number of rows."""
+        """Compile the kernels of products, but for cuBLAS's, for every number of rows."""
         compiled: set[object] = set()
         for fp8, bias in self._in_fp8():
             shape = (fp8.codes.shape, fp8.in_blocks, bias is None)
@@ -314,7 +314,7 @@ class GpuModel:
                 self._plain.compile(weight, bias, min(most, self.max_tokens))
 
     def _plain_matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yields the plain matrices by which steps multiply, but for those of experts, and their biases."""
+        """Yield the plain matrices by which steps multiply, but for those of experts, and their biases."""
         for layer in self.layers.values():
             yield from layer.plain(self.dtype)
         # These are no layer's, and are plain where the layers are quantized, too.
@@ -324,14 +324,14 @@ class GpuModel:
 
 
 def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:
-    """Returns the numbers of the MLP's inner values that the rank has, by layers in which they are not in order."""
+    """Return the numbers of the MLP's inner values that the rank has, by layers in which they are not in order."""
     names = (f"layers.{index}" for index in range(weights.config.num_layers))
     found = {name: weights.get(f"{name}.{INNER_VALUES}") for name in names}
     return {name: inner.long().cpu() for name, inner in found.items() if inner is not None}
 
 
 def _no_rope(config: ModelConfig, max_tokens: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-    """Makes rotary tables that turn nothing, for a model whose latents have a key that is not rotated."""
+    """Make rotary tables that turn nothing, for a model whose latents have a key that is not rotated."""
     half = 0 if config.latents is None else config.latents.rotary // 2
     cos, sin = (make(1, half, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
     return Rotary(cos, sin, torch.zeros(max_tokens, dtype=torch.int32, device=device))

@@ -43,7 +43,7 @@ CLOCK_KHZ, MULTIPROCESSORS, MEMORY_CLOCK_KHZ, BUS_BITS, MAJOR, MINOR = 13, 16, 3
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """Holds what a device reads and computes in a second at most, and the bytes of its memory."""
+    """What a device reads and computes in a second at most, and the bytes of its memory."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -51,7 +51,7 @@ class DeviceRates:
 
 
 def device_rates(driver: CudaDriver) -> DeviceRates:
-    """Returns the rates of the device that torch calls cuda:0. Raises ConfigError."""
+    """Return the rates of the device that torch calls cuda:0. Raises ConfigError."""
     number = driver.read(c_int, "cuDeviceGet", 0)
 
     def value(attribute: int) -> int:
@@ -74,7 +74,7 @@ def device_rates(driver: CudaDriver) -> DeviceRates:
 
 
 def weight_bytes(prepared: PreparedModel, config: ModelConfig) -> int:
-    """Returns the bytes of a model's weights: of its files, where they hold quantized matrices."""
+    """Return the bytes of a model's weights: of its files, where they hold quantized matrices."""
     if config.quantization is not None:
         return sum(file.stat().st_size for file in prepared.folder.glob("*.safetensors"))
     return _value_bytes(prepared) * (
@@ -89,7 +89,7 @@ def _value_bytes(prepared: PreparedModel) -> int:
 def expected_cost(
     rates: DeviceRates, prepared: PreparedModel, kv_token_bytes: float, devices: int = 1, state_bytes: int = 0
 ) -> StepModel:
-    """Returns what a step is expected to cost on so many devices of these rates, which share its work. A sequence's
+    """Return what a step is expected to cost on so many devices of these rates, which share its work. A sequence's
     state is read and written."""
     config = load_config(prepared.folder)
     read_s = 1 / (rates.bytes_per_s * MEMORY_SHARE * devices)
@@ -105,7 +105,7 @@ def expected_cost(
 
 
 def expected_on_gpu(flags: WorkerFlags, prepared: PreparedModel, devices: int) -> tuple[StepModel, DeviceRates]:
-    """Returns what a worker's steps are expected to cost on so many GPUs of this machine, and the rates of one."""
+    """Return what a worker's steps are expected to cost on so many GPUs of this machine, and the rates of one."""
     rates = device_rates(CudaDriver())
     layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype, state_chunk=CHUNK)
     config = load_config(prepared.folder)
@@ -118,7 +118,7 @@ def expected_on_gpu(flags: WorkerFlags, prepared: PreparedModel, devices: int) -
 def suitable_budget(
     cost: StepModel, rates: DeviceRates, flags: WorkerFlags, prepared: PreparedModel, devices: int = 1
 ) -> int:
-    """Returns a worker's token budget by what its steps cost and by the memory that weights leave them."""
+    """Return a worker's token budget by what its steps cost and by the memory that weights leave them."""
     config = load_config(prepared.folder)
     tokens = suitable_tokens(cost, flags.target_itl_ms if isinstance(flags, DecodeFlags) else AUTO)
     most_bytes = STEP_SHARE * (rates.memory_bytes - weight_bytes(prepared, config) / devices)
@@ -132,6 +132,6 @@ def suitable_budget(
 
 
 def step_tokens(flags: WorkerFlags, devices: int) -> int:
-    """Returns the token budget that suits a worker's model on so many GPUs of this machine."""
+    """Return the token budget that suits a worker's model on so many GPUs of this machine."""
     prepared = prepare(flags)
     return suitable_budget(*expected_on_gpu(flags, prepared, devices), flags, prepared, devices)

@@ -44,7 +44,7 @@ ALIGNED_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
-    """Holds the tokens of a step while they are copied to the host; :meth:`wait` waits for them and for nothing
+    """The tokens of a step while they are copied to the host; :meth:`wait` waits for them and for nothing
     launched after them.
 
     ``tokens``, ``raw`` and ``scores`` are copied to host memory until the event ``done``; None means that they are
@@ -59,7 +59,7 @@ class GpuChoice:
     late: Int64 = field(default_factory=lambda: NO_IDS)
 
     def wait(self) -> Sampled:
-        """Waits for the step's tokens; returns them and their log probabilities in the order of the rows. Raises
+        """Wait for the step's tokens; return them and their log probabilities in the order of the rows. Raises
         BackendLost if the GPU failed."""
         if self.done is not None:
             try:
@@ -78,7 +78,7 @@ class GpuSampler:
     """Chooses the tokens of one backend. ``sampled`` is int32, the tokens that the last launch chose, row by row."""
 
     def __init__(self, sampled: torch.Tensor, vocab_size: int, max_rows: int) -> None:
-        """Makes a sampler. A launch of the kernels has at most ``max_rows`` rows; a step with more rows has several."""
+        """Make a sampler. A launch of the kernels has at most ``max_rows`` rows; a step with more rows has several."""
         self._sampled = sampled
         # Each part is aligned like the whole, so that no kernel is compiled for another alignment.
         self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
@@ -91,14 +91,14 @@ class GpuSampler:
         self._turn = 0
 
     def choose(self, logits: torch.Tensor, record: torch.Tensor) -> None:
-        """Chooses tokens of logits [N, V] float32 for the rows of ``record`` [N, RECORD_FIELDS] that want one. It
+        """Choose tokens of logits [N, V] float32 for the rows of ``record`` [N, RECORD_FIELDS] that want one. It
         allocates nothing, so a graph can capture it."""
         for begin in range(0, len(logits), self._max_rows):
             part = slice(begin, min(begin + self._max_rows, len(logits)))
             choose(logits[part], record[part], self._sampled[part], self._scratch)
 
     def launch(self, logits: torch.Tensor, rows: SamplingRows, *, chosen: bool) -> GpuChoice:
-        """Begins to choose a token for each of the first rows of logits [R + Q, V] float32, which are edited in place,
+        """Begin to choose a token for each of the first rows of logits [R + Q, V] float32, which are edited in place,
         if the step that made them has not ``chosen`` them, and to score the others."""
         count = len(rows)
         with torch.inference_mode():
@@ -120,7 +120,7 @@ class GpuSampler:
     def _mask(
         self, logits: torch.Tensor, masks: RowMasks, edits: tuple[RowEdit, ...]
     ) -> tuple[Int64, tuple[RowEdit, ...]]:
-        """Begins to mask rows of logits. Returns the rows whose mask is late, and the edits that are possible."""
+        """Begin to mask rows of logits. Returns the rows whose mask is late, and the edits that are possible."""
         bits, there = masks.take()
         late, rows = masks.rows[~there], masks.rows
         if len(late):
@@ -151,7 +151,7 @@ class GpuSampler:
 
 
 def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:
-    """Returns an entry for each row; ``raw`` holds the unedited logits of the rows that report log probabilities."""
+    """Return an entry for each row; ``raw`` holds the unedited logits of the rows that report log probabilities."""
     reporting = np.flatnonzero(rows.logprobs >= 0)
     found: list[TokenLogprob | None] = [None] * len(rows)
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Holds a step's arrays as one vector of integers, which one copy brings to the device.
+"""A step's arrays as one vector of integers, which one copy brings to the device.
 
     StepBatch --fill--> pinned host record --one asynchronous copy--> device record, whose views kernels read
 
@@ -29,7 +29,7 @@ _COUNT_WORDS = 4
 
 
 def _in_items(words: int) -> int:
-    """Returns how many words the items of attention have that ``words`` fit into."""
+    """Return how many words the items of attention have that ``words`` fit into."""
     return -(-words // ITEM_WORDS) * ITEM_WORDS
 
 
@@ -52,7 +52,7 @@ class StepShape:
 
 
 class GpuStepRecord:
-    """Holds the arrays of one step over a bound pool, its record. The attributes are views of the record on the device.
+    """The arrays of one step over a bound pool, its record. The attributes are views of the record on the device.
 
     Attributes:
         token_ids, rope_rows, rows: int32 [max_tokens]; the tokens, their rows in the rotary tables, and their rows in
@@ -72,7 +72,7 @@ class GpuStepRecord:
         attention_words: Sequence[int],
         device: torch.device,
     ) -> None:
-        """Makes the record. ``attention_words`` is the greatest length of the plan of each part."""
+        """Make the record. ``attention_words`` is the greatest length of the plan of each part."""
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._counts_at = slice(4 * max_tokens, 4 * max_tokens + 2 * _COUNT_WORDS)
@@ -104,7 +104,7 @@ class GpuStepRecord:
         plans: Sequence[GpuAttentionPlan | None],
         sampling: SamplingRows | None,
     ) -> None:
-        """Begins the copy of a step on the current stream. ``plans`` are the attention's plans of ``batch``, None for a
+        """Begin the copy of a step on the current stream. ``plans`` are the attention's plans of ``batch``, None for a
         part that is only written; ``sampling`` has the first of the sampled rows, None where the step chooses no
         tokens."""
         turn = self._turn
@@ -133,7 +133,7 @@ class GpuStepRecord:
         self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)
 
     def clear(self) -> None:
-        """Makes the record an empty step: kernels that run over it write nothing to the pool."""
+        """Make the record an empty step: kernels that run over it write nothing to the pool."""
         self._device.zero_()
         self.rows.fill_(-1)
         self.sampling.view(torch.float32)[:, FIELD_OF["temperature"]] = NO_ROW

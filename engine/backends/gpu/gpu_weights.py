@@ -1,4 +1,4 @@
-"""Holds weights in one piece of GPU memory, cut into tensors by a plan that every worker of a GPU computes alike.
+"""Weights in one piece of GPU memory, cut into tensors by a plan that every worker of a GPU computes alike.
 
     plan --size--> memory (a region shared through the KV node) --cut--> GpuWeights
                         '-- the worker that must fill it copies the checkpoint in, layer by layer
@@ -74,7 +74,7 @@ INNER_VALUES = "inner_values"
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """Describes a tensor's shape, type and offset in bytes from the beginning of the memory."""
+    """A tensor's shape, type and offset in bytes from the beginning of the memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class WeightPlace:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Holds the ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them.
+    """The ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them.
 
     ``kinds`` has the quantized matrices by name, whose tensors are NAME.words, NAME.scales...; ``plain`` matrices are
     the tensor NAME.weight, or NAME for experts and the head.
@@ -98,14 +98,14 @@ class WeightPlan:
     kinds: dict[str, PackedKind] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Returns the hexadecimal SHA-256 of all tensors' names, shapes, types, offsets and kinds."""
+        """Return the hexadecimal SHA-256 of all tensors' names, shapes, types, offsets and kinds."""
         described = [[name, list(place.shape), str(place.dtype), place.offset] for name, place in self.places.items()]
         kinds = [[name, *astuple(kind)] for name, kind in self.kinds.items()]
         return hashlib.sha256(json.dumps([described, kinds]).encode()).hexdigest()
 
 
 class GpuWeights(dict[str, torch.Tensor]):
-    """Holds views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.down.bias``,
+    """Views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.down.bias``,
     ``final_norm``..."""
 
     def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
@@ -122,7 +122,7 @@ class GpuWeights(dict[str, torch.Tensor]):
             self[name] = memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
 
     def matrix(self, name: str) -> torch.Tensor | PackedMatrix | Fp8Matrix | None:
-        """Returns the matrix ``name`` without its bias ("layers.3.qkv", "lm_head"), or the stacked matrices of a
+        """Return the matrix ``name`` without its bias ("layers.3.qkv", "lm_head"), or the stacked matrices of a
         layer's experts; None where the model does not have it."""
         if f"{name}.codes" in self:
             return Fp8Matrix(self[f"{name}.codes"], self[f"{name}.scales"])
@@ -151,7 +151,7 @@ class GpuWeights(dict[str, torch.Tensor]):
         return self.config.norm == "layer"
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Progress) -> None:
-        """Copies all tensors into the memory. Raises ConfigError for tensors that are missing or misshapen."""
+        """Copy all tensors into the memory. Raises ConfigError for tensors that are missing or misshapen."""
         left = set(self)
         for name, tensor in tensors:
             self[name].copy_(tensor)
@@ -161,7 +161,7 @@ class GpuWeights(dict[str, torch.Tensor]):
         assert not left, left
 
     def fill_dummy(self) -> None:
-        """Fills in random numbers for measurements, with a spread that keeps activations finite.
+        """Fill in random numbers for measurements, with a spread that keeps activations finite.
 
         Tensors that all ranks have whole, such as routers, have the same numbers in all of them.
         """
@@ -177,7 +177,7 @@ class GpuWeights(dict[str, torch.Tensor]):
 
 
 class GpuPackedFile(PackedFile):
-    """Holds the tensors of a checkpoint with quantized matrices, packed for the GPU, and their plan."""
+    """The tensors of a checkpoint with quantized matrices, packed for the GPU, and their plan."""
 
     # The file is not read ahead, because a worker that finds the region filled needs only the header.
     read_ahead = False
@@ -200,7 +200,7 @@ class GpuPackedFile(PackedFile):
 
 
 class _ShapesOnly:
-    """Represents a checkpoint whose tensors have shapes and types but no values: the loader's input when memory is
+    """A checkpoint whose tensors have shapes and types but no values: the loader's input when memory is
     planned."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -210,7 +210,7 @@ class _ShapesOnly:
         return key in self._checkpoint_names
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Makes the tensor ``key`` of the checkpoint, with a shape and a type but without values."""
+        """Make the tensor ``key`` of the checkpoint, with a shape and a type but without values."""
         shapes = [tensor.shape[tensor.part is not None :] for tensor in self._checkpoint_names[key]]
         return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device="meta")
 
@@ -221,7 +221,7 @@ class _ShapesOnly:
 def plan_weights(
     config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, separate_head: bool, join: bool = True
 ) -> WeightPlan:
-    """Plans the memory of a plain model. ``separate_head`` says that the output projection is not the embedding;
+    """Plan the memory of a plain model. ``separate_head`` says that the output projection is not the embedding;
     ``join``, that MLPs beside experts may go into their stacks (shared_experts.py)."""
     config = replace(config, tie_word_embeddings=not separate_head)
     named = _named_tensors(_ShapesOnly(config), config, dtype, shard, join=join)
@@ -240,7 +240,7 @@ def _planned(tensors: Iterable[tuple[str, torch.Tensor]], kinds: dict[str, Packe
 def plan_folder(
     folder: Path, config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, join: bool = True
 ) -> WeightPlan:
-    """Plans a plain checkpoint's memory. Raises ConfigError if the checkpoint does not fit the config."""
+    """Plan a plain checkpoint's memory. Raises ConfigError if the checkpoint does not fit the config."""
     with open_checkpoint(folder, config) as checkpoint:
         separate = checkpoint.has("lm_head")
         if separate and config.tie_word_embeddings:
@@ -260,7 +260,7 @@ def pack_folder(
     in_fp8: bool,
     join: bool,
 ) -> GpuPackedFile:
-    """Maps the packed file of a checkpoint with quantized matrices, packed here the first time; those for products
+    """Map the packed file of a checkpoint with quantized matrices, packed here the first time; those for products
     ``in_fp8``, and those with MLPs in the stacks of experts (``join``), are in files of their own. Raises ConfigError
     for a checkpoint that does not fit."""
 
@@ -288,7 +288,7 @@ def pack_folder(
 
 
 def weights_key(fingerprint: str, dtype: str, plan: WeightPlan, shard: ModelShard) -> str:
-    """Returns the hexadecimal key of the memory region that holds these weights: workers with equal keys share the
+    """Return the hexadecimal key of the memory region that holds these weights: workers with equal keys share the
     region."""
     layout = f"pillion weights {PACKING_VERSION} {fingerprint} {dtype} {plan.digest()} {shard.rank} {shard.size}"
     return hashlib.sha256(layout.encode()).hexdigest()
@@ -303,7 +303,7 @@ def _named_tensors(
     in_fp8: bool = False,
     join: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix | Fp8Matrix]]:
-    """Yields names and weights layer by layer, so that only one layer is in memory at a time."""
+    """Yield names and weights layer by layer, so that only one layer is in memory at a time."""
     tokens, layers, own = shard.vocabulary(config.vocab_size), layers_of(config), shard.own_layers(config)
     mine = slice(tokens.start, tokens.stop)
     head = embedding = None
@@ -337,7 +337,7 @@ def _named_tensors(
 def layer_tensors(
     operations: Layer, whole: LayerWeights, dtype: torch.dtype, shard: ModelShard, in_fp8: bool
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix | Fp8Matrix]]:
-    """Yields the names and weights of a layer, those that ``shard`` has of them."""
+    """Yield the names and weights of a layer, those that ``shard`` has of them."""
     for operation in operations:
         if not shard.whole and isinstance(operation, Mlp):
             down = whole.linear(operation.down).weight
@@ -379,13 +379,13 @@ def _norm_tensors(name: str, norm: RmsNorm | LayerNorm) -> Iterator[tuple[str, t
 
 
 def _stored(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """Returns a matrix as it is kept: quantized where kernels can multiply by such a matrix, else in floating
+    """Return a matrix as it is kept: quantized where kernels can multiply by such a matrix, else in floating
     point."""
     return pack(matrix, dtype) if isinstance(matrix, QuantizedMatrix) and can_pack(matrix) else plain(matrix, dtype)
 
 
 def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """Returns the matrices of all experts: quantized where all of them are of one kind."""
+    """Return the matrices of all experts: quantized where all of them are of one kind."""
     found = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix) and can_pack(matrix)]
     packed = pack_alike(found, dtype) if len(found) == len(matrices) else []
     if len({(each.kind, *each.parts) for each in packed}) != 1:
@@ -397,7 +397,7 @@ def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | Packe
 def own_weights(
     config: ModelConfig, named: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, device: torch.device
 ) -> GpuWeights:
-    """Returns tensors that are copied to memory of this process alone, as those of an EAGLE head are."""
+    """Return tensors that are copied to memory of this process alone, as those of an EAGLE head are."""
     plan = _planned(named, {})
     weights = GpuWeights(config, plan, torch.empty(plan.nbytes, dtype=torch.uint8, device=device), dtype)
     weights.fill(named, lambda line: None)
@@ -406,7 +406,7 @@ def own_weights(
 
 @dataclass(frozen=True, slots=True)
 class WeightMemory:
-    """Represents memory for weights, uint8 of at least the requested size.
+    """Memory for weights, uint8 of at least the requested size.
 
     Attributes:
         must_fill: whether this worker must copy the weights in.
@@ -437,7 +437,7 @@ def load_gpu_weights(
     join: bool = True,
     progress: Progress = lambda line: None,
 ) -> GpuWeights:
-    """Loads a rank's share of the weights of a prepared folder, or random ones (``dummy``), into memory from
+    """Load a rank's share of the weights of a prepared folder, or random ones (``dummy``), into memory from
     ``memory``. Matrices in FP8 are for products ``in_fp8``, as far as these take them; MLPs beside experts may ``join``
     their stacks. Raises ConfigError for a checkpoint that does not fit its config."""
     kind = DTYPES[dtype]

@@ -21,14 +21,14 @@ WEIGHTS_TIMEOUT_S = 600.0
 
 
 def load_gpu_worker(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
-    """Loads a worker of one process. Raises ConfigError."""
+    """Load a worker of one process. Raises ConfigError."""
     memory = region_memory(flags.attach_socket)
     backend, operators = load_gpu_backend(flags, limits_of(flags, prepared), prepared, memory, log.info)
     return LoadedModel(prepared, backend, operators, expected_cost=cost_on_gpu(flags, prepared), map_device=map_pool)
 
 
 def region_memory(attach_socket: str) -> GetMemory:
-    """Returns a function that gets memory for weights: a region on this process's GPU that the KV node owns and all its
+    """Return a function that gets memory for weights: a region on this process's GPU that the KV node owns and all its
     workers map."""
 
     def get(key: str, size_bytes: int) -> WeightMemory:

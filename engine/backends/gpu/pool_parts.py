@@ -31,7 +31,7 @@ from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 
 @dataclass(frozen=True, slots=True)
 class PoolPart:
-    """Describes some KV heads of a process in one shard of a pool; a pool in one piece has one shard.
+    """Some KV heads of a process in one shard of a pool; a pool in one piece has one shard.
 
     Attributes:
         kind: all KV heads of the model's layers that the part is about.
@@ -51,7 +51,7 @@ class PoolPart:
 
 
 def parts_of(config: ModelConfig, own: ModelShard, shares: Sequence[range]) -> list[PoolPart]:
-    """Returns the parts of a rank in a pool whose shards have the KV heads ``shares``. ``config`` is that of the whole
+    """Return the parts of a rank in a pool whose shards have the KV heads ``shares``. ``config`` is that of the whole
     model."""
     (kind,), parts, read = config.all_heads, [], own.kv_heads.start
     for shard in _used(own, shares):
@@ -64,7 +64,7 @@ def parts_of(config: ModelConfig, own: ModelShard, shares: Sequence[range]) -> l
 
 
 def whole_parts(config: ModelConfig, own: ModelShard) -> Iterator[PoolPart]:
-    """Yields the parts of a rank in a pool in one piece: all of its KV heads, those of each kind apart. ``config`` is
+    """Yield the parts of a rank in a pool in one piece: all of its KV heads, those of each kind apart. ``config`` is
     that of the whole model."""
     for number, kind in enumerate(config.all_heads):
         mine = own.kv_heads_of(kind.kv_heads)
@@ -72,7 +72,7 @@ def whole_parts(config: ModelConfig, own: ModelShard) -> Iterator[PoolPart]:
 
 
 def _used(own: ModelShard, shares: Sequence[range]) -> list[int]:
-    """Returns the shards that a rank writes to: its own, or all that hold one of its heads."""
+    """Return the shards that a rank writes to: its own, or all that hold one of its heads."""
     if len(shares) == own.size:
         return [own.rank]
     mine = own.kv_heads
@@ -80,7 +80,7 @@ def _used(own: ModelShard, shares: Sequence[range]) -> list[int]:
 
 
 def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
-    """Returns the layout of a slot in the shard of a part."""
+    """Return the layout of a slot in the shard of a part."""
     count = len(part.shard_heads)
     if count == part.kind.kv_heads:
         # Other layers may have heads of other kinds there.
@@ -91,7 +91,7 @@ def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """Holds the layers of a pool that have KV heads of one kind, as attention kernels expect them: ``pool`` [slots,
+    """The layers of a pool that have KV heads of one kind, as attention kernels expect them: ``pool`` [slots,
     places, planes, heads, block_size, head_dim], or for float8 [slots, places, planes, heads, bytes]. ``places`` has
     the place of each layer. Where layers of another kind lie between them, places are narrower than a layer, and what
     lies at others than these has no meaning."""
@@ -101,7 +101,7 @@ class LayerRows:
 
     @classmethod
     def of(cls, pool: torch.Tensor, layout: KVLayout, part: PoolPart, dtype: torch.dtype) -> LayerRows:
-        """Views a part's layers in a pool of bytes [slots, block_bytes]. ``layout`` is that of the whole pool."""
+        """View a part's layers in a pool of bytes [slots, block_bytes]. ``layout`` is that of the whole pool."""
         layout, heads = part_layout(layout, part), replace(part.kind, kv_heads=len(part.shard_heads))
         fp8 = layout.dtype == FP8_E4M3
         values, size = (pool, 1) if fp8 else (pool.view(dtype), dtype.itemsize)
@@ -117,7 +117,7 @@ class LayerRows:
 
 
 class LatentRows:
-    """Holds attention over the rows of latents in a shard of a pool, ``pool``, whose only KV head all ranks have.
+    """Attention over the rows of latents in a shard of a pool, ``pool``, whose only KV head all ranks have.
     ``attention`` is None where the shard is only written."""
 
     def __init__(self, rows: LayerRows, attention: LatentAttention | None) -> None:
@@ -130,14 +130,14 @@ class LatentRows:
     def attend(
         self, index: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, *, chunks: bool
     ) -> None:
-        """Computes the weighted sums of latents for queries [T, heads, rank + rotary], into ``out`` [T, heads *
+        """Compute the weighted sums of latents for queries [T, heads, rank + rotary], into ``out`` [T, heads *
         rank]."""
         if self.attention is not None:
             self.attention.attend(self.places[index], queries, out, record, with_chunks=chunks)
 
 
 class PartRows:
-    """Holds one part's queries, keys and values in a step, and attention over them. ``places`` are those of its layers
+    """One part's queries, keys and values in a step, and attention over them. ``places`` are those of its layers
     in the shard. ``attention`` computes attention over it, and is None where the shard is only written;
     ``attention_words`` is the length of the attention's record."""
 
@@ -151,7 +151,7 @@ class PartRows:
         max_tokens: int,
         like: torch.Tensor,
     ) -> None:
-        """Makes the rows of a part. The process has ``num_heads`` query heads in a layer, and the KV heads ``mine``.
+        """Make the rows of a part. The process has ``num_heads`` query heads in a layer, and the KV heads ``mine``.
         ``like`` is a tensor of the device and type of projections."""
         self.part, self.attention = part, attention
         self.places, self._pool = rows.places, rows.pool
@@ -188,7 +188,7 @@ class PartRows:
         *,
         source: int,
     ) -> None:
-        """Norms and rotates the part's queries of layer ``index``, and writes its keys and values into the pool's
+        """Norm and rotates the part's queries of layer ``index``, and writes its keys and values into the pool's
         ``rows``, unless these are those of another layer, ``source``. ``qkv`` has the projections [T, ...] of all heads
         of the process."""
         part, writes = self.part, source == index
@@ -223,7 +223,7 @@ class PartRows:
         source: int,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Computes the attention of the queries of layer ``index`` that :meth:`write` rotated, over the keys and values
+        """Compute the attention of the queries of layer ``index`` that :meth:`write` rotated, over the keys and values
         of layer ``source``, into the part's columns of ``out`` [T, heads * head_dim]. ``sinks`` [heads] are those of
         the process's heads."""
         if self.attention is None:
@@ -241,14 +241,14 @@ class PartRows:
         return qkv if self._whole else self._buffer[: len(qkv)]
 
     def _sinks_of(self, index: int, sinks: torch.Tensor) -> torch.Tensor:
-        """Returns the sinks of the part's heads in float32, selected once for each layer."""
+        """Return the sinks of the part's heads in float32, selected once for each layer."""
         if index not in self._sinks:
             begin = self._columns[0].start // self._head_dim
             self._sinks[index] = sinks[begin : begin + self.heads].to(torch.float32, copy=True)
         return self._sinks[index]
 
     def _norm_of(self, index: int, norm: HeadNorm) -> HeadNorm:
-        """Returns a norm with the weights of the part's heads, selected once for each layer."""
+        """Return a norm with the weights of the part's heads, selected once for each layer."""
         if index not in self._norms:
             mine = self._normed.to(norm.weight.device)
             self._norms[index] = norm._replace(weight=norm.weight.index_select(0, mine))

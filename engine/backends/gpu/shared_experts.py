@@ -63,7 +63,7 @@ class JoinedExperts(Experts):
 
 
 def join_operations(operations: Layer, joined: Callable[[Experts, Mlp], int]) -> Layer:
-    """Returns the operations of a layer with its mixture joined with the MLP beside it, where it has one. ``joined``
+    """Return the operations of a layer with its mixture joined with the MLP beside it, where it has one. ``joined``
     says as how many experts."""
     found: list[LayerOperation] = []
     left = list(operations)
@@ -90,7 +90,7 @@ def join_operations(operations: Layer, joined: Callable[[Experts, Mlp], int]) ->
 def join_weights(
     whole: LayerWeights, operations: Layer, shard: ModelShard, *, in_fp8: bool = False
 ) -> tuple[LayerWeights, Layer]:
-    """Returns a layer's weights with the MLP in the stack of the experts, where it can be so, and the operations that
+    """Return a layer's weights with the MLP in the stack of the experts, where it can be so, and the operations that
     read them; both are for loading alone. ``in_fp8`` says that quantized matrices may be multiplied in FP8."""
 
     def count(mixed: Experts, beside: Mlp) -> int:
@@ -125,7 +125,7 @@ def _stacked(whole: LayerWeights, operations: Layer, mixture: JoinedExperts) -> 
 
 
 def _pieces(matrix: Matrix, tensor: LayerTensor, count: int) -> Iterator[Matrix]:
-    """Yields the parts of an MLP's matrix that are each an expert's, by inner values."""
+    """Yield the parts of an MLP's matrix that are each an expert's, by inner values."""
     if count == 1:
         yield matrix
         return
@@ -140,7 +140,7 @@ def _pieces(matrix: Matrix, tensor: LayerTensor, count: int) -> Iterator[Matrix]
 
 
 def _joined(whole: LayerWeights, mixed: Experts, beside: Mlp, shard: ModelShard) -> int:
-    """Returns as how many experts the MLP goes into the experts' stack; 0 where it does not."""
+    """Return as how many experts the MLP goes into the experts' stack; 0 where it does not."""
     count, rest = divmod(beside.down.shape[1], mixed.down.shape[1])
     how = mixed.gated == beside.gated and mixed.activation == beside.activation and mixed.clamped is None
     if rest or count > MOST_JOINED or not how or beside.bends is not None or (shard.whole_experts and not shard.whole):

@@ -1,1 +1,1 @@
-"""Has the kernels of adapters."""
+"""Kernels of adapters."""

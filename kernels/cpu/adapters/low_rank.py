@@ -1,21 +1,21 @@
-"""Multiplies by many adapters at once: computes what LoRA adds to the outputs of a linear layer, row by row.
+"""Products with many adapters at once: what LoRA adds to the outputs of a linear layer, row by row.
 
     Shrink: shrunk = A x for each row that has an adapter     AdapterGemm: out = epilogue(W x + B shrunk)
 
 In a product with a matrix for each head, heads share one matrix of a pair, and each has its part of the other. A row's
 shrunk values are then those of its heads, one after the other.
 
-ExpertShrink does what Shrink does for the rows of experts, each of which has matrices of its own: which rows meet which
-expert is known only within the step, so that it has no runs, and takes a row at a time.
+ExpertShrink is Shrink for the rows of experts, each of which has separate matrices. The rows of each expert are known
+only within the step, so it has no runs, and processes one row at a time.
 
-Adapters have slots, and a table of records says where the matrices of each slot are, so that an adapter of any rank
-comes and goes by one change of the table (S-LoRA, Sheng et al. 2023; Punica, Chen et al. 2023). Rows of one adapter are
-in runs, whose tiles read A once. B needs no pass of its own: the epilogue of the product adds B's part to the sums of a
-row before it activates, adds or stores them, while B waits in the cache, prefetched when the panel began.
+Adapters have slots, and a table of records locates the matrices of each slot, so that an adapter of any rank is loaded
+or evicted by one change of the table (S-LoRA, Sheng et al. 2023; Punica, Chen et al. 2023). Rows of one adapter are in
+runs, whose tiles read A once. B needs no separate pass: the epilogue of the product adds B's part to the sums of a row
+before it activates, adds or stores them, with B in the cache, prefetched when the panel began.
 
 A row's result has the same bits whatever the other rows and adapters are: each shrunk value is a fixed tree of
-additions over rising inputs, and each output goes on with its chain over rising ranks. A row without an adapter has the
-bits that :class:`pillion.kernels.cpu.products.gemm.Gemm` gives it.
+additions over ascending inputs, and each output continues its chain over ascending ranks. A row without an adapter has
+the bits of :class:`pillion.kernels.cpu.products.gemm.Gemm`.
 
 Both matrices are in tiles of 16 outputs (:mod:`pillion.kernels.cpu.products.tiles`), of the type of the rows.
 """
@@ -32,28 +32,28 @@ from pillion.kernels.cpu.language.records import WORD_BYTES, RecordLayout, Recor
 from pillion.kernels.cpu.products.gemm import LAYOUT, Gemm
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 
-# This record describes an adapter slot's matrices for one linear layer. A slot without an adapter, or whose adapter
-# leaves the layer as it is, has only zeros.
+# An adapter slot's matrices for one linear layer. All zeros without an adapter, or if its adapter has none for the
+# layer.
 SLOT = RecordLayout(
     "slot",
     pointers=(
-        # In a layer of experts each of these arrays holds the part of the first expert, then that of the next one.
-        "a",  # a has tiles of A, whose outputs are the ranks of all pairs in turn
-        "b",  # b has a tile of B for each 16 packed outputs of the layer
-        # This is int32 [tiles of B]: for each tile, the bytes from the beginning of a row of shrunk inputs to the
-        # tile's first rank. It is 0 for a tile without a pair, which has only zeros.
+        # In a layer of experts each array is the experts' parts, one after the other.
+        "a",  # tiles of A, with the ranks of all pairs in turn as outputs
+        "b",  # a tile of B for each 16 packed outputs of the layer
+        # int32 [tiles of B]: byte offset of each tile's first rank in a row of shrunk inputs; 0 for a tile without a
+        # pair, which has only zeros.
         "first_ranks",
     ),
     numbers=(
         "a_tiles",  # those of one expert or head
-        "b_steps",  # a tile of B has this many steps
-        # bytes from a head's A to the next head's, and from its B; 0 where heads share it
+        "b_steps",  # steps of a tile of B
+        # bytes from a head's A to the next head's, and from its B; 0 if heads share it
         "a_stride",
         "b_stride",
     ),
 )
-# All kernels of a step's adapters read this record: for all rows and for the sampled ones, each row's slot or -1; the
-# numbers of rows that have one, ordered by slot; and int32 [runs, RUN_WORDS], the runs of these rows.
+# Record of a step's adapters, for all rows and for the sampled ones: each row's slot or -1; the numbers of rows that
+# have one, ordered by slot; and int32 [runs, RUN_WORDS], the runs of these rows.
 ADAPTED = RecordLayout(
     "adapted",
     pointers=(
@@ -63,41 +63,41 @@ ADAPTED = RecordLayout(
         "samples_slots",
         "samples_adapted",
         "samples_runs",
-        "used_slots",  # used_slots are int32 [U]: the slots that the step uses
+        "used_slots",  # int32 [U]: the slots that the step uses
     ),
     numbers=("num_tokens_runs", "num_samples_runs", "num_used_slots"),
 )
 SLOT_BYTES = WORD_BYTES * SLOT.num_words
-# A run of rows has three words: its slot, the place of its first row in the list of rows, and its number of rows.
+# Words of a run of rows: its slot, the index of its first row in the list of rows, and its number of rows.
 RUN_WORDS = 3
 _STEPS_PER_ITERATION = 4
-# This many bytes of a row are multiplied by a step's vector of weights: one float32, or a pair of bfloat16.
+# Bytes of a row per step's vector of weights: one float32, or a pair of bfloat16.
 _ROW_STEP_BYTES = 4
-# A run of few rows waits for A, whose bytes are prefetched this far ahead, because the processor's own prefetcher ends
-# at each page.
+# A run of few rows waits for A, which is prefetched at this distance because the hardware prefetcher stops at each
+# page.
 _FEW_ROWS, _AHEAD_BYTES = 4, 4096
 
 
 def run_rows(isa: Isa) -> int:
-    """Returns the largest number of rows of a run, for which their sums stay in registers."""
+    """Return the max rows of a run, for which their sums stay in registers."""
     return 3 if isa.fp32_tiles.narrow else min(isa.bf16_tiles.wide, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Shrink(KernelSpec):
-    """Computes ``shrunk`` [rows, ranks] = A x for the rows of the step's runs. ``x`` and ``shrunk`` have one type.
+    """Product ``shrunk`` [rows, ranks] = A x for the rows of the step's runs. ``x`` and ``shrunk`` have one type.
 
     Attributes:
         rows: "bf16" or "fp32", the type of x and A. Sums are float32 and are rounded once.
         rows_of: "tokens" or "samples".
         heads: the number of heads; 0 for a product with one matrix.
-        x_step: bytes from the columns of x of a head to those of the next.
+        x_step: bytes from a head's columns of x to the next head's.
     """
 
     layout = RecordLayout(
         "shrink",
-        pointers=("x", "slots", "shrunk", "adapted"),  # x has a layer's rows; slots has a record for each slot
-        numbers=("x_stride", "depth", "shrunk_stride"),  # depth is the number of padded inputs
+        pointers=("x", "slots", "shrunk", "adapted"),  # a layer's rows; a record for each slot
+        numbers=("x_stride", "depth", "shrunk_stride"),  # depth: padded inputs
     )
 
     rows: str
@@ -113,8 +113,8 @@ class Shrink(KernelSpec):
         def slot_of(run: Int) -> RecordView:
             return RecordView(SLOT, k, slots + k.load_int(runs + run * (4 * RUN_WORDS), 32) * SLOT_BYTES)
 
-        # A work item is a tile of A, or of a head's, with a run. A slot has as many tiles as its rank needs, so every
-        # call counts the tiles.
+        # A work item is a tile of A, or of a head's, with a run. Tiles per slot depend on its rank, so every call
+        # counts them.
         total = k.variable(k.int(0))
         with k.range(count) as run:
             total.value = total.value + self._tiles(slot_of(run))
@@ -132,7 +132,6 @@ class Shrink(KernelSpec):
         return tiles * self.heads if self.heads else tiles
 
     def _multiply(self, call: KernelCall, step: RecordView, slot: RecordView, run: Ptr, tile: Int) -> None:
-        """Multiplies a run of rows by one tile of A."""
         k, args = call.k, call.args
         numbers = step.pointer(f"{self.rows_of}_adapted") + k.load_int(run + 4, 32) * 4
         rows = k.load_int(run + 8, 32)
@@ -158,26 +157,25 @@ class Shrink(KernelSpec):
             self._call(k, rows, (x, x_stride, numbers, a, steps, out + out_at, out_stride))
 
     def _call(self, k: Kernel, rows: Int, values: tuple[Any, ...]) -> None:
-        """Calls the function of a tile for ``rows`` rows."""
         for height in k.cases(rows, run_rows(k.isa)):
             _multiply_tile(k, self.rows, height, values)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShrink(KernelSpec):
-    """Computes ``shrunk`` [grouped rows, ranks] = A x for the grouped rows of experts whose row has an adapter, and
+    """Product ``shrunk`` [grouped rows, ranks] = A x for the grouped rows of experts whose row has an adapter, and
     ``place_slots``, int32 [grouped rows]: the slot of each, or -1.
 
     Attributes:
         rows, rows_of: those of :class:`Shrink`.
-        chosen: the number of experts of a row.
+        chosen: experts per row.
     """
 
     layout = RecordLayout(
         "expert_shrink",
-        # experts and places are int32 [rows, chosen]: the number of each of a row's experts, and its grouped row.
+        # experts and places are int32 [rows, chosen]: a row's experts, and its grouped row for each.
         pointers=("x", "slots", "shrunk", "adapted", "experts", "places", "place_slots"),
-        # most_tiles is the number of tiles of A of the highest rank.
+        # most_tiles: tiles of A of the highest rank.
         numbers=("x_stride", "depth", "shrunk_stride", "most_tiles"),
     )
 
@@ -201,7 +199,7 @@ class ExpertShrink(KernelSpec):
                     self._multiply(call, slot, pair, place, tile)
 
     def _multiply(self, call: KernelCall, slot: RecordView, pair: Int, place: Ptr, tile: Int) -> None:
-        """Multiplies one row, whose grouped number is at ``place``, by one tile of its expert's A."""
+        """Multiply the row whose grouped number is at ``place`` by one tile of its expert's A."""
         k, args = call.k, call.args
         expert = k.load_int(args.pointer("experts") + pair * 4, 32)
         size = 2 if self.rows == "bf16" else 4
@@ -216,7 +214,6 @@ class ExpertShrink(KernelSpec):
 
 
 def _multiply_tile(k: Kernel, rows: str, height: int, values: tuple[Any, ...]) -> None:
-    """Calls the function that multiplies ``height`` rows by a tile of A."""
 
     def body(inner: Kernel, *seen: Any) -> None:
         _write_tile(inner, rows, height, *seen)
@@ -227,8 +224,8 @@ def _multiply_tile(k: Kernel, rows: str, height: int, values: tuple[Any, ...]) -
 def _write_tile(
     k: Kernel, kind: str, height: int, x: Ptr, x_stride: Int, numbers: Ptr, a: Ptr, steps: Int, out: Ptr, out_step: Int
 ) -> None:
-    """Writes the function that multiplies some rows by a tile. Even and odd steps have sums of their own where
-    registers allow it, because each sum waits for the last one."""
+    """Emit the function that multiplies ``height`` rows by a tile. Even and odd steps have separate sums if registers
+    allow it, because each sum waits for the last one."""
     sides = 1 if k.isa.fp32_tiles.narrow else 2
     row_numbers = [k.load_int(numbers + number * 4, 32) for number in range(height)]
     rows = [x + number * x_stride for number in row_numbers]
@@ -249,11 +246,11 @@ def _write_tile(
 
 @dataclass(frozen=True, slots=True)
 class AdapterGemm(Gemm):
-    """Multiplies as a :class:`Gemm`, and adds B shrunk to the sums of rows with an adapter before the epilogue."""
+    """A :class:`Gemm` that adds B shrunk to the sums of rows with an adapter, before the epilogue."""
 
     layout = RecordLayout(
         "adapter_gemm",
-        # place_slots has the slots of grouped rows.
+        # place_slots: slots of grouped rows.
         pointers=(*LAYOUT.pointers, "slots", "shrunk", "adapted", "place_slots"),
         numbers=(*LAYOUT.numbers, "shrunk_stride"),
         reals=LAYOUT.reals,
@@ -264,7 +261,7 @@ class AdapterGemm(Gemm):
 
 
 class Expand:
-    """Emits the code by which :class:`AdapterGemm` adds the adapters' part to a panel's sums."""
+    """Code of :class:`AdapterGemm` that adds the adapters' part to a panel's sums."""
 
     def __init__(self, spec: AdapterGemm, call: KernelCall) -> None:
         self._k, self._rows, self._by_head = call.k, spec.rows, spec.x_step > 0
@@ -280,8 +277,8 @@ class Expand:
         return RecordView(SLOT, self._k, self._slots + number * SLOT_BYTES)
 
     def prefetch(self, panel: Int) -> None:
-        """Asks for the tiles of B of ``panel`` of all adapters of the step: they are multiplied once the panel's sums
-        are there."""
+        """Prefetch the tiles of B of ``panel`` of all the step's adapters, which are used once the panel's sums are
+        complete."""
         k = self._k
         head, panel = self._place(panel)
         with k.range(self._num_used) as number:
@@ -293,7 +290,7 @@ class Expand:
                     k.prefetch(tiles + (first + line) * VECTOR_BYTES, near=False)
 
     def _place(self, panel: Int) -> tuple[Int | None, Int]:
-        """Returns the head of ``panel``, which is one among those of all heads, and its place among the head's."""
+        """Return the head of ``panel``, an index among the panels of all heads, and its index among the head's."""
         if not self._by_head:
             return None, panel
         head = panel // self._pairs
@@ -303,7 +300,7 @@ class Expand:
         return slot.pointer("b") if head is None else slot.pointer("b") + head * slot.number("b_stride")
 
     def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
-        """Returns the sums of both tiles of ``panel`` after adding the adapter's part for ``row``."""
+        """Return the sums of both tiles of ``panel`` plus the adapter's part for ``row``."""
         k = self._k
         slot = k.load_int(self._row_slots + row * 4, 32)
         variables = [k.variable(total) for total in totals]
@@ -326,8 +323,7 @@ class Expand:
         return [total.value for total in variables]
 
     def _add(self, halves: list[tuple[Any, Ptr, Ptr]], steps: Int) -> None:
-        """Adds both tiles' products side by side: each half is a sum, the row's values of its ranks, and its tile of
-        B."""
+        """Add both tiles' products side by side: each half is a sum, the row's shrunk values, and its tile of B."""
         k = self._k
         with k.range(steps, step=_STEPS_PER_ITERATION) as first:
             for number in range(_STEPS_PER_ITERATION):
@@ -338,10 +334,8 @@ class Expand:
 
 
 def _weights(k: Kernel, at: Ptr, rows: str) -> Any:
-    """Returns a step's weights."""
     return k.load(at) if rows == "fp32" else k.load_pairs(at)
 
 
 def _sum(k: Kernel, total: Vec, row: Ptr, weights: Any, rows: str) -> Vec:
-    """Returns ``total`` plus the products of a step's weights with the values of a row."""
     return k.fma(weights, k.broadcast(row), total) if rows == "fp32" else k.dot(total, weights, k.broadcast_pair(row))

@@ -1,18 +1,17 @@
-"""Emits the micro-kernels of attention, which attend from a few query rows of one KV head to at most a partition of its
-tokens.
+"""Micro-kernels of attention, from a few query rows of one KV head to at most a partition of its tokens.
 
     scores    S[r, t] = query r . key t                               accumulators: rows x groups side by side
-    weights   P[r, t] = 2**(S * factor - m[r]), 0 where hidden        m[r] the largest visible score, l[r] their sum
+    weights   P[r, t] = 2**(S * factor - m[r]), 0 if masked           m[r] the largest visible score, l[r] their sum
     weighted  A[r, c] = sum over t of P[r, t] * V[t, c]               accumulators: rows x columns
-    fold      two partitions' (m, l, A) of a row become one
-    sink      a score without a value joins a row's l
+    fold      merge two partitions' (m, l, A) of a row
+    sink      add a score without a value to a row's l
 
 A *line* is 64 bytes of the pool: 16 pairs of bfloat16, 16 float32, or 16 times 4 codes of 8 bits
 (:mod:`pillion.kernels.cpu.attention.kv_layout`). The scales of codes stay out of the products: a score is multiplied by
-its key's scale, and a weight by its value's scale after it was added to l. Both products walk over lines and multiply
-each with the values of a row that belong to it (a *step*). Every sum is one chain of additions whose order follows from
-positions alone, so a row's bits do not depend on the rows beside it: scores add up a key's values in rising order,
-weighted sums take TURN_TOKENS tokens of each of SIDE_GROUPS groups in turn.
+its key's scale, and a weight by its value's scale after it was added to l. Both products iterate over lines and
+multiply each with the corresponding values of a row (a *step*). Every sum is one chain of additions whose order follows
+from positions alone, so a row's bits do not depend on the rows beside it: scores add up a key's values in ascending
+order, weighted sums take TURN_TOKENS tokens of each of SIDE_GROUPS groups in turn.
 """
 
 from __future__ import annotations
@@ -29,35 +28,33 @@ from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, 
 from pillion.kernels.cpu.language.isa import LANES
 
 PARTITION_GROUPS = PARTITION_TOKENS // LANES
-# A hidden token has this score, which is below the lower bound of a row's maximum. So a row that sees nothing of a
-# partition has weights of exactly 0 there, and folding such a partition changes nothing.
+# Score of a masked token, below the lower bound of a row's maximum. So a row that sees nothing of a partition has
+# weights of exactly 0 there, and folding such a partition changes nothing.
 HIDDEN_SCORE = -1e30
 LEAST_MAXIMUM = -1e29
-# A row of scores takes this many bytes, and so do the weights that replace them. A spare line keeps rows from sharing
-# cache sets.
+# Bytes of a row of scores, or of the weights that replace them. A spare line keeps rows from sharing cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
-# This many groups are read in turns, some lines of each, because several groups are read faster side by side than one
-# after the other. The groups after them are prefetched into the second cache: the first one has too few places for
-# lines on their way.
+# Groups that are read in turns, some lines of each, because interleaved reads are faster than consecutive ones. The
+# groups after them are prefetched into L2, since L1 has too few fill buffers.
 SIDE_GROUPS = 4
-# In each turn, TURN_TOKENS tokens of V are read of a group, or TURN_LINES lines of K.
+# Tokens of V, or lines of K, that are read of a group in each turn.
 TURN_TOKENS, TURN_LINES = 8, 8
-# The list of groups is read this many entries beyond its last group, for prefetches and to fill up groups side by side.
+# Entries that are read after the list's last group, for prefetches and to fill up interleaved groups.
 TAIL_GROUPS = 2 * SIDE_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Holds the parameters that a model's attention kernels share.
+    """The parameters that a model's attention kernels share.
 
     Attributes:
         head_dim: values of a head, a multiple of 16.
         group: query heads of a KV head.
         block_size: tokens of a block, a multiple of 16.
-        bf16: whether queries and results, and keys and values of the model's type, are bfloat16, not float32.
-        codes: the type of keys and values in 8 bits, "fp8_e4m3" or "int8"; "" for the model's type.
-        latents: how many values of a key, its first ones, are the value, too; 0 where V is apart.
-        index: values of an index key behind each key, which attention does not read; 0 for none.
+        bf16: whether queries, results, and keys and values of the model's type are bfloat16, not float32.
+        codes: the 8-bit type of keys and values, "fp8_e4m3" or "int8"; "" for the model's type.
+        latents: number of a key's first values that are also its value; 0 if V is separate.
+        index: values of an index key after each key, which attention does not read; 0 for none.
     """
 
     head_dim: int
@@ -70,7 +67,7 @@ class AttentionShape:
 
     @property
     def name(self) -> str:
-        """Returns a name with every parameter, for the names of kernels."""
+        """Name with every parameter, for the names of kernels."""
         model = "bf16" if self.bf16 else "f32"
         latents, index = (
             f"{kind}{size}" if size else "" for kind, size in (("latents", self.latents), ("index", self.index))
@@ -80,47 +77,45 @@ class AttentionShape:
 
     @property
     def value_dim(self) -> int:
-        """Returns the number of values of a row's result."""
+        """Values of a row's result."""
         return self.latents or self.head_dim
 
     @property
     def kind(self) -> str:
-        """Returns the type of keys and values."""
+        """The type of keys and values."""
         return self.codes or ("bfloat16" if self.bf16 else "float32")
 
     @property
     def element_bytes(self) -> int:
-        """Returns the number of bytes of a value of queries and results."""
+        """Bytes of a value of queries and results."""
         return 2 if self.bf16 else 4
 
     @property
     def lines_bytes(self) -> int:
-        """Returns how many bytes the lines of 16 tokens take in K, and as many in V."""
+        """Bytes of the lines of 16 tokens in K (the same in V)."""
         return lines_bytes(self.head_dim, self.kind)
 
     @property
     def group_bytes(self) -> int:
-        """Returns how many bytes 16 tokens take in K, and as many in V: their lines, and their scales where they have
-        any."""
+        """Bytes of 16 tokens in K (the same in V): their lines, and their scales, if any."""
         return group_bytes(self.head_dim + self.index, self.kind, 2 if self.latents else 1)
 
     @property
     def piece_bytes(self) -> int:
-        """Returns the number of bytes of a block's K, or V, of one KV head in one layer."""
+        """Bytes of a block's K, or V, of one KV head in one layer."""
         return self.block_size // LANES * self.group_bytes
 
     @property
     def sum_bytes(self) -> int:
-        """Returns the number of bytes of a row's (A, m, l): value_dim float32, then m in 16 lanes, then l in 16
-        lanes."""
+        """Bytes of a row's (A, m, l): value_dim float32, then m in 16 lanes, then l in 16 lanes."""
         return 4 * self.value_dim + 2 * VECTOR_BYTES
 
 
 class PoolLines:
-    """Multiplies the pool's lines of keys and values by rows in the thread's scratch memory.
+    """Products of the pool's lines of keys and values with rows in the thread's scratch memory.
 
-    Where the processor multiplies pairs, rows are kept in bfloat16; elsewhere, and for ``wide`` lines, keys and values
-    are widened when they are loaded, and rows are kept in float32.
+    If the processor multiplies pairs, rows are stored in bfloat16; elsewhere, and for ``wide`` lines, keys and values
+    are widened when they are loaded, and rows are stored in float32.
     """
 
     def __init__(self, k: Kernel, shape: AttentionShape, *, wide: bool = False) -> None:
@@ -128,11 +123,11 @@ class PoolLines:
         self._shape = shape
         self.bf16_rows = shape.bf16 and k.isa.bf16_dot != "" and not wide
         self.scaled = shape.codes != ""
-        # One line of the pool is multiplied with this many bytes of a row.
+        # Bytes of a row per line of the pool.
         self.step_bytes = line_values(shape.kind) * (2 if self.bf16_rows else 4)
 
     def load(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:
-        """Loads a line: the pairs of its lanes, or vectors of their first, second ... values."""
+        """Load a line: the pairs of its lanes, or vectors of their first, second ... values."""
         k, codes = self._k, self._shape.codes
         if codes:
             return widen_to_pairs(k, ptr, codes) if self.bf16_rows else widen_to_floats(k, ptr, codes)
@@ -143,19 +138,19 @@ class PoolLines:
 
     @property
     def factor(self) -> float:
-        """Returns the number by which values must be multiplied beside their scales, a power of two."""
+        """Factor of values beside their scales, a power of two."""
         return FLOAT_FACTORS[self._shape.codes] if self.scaled and not self.bf16_rows else 1.0
 
     def scales(self, group: Ptr, part: int = 0) -> Vec:
-        """Loads the scales of the tokens of a group. In rows of latents, those of rotated keys are part 1."""
+        """Load the scales of the tokens of a group. In rows of latents, those of rotated keys are part 1."""
         return self._k.load(group + (self._shape.lines_bytes + part * VECTOR_BYTES))
 
     def add(
         self, sums: list[list[KernelVariable]], loaded: list[tuple[Vec | Pairs, ...]], rows: Ptr, stride: int
     ) -> None:
-        """Adds loaded lines times a step of each row to sums [rows][lines]; the rows' steps are ``stride`` bytes apart.
+        """Add loaded lines times a step of each row to sums [rows][lines]; the rows' steps are ``stride`` bytes apart.
 
-        It treats parts of lines one after the other, so that few of them are in registers at a time.
+        Parts of lines are processed in sequence, so that few of them are in registers at a time.
         """
         k = self._k
         for part in range(self.step_bytes // 4):
@@ -174,11 +169,11 @@ class PoolLines:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Lists where the groups of 16 tokens of a partition lie.
+    """The addresses of the groups of 16 tokens of a partition.
 
     Attributes:
         pool: the layer's K of this KV head in slot 0.
-        places: [2 * count + TAIL_GROUPS] int64: bytes from ``pool`` to each group of K, then to each group of V, then
+        places: [2 * count + TAIL_GROUPS] int64: byte offsets from ``pool`` to each group of K, to each group of V, and
             to the groups that are likely to be read next.
         first: position of the first group's first token.
         count: number of groups.
@@ -190,14 +185,13 @@ class Groups:
     count: Int
 
     def at(self, index: Int) -> Ptr:
-        """Returns the address of the group at ``places[index]``."""
         return self.pool + self.pool.k.load_int(self.places + index * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Says which tokens a query row may attend to: those at positions from ``first`` to ``behind`` - 1. ``first`` is
-    None where the layer has no sliding window."""
+    """The tokens visible to a query row: positions ``first`` to ``behind`` - 1. ``first`` is None without a sliding
+    window."""
 
     first: Int | None
     behind: Int
@@ -205,8 +199,8 @@ class Visibility:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Says where a row's weights of the first listed group are stored; those of the other groups follow. ``narrow``
-    ones are bfloat16, not float32."""
+    """Address of a row's weights of the first listed group, followed by the other groups'. ``narrow``: they are
+    bfloat16, not float32."""
 
     lines: PoolLines
     begin: Ptr
@@ -214,21 +208,19 @@ class Weights:
 
     @property
     def group_bytes(self) -> int:
-        """Returns the bytes of the weights of a group."""
         return VECTOR_BYTES // 2 if self.narrow else VECTOR_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """Says how many rows are computed at a time, and how many of their sums stay in registers.
+    """Rows that are computed at a time, and how many of their sums stay in registers.
 
     Attributes:
         rows: the number of rows.
         side: groups whose scores are computed at a time: 1, 2 or 4.
         columns: vectors of V's columns that are summed at a time, a divisor of a head's vectors.
         in_turns: whether groups are read in turns, some lines of each, which moves the sums out of the registers after
-            each turn. This is faster where a step waits for memory, and slower where rows are so many that it waits for
-            the products.
+            each turn. Faster while memory is the bottleneck, slower with so many rows that the products are.
     """
 
     rows: int
@@ -238,34 +230,30 @@ class RowTile:
 
 
 class _Sums:
-    """Holds sums in registers: ``columns`` vectors, side by side in memory, of each of ``rows`` rows."""
+    """Sums in registers: ``columns`` vectors, adjacent in memory, of each of ``rows`` rows."""
 
     def __init__(self, k: Kernel, rows: int, columns: int, row_bytes: int) -> None:
         self._k, self._row_bytes = k, row_bytes
         self.rows = [[k.variable(k.vector(0.0)) for _ in range(columns)] for _ in range(rows)]
 
     def clear(self) -> None:
-        """Sets all sums to 0."""
         for _, total in self._places():
             total.value = self._k.vector(0.0)
 
     def load(self, ptr: Ptr) -> None:
-        """Loads the sums from ``ptr``."""
         for place, total in self._places():
             total.value = self._k.load(ptr + place)
 
     def store(self, ptr: Ptr) -> None:
-        """Stores the sums at ``ptr``."""
         for place, total in self._places():
             self._k.store(ptr + place, total.value)
 
     def add_to(self, ptr: Ptr) -> None:
-        """Adds the sums to those at ``ptr``."""
         for place, total in self._places():
             self._k.store(ptr + place, self._k.load(ptr + place) + total.value)
 
     def scale(self, factors: Sequence[Vec]) -> None:
-        """Multiplies each row's sums by ``factors``, one for each column."""
+        """Multiply each row's sums by ``factors``, one per column."""
         for row in self.rows:
             for total, factor in zip(row, factors, strict=True):
                 total.value = total.value * factor
@@ -279,19 +267,17 @@ class _Sums:
 def emit_scores(
     lines: PoolLines, shape: AttentionShape, groups: Groups, queries: Ptr, scores: Ptr, tile: RowTile
 ) -> None:
-    """Emits code that computes the scores of the tile's queries [rows, head_dim] for all groups.
-
-    The code computes a few scores beyond the last group, too, which nothing reads.
-    """
+    """Emit code that stores the scores of the tile's queries [rows, head_dim] for all groups, and a few beyond the last
+    group, which are never read."""
     k = groups.pool.k
     all_lines = shape.lines_bytes // VECTOR_BYTES
-    # Where rotated keys have scales of their own, the lines before theirs come first.
+    # If rotated keys have separate scales, the lines before theirs come first.
     first_lines = shape.latents // line_values(shape.kind) if lines.scaled and shape.latents else all_lines
     turn = math.gcd(first_lines, TURN_LINES) if tile.in_turns and tile.side < SIDE_GROUPS else first_lines
     sums = _Sums(k, tile.rows, tile.side, SCORE_BYTES)
 
     def add(begin: Int, end: Int | int, index: Int) -> list[Ptr]:
-        """Adds the products of lines of the groups side by side from ``index`` on; returns these."""
+        """Add the products of lines of the interleaved groups from ``index`` on; return these groups."""
         here, ahead = ([groups.at(index + (far + i)) for i in range(tile.side)] for far in (0, SIDE_GROUPS))
         with k.range(end, begin, step=SIDE_GROUPS // tile.side) as line:
             for step in range(SIDE_GROUPS // tile.side):
@@ -335,7 +321,7 @@ def emit_scores(
 
 
 def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
-    """Turns a row's scores into softcap * tanh(score * scale / softcap) * log2(e)."""
+    """Replace a row's scores by softcap * tanh(score * scale / softcap) * log2(e)."""
     k = scores.k
     inner, outer = scale / softcap, softcap * LOG2E
     with k.range(count) as index:
@@ -346,10 +332,10 @@ def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
 def emit_weights(
     groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr, weights: Weights
 ) -> None:
-    """Turns a row's scores into its ``weights``, and stores its maximum m at ``maximum``, and then its sum l. Without a
-    ``factor`` the scores are taken as they are.
+    """Replace a row's scores by its ``weights``, and store its maximum m at ``maximum``, then its sum l. Without
+    ``factor`` the scores are scaled already.
 
-    Where V is stored as codes of 8 bits, the weights are multiplied by the scales of V.
+    If V is stored as 8-bit codes, the weights are multiplied by the scales of V.
     """
     k, lines = scores.k, weights.lines
     best = _emit_masked_maximum(groups, visibility, scores)
@@ -370,7 +356,7 @@ def emit_weights(
 
 
 def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> KernelVariable:
-    """Returns the maximum of each lane. It sets scores of hidden tokens to HIDDEN_SCORE; only groups at an edge are
+    """Return the maximum per lane, and set scores of masked tokens to HIDDEN_SCORE; only groups at an edge are
     masked."""
     k = scores.k
     best = k.variable(k.vector(HIDDEN_SCORE))
@@ -405,17 +391,17 @@ def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) ->
 def emit_weighted(
     lines: PoolLines, shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, tile: RowTile
 ) -> None:
-    """Stores A, the weighted sums of V, for the tile's rows of weights, in rows of ``sum_bytes``."""
+    """Store A, the weighted sums of V, for the tile's rows of weights, in rows of ``sum_bytes``."""
     k = groups.pool.k
     row_bytes, column_bytes = shape.head_dim // LANES * VECTOR_BYTES, tile.columns * VECTOR_BYTES
     steps = shape.lines_bytes // row_bytes
     turn = TURN_TOKENS * steps // LANES
     totals = _Sums(k, tile.rows, tile.columns, shape.sum_bytes)
-    # A window may begin inside of the groups that take turns.
+    # A window may begin inside the groups that are read in turns.
     lowest = k.int(0) - groups.first // LANES % SIDE_GROUPS
 
     def add(first: Int, left: Int) -> None:
-        """Adds the weighted values of up to SIDE_GROUPS groups of the list to the columns from ``left`` bytes on."""
+        """Add the weighted values of up to SIDE_GROUPS groups of the list to the columns from ``left`` bytes on."""
         behind = k.least(first + SIDE_GROUPS, groups.count)
         with k.range(steps, step=turn) as begin, k.range(behind, k.most(first, 0)) as group:
             place, at = groups.count + group, begin * row_bytes + left
@@ -444,10 +430,10 @@ def emit_weighted(
 
 
 def emit_weighted_keys(shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, rows: int, most: int) -> None:
-    """Stores A where values are the first values of keys: for ``rows`` rows of float32 weights, with at most ``most``
-    sums in registers, or those of one line. Codes of 8 bits become float32.
+    """Store A if values are the first values of keys: for ``rows`` rows of float32 weights, with at most ``most`` sums
+    in registers, or those of one line. 8-bit codes become float32.
 
-    Lanes are tokens here, so a sum is one vector for each value, whose lanes are added up behind the last group.
+    Lanes are tokens here, so a sum is one vector per value, whose lanes are added up after the last group.
     """
     k = groups.pool.k
     pool, each = PoolLines(k, shape, wide=True), line_values(shape.kind)
@@ -470,7 +456,7 @@ def emit_weighted_keys(shape: AttentionShape, groups: Groups, weights: Ptr, sums
 
 
 def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:
-    """Folds the (A, m, l) at ``right``, of the partition that follows, into the one at ``left``."""
+    """Fold the (A, m, l) at ``right``, of the following partition, into the one at ``left``."""
     k = left.k
     at_maximum, at_total = 4 * shape.value_dim, 4 * shape.value_dim + VECTOR_BYTES
     left_maximum, right_maximum = k.load(left + at_maximum), k.load(right + at_maximum)
@@ -487,7 +473,7 @@ def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:
 
 
 def emit_sink(shape: AttentionShape, sums: Ptr, sink: Vec) -> None:
-    """Folds a score that has no value into the (A, m, l) at ``sums``: only l grows, relative to A."""
+    """Fold a score without a value into the (A, m, l) at ``sums``: only l grows, relative to A."""
     k = sums.k
     at_maximum, at_total = 4 * shape.value_dim, 4 * shape.value_dim + VECTOR_BYTES
     score, left = sink * LOG2E, k.load(sums + at_maximum)
@@ -499,8 +485,8 @@ def emit_sink(shape: AttentionShape, sums: Ptr, sink: Vec) -> None:
 
 
 def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr, factor: float) -> None:
-    """Stores A / l, a row's attention, in the model's type. Widened values still lack a constant ``factor``, which is
-    multiplied here: applied earlier, it would have cost small weights some bits."""
+    """Store A / l, a row's attention, in the model's type. Widened values are multiplied by their constant ``factor``
+    only here, since applying it earlier would cost small weights some bits."""
     k = sums.k
     share = k.vector(factor) / k.load(sums + (4 * shape.value_dim + VECTOR_BYTES))
     with k.range(shape.value_dim // LANES) as column:

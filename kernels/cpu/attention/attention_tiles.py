@@ -1,16 +1,17 @@
-"""Emits the products of attention in matrix tiles (:mod:`pillion.kernels.cpu.language.matrix_tiles`), where queries are
-bfloat16: of up to 32 query rows with the tokens of a partition.
+"""Attention of bfloat16 queries in matrix tiles (:mod:`pillion.kernels.cpu.language.matrix_tiles`): products of up to
+32 query rows with the tokens of a partition.
 
-    scores    S[r, t]: tiles of 16 queries with 32 values each, and of K the 16 lines that have these of 16 tokens
-    weighted  A[r, c]: tiles of 16 rows of 32 weights, and of V the 16 lines of their tokens' pairs that have 16 columns
-    latents   A[c, r]: tiles of 16 latents of 32 tokens, and 16 lines of turned weights; the sums are turned back
+    scores    S[r, t]: tiles of 16 queries with 32 values each, and of K the 16 lines with these values of 16 tokens
+    weighted  A[r, c]: tiles of 16 rows of 32 weights, and of V the 16 lines of their tokens' pairs with 16 columns
+    latents   A[c, r]: tiles of 16 latents of 32 tokens, and 16 lines of transposed weights; the sums are transposed
+    back
 
-Both tiles of rows meet each tile of K and V that is loaded. V is copied into whole tiles first, one step ahead of the
-products; codes of 8 bits are widened on the way, as those of K are.
+Each loaded tile of K and V is multiplied by both tiles of rows. V is first copied into whole tiles, one step ahead of
+the products; 8-bit codes are dequantized on the way, as those of K are.
 
 Every sum is one chain of instructions. For a score an instruction adds 32 values of the key, and for a weighted sum the
-32 tokens from a multiple of 32 on, so a row's bits depend neither on the rows beside it nor on the groups that are
-listed. Where one half of these tokens is not listed, its weights are 0, and it has the values of the other half.
+32 tokens from a multiple of 32 on, so a row's bits depend neither on the rows beside it nor on the listed groups. If
+one half of these tokens is not listed, its weights are 0, and its values are those of the other half.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from pillion.kernels.cpu.language.emit import I32, VECTOR_BYTES, VI, Bool, Int, 
 from pillion.kernels.cpu.language.isa import LANES, Isa
 from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
 
-# Query rows of an item.
+# Max query rows of an item.
 MOST_ROWS = 2 * TILE_ROWS
-# Values of a key that an instruction multiplies, and tokens of a weighted sum: two in each step.
+# Values of a key, or tokens of a weighted sum, per instruction: two per step.
 _STEP_VALUES = 2 * TILE_STEPS
-# Tiles of sums; those for rows come after them, and then those for what rows meet.
+# Tiles of sums, before those of rows and those of K or V.
 _SUMS = 4
 _TILE_BYTES = TILE_ROWS * VECTOR_BYTES
 _GROUP_PAIRS = LANES // 2
 _WEIGHTS_BYTES = _GROUP_PAIRS * STEP_BYTES
-# Scratch memory: values of 32 tokens, twice; turned weights of a partition, and sums; scores of rotated keys; keys.
+# Scratch memory: values of 32 tokens, twice; transposed weights of a partition, and sums; scores of rotated keys; keys.
 _AT_TURNED = 2 * _SUMS * _TILE_BYTES
 _AT_SUMS = _AT_TURNED + (PARTITION_GROUPS // 2 + 1) * MOST_ROWS * VECTOR_BYTES
 _AT_SCORES = _AT_SUMS + _SUMS * _TILE_BYTES
@@ -55,22 +56,21 @@ _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def in_matrix_tiles(isa: Isa, bf16: bool) -> bool:
-    """Returns whether attention of queries of this type is multiplied in matrix tiles."""
+    """Return whether attention of queries of this type runs in matrix tiles."""
     return isa.matrix_tiles and bf16
 
 
 def tiles_bytes(shape: AttentionShape) -> int:
-    """Returns the bytes of scratch memory that the products need."""
     return _AT_KEYS + SIDE_GROUPS * shape.head_dim * VECTOR_BYTES // 2
 
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """Multiplies the ``rows`` query rows of an item, in ``height`` tiles.
+    """Products of an item's ``rows`` query rows, in ``height`` tiles.
 
     Attributes:
         queries: the queries in tiles, [steps][MOST_ROWS] of 64 bytes.
-        scratch: ``tiles_bytes`` for values on their way.
+        scratch: ``tiles_bytes`` for intermediate values.
     """
 
     tiles: MatrixTiles
@@ -82,29 +82,29 @@ class QueryTiles:
 
     @property
     def _side(self) -> int:
-        """Tiles of what the rows meet, whose sums are in registers."""
+        """Tiles of K or V whose sums are in tiles at a time."""
         return _SUMS // self.height
 
     @property
     def _parts(self) -> list[tuple[int, int]]:
-        """First and last values, plus 1, of a key whose products have scales of their own."""
+        """Begin and end of the parts of a key with separate scales."""
         shape = self.shape
         apart = shape.codes and shape.latents
         return [(0, shape.latents), (shape.latents, shape.head_dim)] if apart else [(0, shape.head_dim)]
 
     @property
     def _width(self) -> int:
-        """Values of a key in each instruction."""
+        """Values of a key per instruction."""
         return min(_STEP_VALUES, self.shape.head_dim)
 
     @property
     def _one_shape(self) -> bool:
-        """Whether all instructions of an item take tiles of the same shapes."""
+        """True if all instructions of an item use tiles of the same shapes."""
         return self._width == _STEP_VALUES and not self.shape.latents
 
     def copy_queries(self, source: Ptr) -> None:
-        """Copies the queries [rows, head_dim] at ``source`` into tiles. The last step of a part may begin with values
-        that an earlier one has, which are 0 there."""
+        """Copy the queries [rows, head_dim] at ``source`` into tiles. The last step of a part may begin with values of
+        an earlier one, which are 0 there."""
         k, step, width = self.tiles.k, 0, self._width
         if self._one_shape:
             self._shape(self.rows, TILE_STEPS)
@@ -120,7 +120,7 @@ class QueryTiles:
                     step += 1
 
     def emit_scores(self, groups: Groups, scores: Ptr) -> None:
-        """Stores the scores of all groups, and a few more after the last one, which nothing reads."""
+        """Store the scores of all groups, and a few more after the last one, which are never read."""
         k, shape, lines = self.tiles.k, self.shape, PoolLines(self.tiles.k, self.shape)
         if not self._one_shape:
             self._shape(self.rows, self._width // 2)
@@ -149,12 +149,12 @@ class QueryTiles:
                         k.store(at, found if number == 0 else found + k.load(at))
 
     def weights(self, groups: Groups, scores: Ptr) -> Weights:
-        """Returns where the weights of a row come, in place of its ``scores``."""
+        """Return the address of a row's weights, which replace its ``scores``."""
         begin = scores + _skipped(groups) * _WEIGHTS_BYTES
         return Weights(PoolLines(self.tiles.k, self.shape), begin, narrow=True)
 
     def emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
-        """Stores A, the weighted sums of a partition's values, in rows of ``sum_bytes``."""
+        """Store A, the weighted sums of a partition's values, in rows of ``sum_bytes``."""
         k, shape = self.tiles.k, self.shape
         tiles = shape.value_dim // LANES
         side = min(self._side, tiles)
@@ -168,12 +168,12 @@ class QueryTiles:
         elif not self._one_shape:
             self._shape(self.rows, TILE_STEPS)
         with k.range(tiles, step=side) as tile:
-            # The last tiles may be some of those before them, too.
+            # The last tiles may overlap those before them.
             begin = k.least(tile, tiles - side)
             for number in range(_SUMS):
                 self.tiles.clear(number)
             self._bring(groups, k.int(0), begin, side, tile < 1)
-            # Tiles are copied while the processor multiplies those before them.
+            # Copy the next tiles while the processor multiplies these.
             with k.range(pairs) as pair:
                 with k.when(pair + 1 < pairs):
                     self._bring(groups, pair + 1, begin, side, tile < 1)
@@ -184,7 +184,7 @@ class QueryTiles:
                 self._store_sums(sums + begin * VECTOR_BYTES, shape.sum_bytes, by_rows=True, side=side)
 
     def _clear_unlisted(self, groups: Groups, weights: Ptr) -> None:
-        """Sets weights of a row to 0 for the tokens before and after those that are listed."""
+        """Zero a row's weights for the tokens before and after the listed ones."""
         k, nothing = self.tiles.k, self.tiles.k.vector(0.0)
         with k.when(_skipped(groups) > 0):
             k.store_float(weights, nothing, True)
@@ -194,7 +194,7 @@ class QueryTiles:
         return max(0, min(begin, behind - self._width))
 
     def _shape(self, rows: Int | int, steps: int) -> None:
-        """Shapes all tiles for ``rows`` rows and instructions of ``steps`` steps."""
+        """Configure all tiles for ``rows`` rows and instructions of ``steps`` steps."""
         k = self.tiles.k
         heights = [k.least(k.int(rows) - TILE_ROWS * i, TILE_ROWS) for i in range(self.height)]
         others = 8 - _SUMS - self.height
@@ -210,7 +210,6 @@ class QueryTiles:
     def _add_keys(
         self, keys: Sequence[Ptr], ahead: Sequence[Ptr], values: tuple[int, int], first_step: int, steps: int
     ) -> None:
-        """Multiplies a part of queries by the same values of keys."""
         k, tiles, (begin, behind) = self.tiles.k, self.tiles, values
         size = self._width * (VECTOR_BYTES // 2)
         for tile in range(_SUMS):
@@ -233,7 +232,7 @@ class QueryTiles:
                     k.prefetch(key + at + place, near=False)
 
     def _widened(self, keys: Sequence[Ptr], ahead: Sequence[Ptr]) -> list[Ptr]:
-        """Widens the codes of some groups of K, and returns where they are."""
+        """Dequantize some groups of K; return the addresses of the copies."""
         k, size = self.tiles.k, self.shape.head_dim * (VECTOR_BYTES // 2)
         found = [self.scratch + (_AT_KEYS + i * size) for i in range(len(keys))]
         with k.range(self.shape.lines_bytes, step=VECTOR_BYTES) as at:
@@ -244,8 +243,8 @@ class QueryTiles:
         return found
 
     def _bring(self, groups: Groups, pair: Int, begin: Int, side: int, first: Bool) -> None:
-        """Copies values of 32 tokens, of columns or latents from 16 * ``begin`` on, into ``side`` tiles. Where
-        ``first`` holds, it prefetches all columns of the groups that follow, in the order in which they lie there."""
+        """Copy values of 32 tokens, of columns or latents from 16 * ``begin`` on, into ``side`` tiles. Where ``first``
+        holds, also prefetch all columns of the following groups, in memory order."""
         k, shape = self.tiles.k, self.shape
         to = self.scratch + (pair & 1) * (_SUMS * _TILE_BYTES)
         indices = [k.least(k.most(pair * 2 + i - _skipped(groups), 0), groups.count - 1) for i in range(2)]
@@ -268,7 +267,7 @@ class QueryTiles:
                         k.write(tile + i * VECTOR_BYTES, pairs.ir, 4)
 
     def _bring_latents(self, keys: Sequence[Ptr], begin: Int, side: int, to: Ptr) -> None:
-        """Copies latents of two groups of keys so that the values of 32 tokens of one latent lie side by side."""
+        """Copy latents of two groups of keys so that the values of 32 tokens of one latent are adjacent."""
         k, b, each = self.tiles.k, self.tiles.k.builder, line_values(self.shape.kind)
         at = begin * (LANES // each * VECTOR_BYTES)
         for line in range(side * LANES // each):
@@ -285,7 +284,6 @@ class QueryTiles:
         return widen_to_pairs(k, line, codes) if codes else (k.load_pairs(line),)
 
     def _add_values(self, pair: Int, weights: Ptr, side: int) -> None:
-        """Multiplies the weights of 32 tokens by their values."""
         k, tiles, height = self.tiles.k, self.tiles, self.height
         values = self.scratch + (pair & 1) * (_SUMS * _TILE_BYTES)
         if self.shape.latents:
@@ -304,7 +302,7 @@ class QueryTiles:
                 tiles.add_pairs(row * self._side + number, *(operands[::-1] if self.shape.latents else operands))
 
     def _store_sums(self, out: Ptr, stride: int, *, by_rows: bool, side: int | None = None) -> None:
-        """Stores the sums, rows of an item ``stride`` bytes apart, or tile by tile."""
+        """Store the sums, rows of an item ``stride`` bytes apart, or tile by tile."""
         k, side = self.tiles.k, side or self._side
         size = (self.rows - 1) * stride + side * VECTOR_BYTES if by_rows else k.int(_SUMS * _TILE_BYTES)
         with k.when(k.holds(out, size)):
@@ -323,7 +321,7 @@ class QueryTiles:
                 k.write(out + i * VECTOR_BYTES, values.ir, 4)
 
     def _turn_sums(self, sums: Ptr, side: int) -> None:
-        """Stores the sums of ``side`` tiles of latents."""
+        """Store the sums of ``side`` tiles of latents, transposed."""
         k, stride = self.tiles.k, self.shape.sum_bytes
         found = self.scratch + _AT_SUMS
         self._store_sums(found, VECTOR_BYTES, by_rows=False, side=side)
@@ -335,13 +333,12 @@ class QueryTiles:
 
 
 def _skipped(groups: Groups) -> Int:
-    """Returns how many of the 32 tokens in which the first group lies come before it, in groups."""
+    """Return the number of groups, 0 or 1, before the first listed one in its 32 tokens."""
     return groups.first // LANES % 2
 
 
 def _turned(rows: Sequence[Quads]) -> list[Quads]:
-    """Returns the columns of a matrix of 16 rows of 16 lanes: blocks of 8 x 8 change places, then those of 4 x 4 inside
-    of them, and so on."""
+    """Transpose 16 rows of 16 lanes: swap blocks of 8 x 8, then those of 4 x 4 inside of them, and so on."""
     k, found = rows[0].k, list(rows)
     for width in (8, 4, 2, 1):
         upper: list[Any] = [lane if lane // width % 2 == 0 else LANES + lane - width for lane in range(LANES)]

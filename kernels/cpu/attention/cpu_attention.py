@@ -1,4 +1,4 @@
-"""Computes attention directly over the block-major pool: decodes, chunks over any prefix, and both in one call.
+"""Attention directly over the block-major pool: decodes, chunks over any prefix, and both in one call.
 
     queries    [kv_heads][rows][head_dim]    row = token * group + head in the group; heads ``head_stride`` apart
     attended   [tokens][heads][head_dim]     tokens ``out_stride`` apart; head = KV head * group + head in the group
@@ -8,7 +8,7 @@
 Threads draw pairs of a KV head and an item of the plan. For each partition of 512 tokens the kernel computes the scores
 of the item's rows, then their softmax, then the product with V; partitions are folded from left to right as in
 FlashAttention-2 (Dao 2023) and its split over the context (Flash-Decoding). Partitions begin at multiples of 512 in the
-sequence and hidden tokens weigh exactly 0, so a row's bits depend on its query and its context alone.
+sequence and masked tokens have weights of exactly 0, so a row's bits depend on its query and its context alone.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from pillion.kernels.cpu.language.matrix_tiles import TILE_ROWS, MatrixTiles
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
-# The fields of these plans in the step's record end like this.
+# Suffixes of the plans' fields in the step's record.
 _PLANS = ("", "_2")
 assert len(_PLANS) == ATTENTION_PLANS
-# Where lines of the pool are widened to float32, at most this many vectors of sums stay in registers.
+# Max vectors of sums in registers where lines of the pool are widened to float32.
 CODE_SUMS = 16
 
 
 def row_counts(isa: Isa, group: int, bf16: bool) -> tuple[int, int]:
-    """Returns two limits: how many rows an item of one token has at most, and how many an item of several tokens.
-    ``bf16`` says whether rows are bfloat16, not float32."""
+    """Return the max rows of an item of one token, and of an item of several. ``bf16``: rows are bfloat16, not
+    float32."""
     tiles = in_matrix_tiles(isa, bf16)
     most, wide = (MOST_ROWS, MOST_ROWS) if tiles else (isa.attention_sums, isa.attention_rows)
     narrow = group if group <= most else -(-group // -(-group // wide))
@@ -69,15 +69,15 @@ def row_counts(isa: Isa, group: int, bf16: bool) -> tuple[int, int]:
 
 
 class AttentionScratch:
-    """Lays out a thread's scratch memory for ``rows`` rows, in bytes from its start.
+    """Layout of a thread's scratch memory for ``rows`` rows, in bytes from its start.
 
     Attributes:
         places: places of groups, [2 * PARTITION_GROUPS + TAIL_GROUPS] int64, less than 1,024 bytes.
-        queries: queries [rows][head_dim] in bfloat16 or float32, with room for float32.
+        queries: queries [rows][head_dim] in bfloat16 or float32, allocated for float32.
         scores: scores, then weights: [rows] of SCORE_BYTES.
-        sums: sums of the partitions that were folded so far: [rows] of sum_bytes.
-        fresh: sums of the partition that is folded next: [rows] of sum_bytes.
-        tiles: ``tiles_bytes`` for the products in matrix tiles, where they are.
+        sums: sums of the partitions folded so far: [rows] of sum_bytes.
+        fresh: sums of the partition to fold next: [rows] of sum_bytes.
+        tiles: ``tiles_bytes`` for the products, if in matrix tiles.
         end: bytes of the whole layout.
     """
 
@@ -92,8 +92,8 @@ class AttentionScratch:
 
 @dataclass(frozen=True, slots=True)
 class QueryVectors:
-    """Multiplies the ``rows`` query rows of an item in vectors, with the rows of ``tile``. Where an item has fewer, its
-    last row is computed again and not stored.
+    """Products of an item's ``rows`` query rows in vectors, with the rows of ``tile``. If an item has fewer, its last
+    row is computed repeatedly and not stored.
 
     Attributes:
         queries: the queries [rows][head_dim], in the type that ``lines`` are multiplied with.
@@ -106,7 +106,7 @@ class QueryVectors:
     queries: Ptr
 
     def copy_queries(self, source: Ptr) -> None:
-        """Copies the queries [rows, head_dim] at ``source``."""
+        """Copy the queries [rows, head_dim] at ``source``."""
         k, shape = self.queries.k, self.shape
         from_bytes = shape.head_dim * shape.element_bytes
         to_bytes = shape.head_dim * (2 if self.lines.bf16_rows else 4)
@@ -118,15 +118,15 @@ class QueryVectors:
                 k.store_float(to, value, self.lines.bf16_rows)
 
     def emit_scores(self, groups: Groups, scores: Ptr) -> None:
-        """Stores the scores of all groups."""
+        """Store the scores of all groups."""
         emit_scores(self.lines, self.shape, groups, self.queries, scores, self.tile)
 
     def weights(self, groups: Groups, scores: Ptr) -> Weights:
-        """Returns where the weights of a row come, in place of its ``scores``."""
+        """Return the address of a row's weights, which replace its ``scores``."""
         return Weights(self.lines, scores, self.lines.bf16_rows and not self.shape.latents)
 
     def emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
-        """Stores the weighted sums of a partition's values."""
+        """Store the weighted sums of a partition's values."""
         if self.shape.latents:
             most = self.queries.k.isa.attention_sums
             emit_weighted_keys(self.shape, groups, weights, sums, self.tile.rows, most)
@@ -136,25 +136,24 @@ class QueryVectors:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Says which tokens a row sees: its last ``tokens``, or with ``chunked`` those since the last multiple of it."""
+    """The tokens visible to a row: its last ``tokens``, or with ``chunked`` those since the last multiple of it."""
 
     tokens: Int
     chunked: bool
 
     @staticmethod
     def of(spec: Attention | AttentionMerge, call: KernelCall) -> Window | None:
-        """Returns the window of a kernel's layer; None where it has none."""
+        """Return the window of a kernel's layer, or None."""
         return Window(call.args.number("window"), spec.chunked) if spec.window else None
 
     def first(self, behind: Int) -> Int:
-        """Returns the first token that the row sees whose own token is the one before ``behind``; it may be below
-        0."""
+        """Return the first token visible to the row of token ``behind`` - 1; may be negative."""
         return (behind - 1) // self.tokens * self.tokens if self.chunked else behind - self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionItem:
-    """Represents an item or a merge in a kernel's code. Its fields are the words of
+    """An item or a merge in a kernel's code. Its fields are the words of
     :mod:`pillion.kernels.cpu.attention.cpu_attention_plan`, in their order."""
 
     sequence: Int
@@ -167,15 +166,14 @@ class AttentionItem:
 
     @staticmethod
     def read(k: Kernel, item: Ptr) -> AttentionItem:
-        """Loads the words of the item at ``item``."""
         return AttentionItem(*(k.load_int(item + 4 * word, 32) for word in range(len(fields(AttentionItem)))))
 
     def behind(self, group: int, row: Int) -> Int:
-        """Returns the position after the last token that a row may attend to."""
+        """Return the position after the last token visible to a row."""
         return (self.row + row) // group + self.shift + 1
 
     def begin(self, k: Kernel, group: int, window: Window | None) -> Int:
-        """Returns the first partition with a token that any of the rows may attend to."""
+        """Return the first partition with a token visible to any of the rows."""
         if window is None:
             return self.first
         lowest = k.most(window.first(self.behind(group, k.int(0))), 0)
@@ -183,13 +181,13 @@ class AttentionItem:
 
 
 def step_field(name: str, plan: int) -> str:
-    """Returns the name of a field of the step's record in the plan of this number."""
+    """Return the name of a field of the step's record in the plan ``plan``."""
     return name + _PLANS[plan]
 
 
 @contextmanager
 def each_attention_item(call: KernelCall, kind: str, plan: int) -> Iterator[tuple[Int, AttentionItem]]:
-    """Yields the pairs (KV head, item) that a thread draws of the step's ``kind``, "items" or "merges".
+    """Yield the pairs (KV head, item) that a thread draws of the step's ``kind``, "items" or "merges".
 
     All items of a KV head come before those of the next head, so that chunks of a prompt find its keys in the cache.
     """
@@ -200,11 +198,12 @@ def each_attention_item(call: KernelCall, kind: str, plan: int) -> Iterator[tupl
 
 @dataclass(frozen=True, slots=True)
 class Attention(KernelSpec):
-    """Computes the attention of all items of the step. ``softcap`` and ``window`` say whether the layer has one; where
-    it has none, the field of the record is unused. ``sinks`` says whether it has a score for each head, float32
-    [heads], that a row's softmax counts and that has no value; ``chunked`` is that of :class:`Window`. ``plan`` is the
-    number of the step's plan that is for layers with so many KV heads. ``sparse``: a row attends only to the tokens of
-    its ``selected`` bits (:mod:`pillion.kernels.cpu.attention.token_selection`).
+    """Attention of all items of the step.
+
+    ``softcap`` and ``window``: whether the layer has one; if not, the field of the record is unused. ``sinks``: whether
+    it has a score per head, float32 [heads], that counts in a row's softmax and has no value. ``chunked`` is that of
+    :class:`Window`. ``plan``: the step's plan for this layer's number of KV heads. ``sparse``: a row attends only to
+    the tokens of its ``selected`` bits (:mod:`pillion.kernels.cpu.attention.token_selection`).
 
     The scale must be positive, and the items those of
     :class:`pillion.kernels.cpu.attention.cpu_attention_plan.CpuAttentionPlanner`.
@@ -213,9 +212,9 @@ class Attention(KernelSpec):
     layout = RecordLayout(
         "attention",
         pointers=("queries", "out", "partials", "sinks", "selected"),
-        # The fields kv_heads and window are counts; the others are distances in bytes: head_stride of queries,
-        # out_stride of a token's results, partial_stride of a KV head's partials, layer_offset from a slot to the
-        # layer's K, value_offset from K to V.
+        # kv_heads and window are counts; the others are distances in bytes: head_stride of queries, out_stride of a
+        # token's results, partial_stride of a KV head's partials, layer_offset from a slot to the layer's K,
+        # value_offset from K to V.
         numbers=(
             "head_stride", "out_stride", "partial_stride", "layer_offset", "slot_bytes", "piece_bytes", "value_offset",
             "kv_heads", "window", "selected_stride",
@@ -245,7 +244,7 @@ class Attention(KernelSpec):
 
 
 class _ItemPass:
-    """Emits the attention of one item of at most ``most`` rows."""
+    """Emitter of the attention of one item of at most ``most`` rows."""
 
     def __init__(
         self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, most: int, tiles: MatrixTiles | None
@@ -273,8 +272,7 @@ class _ItemPass:
         is_cut = item.partial >= 0
         sums, fresh = (self._call.scratch + place for place in (scratch.sums, scratch.fresh))
         with k.range(item.last, begin) as partition:
-            # The sums of the first partition need no folding, and those of an item that was cut are folded by the
-            # merge.
+            # The first partition's sums need no folding; those of a cut item are folded by the merge.
             apart = k.select(is_cut | partition.equals(begin), k.int(0), k.int(scratch.fresh - scratch.sums))
             self._emit_partition(partition, sums + apart)
             with k.when(apart > 0), k.range(item.rows) as row:
@@ -325,8 +323,7 @@ class _ItemPass:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMerge(KernelSpec):
-    """Merges the partial results of query rows whose context was divided over several work items, and stores the rows'
-    final results."""
+    """Merge of the partial results of query rows whose context was divided over several work items."""
 
     layout = RecordLayout(
         "attention_merge",
@@ -360,7 +357,7 @@ class AttentionMerge(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """Names the groups of cached tokens that one work item attends to: begin .. end - 1, of ``last`` groups of the
+    """The groups of cached tokens that one work item attends to: begin .. end - 1, of ``last`` groups of the
     sequence."""
 
     begin: Int
@@ -371,7 +368,7 @@ class GroupRange:
 def emit_groups(
     call: KernelCall, shape: AttentionShape, sequence: Int, head: Int, wanted: GroupRange, places_at: int
 ) -> Groups:
-    """Writes the list of the groups' places into the scratch. The list is in the order of reading, for prefetches."""
+    """Write the list of the groups' places into the scratch, in the order of reading, for prefetches."""
     k, args = call.k, call.args
     places = call.scratch + places_at
     table = call.step.pointer("block_tables") + sequence * call.step.number("table_stride") * 4
@@ -394,8 +391,8 @@ def emit_groups(
 
 
 def row_tile(isa: Isa, shape: AttentionShape, rows: int) -> RowTile:
-    """Returns the tile of ``rows`` rows. It has enough sums in flight to hide the latency of a product, and few enough
-    to leave registers for tables and lines of codes where there are any."""
+    """Return the tile of ``rows`` rows, with enough sums in flight to hide the latency of a product, and few enough to
+    leave registers for tables and lines of codes, if any."""
     sums = min(isa.attention_sums, CODE_SUMS) if shape.codes else isa.attention_sums
     most = max(1, sums // rows)
     side = 1 << (min(isa.decode_blocks, SIDE_GROUPS, most).bit_length() - 1)
@@ -405,8 +402,7 @@ def row_tile(isa: Isa, shape: AttentionShape, rows: int) -> RowTile:
 
 
 def _emit_result(call: KernelCall, shape: AttentionShape, head: Int, row: Int, sums: Ptr, sinks: bool) -> None:
-    """Stores the result of a row whose partitions have been folded into ``sums``, with its head's sink where there is
-    one."""
+    """Store the result of a row whose partitions are folded into ``sums``, with its head's sink, if any."""
     token = row // shape.group
     place = head * shape.group + row % shape.group
     if sinks:

@@ -1,13 +1,13 @@
-"""Plans a step's attention: which query rows are multiplied with which part of their context in one item of work.
+"""The plan of a step's attention: the query rows and the part of their context of each work item.
 
 A step is planned once, for all layers. A query row is one head's query of one token. The rows of a KV head are numbered
 token * group + head in the group, so the rows of a sequence are consecutive and share its keys and values. An *item* is
-a few such rows and the partitions of the context that they meet; every KV head computes every item once
+a few such rows and partitions of their context; every KV head computes every item once
 (:mod:`pillion.kernels.cpu.attention.cpu_attention`).
 
-Where one item would keep a thread busy while the others have nothing left, its partitions are cut into several items.
-These write a partial result for every partition, and a *merge* folds the partial results, in the order in which an
-uncut item folds its partitions. So cutting changes no bit of a result.
+An item that would occupy one thread while the others are idle is cut into several items with fewer partitions. These
+write a partial result for every partition, and a *merge* folds the partial results in the order in which an uncut item
+folds its partitions. So cutting changes no bit of a result.
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ from pillion.kernels.step import Int32, StepBatch
 
 Int64 = npt.NDArray[np.int64]
 
-# A partition has this many tokens and begins at a multiple of that in the sequence. A softmax runs over one partition.
+# Tokens of a partition, which begins at a multiple of this in the sequence. A softmax runs over one partition.
 PARTITION_TOKENS = 512
-# Longest context of which tokens are selected; a row's scores lie in a thread's scratch memory.
+# Longest context for token selection: a row's scores are in a thread's scratch memory.
 MAX_SELECTED_TOKENS = 196_608
-# The work of one thread has at least this many items, where partitions are short enough.
+# Target for the items per thread, if partitions are short enough.
 ITEMS_PER_THREAD = 8
-# These are the numbers of the words of an item or a merge. SHIFT is a token's position minus its row in the batch;
-# FIRST .. LAST - 1 are the partitions; PARTIAL is the row of the partials for the first partition's results, or -1
-# where nothing is cut.
+# Words of an item or a merge. SHIFT is a token's position minus its row in the batch; FIRST .. LAST - 1 are the
+# partitions; PARTIAL is the row of the partials for the first partition's results, or -1 if nothing is cut.
 SEQUENCE, ROW, ROWS, SHIFT, FIRST, LAST, PARTIAL = range(7)
 ITEM_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionPlan:
-    """Holds the plan of a step: items [N, ITEM_WORDS], the longest first, and merges [M, ITEM_WORDS]."""
+    """The plan of a step: items [N, ITEM_WORDS], the longest first, and merges [M, ITEM_WORDS]."""
 
     items: Int32
     merges: Int32
 
 
 class CpuAttentionPlanner:
-    """Plans the attention of a model's steps."""
+    """Planner of the attention of a model's steps."""
 
     def __init__(
         self, group: int, row_counts: tuple[int, int], kv_heads: int, threads: int, partial_rows: int, window: int = 0
     ) -> None:
-        """Makes a planner.
+        """Create a planner.
 
         Args:
             group: query heads of a KV head.
-            row_counts: how many rows an item of one token has at most, and how many an item of several tokens
+            row_counts: max rows of an item of one token, and of an item of several tokens
                 (``pillion.kernels.cpu.attention.cpu_attention.row_counts``).
             kv_heads: KV heads, each of which computes all items.
             threads: threads of the pool that shares the items.
@@ -65,7 +64,7 @@ class CpuAttentionPlanner:
         self._window = window
 
     def plan(self, batch: StepBatch) -> CpuAttentionPlan:
-        """Returns the plan for all rows of ``batch``. A sequence's positions must be consecutive, and no sequence
+        """Return the plan for all rows of ``batch``. A sequence's positions must be consecutive, and no sequence
         empty."""
         single = len(batch.positions) == len(batch.context_lens) and self._group <= self._narrow
         items, tokens = self._single_rows(batch) if single else self._rows(batch)
@@ -78,8 +77,7 @@ class CpuAttentionPlanner:
         return CpuAttentionPlan(items[order], merges)
 
     def _single_rows(self, batch: StepBatch) -> tuple[Int32, Int64]:
-        """Returns what :meth:`_rows` returns, for batches with one token of each sequence, which makes one item
-        each."""
+        """Return the result of :meth:`_rows` for batches with one token, and so one item, per sequence."""
         limits = batch.context_lens.astype(np.int64)
         each = np.arange(len(limits), dtype=np.int32)
         items = np.zeros((len(limits), ITEM_WORDS), np.int32)
@@ -94,7 +92,7 @@ class CpuAttentionPlanner:
         return items, limits - lowest
 
     def _rows(self, batch: StepBatch) -> tuple[Int32, Int64]:
-        """Returns the items before they are cut, and the number of tokens in the context of each."""
+        """Return the uncut items, and the number of tokens in the context of each."""
         starts = batch.query_starts.astype(np.int64)
         begins, counts = starts[:-1], np.diff(starts)
         shifts = batch.context_lens - starts[1:]
@@ -120,7 +118,7 @@ class CpuAttentionPlanner:
         return items, limits - lowest
 
     def _cut(self, items: Int32, tokens: Int64, most_partitions: int) -> tuple[Int32, Int64, Int32]:
-        """Cuts items of more than ``most_partitions`` partitions, the longest first, while partials are left."""
+        """Cut items of more than ``most_partitions`` partitions, the longest first, while partials are left."""
         order = np.flatnonzero(items[:, LAST] - items[:, FIRST] > most_partitions)
         order = order[np.argsort(-tokens[order], kind="stable")]
         merges = items[order]

@@ -1,13 +1,12 @@
-"""Rounds rows of keys and values to 8 bits, and widens lines of their codes.
+"""Quantization of rows of keys and values to 8 bits, and dequantization of lines of their codes.
 
 A row is one token's key or value of one KV head, with a scale (:mod:`pillion.kernels.kv_codes`); a value is its code's
-times its row's scale. Codes are those of "fp8_e4m3" (4 bits of exponent, 3
-of mantissa, no infinities), the GPU kernels' for the same row (``kernels/gpu/fp8.py``), or "int8" (-127 .. 127). A row
-with NaN gets the scale NaN.
+times its row's scale. Codes are "fp8_e4m3" (4 bits of exponent, 3 of mantissa, no infinities), identical to the GPU
+kernels' for the same row (``kernels/gpu/fp8.py``), or "int8" (-127 .. 127). A row with a NaN has the scale NaN.
 
 A line of 64 codes is 4 values of each of 16 lanes, [4 quarters][2 pairs][4 lanes][2 values]
-(:mod:`pillion.kernels.cpu.attention.kv_layout`). Codes are exact in bfloat16. Products of bfloat16 pairs take both
-bytes of a value from tables, as products with int8 weights do; elsewhere codes become float32.
+(:mod:`pillion.kernels.cpu.attention.kv_layout`). Codes are exact in bfloat16. For products of bfloat16 pairs both bytes
+of a value come from tables, as for int8 weights; elsewhere codes become float32.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from pillion.kernels.cpu.language.emit import I8, I32, VF, VI, Kernel, Pairs, Pt
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.kv_codes import MAX_CODES, MIN_SCALE
 
-# Widened values must be multiplied by these factors where codes become float32, because codes of int8 are the upper
-# bytes of integers there.
+# Factors of the results of :func:`widen_to_floats`: there int8 codes are the upper bytes of integers.
 FLOAT_FACTORS = {"fp8_e4m3": FP8_SHRINK, "int8": 2.0**-24}
 
 _SMALLEST_NORMAL = 2.0**-6
-# A value that is too small to be a normal fp8 number is rounded by adding this number to it: the low bits of the sum's
-# mantissa then count multiples of 2**-9.
+# Added to a value too small to be a normal fp8 number, to round it: the low bits of the sum's mantissa then count
+# multiples of 2**-9.
 _SUBNORMAL_SHIFT = 2.0**14
 _CODES = ir.VectorType(I8, LANES)
 _LINE = ir.VectorType(I8, LINE_BYTES)
@@ -37,17 +35,16 @@ _LINE_WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
 
 
 def scale_of(k: Kernel, row: Sequence[Vec], kind: str) -> Vec:
-    """Returns the scale of a row, in all lanes."""
+    """Return the scale of a row, in all lanes."""
     largest = k.vector(0.0)
     for value in row:
         largest = k.larger_size(largest, value)
-    # A NaN stays one, and is larger than every number there.
+    # larger() keeps the NaN of its second argument.
     return k.larger(k.vector(MIN_SCALE), k.largest_size(largest) / MAX_CODES[kind])
 
 
 def encode(k: Kernel, value: Vec, kind: str) -> Any:
-    """Returns the codes of 16 values that were divided by their row's scale: rounded once, to nearest and ties to
-    even."""
+    """Return the codes of 16 values that were divided by their row's scale: rounded once, to nearest, ties to even."""
     b, most = k.builder, MAX_CODES[kind]
     if kind == "int8":
         whole = k.rounded(k.smaller(k.larger(value, -most), most))
@@ -55,7 +52,7 @@ def encode(k: Kernel, value: Vec, kind: str) -> Any:
     bits = b.bitcast(value.ir, VI)
     size = k.smaller(Vec(k, b.bitcast(b.and_(bits, int_lanes(0x7FFFFFFF)), VF)), most)
     kept = b.bitcast(size.ir, VI)
-    # To round, 20 bits of the mantissa are dropped; then the exponent's bias of 127 becomes one of 7.
+    # Round by dropping 20 bits of the mantissa; then change the exponent's bias from 127 to 7.
     odd = b.and_(b.lshr(kept, int_lanes(20)), int_lanes(1))
     normal = b.sub(b.lshr(b.add(b.add(kept, int_lanes(0x7FFFF)), odd), int_lanes(20)), int_lanes(120 << 3))
     subnormal = b.and_(b.bitcast((size + _SUBNORMAL_SHIFT).ir, VI), int_lanes(0xFF))
@@ -64,9 +61,9 @@ def encode(k: Kernel, value: Vec, kind: str) -> Any:
 
 
 def widen_to_pairs(k: Kernel, line: Ptr, kind: str) -> tuple[Pairs, Pairs]:
-    """Loads 64 codes as two times 16 pairs of bfloat16."""
+    """Load 64 codes as two times 16 pairs of bfloat16."""
     if not k.isa.bf16_dot:
-        # Emulated matrix tiles alone need pairs where there is no table look-up.
+        # Without table look-up, only emulated matrix tiles need pairs.
         first, second, third, fourth = (value * FLOAT_FACTORS[kind] for value in widen_to_floats(k, line, kind))
         return k.pairs(first, second), k.pairs(third, fourth)
     codes, values = k.read(line, _LINE, 1), torch.arange(128).to(torch.bfloat16)
@@ -76,13 +73,13 @@ def widen_to_pairs(k: Kernel, line: Ptr, kind: str) -> tuple[Pairs, Pairs]:
         magnitudes = k.builder.call(function, [codes, ir.Constant(ir.IntType(1), 0)])
     else:
         values = torch.arange(128).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
-        # The code of NaN is never written. Stale memory may hold it, and a stale V is multiplied by 0.
+        # The code of NaN is never written, but stale memory may contain it, and a stale V is multiplied by 0.
         values[127] = 0.0
     return looked_up(k, magnitudes, codes, values.view(torch.int16).tolist())
 
 
 def widen_to_floats(k: Kernel, line: Ptr, kind: str) -> tuple[Vec, ...]:
-    """Loads 64 codes as four times 16 float32, which the caller must multiply by ``FLOAT_FACTORS``."""
+    """Load 64 codes as four times 16 float32, to be multiplied by ``FLOAT_FACTORS``."""
     if kind == "fp8_e4m3":
         words = k.read(line, _LINE_WORDS, 2)
         return *fp8_floats(k, words, 0), *fp8_floats(k, words, 1)
@@ -90,7 +87,7 @@ def widen_to_floats(k: Kernel, line: Ptr, kind: str) -> tuple[Vec, ...]:
     nothing = ir.Constant(_LINE, [0] * LINE_BYTES)
     found = []
     for value in range(4):
-        # One instruction moves each lane's byte to the top of an integer, so that its sign becomes the integer's.
+        # One shuffle moves each lane's byte to the top of an integer, so that its sign becomes the integer's.
         order = [at for lane in range(LANES) for at in (*[LINE_BYTES] * 3, _place(lane, value))]
         upper = b.shuffle_vector(codes, nothing, ir.Constant(ir.VectorType(I32, LINE_BYTES), order))
         found.append(Vec(k, b.sitofp(b.bitcast(upper, VI), VF)))
@@ -98,6 +95,5 @@ def widen_to_floats(k: Kernel, line: Ptr, kind: str) -> tuple[Vec, ...]:
 
 
 def _place(lane: int, value: int) -> int:
-    """Returns the byte of a line at which one of a lane's 4 values lies; a line is [4 quarters][2 pairs][4 lanes][2
-    values]."""
+    """Return the byte of a line with one of a lane's 4 values; a line is [4 quarters][2 pairs][4 lanes][2 values]."""
     return lane // 4 * 16 + value // 2 * 8 + lane % 4 * 2 + value % 2

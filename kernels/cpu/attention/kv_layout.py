@@ -1,4 +1,4 @@
-"""Defines the CPU kernels' layout of keys and values inside a (layer, head) piece of the KV pool.
+"""The CPU kernels' layout of keys and values inside a (layer, head) piece of the KV pool.
 
 The pool is [slots, layers, 2, kv_heads, piece], K before V; a piece has block_size * head_dim values, and in 8 bits a
 float32 scale for each token. Inside, tokens are in groups of 16, one for each lane of a vector (block sizes are
@@ -12,11 +12,11 @@ multiples of 16):
                V  [block_size / 16][lines: 4 tokens * head_dim / 16], and after each group's lines its 16 scales
                a line of 64 codes is 4 values of 16 lanes, [4 quarters][2 pairs][4 lanes][2 values]: in K four
                neighbours of each of 16 tokens, in V four neighbour tokens of each of 16 columns
-               Rows of latents, which are in the layout of K, have 16 scales of latents, then 16 of rotated keys
+               Rows of latents, in the layout of K, have 16 scales of latents, then 16 of rotated keys
 
 So scores of 16 tokens are one vector, and the product with V adds up tokens pair by pair: both are dot products of
-bfloat16 pairs without any shuffle (:meth:`pillion.kernels.cpu.language.emit.Kernel.dot`), and a group has as many
-bytes in K as in V.
+bfloat16 pairs without any shuffle (:meth:`pillion.kernels.cpu.language.emit.Kernel.dot`), and a group is as large in K
+as in V.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ from __future__ import annotations
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
-# The namespace of block hashes contains these versions of the layout, so that blocks of different layouts are never
-# shared (I2).
+# Versions of the layout, in the namespace of block hashes, so that blocks of different layouts are never shared (I2).
 LAYOUT_VERSION, EIGHT_BIT_VERSION = "lanes16-1", "lanes16-quads-1"
 _VALUE_BYTES = {"bfloat16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
 
 
 def line_values(kind: str) -> int:
-    """Returns how many values a lane has in a line of 64 bytes. ``kind`` is the type of K and V, as in
-    ``KVLayout.dtype``."""
+    """Return the values per lane in a line of 64 bytes. ``kind`` is the type of K and V, as in ``KVLayout.dtype``."""
     return 4 // _VALUE_BYTES[kind]
 
 
 def lines_bytes(head_dim: int, kind: str) -> int:
-    """Returns how many bytes 16 tokens take in K, and as many in V, without scales."""
+    """Return the bytes of 16 tokens in K (the same in V), without scales."""
     return LANES * head_dim * _VALUE_BYTES[kind]
 
 
 def group_bytes(head_dim: int, kind: str, scales: int = 1) -> int:
-    """Returns how many bytes 16 tokens take in K, and as many in V, with so many scales of each where they have any."""
+    """Return the bytes of 16 tokens in K (the same in V), with ``scales`` scales per token in 8-bit layouts."""
     return lines_bytes(head_dim, kind) + (LANES * KV_SCALE_BYTES * scales if _VALUE_BYTES[kind] == 1 else 0)

@@ -1,7 +1,8 @@
-"""Selects the tokens that each query attends to, by an indexer (DeepSeek's sparse attention, DSA, arXiv 2512.02556).
+"""Selection of the tokens that each query attends to, by an indexer (DeepSeek's sparse attention, DSA, arXiv
+2512.02556).
 
 The index key of a token is the last part of its row of latents. A query's score of a token is the weighted sum over its
-index queries of relu(index query * index key); the ``top`` best tokens that it sees are selected, of equal ones the
+index queries of relu(index query * index key); the ``top`` best of the visible tokens are selected, of equal ones the
 first. So a row's selection depends on its text alone, not on the step.
 """
 
@@ -17,7 +18,7 @@ from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, Kerne
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rotate import turned
 
-# Bits of a selection are stored per group of 16 tokens.
+# Bytes of a selection's bits per group of 16 tokens.
 GROUP_BYTES = 2
 # Index queries whose sums stay in registers.
 MAX_SUMS = 8
@@ -25,9 +26,9 @@ MAX_SUMS = 8
 
 @dataclass(frozen=True, slots=True)
 class SelectTokens(KernelSpec):
-    """Runs over the step's T rows, whose index keys are in the pool.
+    """Top-k selection for the step's T rows, whose index keys are in the pool.
 
-    queries    [T, heads, dim] of the model's type, of whose values the first ``rotary`` are still to be rotated
+    queries    [T, heads, dim] of the model's type, with the first ``rotary`` values not yet rotated
     weights    [T, heads] float32
     selected   [T, groups] bits, one per token; groups after a row's own token are not written
 
@@ -71,7 +72,7 @@ class SelectTokens(KernelSpec):
         return self._at_weights + -(-self.heads // LANES) * VECTOR_BYTES
 
     def _queries(self, call: KernelCall, row: Int) -> None:
-        """Copies a row's index queries, rotated, and their weights into the scratch."""
+        """Copy a row's index queries, rotated, and their weights into the scratch."""
         k, args, bf16 = call.k, call.args, self.shape.bf16
         size, lines = (2 if bf16 else 4), PoolLines(k, self.shape)
         to_size, vectors, rotary = (2 if lines.bf16_rows else 4), self.dim // LANES, self.rotary // LANES
@@ -91,7 +92,7 @@ class SelectTokens(KernelSpec):
             k.store(call.scratch + self._at_weights + i * VECTOR_BYTES, scaled)
 
     def _keys_of_scores(self, call: KernelCall, row: Int, behind: Int, groups: Int) -> None:
-        """Stores, for each token up to the row's own, an integer that orders as its score does."""
+        """Store, for each token up to the row's own, an integer that orders like its score."""
         k, args, shape, lines = call.k, call.args, self.shape, PoolLines(call.k, self.shape)
         sequence = k.load_int(call.step.pointer("row_seqs") + row * 4, 32)
         table = call.step.pointer("block_tables") + sequence * call.step.number("table_stride") * 4
@@ -114,7 +115,6 @@ class SelectTokens(KernelSpec):
             k.store_quads(call.scratch + self._at_scores + group * VECTOR_BYTES, k.sortable(total.value, seen))
 
     def _select(self, k: Kernel, scores: Ptr, selected: Ptr, groups: Int) -> None:
-        """Stores the bits of the ``top`` largest integers."""
 
         def count(least: Int) -> Int:
             found = k.variable(k.int(0))

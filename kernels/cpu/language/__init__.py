@@ -1,4 +1,4 @@
-"""Defines the language in which the author of a kernel writes it.
+"""The language in which kernels are written.
 
 Open ``emit.py`` first. Nothing here compiles or runs code; that is ``kernels/cpu/runtime``.
 """

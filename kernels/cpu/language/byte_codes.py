@@ -1,4 +1,4 @@
-"""Widens lines of 64 codes of one byte, by tables in registers or as float16, for products and for KV in 8 bits."""
+"""Dequantization of lines of 64 one-byte codes, by tables in registers or as float16, for products and 8-bit KV."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pillion.kernels.cpu.language.isa import LANES
 LINE_BYTES = 64
 SIGN = 0x80
 QUARTERS = 4
-# In registers, fp8 numbers are widened to values that are 256 times too small, because their bits then only have to be
-# shifted to be those of a float16; a later multiplication makes up for it.
+# fp8 numbers are widened to values 256 times too small: their bits then only need a shift to be a float16's. A later
+# multiplication compensates.
 FP8_SHRINK = 256.0
 
 _BYTES = ir.VectorType(I8, LINE_BYTES)
@@ -24,11 +24,10 @@ _LANE_WORDS = ir.VectorType(ir.IntType(16), LANES)
 def looked_up(
     k: Kernel, places: Any, signs: Any, patterns: list[int], lowest: int | None = None
 ) -> tuple[Pairs, Pairs]:
-    """Widens a line by the table ``patterns``, the bits of 128 bfloat16. The lower 7 bits of each of ``places`` choose
-    an entry.
+    """Dequantize a line by the table ``patterns``, the bits of 128 bfloat16, indexed by the lower 7 bits of ``places``.
 
     Looks up both bytes of each bfloat16, adds the top bits of ``signs`` to the upper byte, and interleaves lower and
-    upper bytes. ``lowest`` is the upper byte for a sign without magnitude, where that is not zero.
+    upper bytes. ``lowest`` is the upper byte for a sign without magnitude, if that is not zero.
     """
     b = k.builder
     lower = _table(k, places, [pattern & 0xFF for pattern in patterns])
@@ -47,17 +46,17 @@ def looked_up(
 
 
 def _table(k: Kernel, places: Any, table: list[int]) -> Any:
-    """Looks up an entry of a table of 128 bytes for each byte of ``places``, whose lower 7 bits choose it."""
+    """Look up each byte of ``places`` in a table of 128 bytes, by its lower 7 bits."""
     halves = [ir.Constant(_BYTES, table[begin : begin + LINE_BYTES]) for begin in (0, LINE_BYTES)]
     function = k.function("llvm.x86.avx512.vpermi2var.qi.512", _BYTES, [_BYTES] * 3)
     return k.builder.call(function, [halves[0], places, halves[1]])
 
 
 def fp8_floats(k: Kernel, words: Any, half: int) -> tuple[Vec, Vec]:
-    """Returns the float32 of the lower and of the upper bytes of 16 words, FP8_SHRINK times too small. ``words`` are 32
-    words of 16 bits; each quarter has 4 of them for each ``half``.
+    """Return the lower and the upper bytes of 16 words as float32, FP8_SHRINK times too small. ``words`` are 32 16-bit
+    words; each quarter has 4 of them for each ``half``.
 
-    The sign stays the top bit. The 7 bits below it go one place down, where they are the exponent and mantissa of a
+    The sign stays the top bit. The 7 bits below it move one place down, where they are the exponent and mantissa of a
     float16.
     """
     b, mine = k.builder, half_words(k, words, half)
@@ -69,11 +68,11 @@ def fp8_floats(k: Kernel, words: Any, half: int) -> tuple[Vec, Vec]:
 
 
 def half_words(k: Kernel, words: Any, half: int) -> Any:
-    """Returns the 16 words of one half of 32 words of 16 bits."""
+    """Return the 16 words of one half of 32 16-bit words."""
     order = [quarter * 8 + half * 4 + column for quarter in range(QUARTERS) for column in range(4)]
     return k.builder.shuffle_vector(words, words, ir.Constant(VI, order))
 
 
 def word_lanes(value: int) -> Any:
-    """Returns an LLVM constant: a vector with the 16-bit integer ``value`` in all sixteen lanes."""
+    """Return an LLVM vector constant with the 16-bit integer ``value`` in all sixteen lanes."""
     return ir.Constant(_LANE_WORDS, [value] * LANES)

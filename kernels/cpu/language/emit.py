@@ -1,4 +1,4 @@
-"""Defines the language of the CPU kernels: Python that writes LLVM IR, sixteen lanes at a time.
+"""The language of the CPU kernels: Python that writes LLVM IR, sixteen lanes at a time.
 
 A kernel is a Python function that calls methods of a :class:`Kernel`; each call appends instructions. Values carry
 their type, and their operators append instructions too:
@@ -12,9 +12,9 @@ A vector has 16 lanes everywhere; LLVM cuts it into registers of the processor (
 NEON). Only the tile sizes (:mod:`pillion.kernels.cpu.language.isa`) and the bfloat16 product (:meth:`Kernel.dot`)
 differ by processor.
 
-In checked mode (``PILLION_CHECK_KERNELS=1``) every pointer has bounds: an access outside of them is noted in the fault
-cell and goes to a dummy line instead. In fast mode a pointer is a bare address; before each run
-:mod:`pillion.kernels.cpu.runtime.program` has checked that every access is inside.
+In checked mode (``PILLION_CHECK_KERNELS=1``) every pointer has bounds: an access outside of them is recorded in the
+fault cell and redirected to a dummy line. In fast mode a pointer is a bare address; before each run
+:mod:`pillion.kernels.cpu.runtime.program` has checked that every access is in bounds.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ _F32 = ir.FloatType()
 VF, VI = ir.VectorType(_F32, LANES), ir.VectorType(I32, LANES)
 _VH = ir.VectorType(_I16, LANES)
 _WORDS = ir.VectorType(_I16, 2 * LANES)
-# Count is a Python number. The alias exists because :meth:`Kernel.int` hides ``int`` inside the class.
+# Python's int, which :meth:`Kernel.int` hides inside the class.
 Count = int
 LOG2E = 1.4426950408889634
-# These are the Taylor coefficients of 2**x up to the sixth power, highest first. With them exp2 on [-0.5, 0.5] is
-# within 3e-7 of the true value.
+# Taylor coefficients of 2**x up to the sixth power, highest first: exp2 on [-0.5, 0.5] is within 3e-7 of the true
+# value.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
-# The truth table of "the second operand's bit where the third one's is set, else the first one's".
+# Truth table of "the second operand's bit where the third's is set, else the first's".
 _CHOOSE_BY_THIRD = 0xD8
-# Below this exponent 2**x counts as 0, because a token that a row must not see gets a weight of exactly 0, whatever its
-# score is.
+# Below this exponent 2**x is 0, so that a masked token has a weight of exactly 0 whatever its score.
 _LEAST_EXPONENT = -126.0
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """Represents LLVM's type bfloat, which llvmlite lacks."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -67,7 +66,7 @@ BFLOAT = _BFloat()
 
 @dataclass(frozen=True, slots=True)
 class Bool:
-    """Represents a condition: one bit, or sixteen, one for each lane."""
+    """A condition: one bit, or sixteen, one per lane."""
 
     k: Kernel
     ir: Any
@@ -89,8 +88,7 @@ def _integers_are(order: str) -> Callable[[Int, Int | int], Bool]:
 
 @dataclass(frozen=True, slots=True)
 class Int:
-    """Represents a signed integer of 64 bits. ``//`` and ``%`` round towards 0; kernels divide only positive
-    numbers."""
+    """A signed 64-bit integer. ``//`` and ``%`` round towards 0; kernels divide only positive numbers."""
 
     k: Kernel
     ir: Any
@@ -105,7 +103,7 @@ class Int:
     __le__ = _integers_are("<=")
     __gt__ = _integers_are(">")
     __ge__ = _integers_are(">=")
-    # The operator ``==`` keeps Python's meaning.
+    # ``==`` stays Python's.
     equals = _integers_are("==")
 
 
@@ -119,7 +117,7 @@ def _reals_are(order: str) -> Callable[[Vec, Vec | float], Bool]:
 
 @dataclass(frozen=True, slots=True)
 class Vec:
-    """Represents sixteen float32 values. A comparison is false in lanes where a side is NaN."""
+    """Sixteen float32 values. Comparisons are false in lanes with a NaN."""
 
     k: Kernel
     ir: Any
@@ -134,7 +132,7 @@ class Vec:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Represents sixteen pairs of bfloat16 values. The first value of a pair is in the low half of its 32 bits."""
+    """Sixteen pairs of bfloat16 values, a pair's first value in the low half of its 32 bits."""
 
     k: Kernel
     ir: Any
@@ -142,7 +140,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Quads:
-    """Represents sixteen lanes of 32 bits: integers, or four codes of 8 bits each, the first one in the lowest bits."""
+    """Sixteen lanes of 32 bits: integers, or four 8-bit codes each, the first in the lowest bits."""
 
     k: Kernel
     ir: Any
@@ -159,7 +157,7 @@ class Quads:
 
 @dataclass(frozen=True, slots=True)
 class Ptr:
-    """Represents an address in bytes and, in checked mode, the bounds of the memory that it may access."""
+    """An address in bytes and, in checked mode, the bounds of its memory."""
 
     k: Kernel
     ir: Any
@@ -173,7 +171,7 @@ class Ptr:
 
 
 class KernelVariable:
-    """Represents a value that can be assigned to; LLVM keeps it in a register."""
+    """A variable of a kernel; LLVM allocates it to a register."""
 
     def __init__(self, k: Kernel, value: Vec | Int | Pairs | Quads) -> None:
         self._k, self._kind = k, type(value)
@@ -183,7 +181,7 @@ class KernelVariable:
 
     @property
     def value(self) -> Any:
-        """Returns the value that was assigned last."""
+        """The value assigned last."""
         return self._kind(self._k, self._k.builder.load(self._cell))
 
     @value.setter
@@ -192,94 +190,87 @@ class KernelVariable:
 
 
 class Kernel:
-    """Appends instructions to one function."""
+    """A builder of one function, in which each call appends instructions."""
 
     def __init__(self, builder: ir.IRBuilder, isa: Isa, fault: Any = None, own_address: Any = None) -> None:
-        """Begins to write one function. ``fault`` is the fault cell's address in checked mode, else None;
-        ``own_address`` is the address of this kernel, which is noted there when an access strays."""
+        """Begin a function. In checked mode ``fault`` is the fault cell's address (else None) and ``own_address`` this
+        kernel's, recorded in the cell on an out-of-bounds access."""
         self.builder = builder
         self.isa = isa
         self._fault = fault
         self._own_address = own_address
         self._module = builder.module
 
-    # The methods from here on make and compare numbers.
+    # Numbers and comparisons
 
     def int(self, value: Int | Count) -> Int:
-        """Returns a Python integer as a value of the kernel."""
         return value if isinstance(value, Int) else Int(self, I64(value))
 
     def vector(self, value: Vec | float) -> Vec:
-        """Returns a vector with ``value`` in all sixteen lanes."""
         return value if isinstance(value, Vec) else Vec(self, ir.Constant(VF, [float(value)] * LANES))
 
     def real(self, value: Int) -> Vec:
-        """Converts an integer to float32, and returns it in all sixteen lanes."""
+        """Return an integer as float32 in all sixteen lanes."""
         return Vec(self, self.splat(self.builder.sitofp(value.ir, _F32)))
 
     def real_lanes(self, value: Quads) -> Vec:
-        """Converts sixteen integers to float32."""
         return Vec(self, self.builder.sitofp(value.ir, VF))
 
     def whole_lanes(self, value: Vec) -> Quads:
-        """Converts whole numbers to integers; they must fit into 32 bits."""
+        """Convert integral values to 32-bit integers; they must fit."""
         return Quads(self, self.builder.fptosi(value.ir, VI))
 
     def below(self, start: Int, limit: Int) -> Bool:
-        """Returns in which lanes the 32-bit integers start, start + 1 ... start + 15 are smaller than ``limit``."""
+        """Return the mask of lanes whose 32-bit integer start + lane is below ``limit``."""
         counted = ir.Constant(VI, list(range(LANES)))
         lanes = self.builder.add(counted, self.splat(self.builder.trunc(start.ir, I32)))
         bound = self.splat(self.builder.trunc(limit.ir, I32))
         return Bool(self, self.builder.icmp_signed("<", lanes, bound))
 
     def at_least(self, values: Quads, limit: Int) -> Bool:
-        """Returns in which lanes integers of 32 bits are no smaller than ``limit``, which may be 2**31."""
+        """Return the mask of lanes whose 32-bit integer is at least ``limit``, which may be 2**31."""
         wide = ir.VectorType(I64, LANES)
         return Bool(self, self.builder.icmp_signed(">=", self.builder.sext(values.ir, wide), self.splat(limit.ir)))
 
     def bits(self, condition: Bool) -> Int:
-        """Returns the sixteen lanes of a condition as an integer, the first lane in the lowest bit."""
+        """Return a mask's sixteen lanes as an integer, the first lane in the lowest bit."""
         return Int(self, self.builder.zext(self.builder.bitcast(condition.ir, _I16), I64))
 
     def lanes(self, bits: Int) -> Bool:
-        """Returns the lowest sixteen bits of an integer as a condition of the lanes."""
+        """Return an integer's lowest sixteen bits as a mask of the lanes."""
         return Bool(self, self.builder.bitcast(self.builder.trunc(bits.ir, _I16), ir.VectorType(_I1, LANES)))
 
     def ones(self, bits: Int) -> Int:
-        """Counts the bits that are set."""
         return Int(self, self.builder.call(self.function("llvm.ctpop.i64", I64, [I64]), [bits.ir]))
 
     def sortable(self, value: Vec, valid: Bool) -> Quads:
-        """Returns integers in the order of numbers; the least one in lanes that are not ``valid``."""
+        """Return integers ordered like the values; the least integer in lanes that are not ``valid``."""
         b = self.builder
         raw = b.bitcast(value.ir, VI)
         ordered = b.xor(raw, b.and_(b.ashr(raw, int_lanes(31)), int_lanes(0x7FFFFFFF)))
         return Quads(self, b.select(valid.ir, ordered, int_lanes(-(2**31))))
 
     def least(self, a: Int, b: Int | Count) -> Int:
-        """Returns the smaller one of two integers."""
         b = self.int(b)
         return Int(self, self.builder.select((a < b).ir, a.ir, b.ir))
 
     def most(self, a: Int, b: Int | Count) -> Int:
-        """Returns the larger one of two integers."""
         b = self.int(b)
         return Int(self, self.builder.select((a < b).ir, b.ir, a.ir))
 
     def select(self, condition: Bool, yes: Any, no: Any) -> Any:
-        """Returns ``yes`` where the condition holds and the other value elsewhere, lane by lane or as a whole. Both
-        have one type."""
+        """Return ``yes`` where the condition holds, else ``no``, per lane or as a whole. Both have one type."""
         return type(yes)(self, self.builder.select(condition.ir, yes.ir, no.ir))
 
     def variable(self, value: Vec | Int | Pairs | Quads) -> KernelVariable:
-        """Returns a variable that begins with ``value``."""
+        """Return a variable with the initial value ``value``."""
         return KernelVariable(self, value)
 
-    # The methods from here on append loops and conditions.
+    # Control flow
 
     @contextmanager
     def range(self, end: Int | Count, begin: Int | Count = 0, step: Count = 1) -> Iterator[Int]:
-        """Appends a loop over begin, begin + step ... below end, and yields its index."""
+        """Append a loop over begin, begin + step ... below end, and yield its index."""
         b, first, last = self.builder, self.int(begin).ir, self.int(end).ir
         before, body, behind = b.block, b.append_basic_block("body"), b.append_basic_block("behind")
         b.cbranch(b.icmp_signed("<", first, last), body, behind)
@@ -293,8 +284,8 @@ class Kernel:
         b.position_at_end(behind)
 
     def cases(self, value: Int, most: Count) -> Iterator[Count]:
-        """Yields the numbers 1 .. most. What is appended after a number was yielded runs where ``value`` is that
-        number."""
+        """Yield 1 .. most, one for each case of a switch: instructions appended after a number was yielded run if
+        ``value`` equals it."""
         b = self.builder
         behind, blocks = b.append_basic_block("behind"), [b.append_basic_block("case") for _ in range(most)]
         choice = b.switch(value.ir, blocks[0])
@@ -308,7 +299,7 @@ class Kernel:
 
     @contextmanager
     def forever(self) -> Iterator[Any]:
-        """Appends a loop that only :meth:`leave` ends; yields the block after it, which is passed to :meth:`leave`."""
+        """Append a loop that only :meth:`leave` ends; yield the block after it, to pass to :meth:`leave`."""
         b = self.builder
         body, behind = b.append_basic_block("body"), b.append_basic_block("behind")
         b.branch(body)
@@ -318,18 +309,18 @@ class Kernel:
         b.position_at_end(behind)
 
     def leave(self, behind: Any, condition: Bool) -> None:
-        """Ends a :meth:`forever` loop where the condition holds."""
+        """Break out of a :meth:`forever` loop if the condition holds."""
         on = self.builder.append_basic_block("on")
         self.builder.cbranch(condition.ir, behind, on)
         self.builder.position_at_end(on)
 
     def when(self, condition: Bool) -> AbstractContextManager[Any]:
-        """Opens a context: the instructions appended in it run only where the condition holds."""
+        """Return a context whose instructions run only if the condition holds."""
         return self.builder.if_then(condition.ir)  # type: ignore[no-any-return]
 
     def holds(self, ptr: Ptr, size: Int | Count) -> Bool:
-        """Returns whether ``size`` bytes at ``ptr`` are inside its bounds, and notes a fault if not. It is always true
-        in fast mode."""
+        """Return whether ``size`` bytes at ``ptr`` are in bounds, and record a fault if not. Always true in fast
+        mode."""
         if self._fault is None:
             return Bool(self, _I1(1))
         assert ptr.begin is not None, "checked kernels need pointers with bounds"
@@ -344,51 +335,49 @@ class Kernel:
     def _checked(self, ptr: Ptr, size: Count) -> Any:
         if self._fault is None:
             return ptr.ir
-        # Stray accesses are redirected to the line after the fault cell.
+        # Redirect out-of-bounds accesses to the line after the fault cell.
         stray = self.builder.add(self._fault, I64(VECTOR_BYTES))
         return self.builder.select(self.holds(ptr, size).ir, ptr.ir, stray)
 
     def read(self, ptr: Ptr, kind: Any, align: Count) -> Any:
-        """Loads an LLVM value of type ``kind``."""
+        """Load an LLVM value of type ``kind``."""
         size = _bytes_of(kind)
         loaded = self.builder.load(self.builder.inttoptr(self._checked(ptr, size), kind.as_pointer()))
         loaded.align = align
         return loaded
 
     def write(self, ptr: Ptr, value: Any, align: Count) -> None:
-        """Stores an LLVM value in memory, at ``ptr``."""
         size = _bytes_of(value.type)
         address = self.builder.inttoptr(self._checked(ptr, size), value.type.as_pointer())
         self.builder.store(value, address).align = align
 
     def load(self, ptr: Ptr) -> Vec:
-        """Loads 16 float32 from memory as one vector."""
         return Vec(self, self.read(ptr, VF, 4))
 
     def load_half(self, ptr: Ptr) -> Vec:
-        """Loads 16 float16 as float32."""
+        """Load 16 float16 as float32."""
         halves = self.builder.bitcast(self.read(ptr, _VH, 2), ir.VectorType(ir.HalfType(), LANES))
         return Vec(self, self.builder.fpext(halves, VF))
 
     def store(self, ptr: Ptr, value: Vec) -> None:
-        """Stores the 16 float32 of a vector."""
+        """Store the 16 float32 of a vector."""
         self.write(ptr, value.ir, 4)
 
     def stream(self, ptr: Ptr, value: Vec) -> None:
-        """Stores the 16 float32 of a vector past the caches, at a multiple of 64: the line is not read before, and
-        takes no other line's place. Other threads see it after :meth:`drain`."""
+        """Store 16 float32 at a multiple of 64 with a non-temporal store, which neither reads the line nor evicts
+        another. Other threads see it after :meth:`drain`."""
         address = self.builder.inttoptr(self._checked(ptr, VECTOR_BYTES), VF.as_pointer())
         stored = self.builder.store(value.ir, address)
         stored.align = VECTOR_BYTES
         stored.set_metadata("nontemporal", self._module.add_metadata([I32(1)]))
 
     def drain(self) -> None:
-        """Lets other threads see what :meth:`stream` has stored when they see what is stored after it."""
+        """Order the stores of :meth:`stream` before the stores that follow (SFENCE on x86)."""
         if self.isa.machine == "x86_64":
             self.builder.call(self.function("llvm.x86.sse.sfence", ir.VoidType(), []), [])
 
     def either(self, condition: Bool, yes: Ptr, no: Ptr) -> Ptr:
-        """Returns one of two pointers, with its bounds."""
+        """Return one of two pointers, with its bounds."""
         chosen = [
             None if one is None else self.builder.select(condition.ir, one, other)
             for one, other in ((yes.ir, no.ir), (yes.begin, no.begin), (yes.end, no.end))
@@ -396,84 +385,84 @@ class Kernel:
         return Ptr(self, *chosen)
 
     def load_pairs(self, ptr: Ptr) -> Pairs:
-        """Loads 32 bfloat16 as 16 pairs."""
+        """Load 32 bfloat16 as 16 pairs."""
         return Pairs(self, self.read(ptr, VI, 4))
 
     def load_quads(self, ptr: Ptr) -> Quads:
-        """Loads 16 integers of 32 bits, or 64 codes."""
+        """Load 16 integers of 32 bits, or 64 codes."""
         return Quads(self, self.read(ptr, VI, 4))
 
     def store_quads(self, ptr: Ptr, value: Quads) -> None:
-        """Stores 16 integers of 32 bits."""
+        """Store 16 integers of 32 bits."""
         self.write(ptr, value.ir, 4)
 
     def broadcast_quad(self, ptr: Ptr) -> Quads:
-        """Loads one integer of 32 bits, or four codes, into all sixteen lanes."""
+        """Load one 32-bit integer, or four codes, into all sixteen lanes."""
         return Quads(self, self.splat(self.read(ptr, I32, 4)))
 
     def load_float(self, ptr: Ptr, bf16: bool) -> Vec:
-        """Loads 16 values that are bfloat16 or float32 in memory."""
+        """Load 16 values that are bfloat16 or float32 in memory, as float32."""
         if not bf16:
             return self.load(ptr)
         wide = self.builder.zext(self.read(ptr, _VH, 2), VI)
         return Vec(self, self.builder.bitcast(self.builder.shl(wide, int_lanes(16)), VF))
 
     def store_float(self, ptr: Ptr, value: Vec, bf16: bool) -> None:
-        """Stores 16 values as bfloat16, rounded to nearest even, or as float32."""
+        """Store 16 values as bfloat16, rounded to nearest even, or as float32."""
         if bf16:
             self.write(ptr, self.to_bf16(value), 2)
         else:
             self.store(ptr, value)
 
     def copy(self, source: Ptr, target: Ptr, size: Int | Count) -> None:
-        """Copies ``size`` bytes, a multiple of 64."""
+        """Copy ``size`` bytes, a multiple of 64."""
         with self.range(size, step=VECTOR_BYTES) as at:
             self.store(target + at, self.load(source + at))
 
     def broadcast(self, ptr: Ptr) -> Vec:
-        """Loads one float32 into all sixteen lanes."""
+        """Load one float32 into all sixteen lanes."""
         return Vec(self, self.splat(self.read(ptr, _F32, 4)))
 
     def broadcast_pair(self, ptr: Ptr) -> Pairs:
-        """Loads one pair of bfloat16 into all sixteen lanes."""
+        """Load one pair of bfloat16 into all sixteen lanes."""
         return Pairs(self, self.splat(self.read(ptr, I32, 4)))
 
     def load_int(self, ptr: Ptr, bits: Count = 64) -> Int:
-        """Loads a signed integer of 8, 16, 32 or 64 bits."""
+        """Load a signed integer of 8, 16, 32 or 64 bits."""
         raw = self.read(ptr, ir.IntType(bits), bits // 8)
         return Int(self, raw if bits == 64 else self.builder.sext(raw, I64))
 
     def store_int(self, ptr: Ptr, value: Int | Count, bits: Count = 64) -> None:
-        """Stores the low bits of an integer."""
+        """Store the low bits of an integer."""
         raw = self.int(value).ir
         self.write(ptr, raw if bits == 64 else self.builder.trunc(raw, ir.IntType(bits)), bits // 8)
 
     def load_ptr(self, ptr: Ptr) -> Ptr:
-        """Loads a pointer of a record: its address, then the number of bytes that it may access."""
+        """Load a pointer of a record: its address, then its accessible bytes."""
         address = self.read(ptr, I64, 8)
         if self._fault is None:
             return Ptr(self, address)
         return Ptr(self, address, address, self.builder.add(address, self.read(ptr + 8, I64, 8)))
 
     def prefetch(self, ptr: Ptr, near: bool = True) -> None:
-        """Prefetches a line of 64 bytes into the first cache, or only into the second; ``ptr`` may point anywhere."""
+        """Prefetch a line of 64 bytes into L1, or only into L2 if not ``near``; ``ptr`` may point anywhere."""
         function = self.function("llvm.prefetch.p0", ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
         address = self.builder.inttoptr(ptr.ir, I8.as_pointer())
         self.builder.call(function, [address, I32(0), I32(3 if near else 1), I32(1)])
 
     def fetch_add(self, ptr: Ptr, amount: Int | Count) -> Int:
-        """Adds to a word atomically; returns the value that it had before."""
+        """Add to a word atomically; return its previous value."""
         cell = self.builder.inttoptr(self._checked(ptr, 8), I64.as_pointer())
         return Int(self, self.builder.atomic_rmw("add", cell, self.int(amount).ir, "acq_rel"))
 
-    # The methods from here on compute on vectors.
+    # Vector arithmetic
 
     def fma(self, a: Vec, b: Vec, c: Vec) -> Vec:
-        """Returns a * b + c, rounded once."""
+        """Return a * b + c, rounded once."""
         return Vec(self, self.builder.call(self.function("llvm.fma.v16f32", VF, [VF] * 3), [a.ir, b.ir, c.ir]))
 
     def dot(self, total: Vec, a: Pairs, b: Pairs) -> Vec:
-        """Returns ``total`` plus both products of each lane's pairs."""
+        """Return ``total`` plus both products of each lane's pairs."""
         if self.isa.bf16_dot == "x86":
             wide = ir.VectorType(BFLOAT, 2 * LANES)
             function = self.function("llvm.x86.avx512bf16.dpbf16ps.512", VF, [VF, wide, wide])
@@ -483,15 +472,15 @@ class Kernel:
 
     @property
     def code_bias(self) -> Count:
-        """Returns by how much :meth:`dot_codes` counts each stored code of a weight as too large."""
+        """Excess of each stored weight code in :meth:`dot_codes`."""
         return 0 if self.isa.int8_dot == "sdot" else 128
 
     def dot_codes(self, total: Quads, weights: Quads, x: Quads, *, small: bool = False) -> Quads:
-        """Returns ``total`` plus the dot product of each lane's four codes of both sides, exact modulo 2**32.
+        """Return ``total`` plus the dot product of each lane's four codes of both sides, exact modulo 2**32.
 
-        Codes of ``x`` are signed, those of ``weights`` are stored with 128 added. Of these 128 a processor that
-        multiplies unsigned codes by signed ones keeps :attr:`code_bias`, which callers subtract. ``small`` codes of
-        weights are 0 to 127 and are stored as they are.
+        Codes of ``x`` are signed, those of ``weights`` are stored with 128 added. On processors that multiply unsigned
+        by signed codes, :attr:`code_bias` of it remains in the result, and callers subtract it. ``small`` weight codes
+        are 0 to 127, stored as they are.
         """
         b, isa = self.builder, self.isa
         if isa.int8_dot == "vpdpbusd":
@@ -515,7 +504,7 @@ class Kernel:
         multiply = self.function(f"llvm.x86.{words}", wide, [halves, halves])
         eight, low = (ir.Constant(_WORDS, [value] * (2 * LANES)) for value in (8, 0xFF))
         first, second = b.bitcast(weights.ir, _WORDS), b.bitcast(x.ir, _WORDS)
-        # The even codes of each lane are multiplied first and then the odd ones, as numbers of 16 bits.
+        # As 16-bit numbers: the even codes of each lane first, then the odd ones.
         even = b.and_(first, low), b.ashr(b.shl(second, eight), eight)
         odd = b.lshr(first, eight), b.ashr(second, eight)
         for pair in (even, odd):
@@ -523,7 +512,7 @@ class Kernel:
         return total
 
     def look_up(self, places: Quads, table: Sequence[Count]) -> Quads:
-        """Returns for each of the 64 bytes of ``places``, which are below 16, its entry of a table of 16 bytes."""
+        """Look up each of the 64 bytes of ``places``, all below 16, in a table of 16 bytes."""
         if self.isa.machine == "aarch64":
             name, wide = "aarch64.neon.tbl1.v16i8", ir.VectorType(I8, 16)
         elif "avx512f" in self.isa.needs:
@@ -534,8 +523,7 @@ class Kernel:
         return Quads(self, self._in_parts(self.function(f"llvm.{name}", wide, [wide, wide]), (entries, places.ir)))
 
     def _in_parts(self, function: Any, values: Sequence[Any]) -> Any:
-        """Calls an LLVM function that takes narrower vectors once for each part of sixteen lanes, and joins the
-        results."""
+        """Call an LLVM function of narrower vectors once per part of the sixteen lanes; return the results joined."""
         b, part_lanes = self.builder, _bytes_of(function.function_type.return_type) // 4
         part = ir.VectorType(I32, part_lanes)
         found = []
@@ -552,21 +540,21 @@ class Kernel:
         return found[0]
 
     def pairs(self, low: Vec, high: Vec) -> Pairs:
-        """Returns pairs of values that are bfloat16 numbers."""
+        """Pack values that are exact in bfloat16 into pairs."""
         b = self.builder
         lower, upper = b.lshr(b.bitcast(low.ir, VI), int_lanes(16)), b.and_(b.bitcast(high.ir, VI), int_lanes(-65536))
         return Pairs(self, b.or_(lower, upper))
 
     def low(self, pairs: Pairs) -> Vec:
-        """Returns the first value of each pair as float32."""
+        """Return the first value of each pair as float32."""
         return Vec(self, self.builder.bitcast(self.builder.shl(pairs.ir, int_lanes(16)), VF))
 
     def high(self, pairs: Pairs) -> Vec:
-        """Returns the second value of each pair as float32."""
+        """Return the second value of each pair as float32."""
         return Vec(self, self.builder.bitcast(self.builder.and_(pairs.ir, int_lanes(-65536)), VF))
 
     def to_bf16(self, value: Vec) -> Any:
-        """Returns sixteen bfloat16 as integers of 16 bits, rounded to nearest even."""
+        """Return sixteen bfloat16 as 16-bit integers, rounded to nearest even."""
         b = self.builder
         if self.isa.bf16_dot == "x86":
             narrow = ir.VectorType(BFLOAT, LANES)
@@ -575,67 +563,66 @@ class Kernel:
         bits = b.bitcast(value.ir, VI)
         odd = b.and_(b.lshr(bits, int_lanes(16)), int_lanes(1))
         rounded = b.add(b.add(bits, odd), int_lanes(0x7FFF))
-        # NaN would round to infinity or to zero, so it becomes a quiet NaN of the same sign.
+        # A NaN would round to infinity or zero: make it a quiet NaN of the same sign.
         unordered = b.fcmp_unordered("uno", value.ir, value.ir)
         result = b.select(unordered, b.or_(bits, int_lanes(0x00400000)), rounded)
         return b.trunc(b.lshr(result, int_lanes(16)), _VH)
 
     def cut_pairs(self, first: Vec, second: Vec) -> Pairs:
-        """Returns pairs of bfloat16: the upper halves of the lanes of two vectors. Needs AVX-512."""
+        """Return pairs of two vectors' lanes truncated to bfloat16. Needs AVX-512."""
         b = self.builder
         low, high = b.lshr(b.bitcast(first.ir, VI), int_lanes(16)), b.bitcast(second.ir, VI)
-        # LLVM would make one permutation of a shift and an "or", which takes longer than both.
+        # LLVM would turn a shift and an "or" into one permutation, which is slower than both.
         function = self.function("llvm.x86.avx512.pternlog.d.512", VI, [VI, VI, VI, I32])
         return Pairs(self, b.call(function, [low, high, int_lanes(-65536), I32(_CHOOSE_BY_THIRD)]))
 
     def larger(self, a: Vec, b: Vec | float) -> Vec:
-        """Returns the larger value of each lane; where a is NaN, it returns that of b."""
+        """Return the larger value per lane; b's if a is NaN."""
         return self.select(a > b, a, self.vector(b))  # type: ignore[no-any-return]
 
     def smaller(self, a: Vec, b: Vec | float) -> Vec:
-        """Returns the smaller value of each lane; where a is NaN, it returns that of b."""
+        """Return the smaller value per lane; b's if a is NaN."""
         return self.select(a < b, a, self.vector(b))  # type: ignore[no-any-return]
 
     def larger_size(self, size: Vec, value: Vec) -> Vec:
-        """Returns the larger one of ``size``, which has no sign, and of ``value`` without its sign; NaN is above
-        all."""
+        """Return the larger of ``size``, which is not negative, and the magnitude of ``value``; NaN is the largest."""
         b = self.builder
         one, other = b.bitcast(size.ir, VI), b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF))
         return Vec(self, b.bitcast(b.select(b.icmp_signed(">", one, other), one, other), VF))
 
     def largest_size(self, size: Vec) -> Vec:
-        """Returns a vector whose lanes all hold the largest of the magnitudes in ``size``, NaN where a lane is NaN."""
+        """Return the largest of the magnitudes in ``size`` in all lanes, NaN if a lane is NaN."""
         for distance in (8, 4, 2, 1):
             size = self.larger_size(size, self._rotated(size, distance))
         return size
 
     def rounded(self, value: Vec) -> Vec:
-        """Returns the nearest whole numbers; of two that are equally near, it takes the even one."""
+        """Round to whole numbers, ties to even."""
         return Vec(self, self.builder.call(self.function("llvm.rint.v16f32", VF, [VF]), [value.ir]))
 
     def sum_quads(self, value: Quads) -> Quads:
-        """Returns the sum of all lanes, in every lane."""
+        """Return the sum of all lanes, in every lane."""
         for distance in (8, 4, 2, 1):
             order = ir.Constant(VI, [(lane + distance) % LANES for lane in range(LANES)])
             value = value + Quads(self, self.builder.shuffle_vector(value.ir, value.ir, order))
         return value
 
     def sum(self, value: Vec) -> Vec:
-        """Returns the sum of all lanes, in every lane. The tree of additions is fixed, so the result is too."""
+        """Return the sum of all lanes, in every lane. The tree of additions is fixed, so the result is
+        deterministic."""
         for distance in (8, 4, 2, 1):
             value = value + self._rotated(value, distance)
         return value
 
     def store_sums(self, ptr: Ptr, one: Vec, two: Vec, three: Vec, four: Vec) -> None:
-        """Stores the sums of all lanes of four vectors, with the bits of :meth:`sum`, as four float32.
+        """Store the sums of all lanes of four vectors as four float32, bit-identical to :meth:`sum`.
 
-        Halves of two vectors, and then quarters of four, share one vector, so that four sums take hardly more additions
-        than one.
+        Halves of two vectors, then quarters of four, share one vector: four sums take hardly more additions than one.
         """
 
         def joined(a: Vec, b: Vec, width: Count) -> Vec:
-            """Returns a vector of sums: in each group of 2 * width lanes of ``a``, and then of ``b``, the first half is
-            added to the second."""
+            """Return a vector of sums: in each group of 2 * width lanes of ``a``, then of ``b``, the first half plus
+            the second."""
             first = [lane for lane in range(2 * LANES) if lane // width % 2 == 0]
             sides = ([lane + shift for lane in first] for shift in (0, width))
             parts = (self.builder.shuffle_vector(a.ir, b.ir, ir.Constant(VI, side)) for side in sides)
@@ -648,13 +635,13 @@ class Kernel:
         self.write(ptr, self.builder.shuffle_vector(total.ir, total.ir, first_four), 4)
 
     def maximum(self, value: Vec) -> Vec:
-        """Returns the largest lane, in every lane."""
+        """Return the largest lane, in every lane."""
         for distance in (8, 4, 2, 1):
             value = self.larger(value, self._rotated(value, distance))
         return value
 
     def exp2(self, x: Vec) -> Vec:
-        """Returns 2**x for x up to 127, and exactly 0 below -126. NaN counts as -126."""
+        """Return 2**x for x up to 127, and exactly 0 below -126. NaN is treated as -126."""
         b = self.builder
         bounded = self.larger(x, _LEAST_EXPONENT)
         whole = self.rounded(bounded)
@@ -667,11 +654,10 @@ class Kernel:
         return self.select(x < _LEAST_EXPONENT, self.vector(0.0), power)  # type: ignore[no-any-return]
 
     def sigmoid(self, x: Vec) -> Vec:
-        """Returns 1 / (1 + e**-x)."""
         return self.vector(1.0) / (self.exp2(self.smaller(x * -LOG2E, 126.0)) + 1.0)
 
     def softplus(self, x: Vec) -> Vec:
-        """Returns log(1 + e**x), within 1e-5 of its size where that is no less than e**-85. NaN stays NaN."""
+        """Return log(1 + e**x), within a relative 1e-5 where it is at least e**-85. NaN stays NaN."""
         size = self.larger(x, x * -1.0)
         power = self.exp2(size * -LOG2E)
         # log(1 + y) is twice the inverse hyperbolic tangent of y / (2 + y), which is at most a third.
@@ -684,38 +670,37 @@ class Kernel:
         return self.select(is_number, curve, x)  # type: ignore[no-any-return]
 
     def tanh(self, x: Vec) -> Vec:
-        """Returns tanh(x) = 1 - 2 / (1 + e**2x), within 1e-6 absolutely, as soft caps and gelu need it. NaN stays
+        """Return tanh(x) = 1 - 2 / (1 + e**2x), within 1e-6 absolutely, enough for soft caps and gelu. NaN stays
         NaN."""
         curve = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.smaller(x * (2 * LOG2E), 126.0)) + 1.0)
         is_number = Bool(self, self.builder.fcmp_ordered("ord", x.ir, x.ir))
         return self.select(is_number, curve, x)  # type: ignore[no-any-return]
 
     def sqrt(self, x: Vec) -> Vec:
-        """Returns the square root of each lane."""
         return Vec(self, self.builder.call(self.function("llvm.sqrt.v16f32", VF, [VF]), [x.ir]))
 
-    # The methods from here on move or read single lanes of a vector.
+    # Lane access
 
     def constant(self, values: Sequence[float]) -> Vec:
-        """Returns sixteen numbers that are known when the kernel is compiled."""
+        """Return a vector of sixteen compile-time constants."""
         return Vec(self, ir.Constant(VF, list(values)))
 
     def joined(self, a: Vec, b: Vec, first: Count) -> Vec:
-        """Returns lanes first .. first + 15 of the 32 lanes of ``a`` followed by ``b``."""
+        """Return lanes first .. first + 15 of the 32 lanes of ``a`` then ``b``."""
         order = ir.Constant(VI, list(range(first, first + LANES)))
         return Vec(self, self.builder.shuffle_vector(a.ir, b.ir, order))
 
     def load_halves(self, low: Ptr, high: Ptr) -> Vec:
-        """Loads 8 float32 from each of two addresses."""
+        """Load 8 float32 from each of two addresses."""
         half = ir.VectorType(_F32, LANES // 2)
         order = ir.Constant(VI, list(range(LANES)))
         return Vec(self, self.builder.shuffle_vector(self.read(low, half, 4), self.read(high, half, 4), order))
 
     def scatter(self, ptr: Ptr, values: Any, places: Sequence[Count]) -> None:
-        """Stores each lane of an LLVM vector of integers, ``places`` bytes, which rise, after ``ptr``."""
+        """Store each lane of an LLVM vector of integers at ``ptr`` plus its offset in ``places``, bytes, ascending."""
         b, kind = self.builder, values.type.element
         size = kind.width // 8
-        # The bounds are checked for all lanes at once: sixteen checks would be sixteen times the code.
+        # One bounds check for all lanes: sixteen checks would be sixteen times the code.
         assert len(places) == values.type.count
         with self.when(self.holds(ptr, places[-1] + size)):
             for lane, place in enumerate(places):
@@ -723,19 +708,19 @@ class Kernel:
                 b.store(b.extract_element(values, I32(lane)), address).align = size
 
     def store_first(self, ptr: Ptr, value: Vec) -> None:
-        """Stores the first lane as one float32."""
+        """Store the first lane as one float32."""
         self.write(ptr, self.builder.extract_element(value.ir, I32(0)), 4)
 
     def first_as_int(self, value: Vec) -> Int:
-        """Returns the first lane as an integer; its value must fit into int64."""
+        """Return the first lane as an integer; its value must fit into int64."""
         return Int(self, self.builder.fptosi(self.builder.extract_element(value.ir, I32(0)), I64))
 
     def call_subroutine(self, name: str, values: Sequence[Int | Ptr], body: Callable[..., None]) -> None:
-        """Calls the module's function ``name`` with ``values``; kernels of one module share it, compiled once.
+        """Call the module's function ``name`` with ``values``; kernels of one module share it, compiled once.
 
-        Where the module has no function of that name yet, ``body`` writes it: it is given a :class:`Kernel` and the
-        values as the function sees them. The function does not check its accesses: in checked mode its caller asks
-        :meth:`holds` for all that the function reads and writes.
+        ``body`` writes it on first use: it gets a :class:`Kernel` and the values as the function sees them. The
+        function does not check its accesses: in checked mode the caller checks with :meth:`holds` all that it reads and
+        writes.
         """
         function = self._module.globals.get(name)
         if function is None:
@@ -749,7 +734,7 @@ class Kernel:
         self.builder.call(function, [value.ir for value in values])
 
     def function(self, name: str, result: Any, arguments: Sequence[Any], var_arg: bool = False) -> Any:
-        """Returns an external function: an LLVM intrinsic or a function of libc."""
+        """Return an external function: an LLVM intrinsic or a function of libc."""
         found = self._module.globals.get(name)
         return found or ir.Function(self._module, ir.FunctionType(result, arguments, var_arg), name)
 
@@ -758,14 +743,14 @@ class Kernel:
         return Vec(self, self.builder.shuffle_vector(value.ir, value.ir, order))
 
     def splat(self, scalar: Any) -> Any:
-        """Returns an LLVM value in all sixteen lanes of a vector."""
+        """Return an LLVM scalar in all sixteen lanes of a vector."""
         empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
         first = self.builder.insert_element(empty, scalar, I32(0))
         return self.builder.shuffle_vector(first, empty, ir.Constant(VI, [0] * LANES))
 
 
 def int_lanes(value: int) -> Any:
-    """Returns an LLVM constant: a vector with the 32-bit integer ``value`` in all sixteen lanes."""
+    """Return an LLVM vector constant with the 32-bit integer ``value`` in all sixteen lanes."""
     return ir.Constant(VI, [value] * LANES)
 
 

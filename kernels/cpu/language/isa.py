@@ -1,6 +1,6 @@
-"""Lists the instruction sets that the CPU kernels are written for, and chooses one of them for this processor.
+"""Instruction sets of the CPU kernels, and the choice of one for this processor.
 
-Features have LLVM's names. Only :func:`host_features` needs LLVM.
+Features are named as in LLVM. Only :func:`host_features` needs LLVM.
 """
 
 from __future__ import annotations
@@ -14,39 +14,37 @@ from functools import cache
 
 from pillion.errors import ConfigError
 
-# A vector has this many lanes in the kernels' language, on every processor; a group in the KV pool has as many tokens.
+# Lanes of a vector in the kernels' language, on every processor; also the tokens of a group in the KV pool.
 LANES = 16
-# A step has a plan of its attention for each number of KV heads that layers have: at most so many.
+# Attention plans of a step, at most: one for each distinct number of KV heads among the layers.
 ATTENTION_PLANS = 2
-# The flag ``--cpu-kernels`` takes these values besides the names of the table's rows.
+# Values of ``--cpu-kernels`` besides the names of the table's rows.
 AUTO, TORCH = "auto", "torch"
-# Features of the matrix tiles, which a process has only if the system grants it their registers.
+# Features of the matrix tiles: usable only after the kernel grants the process their registers.
 _TILE_FEATURES = ("amx-tile", "amx-bf16", "amx-int8")
-# Among processors with products of bfloat16 pairs, those with this feature (Zen 5) start two such products of 512 bits
-# in each cycle, but load no more than two vectors in it.
+# Marks the processors with bfloat16 pair products (Zen 5) that start two 512-bit products per cycle but load at most
+# two vectors in it.
 _TWO_PRODUCTS = "avx512vp2intersect"
-# The number of the system call arch_prctl, its request for more registers, and the number of the tiles' registers.
+# System call arch_prctl, ARCH_REQ_XCOMP_PERM, and the state component XTILEDATA.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """Says how many rows a register tile has at most, so that registers are left for weights and rows: ``wide`` rows in
-    a tile as wide as a panel (32 columns), ``narrow`` rows in one half as wide. ``narrow`` is 0 where narrow tiles are
-    not used."""
+    """Max rows of a register tile that leave registers for weights and rows: ``wide`` for a tile as wide as a panel (32
+    columns), ``narrow`` for one half as wide (0: no narrow tiles)."""
 
     wide: int
     narrow: int = 0
 
     @property
     def most(self) -> int:
-        """Returns the most rows of any tile."""
         return max(self.wide, self.narrow)
 
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """Describes an instruction set.
+    """An instruction set.
 
     Attributes:
         name: its value of ``--cpu-kernels``.
@@ -54,24 +52,24 @@ class Isa:
         without: features that stay unused even where the processor has them, so that a row is the same code everywhere.
         machine: the kind of processor, as ``uname -m`` prints it.
         model: the processor that LLVM compiles for where this machine is of another kind.
-        bf16_dot: "x86" where there is an instruction for the dot product of bfloat16 pairs (VDPBF16PS), else "".
-        int8_dot: the instruction for the dot product of four codes of 8 bits: "vpdpbusd", "sdot", or "" where such
-            products are made of products of 16 bits.
+        bf16_dot: "x86" with an instruction for the dot product of bfloat16 pairs (VDPBF16PS), else "".
+        int8_dot: the instruction for the dot product of four 8-bit codes: "vpdpbusd", "sdot", or "" where such
+            products are built from 16-bit ones.
         bf16_tiles: tiles of products of bfloat16 rows.
         fp32_tiles: tiles of products of float32 rows.
         int8_tiles: tiles of products of rows of int8.
         dot_tiles: tiles of products of rows of int8 with scales for groups of inputs.
         matrix_tiles: whether one instruction multiplies tiles of 16 rows of bfloat16 pairs or codes
             (:mod:`pillion.kernels.cpu.language.matrix_tiles`).
-        emulated_tiles: whether such instructions are emulated, as in tests on processors without them.
-        version: of the row's arithmetic; it grows in the release that changes a row's bits.
-        rounds_codes: whether rows of bfloat16 meet codes as scale * code + offset in bfloat16, and not exactly
-            (:mod:`pillion.kernels.cpu.quantized.rounded_codes`). It needs ``bf16_dot``.
+        emulated_tiles: whether such instructions are emulated, for tests on processors without them.
+        version: version of the row's arithmetic, incremented by a release that changes its bits.
+        rounds_codes: whether bfloat16 rows are multiplied by scale * code + offset rounded to bfloat16, not by the
+            exact value (:mod:`pillion.kernels.cpu.quantized.rounded_codes`). Needs ``bf16_dot``.
         attention_rows: query rows that share a pass over a KV head's blocks.
         attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
-        decode_blocks: blocks whose scores are computed side by side where there are few rows.
-        products_load: whether tiles that unpack codes load a row's value as a part of each product, and not once for
-            both halves of a panel. Results have the same bits either way, so it has no row of its own.
+        decode_blocks: blocks whose scores are computed side by side for few rows.
+        products_load: whether tiles that unpack codes load a row's value as an operand of each product, instead of once
+            for both halves of a panel. Results have the same bits either way, so it needs no row of the table.
     """
 
     name: str
@@ -96,7 +94,7 @@ class Isa:
 
     @property
     def label(self) -> str:
-        """Returns the name in logs and of a worker: it differs where bits do."""
+        """Name in logs and in a worker's registration; differs where bits differ."""
         version = f".{self.version}" if self.version > 1 else ""
         return f"{self.name}{version}{'-rounded' if self.rounds_codes else ''}"
 
@@ -135,7 +133,7 @@ _NEON = Isa(
     attention_sums=4,
 )
 
-# The best row comes first: ``auto`` chooses the first row whose features the processor has.
+# Best row first: ``auto`` takes the first row whose features the processor has.
 TABLE = (
     replace(
         _AVX512_BF16,
@@ -187,19 +185,19 @@ CHOICES = (AUTO, *BY_NAME, TORCH)
 
 
 def host_features() -> frozenset[str]:
-    """Returns the features of this processor that this process may use. The set is empty where the kernels cannot run:
-    not on Linux, or without LLVM."""
+    """Return the features of this processor that this process may use; empty where the kernels cannot run (not Linux,
+    or without LLVM)."""
     if sys.platform != "linux" or sys.maxsize < 2**32 or sys.byteorder != "little":
         return frozenset()
     try:
         import llvmlite.binding as llvm
 
         found = llvm.get_host_cpu_features()
-    except (ImportError, OSError, RuntimeError):  # Either LLVM is missing, or it cannot read this processor's features.
+    except (ImportError, OSError, RuntimeError):  # no LLVM, or it cannot read this processor's features
         return frozenset()
     features = {name for name, has in found.items() if has}
     if platform.machine() == "aarch64":
-        # Every 64-bit ARM processor that Linux runs on has NEON and floating point, whether or not LLVM lists them.
+        # LLVM may not list NEON and floating point, but Linux requires both on 64-bit ARM.
         features |= {"neon", "fp-armv8"}
     if "amx-tile" in features and not _may_use_tiles():
         features -= set(_TILE_FEATURES)
@@ -208,18 +206,17 @@ def host_features() -> frozenset[str]:
 
 @cache
 def _may_use_tiles() -> bool:
-    """Asks the system for the tiles' registers, for all threads of this process and for its children, and returns
-    whether it grants them. Signals then need larger stacks, so a system refuses where a thread has given them small
-    ones."""
+    """Request the tiles' registers for all threads of this process and its children; return whether they were granted.
+    Signal frames grow with them, so Linux refuses if a thread has a small alternate signal stack."""
     words = map(ctypes.c_long, (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA))
     return int(ctypes.CDLL(None).syscall(*words)) == 0
 
 
 def choose_isa(choice: str, features: Collection[str], *, exact_codes: bool = False) -> Isa | None:
-    """Returns the row to compile for; None where torch runs the model.
+    """Return the row to compile for, or None if torch runs the model.
 
     Args:
-        choice: one of ``CHOICES``. ``auto`` is the best row, or None where the processor has no row.
+        choice: one of ``CHOICES``. ``auto`` is the best row, or None if the processor matches none.
         features: the processor's features, as :func:`host_features` lists them.
         exact_codes: products never round quantized weights.
 
@@ -240,7 +237,7 @@ def choose_isa(choice: str, features: Collection[str], *, exact_codes: bool = Fa
 
 
 def _tuned(isa: Isa, features: Collection[str], exact_codes: bool) -> Isa:
-    """Returns a row as it is quickest on a processor with these features."""
+    """Return a row tuned for a processor with these features."""
     if isa.rounds_codes and exact_codes:
         isa = replace(isa, rounds_codes=False)
     return replace(isa, products_load=False) if isa.bf16_dot and _TWO_PRODUCTS in features else isa

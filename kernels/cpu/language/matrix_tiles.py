@@ -1,21 +1,20 @@
-"""Emits instructions on the processor's matrix tiles (AMX): eight registers of up to 16 rows of 64 bytes.
+"""Instructions on the processor's matrix tiles (AMX): eight registers of up to 16 rows of 64 bytes.
 
     sums[r][c] += dot product of row r of one tile with column c of another
 
 A *step* is 4 bytes of a row, two bfloat16 or four codes, and the same of 16 columns, which lie side by side: a line of
-64 bytes. One instruction adds up to TILE_STEPS steps to the sums of up to TILE_ROWS rows. In bfloat16 it adds up the
-first products of all its steps, and the second ones, each as one chain in float32, and adds both to the sum. So the
-bits of a sum depend on which steps are multiplied by one instruction, and on nothing in other rows. Products and
-additions are fused, round to nearest even, and flush denormals to zero, of operands and of results.
+64 bytes. One instruction adds up to TILE_STEPS steps to the sums of up to TILE_ROWS rows. In bfloat16 it sums the first
+products of all its steps, and the second ones, each as one chain in float32, and adds both to the sum. So the bits of a
+sum depend on which steps share an instruction, and on nothing in other rows. Products and additions are fused, round to
+nearest even, and flush denormal operands and results to zero.
 
-A thread gives its tiles their shapes, which zeroes them, and releases them at last: the system then need not save them
-when it takes the thread's core away, and other instructions run at full speed. The kernels' language does not know
-which tiles are in use: a function that has shaped tiles calls no other function that does, but may have subroutines
-use its tiles.
+A thread configures its tiles, which zeroes them, and releases them at the end: the system then need not save them on a
+context switch, and other instructions run at full speed. The kernels' language does not track tiles: a function that
+has configured tiles must not call another function that does, but its subroutines may use its tiles.
 
-Tests on processors without tiles emulate them in the function's frame (:attr:`Isa.emulated_tiles`): the description of
-all shapes, then each tile with 16 rows of 64 bytes. As on a processor, an instruction whose operands' shapes do not fit
-each other raises SIGILL.
+Tests on processors without tiles emulate them in the function's frame (:attr:`Isa.emulated_tiles`): the tile
+configuration, then each tile with 16 rows of 64 bytes. As on a processor, an instruction with operands of mismatched
+shapes raises SIGILL.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from pillion.kernels.cpu.language.emit import I8, I32, I64, VECTOR_BYTES, Bool, 
 TILE_ROWS, TILE_STEPS = 16, 16
 STEP_BYTES = 4
 TILES = 8
-# The description of all shapes has 64 bytes: a version, then 16 bits for the bytes of each tile's rows, and a byte for
-# its number of rows.
+# The tile configuration (LDTILECFG): a version, then 16 bits for the bytes per row of each tile, and a byte for its
+# rows.
 _SHAPES_BYTES, _VERSION = 64, 1
 _AT_ROW_BYTES, _AT_ROWS = 16, 48
 _TILE_BYTES = TILE_ROWS * VECTOR_BYTES
@@ -44,15 +43,15 @@ _ANY = I8.as_pointer()
 
 @dataclass(frozen=True, slots=True)
 class MatrixTiles:
-    """Appends instructions on tiles, which are named by their numbers, to a kernel."""
+    """The tiles of a kernel's thread, addressed by number."""
 
     k: Kernel
-    # The description of shapes, and emulated tiles; a subroutine gets it from its caller to use the caller's tiles.
+    # Tile configuration, and emulated tiles; a subroutine gets its caller's, to use the caller's tiles.
     memory: Ptr
 
     @classmethod
     def of(cls, k: Kernel) -> MatrixTiles:
-        """Returns the tiles of the thread that runs the kernel; they have no shapes yet."""
+        """Return the tiles of the thread that runs the kernel, not yet configured."""
         size = _EMULATED_BYTES if k.isa.emulated_tiles else _SHAPES_BYTES
         with k.builder.goto_entry_block():
             cell = k.builder.alloca(ir.ArrayType(I64, size // 8))
@@ -61,8 +60,8 @@ class MatrixTiles:
         return cls(k, Ptr(k, address, address, k.builder.add(address, I64(size))))
 
     def shape(self, rows: Sequence[Int | int], row_bytes: Sequence[Int | int]) -> None:
-        """Gives each tile its number of rows, 1 to 16, and the bytes of a row, 4 to 64, and zeroes all tiles. Tiles
-        that are not named have no shape."""
+        """Configure each tile's rows, 1 to 16, and bytes per row, 4 to 64, and zero all tiles. Tiles that are not named
+        are unusable."""
         k = self.k
         words: dict[int, Int | int] = dict.fromkeys(range(0, _SHAPES_BYTES, 8), 0)
         words[0] = _VERSION
@@ -75,31 +74,30 @@ class MatrixTiles:
         self._run("ldtilecfg", self.memory)
 
     def release(self) -> None:
-        """Takes all tiles' shapes away."""
+        """Release all tiles."""
         self._run("tilerelease")
 
     def clear(self, tile: int) -> None:
-        """Zeroes a tile."""
         self._run("tilezero", tile)
 
     def load(self, tile: int, ptr: Ptr, stride: Int | int) -> None:
-        """Loads a tile, whose rows are ``stride`` bytes apart. The caller has checked the memory."""
+        """Load a tile whose rows are ``stride`` bytes apart. The caller has checked the memory."""
         self._run("tileloadd64", tile, ptr, self.k.int(stride))
 
     def store(self, tile: int, ptr: Ptr, stride: Int | int) -> None:
-        """Stores a tile, whose rows are ``stride`` bytes apart. The caller has checked the memory."""
+        """Store a tile whose rows are ``stride`` bytes apart. The caller has checked the memory."""
         self._run("tilestored64", tile, ptr, self.k.int(stride))
 
     def add_pairs(self, sums: int, rows: int, columns: int) -> None:
-        """Adds the products of bfloat16 pairs to float32 sums."""
+        """Add the products of bfloat16 pairs to float32 sums."""
         self._run("tdpbf16ps", sums, rows, columns)
 
     def add_codes(self, sums: int, rows: int, columns: int) -> None:
-        """Adds the products of signed codes of rows with unsigned codes of columns to sums of 32 bits."""
+        """Add the products of rows' signed codes and columns' unsigned codes to 32-bit sums."""
         self._run("tdpbsud", sums, rows, columns)
 
     def _run(self, name: str, *operands: int | Int | Ptr) -> None:
-        """Appends an instruction. Operands are tiles, as Python's integers, addresses and strides."""
+        """Append an instruction. Tiles are Python integers; other operands are addresses and strides."""
         k, b = self.k, self.k.builder
         if k.isa.emulated_tiles:
             values = [k.int(each) if isinstance(each, int) else each for each in operands]
@@ -112,7 +110,7 @@ class MatrixTiles:
         b.call(k.function(f"llvm.x86.{name}", _NOTHING, [each.type for each in raw]), raw)
 
 
-# The functions from here on emulate instructions. ``memory`` has the shapes and the tiles.
+# Emulated instructions. ``memory`` is the tile configuration, then the tiles.
 
 
 def _emulated_shape(k: Kernel, memory: Ptr, shapes: Ptr) -> None:
@@ -156,7 +154,7 @@ def _emulated_pairs(k: Kernel, memory: Ptr, sums: Int, rows: Int, columns: Int) 
     b.store(I32(_FLUSHING_MXCSR), cells[1])
     b.call(k.function("llvm.x86.sse.stmxcsr", _NOTHING, pointers), [before])
     b.call(k.function("llvm.x86.sse.ldmxcsr", _NOTHING, pointers), [flushing])
-    # LLVM may move arithmetic across the change of the mode, but not out of a function of its own.
+    # LLVM may move arithmetic across the change of mode, but not out of a separate function.
     k.call_subroutine("emulated_tdpbf16ps_flushing", (memory, sums, rows, columns), _emulated_flushing_pairs)
     b.call(k.function("llvm.x86.sse.ldmxcsr", _NOTHING, pointers), [before])
 
@@ -183,7 +181,7 @@ def _emulated_codes(k: Kernel, memory: Ptr, sums: Int, rows: Int, columns: Int) 
         with k.range(steps) as step:
             codes = k.broadcast_quad(_tile(memory, rows) + (row * VECTOR_BYTES + step * STEP_BYTES))
             total.value = k.dot_codes(total.value, k.load_quads(_tile(memory, columns) + step * VECTOR_BYTES), codes)
-        # Columns after the shape's meet weights of 0.
+        # Columns beyond the shape are multiplied by weights of 0.
         k.store_quads(place, total.value)
 
 
@@ -203,12 +201,12 @@ def _tile(memory: Ptr, tile: Int) -> Ptr:
 
 
 def _shape_of(k: Kernel, memory: Ptr, tile: Int) -> tuple[Int, Int]:
-    """Returns the rows of a tile, and the bytes of a row."""
+    """Return a tile's rows and bytes per row."""
     return k.load_int(memory + (tile + _AT_ROWS), 8), k.load_int(memory + (tile * 2 + _AT_ROW_BYTES), 16)
 
 
 def _product_of(k: Kernel, memory: Ptr, sums: Int, rows: Int, columns: Int) -> tuple[Int, Int, Int]:
-    """Returns the rows, steps and columns of a product."""
+    """Return the rows, steps and columns of a product."""
     (count, sums_bytes), (rows_count, rows_bytes), (steps, columns_bytes) = (
         _shape_of(k, memory, tile) for tile in (sums, rows, columns)
     )

@@ -1,12 +1,11 @@
-"""Defines a set of kernels that are compiled together, and the arguments of a kernel's call.
+"""A set of kernels that are compiled together, and the arguments of a kernel's call.
 
 Every kernel has the same signature, ``kernel(args, step, counter, scratch, thread, threads)``: its own record, the
-step's record, a counter that is 0 when the thread pool begins with the kernel, scratch memory that belongs to this call
-while it lasts, the number of this call, and how many calls there are. A kernel is called once for each thread of the
-pool, and the calls share its work by drawing numbers from the counter (:meth:`KernelCall.shared_range`) or by an even
-cut (:meth:`KernelCall.even_share`). Calls run at the same time or one after another
-(:mod:`pillion.kernels.cpu.runtime.thread_pool_code`): a call never waits for another, and a kernel's result never
-depends on which call computed it.
+step's record, a counter that is 0 when the thread pool begins the kernel, scratch memory private to this call, the
+index of this call, and the number of calls. A kernel is called once per thread of the pool; the calls share its work by
+drawing from the counter (:meth:`KernelCall.shared_range`) or by an even division (:meth:`KernelCall.even_share`). Calls
+run concurrently or one after another (:mod:`pillion.kernels.cpu.runtime.thread_pool_code`): a call never waits for
+another, and a kernel's result never depends on which call computed it.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.records import STEP, RecordLayout, RecordView
 
 SIGNATURE = ir.FunctionType(ir.VoidType(), [I64] * 6)
-# The counter of an operation has a cache line of its own, so that threads do not contend for other data in that line.
+# A cache line per operation's counter, to avoid false sharing.
 COUNTER_BYTES = 64
-# Each thread has this many bytes of scratch memory.
+# Scratch memory of a thread.
 SCRATCH_BYTES = 2**21
-# The fault cell has this name in compiled code.
+# Symbol of the fault cell in compiled code.
 FAULT_CELL = "fault_cell"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """Holds the arguments of one call of a kernel, as the kernel's code sees them."""
+    """Arguments of one call of a kernel, as its code sees them."""
 
     k: Kernel
     args: RecordView
@@ -45,8 +44,8 @@ class KernelCall:
 
     @contextmanager
     def shared_range(self, count: Int, chunk: Int | int) -> Iterator[tuple[Int, Int]]:
-        """Yields ranges (begin, end) of 0 .. count, ``chunk`` each, which the calls that are free draw. A kernel may
-        use it once."""
+        """Yield ranges (begin, end) of 0 .. count, ``chunk`` each, drawn dynamically by the calls. At most once per
+        kernel."""
         k = self.k
         with k.forever() as behind:
             begin = k.fetch_add(self.counter, chunk)
@@ -55,11 +54,11 @@ class KernelCall:
 
     @contextmanager
     def items_ahead(self, count: Int, chunk: Int) -> Iterator[tuple[Int, Int]]:
-        """Yields the work items of 0 .. count that this call draws, ``chunk`` at a time, each with the item after it,
-        whose memory may be prefetched. A kernel may use it once."""
+        """Yield the work items of 0 .. count that this call draws, ``chunk`` at a time, each with the item after it,
+        whose memory may be prefetched. At most once per kernel."""
         k = self.k
         chunk = k.most(chunk, 1)
-        # A call draws its next range before it works on this one, so that it knows which memory to prefetch.
+        # The next range is drawn before this one is processed, so that its first item can be prefetched.
         drawn = k.variable(k.fetch_add(self.counter, chunk))
         with k.forever() as behind:
             begin = drawn.value
@@ -69,27 +68,26 @@ class KernelCall:
             end = k.least(begin + chunk, count)
             with k.range(end, begin) as item:
                 after = k.select(item + 1 < end, item + 1, following)
-                # After the last item there is nothing to prefetch, so it is yielded as its own successor.
+                # The last item is its own successor: there is nothing to prefetch.
                 yield item, k.select(after < count, after, item)
 
     @contextmanager
     def even_share(self, count: Int) -> Iterator[Int]:
-        """Appends a loop over this call's even share of 0 .. count, and yields its index."""
+        """Append a loop over this call's even share of 0 .. count, and yield its index."""
         begin, end = count * self.thread // self.threads, count * (self.thread + 1) // self.threads
         with self.k.range(end, begin) as index:
             yield index
 
 
 class KernelSpec:
-    """Holds the parameters of a kernel, as a frozen dataclass, and the layout of its record. Equal specs are one
-    kernel."""
+    """A kernel's parameters, as a frozen dataclass, and the layout of its record. Equal specs are one kernel."""
 
     __slots__ = ()
     layout: ClassVar[RecordLayout]
 
     @property
     def name(self) -> str:
-        """Returns a name with the kernel and every parameter, so that two specs with one name are equal."""
+        """Name made of the kernel and every parameter: specs with equal names are equal."""
         words = [self.layout.name]
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -97,29 +95,29 @@ class KernelSpec:
         return "_".join(filter(None, words))
 
     def emit(self, call: KernelCall) -> None:
-        """Appends the kernel's instructions to ``call.k``."""
+        """Append the kernel's instructions to ``call.k``."""
         raise NotImplementedError
 
 
 class KernelModule:
-    """Holds an LLVM module of kernels; :mod:`pillion.kernels.cpu.runtime.compiler` turns it into machine code."""
+    """An LLVM module of kernels; :mod:`pillion.kernels.cpu.runtime.compiler` compiles it to machine code."""
 
     def __init__(self, isa: Isa, checked: bool = False) -> None:
         self.isa = isa
         self.checked = checked
         self.module = ir.Module("pillion")
         self.names: list[str] = []
-        # In checked mode the cell has a word for the address of the kernel that strayed, one for its offset, and a line
-        # that accesses go to when they stray.
+        # Checked mode: a word for the address of the faulting kernel, one for the access's offset, and a cache line
+        # that out-of-bounds accesses are redirected to.
         self._fault = ir.GlobalVariable(self.module, ir.ArrayType(ir.IntType(8), 3 * 64), FAULT_CELL)
         self._fault.align = 64
 
     def define_fault_cell(self) -> None:
-        """Puts the fault cell into this module; one of the modules that are loaded together has it."""
+        """Define the fault cell in this module; exactly one of the modules loaded together does."""
         self._fault.initializer = ir.Constant(self._fault.value_type, None)
 
     def add(self, spec: KernelSpec) -> None:
-        """Writes the kernel of ``spec``, unless the module has a kernel of that name already."""
+        """Emit the kernel of ``spec``, unless the module has a kernel of that name."""
         name, layout = spec.name, spec.layout
         if name in self.names:
             return

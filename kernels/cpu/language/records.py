@@ -1,8 +1,7 @@
-"""Defines records, which pass arguments from Python to a kernel. A record is an array of 64-bit words with named
-fields.
+"""Records that pass arguments from Python to a kernel: arrays of 64-bit words with named fields.
 
-A pointer has two words, its address and the number of bytes that may be used there; a number and a float32 have one
-word each. Python fills a record through :class:`RecordLayout`, a kernel reads it through :class:`RecordView`.
+A pointer has two words, its address and its accessible bytes; a number and a float32 have one word each. Python fills a
+record through :class:`RecordLayout`, a kernel reads it through :class:`RecordView`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Words = npt.NDArray[np.int64]
 
 
 class RecordLayout:
-    """Names the words of a record and says where they lie."""
+    """The word index of each field of a record."""
 
     def __init__(
         self, name: str, *, pointers: tuple[str, ...] = (), numbers: tuple[str, ...] = (), reals: tuple[str, ...] = ()
@@ -32,9 +31,9 @@ class RecordLayout:
         self.num_words = len(words)
 
     def fill(self, words: Words, values: Mapping[str, Any]) -> None:
-        """Writes ``values`` into ``words`` [num_words]. A pointer's value is an array, (address, bytes), or None.
+        """Write ``values`` into ``words`` [num_words]. A pointer's value is an array, (address, bytes), or None.
 
-        Raises KeyError where a field is missing or unknown.
+        Raises KeyError if a field is missing or unknown.
         """
         if set(values) != set(self.place):
             raise KeyError(f"{self.name}: {sorted(set(values) ^ set(self.place))} are missing or unknown")
@@ -47,7 +46,7 @@ class RecordLayout:
 
 
 class RecordView:
-    """Reads the record at ``base`` in the code of kernel ``k``: each read of a field appends a load."""
+    """Access to the record at ``base`` in the code of kernel ``k``; each read of a field appends a load."""
 
     def __init__(self, layout: RecordLayout, k: Kernel, base: Ptr) -> None:
         self._layout, self._k, self._base = layout, k, base
@@ -56,17 +55,15 @@ class RecordView:
         return self._base + WORD_BYTES * self._layout.place[field]
 
     def pointer(self, field: str) -> Ptr:
-        """Returns the memory that a pointer field points to."""
         assert field in self._layout.pointers, field
         return self._k.load_ptr(self._at(field))
 
     def number(self, field: str) -> Int:
-        """Returns the value of a number field."""
         assert field in self._layout.numbers, field
         return self._k.load_int(self._at(field))
 
     def real(self, field: str) -> Vec:
-        """Returns the value of a float32 field in all sixteen lanes."""
+        """Return a float32 field in all sixteen lanes."""
         assert field in self._layout.reals, field
         return self._k.broadcast(self._at(field))
 
@@ -78,31 +75,30 @@ def _address(value: Any) -> tuple[int, int]:
         return value
     if isinstance(value, np.ndarray):
         return value.ctypes.data, value.nbytes
-    return value.data_ptr(), value.numel() * value.element_size()  # The value is a torch tensor.
+    return value.data_ptr(), value.numel() * value.element_size()  # a torch tensor
 
 
-# All kernels of a step read this record (:class:`pillion.kernels.cpu.runtime.program.CpuStepRecord` fills it).
+# Record read by all kernels of a step, filled by :class:`pillion.kernels.cpu.runtime.program.CpuStepRecord`.
 STEP = RecordLayout(
     "step",
     pointers=(
-        "token_ids",  # token_ids are int32 [T]
-        "positions",  # positions are int32 [T]
-        "rope_rows",  # rope_rows are int32 [T]: the rows of the rotary tables
-        "row_seqs",  # row_seqs are int32 [T]: the sequence that each row belongs to
-        "query_starts",  # query_starts are int32 [S + 1]
-        "context_lens",  # context_lens are int32 [S]
-        "block_tables",  # block_tables are int32 [S, table_stride]: slots, and any valid slot after the last
-        "sample_rows",  # sample_rows are int32 [R]
-        # The items are int32 [num_items, ITEM_WORDS], attention's work
+        "token_ids",  # int32 [T]
+        "positions",  # int32 [T]
+        "rope_rows",  # int32 [T]: rows of the rotary tables
+        "row_seqs",  # int32 [T]: the sequence of each row
+        "query_starts",  # int32 [S + 1]
+        "context_lens",  # int32 [S]
+        "block_tables",  # int32 [S, table_stride]: slots, padded with any valid slot
+        "sample_rows",  # int32 [R]
+        # Attention's work, int32 [num_items, ITEM_WORDS] (pillion.kernels.cpu.attention.cpu_attention_plan).
         # (pillion.kernels.cpu.attention.cpu_attention_plan).
         "items",
-        "merges",  # merges are int32 [num_merges, ITEM_WORDS]: their context was attended in several items
-        # These are the same for layers with another number of KV heads, in models that have such layers.
+        "merges",  # int32 [num_merges, ITEM_WORDS]: queries whose context is split over several items
+        # The same for layers with another number of KV heads, in models that have such layers.
         "items_2",
         "merges_2",
-        "pool",  # pool is the paged cache
-        # The slots are int32 [S, state_pages]: those that hold each sequence's state, -1 where it has none, and those
-        # that get the state after the step's tokens.
+        "pool",  # the paged cache
+        # int32 [S, state_pages]: slots of each sequence's state (-1: none), and slots for the state after the step.
         "state_reads",
         "state_writes",
     ),
@@ -110,7 +106,7 @@ STEP = RecordLayout(
         "num_tokens",
         "num_seqs",
         "num_samples",
-        "num_logits",  # num_logits is how many of the samples have logits, the first ones
+        "num_logits",  # samples that get logits, the first ones
         "table_stride",
         "num_items",
         "num_merges",

@@ -1,7 +1,6 @@
-"""Emits instructions with which threads, and processes that share memory, wait for one another.
+"""Atomics, futexes and pauses, by which threads and processes that share memory wait for one another.
 
-The thread pool and the sums over ranks use these instructions. They access memory in sequentially consistent order, and
-check no bounds.
+Used by the thread pool and the sums over ranks. Accesses are sequentially consistent and unchecked.
 """
 
 from __future__ import annotations
@@ -12,44 +11,42 @@ from llvmlite import ir
 
 from pillion.kernels.cpu.language.emit import I32, I64, Int, Kernel, Ptr
 
-# These are the numbers of Linux's futex operations. With PRIVATE added, all threads that sleep at the word belong to
-# one process.
+# Operations of Linux's futex(2). PRIVATE is added where all sleepers are threads of one process.
 FUTEX_WAIT, FUTEX_WAKE, PRIVATE = 0, 1, 128
-# A call that wakes all sleepers passes this number.
+# Wake count that wakes all sleepers.
 ALL_SLEEPERS = 2**31 - 1
 NS_PER_S = 1_000_000_000
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 
 
 def atomic_load(k: Kernel, ptr: Ptr) -> Int:
-    """Loads the word at ``ptr`` atomically."""
+    """Load the word at ``ptr`` atomically."""
     return Int(k, k.builder.load_atomic(_word(k, ptr), "seq_cst", 8))
 
 
 def atomic_add(k: Kernel, ptr: Ptr, amount: int) -> Int:
-    """Adds to a word atomically; returns the value that it had before."""
+    """Add to a word atomically; return its previous value."""
     return Int(k, k.builder.atomic_rmw("add", _word(k, ptr), I64(amount), "seq_cst"))
 
 
 def atomic_swap(k: Kernel, ptr: Ptr, value: Int | int) -> None:
-    """Writes a word atomically, so that other threads see either the old or the new value."""
     k.builder.atomic_rmw("xchg", _word(k, ptr), k.int(value).ir, "seq_cst")
 
 
 def atomic_raise(k: Kernel, ptr: Ptr, value: Int) -> Int:
-    """Writes ``value`` where the word is below it; returns the value that it had before."""
+    """Raise a word to at least ``value`` atomically; return its previous value."""
     return Int(k, k.builder.atomic_rmw("max", _word(k, ptr), value.ir, "seq_cst"))
 
 
 def atomic_exchange(k: Kernel, ptr: Ptr, old: Int, new: Int) -> Int:
-    """Writes ``new`` where the word is ``old``; returns the value before."""
+    """Write ``new`` if the word is ``old`` (compare and exchange); return its previous value."""
     found = k.builder.cmpxchg(_word(k, ptr), old.ir, new.ir, "seq_cst", "seq_cst")
     return Int(k, k.builder.extract_value(found, 0))
 
 
 def futex(k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | None = None) -> None:
-    """Sleeps at a word, or wakes those that sleep there. Linux compares 32 bits: on little-endian machines these are
-    the low half of the word, which changes first."""
+    """Sleep at a word, or wake its sleepers. Linux compares 32 bits: on little-endian machines the low half of the
+    word, which changes first."""
     timeout = k.int(0)
     if timeout_ns is not None:
         at = time_cell(k)
@@ -62,17 +59,17 @@ def futex(k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | No
 
 
 def time_cell(k: Kernel) -> Ptr:
-    """Reserves room on the stack for seconds and nanoseconds."""
+    """Reserve stack space for seconds and nanoseconds."""
     with k.builder.goto_entry_block():
         return Ptr(k, k.builder.ptrtoint(k.builder.alloca(ir.ArrayType(I64, 2)), I64))
 
 
 def pause(k: Kernel) -> None:
-    """Leaves the core to its other hardware thread for 10 to 50 ns."""
+    """Yield the core to its other hardware thread for 10 to 50 ns."""
     if k.isa.machine == "x86_64":
         k.builder.call(k.function("llvm.x86.sse2.pause", ir.VoidType(), []), [])
     else:
-        # ARM's instruction YIELD does nothing on most cores, so an instruction barrier is used, which takes some 10 ns.
+        # YIELD does nothing on most ARM cores; an instruction barrier takes some 10 ns.
         k.builder.call(k.function("llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
 
 

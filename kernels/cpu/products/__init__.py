@@ -1,4 +1,4 @@
-"""Has the kernels of matrix products.
+"""Kernels of matrix products.
 
 Open ``packing.py`` first, then ``gemm.py``. Weights are read and packed into files in ``engine/backends/cpu``.
 """

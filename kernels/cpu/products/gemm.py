@@ -1,15 +1,15 @@
-"""Multiplies rows by packed weights (:mod:`pillion.kernels.cpu.products.packing`), with an epilogue on the sums.
+"""Products of rows with packed weights (:mod:`pillion.kernels.cpu.products.packing`), with an epilogue on the sums.
 
     ranges of panels -> for each panel: tiles of rows -> sums (gemm_tiles) -> epilogue -> out
 
 Threads draw ranges of panels. All rows are multiplied by a panel, in tiles of even height: the first tile streams it
-from memory, the others find it in the cache, and each of them prefetches a part of the panel that this thread works on
-next, so that memory and arithmetic are busy at the same time. Quantized weights have tiles of their own
+from memory, the others find it in the cache, and each of them prefetches a part of this thread's next panel, so that
+memory and arithmetic overlap. Quantized weights have separate tiles
 (:mod:`pillion.kernels.cpu.quantized.quantized_tiles`), and so have many rows in matrix tiles
 (:mod:`pillion.kernels.cpu.products.many_rows`).
 
-A row's result has the same bits whatever the other rows are and however many: each output is one chain of additions
-over rising inputs (gemm_tiles), and all rows share the epilogue's code.
+A row's result has the same bits whatever and however many the other rows are: each output is one chain of additions
+over ascending inputs (gemm_tiles), and all rows share the epilogue's code.
 """
 
 from __future__ import annotations
@@ -46,76 +46,76 @@ from pillion.kernels.cpu.quantized.rounded_codes import PASS_TILES, TILE, Rounde
 LAYOUT = RecordLayout(
     "gemm",
     pointers=(
-        "x",  # x is [rows, depth], bfloat16 or float32, with zeros after depth, or int8 codes
-        "weights",  # weights are the packed matrix, or the matrices of all groups in turn
-        # input_sums is float32: the sum of each group's inputs of each row, for weights with offsets, or ROW_CONSTANTS
-        # for rows of codes.
+        "x",  # [rows, depth], bfloat16 or float32, with zeros after depth, or int8 codes
+        "weights",  # the packed matrix, or the matrices of all groups in turn
+        # float32: the sum of each group's inputs of each row, for weights with offsets, or ROW_CONSTANTS for rows of
+        # codes.
         "input_sums",
-        "bias",  # bias is float32 [groups, pairs * 32] in the order of packed columns, if there is one
-        "out",  # out is float32 [rows, pairs * 32], or gated [rows, pairs * 16] or activated, both of x's type
-        "group_starts",  # group_starts is int32 [groups + 1]: a group has the rows from its start to the next
+        "bias",  # float32 [groups, pairs * 32] in the order of packed columns, if there is one
+        "out",  # float32 [rows, pairs * 32], or gated [rows, pairs * 16] or activated, both of x's type
+        "group_starts",  # int32 [groups + 1]: a group has the rows from its start to the next
     ),
     numbers=(
-        "x_stride",  # x_stride is in bytes
-        "depth",  # depth is the number of inputs with padding
+        "x_stride",  # bytes
+        "depth",  # inputs with padding
         "pairs",
-        "out_stride",  # out_stride is in bytes; rows of out have room for all packed columns
+        "out_stride",  # bytes; rows of out are allocated for all packed columns
         "num_groups",
-        "group_bytes",  # group_bytes is the size of one group's weights
-        "inputs",  # inputs is how many share a scale, in weights of quantized weights only
-        "input_sums_stride",  # input_sums_stride is in bytes
+        "group_bytes",  # size of one group's weights
+        "inputs",  # inputs that share a scale; quantized weights only
+        "input_sums_stride",  # bytes
     ),
     reals=(
-        "factor",  # the epilogue "add" multiplies its sums by factor
-        "alpha",  # alpha and limit are those of "gated_clamped"
+        "factor",  # of the epilogue "add"
+        "alpha",  # alpha and limit: those of "gated_clamped"
         "limit",
-        "above",  # above and below are the factors of "act_xielu"
+        "above",  # above and below: the factors of "act_xielu"
         "below",
     ),
 )
 
 GATED = ("gated_silu", "gated_gelu", "gated_clamped")
 ACTIVATED = ("act_none", "act_silu", "act_gelu", "act_erf_gelu", "act_relu", "act_relu2", "act_xielu")
-# Each thread draws this many ranges where there are panels enough. A range still takes many microseconds, and the last
-# ranges end at about the same time.
+# Ranges that each thread draws, if there are enough panels. A range still takes many microseconds, and the last ranges
+# end at about the same time.
 RANGES_PER_THREAD = 16
 GROUP_RANGES_PER_THREAD = 4
-# Each thread has this many work items, where there are rows enough to cut a panel's work into blocks of rows.
+# Work items per thread, if there are enough rows to divide a panel's work into blocks of rows.
 ITEMS_PER_THREAD = 2
-# In matrix tiles, work items per thread where threads copy rows once, and the least panels and times 32 rows of an item
-# where there are more: each item may copy its rows, and reads its weights.
+# In matrix tiles: work items per thread if threads copy rows once, and the min panels and min 32-row tiles per item
+# above that number, since each item may copy its rows, and reads its weights.
 _SHALLOW_ITEMS_PER_THREAD = 4
 _LEAST_PANELS, _LEAST_ROW_TILES = 8, 2
-# gelu(x) by its tanh approximation is x * sigmoid(x * (a + b * x * x)).
+# gelu(x) in its tanh approximation is x * sigmoid(x * (a + b * x * x)).
 _GELU_A = 1.5957691216057308
 _GELU_B = 0.0713548162726009
 # 1 - erf(z) is about t * (a polynomial of t) * e**(-z * z) for z >= 0, where t = 1 / (1 + p * z), within 1.5e-7
-# (Abramowitz and Stegun, 7.1.26). These are p, and the polynomial from its highest power on.
+# (Abramowitz and Stegun, 7.1.26): p, and the polynomial from its highest power on.
 _ERF_P = 0.3275911
 _ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm(KernelSpec):
-    """Multiplies x by packed weights.
+    """Product of x with packed weights.
 
     Attributes:
         weights: one of :data:`pillion.kernels.cpu.products.packing.KINDS`.
-        rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32". With ``INT8_DOTS`` and DOT_KINDS it is
-            the type that rows had before they became codes.
+        rows: type of x: "bf16" (not with weights of "fp32") or "fp32". With ``INT8_DOTS`` and DOT_KINDS, the type of
+            the rows before quantization.
         epilogue: "store": out = sum + bias. "add": out += factor * (sum + bias). "gated_silu",
             "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``.
             "gated_clamped" (gpt-oss): the same with (up + 1) * gate * sigmoid(alpha * gate), gate being at most limit,
             and up between -limit and limit. One of ACTIVATED: out = act(sum + bias), rounded to x's type.
         rows_of: the field of the step's record with the number of rows; a grouped product reads group_starts instead.
         bias: whether there is a bias.
-        grouped: rows group_starts[e] .. group_starts[e + 1] meet matrix e: the experts of a layer.
+        grouped: rows group_starts[e] .. group_starts[e + 1] are multiplied by matrix e: the experts of a layer.
         offsets: whether quantized weights have offsets.
-        x_step, out_step: where these are not 0, all rows meet each matrix, and these are the bytes from the columns of
-            x, and of out, that belong to one matrix to those of the next: matrices of heads.
+        x_step, out_step: if not 0, all rows are multiplied by each matrix (matrices of heads), and these are the bytes
+            from one matrix's columns of x, and of out, to the next one's.
     """
 
-    # All kernels of products share this layout of arguments; an argument that a kernel does not use is None or 0.
+    # One layout for all kernels of products; an unused argument is None or 0.
     layout = LAYOUT
 
     weights: str
@@ -129,8 +129,7 @@ class Gemm(KernelSpec):
     out_step: int = 0
 
     def expand(self, call: KernelCall) -> Addition | None:
-        """Returns the object that adds something to the sums before the epilogue, for kinds of products that have one;
-        else None."""
+        """Return the addition to the sums before the epilogue, or None."""
         return None
 
     def emit(self, call: KernelCall) -> None:
@@ -146,18 +145,17 @@ class Gemm(KernelSpec):
 
 
 class Addition(Protocol):
-    """Emits code that adds something to the sums of rows."""
+    """Code that adds something to the sums of rows."""
 
     def prefetch(self, panel: Int) -> None:
-        """Emits code that runs before the sums of a panel are computed; those of a group follow those of the group
-        before it."""
+        """Emit code that runs before the sums of a panel are computed; ``panel`` counts through the groups."""
 
     def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
-        """Returns the sums of both tiles of a row and a panel, after the addition."""
+        """Return the sums of both tiles of a row and a panel, after the addition."""
 
 
 class GemmBody:
-    """Emits one kernel of a product, and holds the kernel's arguments."""
+    """Emitter of one product kernel, with the kernel's arguments."""
 
     def __init__(self, spec: Gemm, call: KernelCall) -> None:
         k, args = call.k, call.args
@@ -185,8 +183,8 @@ class GemmBody:
         self.column = call.k.int(0)
 
     def emit_blocks(self) -> None:
-        """Emits the plain product. A work item is a panel with a block of the rows: with all rows, where there are
-        enough panels."""
+        """Emit the plain product. A work item is a panel with a block of the rows, or with all rows if there are enough
+        panels."""
         k, call, pairs = self.k, self.call, self.pairs
         rows = call.step.number(self.spec.rows_of)
         tiles = self._tiles(rows)
@@ -200,8 +198,7 @@ class GemmBody:
             self._panel(cut, panel, panel, weights, self.weights + after // blocks * self.panels.panel_bytes)
 
     def emit_groups(self) -> None:
-        """Emits the grouped product. A work item is a panel of a group with all rows of the group, which may have
-        none."""
+        """Emit the grouped product. A work item is a panel of a group with all rows of the group, possibly none."""
         k, call, pairs = self.k, self.call, self.pairs
         starts = call.args.pointer("group_starts")
         group_bytes = call.args.number("group_bytes")
@@ -219,7 +216,7 @@ class GemmBody:
                 self._panel(RowCut(begin, rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
 
     def emit_heads(self) -> None:
-        """Emits the product of all rows with the matrix of each head. A work item is a panel of a head's matrix."""
+        """Emit the product of all rows with the matrix of each head. A work item is a panel of a head's matrix."""
         k, call, pairs, x, out = self.k, self.call, self.pairs, self.x, self.out
         rows, group_bytes = call.step.number(self.spec.rows_of), call.args.number("group_bytes")
         tiles, count = self._tiles(rows), pairs * call.args.number("num_groups")
@@ -232,8 +229,8 @@ class GemmBody:
             self._panel(RowCut(k.int(0), rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
 
     def emit_ranges(self, many: ManyRows) -> None:
-        """Emits any product of rows that meet weights in matrix tiles. A work item is a range of a matrix's panels with
-        a block of its rows; with all of them in a grouped product, and of few rows a single panel."""
+        """Emit any product in matrix tiles. A work item is a range of a matrix's panels with a block of its rows: with
+        all of them in a grouped product, and a single panel for few rows."""
         k, call, spec, x, out = self.k, self.call, self.spec, self.x, self.out
         matrices = call.args.number("num_groups") if spec.grouped or spec.x_step else k.int(1)
         starts = call.args.pointer("group_starts") if spec.grouped else None
@@ -259,7 +256,7 @@ class GemmBody:
                     self._multiply_many(many, begin, rows, matrix * self.pairs, panels)
 
     def _range_cut(self, many: ManyRows, matrices: Int) -> RangeCut:
-        """Returns how the rows and panels of each matrix are cut, so that each thread has some work items."""
+        """Return the division of each matrix's rows and panels that gives each thread some work items."""
         k, pairs, threads = self.k, self.pairs, self.call.threads
         least_ranges = (pairs + (MOST_PANELS - 1)) // MOST_PANELS
         if self.spec.grouped:
@@ -278,7 +275,7 @@ class GemmBody:
         return RangeCut(rows, tiles, k.select(few, k.int(1), blocks), k.select(few, pairs, ranges), draw)
 
     def _multiply_many(self, many: ManyRows, begin: Int, rows: Int, first_column: Int, panels: PanelRange) -> None:
-        """Multiplies many rows by a range of panels; ``first_column`` is the place of panel 0 among all groups'."""
+        """Multiply many rows by a range of panels; ``first_column`` is the index of panel 0 among all groups'."""
         k = self.k
 
         def prefetch(panel: Int) -> None:
@@ -297,13 +294,13 @@ class GemmBody:
         many.multiply(self.x + begin * self.x_stride, self.x_stride, rows, lines, Epilogue(prefetch, finish))
 
     def _tiles(self, rows: Int) -> Int:
-        """Returns into how many tiles so many rows are cut."""
+        """Return the number of tiles for ``rows`` rows."""
         highest = self.panels.most_rows()
         return (rows + (highest - 1)) // highest
 
     def _panel(self, cut: RowCut, panel: Int, column: Int, weights: Ptr, ahead: Ptr) -> None:
-        """Multiplies some tiles of rows by one panel. ``panel`` is its number in out, ``column`` its place among the
-        panels of all groups, which have their biases one after the other."""
+        """Multiply some tiles of rows by one panel. ``panel`` is its index in out, ``column`` its index among the
+        panels of all groups, whose biases are consecutive."""
         self.column = column
         constants = self._constants(column * TOTALS_BYTES)
         if self.addition is not None:
@@ -311,18 +308,18 @@ class GemmBody:
         self.panels.multiply(cut, panel, self._panel_out(panel), weights, ahead, constants)
 
     def _panel_out(self, panel: Int) -> Ptr:
-        """Returns the place of a panel in the first row of out."""
+        """Return the address of a panel in the first row of out."""
         return self.out + panel * (self._out_bytes() * PANEL_COLUMNS)
 
     def _constants(self, offset: Int) -> tuple[Vec, Vec] | None:
-        """Returns the bias for a panel's two tiles, where the spec has one."""
+        """Return the bias of a panel's two tiles, or None."""
         if not self.spec.bias:
             return None
         at = self.call.args.pointer("bias") + offset
         return self.k.load(at), self.k.load(at + VECTOR_BYTES)
 
     def finish(self, row: Int, panel: Int, totals: list[Vec], outs: Ptr, bias: tuple[Vec, Vec] | None) -> None:
-        """Applies the epilogue to one row of a panel; ``outs`` is the panel's place in the first row."""
+        """Apply the epilogue to one row of a panel; ``outs`` is the panel's address in the first row."""
         k, spec, out = self.k, self.spec, outs + row * self.out_stride
         if bias is not None:
             totals = [total + shift for total, shift in zip(totals, bias, strict=True)]
@@ -345,20 +342,20 @@ class GemmBody:
         k = self.k
         if self.spec.epilogue != "gated_clamped":
             return _activated(k, self.spec.epilogue, gate) * up
-        # The second argument stays where it is NaN.
+        # The comparisons keep a NaN in the second argument.
         gate, least = k.smaller(self.limit, gate), self.limit * -1.0
         up = k.larger(least, k.smaller(self.limit, up))
         return (up + 1.0) * (gate * k.sigmoid(gate * self.alpha))
 
     def _xielu(self, x: Vec) -> Vec:
-        """Returns xIELU (arXiv 2411.13010), whose slope at 0 is 0.5: ``above`` times x squared above 0, and ``below``
+        """Return xIELU (arXiv 2411.13010), whose slope at 0 is 0.5: ``above`` times x squared above 0, and ``below``
         times exp(x) - 1 - x elsewhere."""
         k = self.k
         curve = self.below * (k.exp2(k.smaller(x, k.vector(0.0)) * LOG2E) - 1.0 - x)
         return k.fma(k.vector(0.5), x, k.select(x < 0.0, curve, self.above * (x * x)))
 
     def _out_bytes(self) -> int:
-        """Returns how many bytes each packed column takes in ``out``."""
+        """Return the bytes of a packed column in ``out``."""
         if self.spec.epilogue not in GATED + ACTIVATED:
             return 4
         wide = 4 if self.spec.rows == "fp32" else 2
@@ -366,11 +363,11 @@ class GemmBody:
 
 
 class Panels:
-    """Reads the panels of weights in a product, and multiplies tiles of rows by them: those of plain numbers."""
+    """Panels of plain numbers, and the products of tiles of rows with them."""
 
-    # The weights of a panel begin this many bytes after the panel's own beginning.
+    # Bytes of a panel before its weights.
     before_bytes = 0
-    # How many rows are multiplied, where that is in matrix tiles.
+    # The product of many rows, where that is in matrix tiles.
     many: ManyRows | None = None
 
     def __init__(self, body: GemmBody) -> None:
@@ -382,26 +379,24 @@ class Panels:
         if self.kind.in_matrix_tiles(body.k.isa):
             assert SCRATCH_NEEDED <= SCRATCH_BYTES
             self.many = ManyRows(body.k, self.kind, self.steps, body.call.scratch)
-            # Few rows leave copies of other rows in scratch memory as they are.
+            # Products of few rows must not overwrite copies of other rows in scratch memory.
             self.sums = body.call.scratch + SUMS_PLACE
 
     def tile_kind(self) -> TileKind:
-        """Returns the kind of rows and weights that a tile multiplies."""
         return TileKind(self.body.spec.weights, self.body.spec.rows)
 
     def most_rows(self) -> int:
-        """Returns the most rows of a tile."""
         return self.kind.tiles(self.body.k.isa).most
 
     def totals(self, sums: Ptr, panel: Ptr, row: Int) -> list[Vec]:
-        """Returns a row's products with the two halves of a panel, a vector each, made of the row's accumulated sums;
-        for plain weights they are these sums."""
+        """Return a row's products with the two halves of a panel, a vector each, from the row's accumulated sums; for
+        plain weights, the sums themselves."""
         return loaded(self.body.k, sums)
 
     def multiply(
         self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
     ) -> None:
-        """Multiplies some tiles of rows by one panel, at ``weights``; ``ahead`` is memory to prefetch."""
+        """Multiply some tiles of rows by one panel, at ``weights``; ``ahead`` is memory to prefetch."""
         k, body = self.body.k, self.body
         step_bytes = k.int(PANEL_STEP_BYTES) // (cut.last - cut.first)
         with k.range(cut.last, cut.first) as tile:
@@ -417,7 +412,7 @@ class Panels:
 
 
 class DotPanels(Panels):
-    """Multiplies rows of int8 codes by panels of int8 codes, whose sums are integers."""
+    """Panels of int8 codes for rows of int8 codes, with integer sums."""
 
     def __init__(self, body: GemmBody) -> None:
         self.before_bytes = dots_constants_bytes(body.spec.offsets)
@@ -442,7 +437,7 @@ class DotPanels(Panels):
 
 
 class CodedPanels(Panels):
-    """Multiplies rows by panels of codes, group by group."""
+    """Panels of codes, multiplied group by group."""
 
     def __init__(self, body: GemmBody) -> None:
         spec, args = body.spec, body.call.args
@@ -485,7 +480,7 @@ class CodedPanels(Panels):
 
 
 class RoundedPanels(CodedPanels):
-    """Multiplies rows by panels of codes as by plain weights."""
+    """Panels of codes, rounded to plain weights."""
 
     def most_rows(self) -> int:
         return TILE.tiles(self.body.k.isa).most
@@ -509,7 +504,7 @@ class RoundedPanels(CodedPanels):
 
 
 class GroupDotPanels(Panels):
-    """Multiplies rows of int8 codes by panels of codes, group by group."""
+    """Panels of codes for rows of int8 codes, multiplied group by group."""
 
     def __init__(self, body: GemmBody) -> None:
         spec, args = body.spec, body.call.args
@@ -559,10 +554,10 @@ def loaded(k: Kernel, sums: Ptr) -> list[Vec]:
 
 @dataclass(frozen=True, slots=True)
 class RangeCut:
-    """Cuts each matrix's rows into ``blocks`` of whole tiles, and its panels into ``ranges``.
+    """The division of each matrix's rows into ``blocks`` of whole tiles, and of its panels into ``ranges``.
 
     Attributes:
-        rows, tiles: number of rows, and of tiles of 32 rows; 0 where the groups' starts say which rows a matrix meets.
+        rows, tiles: number of rows, and of tiles of 32 rows; 0 in grouped products, where the groups' starts decide.
         draw: work items to draw at a time.
     """
 
@@ -573,23 +568,22 @@ class RangeCut:
     draw: Int
 
     def place(self, item: Int, panels: Int) -> tuple[Int, Int, Int, Int]:
-        """Returns an item's matrix, block of rows, first panel, and the panel after its last one. Items of one block
-        follow each other."""
+        """Return an item's matrix, block of rows, first panel, and end panel. Items of one block are consecutive."""
         blocks = item // self.ranges
         matrix, number = blocks // self.blocks, item - blocks * self.ranges
         first, last = (panels * each // self.ranges for each in (number, number + 1))
         return matrix, blocks - matrix * self.blocks, first, last
 
     def block(self, number: Int) -> tuple[Int, Int]:
-        """Returns the first row of a block, and its number of rows."""
+        """Return the first row of a block, and its number of rows."""
         first, behind = (self.tiles * each // self.blocks * TILED_ROWS for each in (number, number + 1))
         return first, first.k.least(behind, self.rows) - first
 
 
 @dataclass(frozen=True, slots=True)
 class RowCut:
-    """Cuts rows base .. base + rows - 1 into tiles, as evenly as possible, and names tiles first .. last - 1 of
-    them."""
+    """The tiles first .. last - 1 of rows base .. base + rows - 1, which are divided into ``tiles`` as evenly as
+    possible."""
 
     base: Int
     rows: Int
@@ -598,7 +592,6 @@ class RowCut:
     last: Int
 
     def begin(self, tile: Int) -> Int:
-        """Returns the first row of a tile."""
         return self.base + self.rows * tile // self.tiles
 
 
@@ -616,7 +609,6 @@ def _activated(k: Kernel, epilogue: str, gate: Vec) -> Vec:
 
 
 def _erf_gelu(k: Kernel, x: Vec) -> Vec:
-    """Returns x / 2 * (1 + erf(x / sqrt(2)))."""
     distance = k.larger(x, x * -1.0) * math.sqrt(0.5)
     t = k.vector(1.0) / (distance * _ERF_P + 1.0)
     curve = k.vector(_ERF[0])

@@ -1,22 +1,20 @@
-"""Emits the innermost products: a few rows with one panel of packed weights (32 outputs), over all of its depth.
+"""The innermost products: a few rows with one panel of packed weights (32 outputs), over its whole depth.
 
-A tile keeps its sums in registers: 2 vectors for each row, or 1 in a narrow tile, which computes half of the panel's
-outputs. A processor of few registers reads fewer weights for each product with narrow tiles of many rows than with wide
-tiles of few. Each output is one chain of additions, in the order of the inputs, whatever the tile: so a row's result
-has the same bits in every tile. There is one function for every number of rows, so that rows can be cut into tiles of
-even height (:mod:`pillion.kernels.cpu.products.gemm`). Finished sums go to memory, so that all epilogues share these
-functions.
+A tile's sums stay in registers: 2 vectors per row, or 1 in a narrow tile, which computes half of the panel's outputs. A
+processor of few registers reads fewer weights per product with narrow tiles of many rows than with wide tiles of few.
+Each output is one chain of additions, in the order of the inputs, whatever the tile: a row's result has the same bits
+in every tile. There is one function for every number of rows, so that rows can be divided into tiles of even height
+(:mod:`pillion.kernels.cpu.products.gemm`). Finished sums go to memory, so that all epilogues share these functions.
 
-Rows of float32 may meet weights of bfloat16. Such weights are widened in registers, which is exact: the sums have the
-bits that float32 weights would give, for half of their memory.
+float32 rows may be multiplied by bfloat16 weights, which are widened in registers. That is exact: the sums have the
+bits of float32 weights, for half of their memory.
 
-Rows of int8 codes meet weights of int8 codes. Their sums are integers of 32 bits, which need no rounding; the sums in
-memory are such integers.
+Rows of int8 codes are multiplied by int8 codes. Their sums, also those in memory, are exact 32-bit integers.
 
-Where the processor has matrix tiles (:mod:`pillion.kernels.cpu.language.matrix_tiles`), rows of bfloat16 meet weights
-there, however few they are, and so do many rows of codes: a line of a panel is a step of one of its two tiles of
-outputs. An instruction always multiplies the same 16 steps of the depth, or those after the last whole 16, so that a
-sum has the same bits in tiles of any height.
+With matrix tiles (:mod:`pillion.kernels.cpu.language.matrix_tiles`), all products of bfloat16 rows run there, however
+few, and so do those of many rows of codes: a line of a panel is a step of one of its two tiles of outputs. An
+instruction always multiplies the same 16 steps of the depth, or those after the last whole 16, so that a sum has the
+same bits in tiles of any height.
 """
 
 from __future__ import annotations
@@ -31,20 +29,20 @@ from pillion.kernels.cpu.language.isa import Isa, TileRows
 from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
 from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 
-# A tile reads this many bytes of a panel in each step.
+# Bytes of a panel per step.
 PANEL_STEP_BYTES = 128
 _STEPS_PER_ITERATION = 2
-# A group of rows has 16 rows in matrix tiles, and so many such groups share what is loaded of a panel.
+# Groups of 16 rows that share the loads of a panel in matrix tiles.
 ROW_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TileKind:
-    """Says what a tile multiplies. A step is one input of float32 weights, a pair of bfloat16 weights, or four codes.
+    """Types of a tile's operands. A step is one input of float32 weights, a pair of bfloat16 weights, or four codes.
 
     Attributes:
         weights: the kind of the packed weights.
-        rows: the type of the rows: "bf16", or "fp32", which float32 weights need, or "int8", for weights of that kind.
+        rows: the type of the rows: "bf16", "fp32" (required by float32 weights), or "int8" (for weights of that kind).
         adds: whether products are added to the sums in memory.
     """
 
@@ -54,37 +52,37 @@ class TileKind:
 
     @property
     def name(self) -> str:
-        """Returns a part of the names of the tiles' functions."""
+        """Part of the names of the tiles' functions."""
         return f"{self.weights}_{self.rows}{'_adds' * self.adds}"
 
     @property
     def inputs(self) -> int:
-        """Returns how many inputs of the matrix one step multiplies."""
+        """Inputs per step."""
         return 4 if self.rows == "int8" else 1 if self.weights == "fp32" else 2
 
     @property
     def row_step_bytes(self) -> int:
-        """Returns how many bytes of a row one step reads."""
+        """Bytes of a row per step."""
         return self.inputs * {"int8": 1, "bf16": 2, "fp32": 4}[self.rows]
 
     def tiles(self, isa: Isa) -> TileRows:
-        """Returns the limits on the rows of such tiles."""
+        """Return the max rows of such tiles."""
         if self.in_matrix_tiles(isa):
             return TileRows(ROW_GROUPS * TILE_ROWS)
         return self.register_tiles(isa)
 
     def register_tiles(self, isa: Isa) -> TileRows:
-        """Returns the limits on the rows of tiles whose sums stay in vector registers."""
+        """Return the max rows of tiles with sums in vector registers."""
         return {"int8": isa.int8_tiles, "bf16": isa.bf16_tiles, "fp32": isa.fp32_tiles}[self.rows]
 
     def in_matrix_tiles(self, isa: Isa) -> bool:
-        """Returns whether rows meet weights in matrix tiles."""
+        """Return whether the products run in matrix tiles."""
         return isa.matrix_tiles and self.rows != "fp32"
 
 
 @dataclass(frozen=True, slots=True)
 class TileArgs:
-    """Holds the arguments of a tile's function.
+    """The arguments of a tile's function.
 
     Attributes:
         x: the first row, of the kind's type.
@@ -92,8 +90,8 @@ class TileArgs:
         panel: the weights.
         steps: number of steps in the depth.
         ahead: memory to prefetch, for instance the next panel.
-        ahead_step: bytes to prefetch in each step.
-        sums: float32 [rows, 32], the result, or int32 for rows of int8; what comes before it in a tile that ``adds``.
+        ahead_step: bytes to prefetch per step.
+        sums: float32 [rows, 32], the result, or int32 for rows of int8; a tile that ``adds`` adds to its content.
     """
 
     x: Ptr
@@ -105,7 +103,7 @@ class TileArgs:
     sums: Ptr
 
     def half(self, number: int) -> TileArgs:
-        """Returns the arguments of a narrow tile: one half of the panel, and of what is prefetched."""
+        """Return the arguments of a narrow tile: one half of the panel, and of the memory to prefetch."""
         step = self.ahead_step // 2
         ahead = self.ahead + self.steps * step * number
         panel, sums = (place + number * VECTOR_BYTES for place in (self.panel, self.sums))
@@ -113,7 +111,7 @@ class TileArgs:
 
 
 def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
-    """Multiplies ``rows`` rows, 1 to ``kind.tiles(isa).most``, with a panel."""
+    """Multiply ``rows`` rows, 1 to ``kind.tiles(isa).most``, with a panel."""
     x_bytes = (rows - 1) * args.x_stride + args.steps * kind.row_step_bytes
     inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES)
     with k.when(inside & k.holds(args.sums, rows * TOTALS_BYTES)):
@@ -122,7 +120,7 @@ def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
         elif kind.rows != "int8":
             _call_matrix_tiles(k, kind, rows, args)
         else:
-            # Sums of whole numbers are the same either way, and few rows take less time in registers.
+            # Integer sums are the same either way, and few rows take less time in registers.
             with k.builder.if_else((rows <= k.isa.int8_tiles.most).ir) as (few, many):
                 with few:
                     _call_tiles(k, kind, rows, args)
@@ -131,7 +129,6 @@ def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
 
 
 def _call_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
-    """Multiplies the rows of one tile of registers with a panel."""
     tiles = kind.register_tiles(k.isa)
     for height in k.cases(rows, tiles.most):
         if height <= tiles.wide:
@@ -151,7 +148,7 @@ def _call_tile(k: Kernel, kind: TileKind, rows: int, width: int, args: TileArgs)
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Emits the function for one number of rows, ``width`` vectors wide."""
+    """Emitter of the function for one number of rows, ``width`` vectors wide."""
 
     k: Kernel
     kind: TileKind
@@ -178,15 +175,14 @@ class _Tile:
                 k.write(args.sums + (number * TOTALS_BYTES + half * VECTOR_BYTES), total.value.ir, 4)
 
     def _first(self, row: int, half: int) -> Any:
-        """Returns what a sum begins with."""
+        """Return the initial value of a sum."""
         k, place = self.k, self.args.sums + (row * TOTALS_BYTES + half * VECTOR_BYTES)
         if self.kind.rows == "int8":
             return k.load_quads(place) if self.kind.adds else Quads(k, int_lanes(0))
         return k.load(place) if self.kind.adds else k.vector(0.0)
 
     def _weights(self, line: Ptr) -> Iterator[tuple[int, list[Any]]]:
-        """Yields the weights of a step, in the order in which they are multiplied, each with its offset in a row's
-        step."""
+        """Yield the weights of a step, in the order of multiplication, each with its offset in a row's step."""
         k = self.k
         halves = [line + number * VECTOR_BYTES for number in range(self.width)]
         if self.kind.weights == "fp32":
@@ -203,7 +199,7 @@ class _Tile:
         yield 4, [k.high(pair) for pair in pairs]
 
     def _prefetch(self, line: Ptr) -> None:
-        # A tile of one row mostly waits for memory, and the processor's own prefetcher is faster alone.
+        # A tile of one row mostly waits for memory, where the hardware prefetcher alone is faster.
         if self.rows == 1:
             return
         for at in range(0, PANEL_STEP_BYTES * self.width // 2, LINE_BYTES):
@@ -219,7 +215,7 @@ class _Tile:
 
 
 def _call_matrix_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
-    """Multiplies 1 to 32 rows with a panel in matrix tiles."""
+    """Multiply 1 to 32 rows with a panel in matrix tiles."""
     values = (rows, args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
     for groups, wanted in ((1, rows <= TILE_ROWS), (ROW_GROUPS, rows > TILE_ROWS)):
 
@@ -232,10 +228,9 @@ def _call_matrix_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> 
 
 @dataclass(frozen=True, slots=True)
 class MatrixTile:
-    """Emits the function for ``groups`` groups of rows, of which the last one may have less than 16.
+    """Emitter of the function for ``groups`` groups of rows, the last one possibly of less than 16.
 
-    The sums of a group and a half of the panel are one tile; then there is a tile for the rows of each group, and one
-    for each half's weights.
+    Tiles: the sums of each group and half of the panel, the rows of each group, and the weights of each half.
     """
 
     k: Kernel
@@ -254,7 +249,7 @@ class MatrixTile:
             self.move(tiles.load)
         with k.range(whole) as number:
             self.multiply(number)
-        # Tiles of another shape begin with zeros, so the sums go by way of memory.
+        # Tiles of another shape start zeroed, so the sums go through memory.
         self.move(tiles.store)
         with k.when(rest > 0):
             self.shape(rest)
@@ -275,21 +270,21 @@ class MatrixTile:
         return 3 * self.groups
 
     def shape(self, steps: Int | int) -> None:
-        """Shapes the tiles for so many steps at a time."""
+        """Configure the tiles for ``steps`` steps at a time."""
         heights = [self.k.least(self.rows - TILE_ROWS * group, TILE_ROWS) for group in range(self.groups)]
         sums = [height for height in heights for _ in range(2)]
         row_bytes = [VECTOR_BYTES] * len(sums) + [self.k.int(steps) * STEP_BYTES] * len(heights) + [VECTOR_BYTES] * 2
         self.tiles.shape([*sums, *heights, steps, steps], row_bytes)
 
     def move(self, move: Callable[[int, Ptr, int], None]) -> None:
-        """Loads or stores all sums."""
+        """Load or store all sums."""
         for group in range(self.groups):
             for half in range(2):
                 place = group * TILE_ROWS * TOTALS_BYTES + half * VECTOR_BYTES
                 move(self._sums(group, half), self.args.sums + place, TOTALS_BYTES)
 
     def multiply(self, number: Int) -> None:
-        """Multiplies the steps from 16 * ``number`` on."""
+        """Multiply the steps from 16 * ``number`` on."""
         args, tiles = self.args, self.tiles
         add = tiles.add_codes if self.kind.rows == "int8" else tiles.add_pairs
         self._prefetch(number)

@@ -1,14 +1,13 @@
-"""Emits products of many rows with panels of packed weights in matrix tiles, over memory that stays in the second
-cache.
+"""Products of many rows with panels of packed weights in matrix tiles, over memory that stays in the L2 cache.
 
     for each block of up to 256 rows, and for each block of up to 2,048 inputs:
-        copy the rows into tiles (once for all ranges of panels where that is the whole depth)
+        copy the rows into tiles (once for all ranges of panels if the block is the whole depth)
         for each panel of the range, for each 32 rows:
             add to sums of 32 x 32; after the last block of inputs: epilogue
 
-A tile has 16 rows of 64 bytes side by side, and two tiles of rows meet two of weights, so each instruction that
-multiplies needs one load of a tile. Tiles are shaped once for a block of inputs; what stands in them after the last row
-is not read. Between blocks of inputs a sum waits in memory, as float32, so it is the same chain as in
+A tile has 16 adjacent rows of 64 bytes. Two tiles of rows are multiplied by two of weights, so each multiplying
+instruction needs one load of a tile. Tiles are configured once for a block of inputs; their content after the last row
+is never read. Between blocks of inputs a sum waits in memory, as float32, so it is the same chain as in
 :mod:`pillion.kernels.cpu.products.gemm_tiles`, whatever the blocks.
 """
 
@@ -28,18 +27,18 @@ from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 
 # Rows whose sums are in tiles at a time. Fewer rows are not copied.
 TILED_ROWS = ROW_GROUPS * TILE_ROWS
-# Instructions in a block of the depth (of 2,048 bfloat16 inputs), and 32 rows in a block of rows: copied rows take up
-# to half of a second cache of 2 MiB.
+# Instructions per block of the depth (2,048 bfloat16 inputs), and 32-row tiles per block of rows: copied rows take up
+# to half of a 2 MiB L2 cache.
 _BLOCK, MOST_ROW_TILES = 64, 8
-# Panels in a range of the same rows: the copy costs a few percent of their products, and their sums, which wait between
-# blocks of the depth, a quarter of the cache.
+# Max panels per range of the same rows: the copy costs a few percent of their products, and their sums, which wait
+# between blocks of the depth, take a quarter of the cache.
 MOST_PANELS = 16
 _INSTRUCTION_BYTES = TILED_ROWS * VECTOR_BYTES
 _SUMS_BYTES = TILED_ROWS * TOTALS_BYTES
 # Scratch memory: copied rows, then sums.
 SUMS_PLACE = MOST_ROW_TILES * _BLOCK * _INSTRUCTION_BYTES
 SCRATCH_NEEDED = SUMS_PLACE + MOST_PANELS * MOST_ROW_TILES * _SUMS_BYTES
-# A depth is a multiple of 16 codes or 16 bfloat16.
+# Depths are multiples of 16 codes or 16 bfloat16.
 _REST_BYTES = 16
 _REST = ir.VectorType(I32, _REST_BYTES // 4)
 
@@ -49,10 +48,10 @@ class PanelRange:
     """Some panels of one matrix.
 
     Attributes:
-        first, last: numbers of the first panel, and of the one after the last.
+        first, last: index of the first panel, and of the one after the last.
         weights: the weights of panel 0.
         panel_bytes: bytes from panel to panel.
-        ahead: the weights of the panel that is multiplied after the range.
+        ahead: the weights of the panel to multiply after the range.
     """
 
     first: Int
@@ -64,7 +63,7 @@ class PanelRange:
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """Emits what follows products.
+    """The steps that follow products.
 
     Attributes:
         prefetch: called with a panel before its last products.
@@ -76,7 +75,7 @@ class Epilogue:
 
 
 class ManyRows:
-    """Emits products of many rows in one kernel."""
+    """Emitter of products of many rows in one kernel."""
 
     def __init__(self, k: Kernel, kind: TileKind, steps: Int, scratch: Ptr) -> None:
         self._k, self._kind = k, kind
@@ -86,16 +85,16 @@ class ManyRows:
         self._whole_blocks = (self._whole + (_BLOCK - 1)) // _BLOCK
         self._blocks: Int = self._whole_blocks + k.select(self._rest > 0, k.int(1), k.int(0))
         self._copies, self._sums = scratch, scratch + SUMS_PLACE
-        # The address of the rows whose copy has all of the depth.
+        # Address of the rows that are completely copied.
         self._copied = k.variable(k.int(0))
 
     @property
     def deep(self) -> Bool:
-        """Returns whether rows are copied for each range of panels."""
+        """True if rows are copied for each range of panels."""
         return self._blocks > 1
 
     def multiply(self, x: Ptr, x_stride: Int, rows: Int, panels: PanelRange, epilogue: Epilogue) -> None:
-        """Multiplies ``rows`` rows from ``x`` on by a range of up to MOST_PANELS panels."""
+        """Multiply ``rows`` rows from ``x`` on by a range of up to MOST_PANELS panels."""
         k = self._k
         most = MOST_ROW_TILES * TILED_ROWS
         with k.range(rows, step=most) as first:
@@ -111,7 +110,7 @@ class ManyRows:
         return block >= self._whole_blocks
 
     def _count(self, block: Int) -> Int:
-        """Returns the number of instructions of a block for each sum."""
+        """Return the instructions of a block for each sum."""
         k = self._k
         count: Int = k.select(self._is_rest(block), k.int(1), k.least(self._whole - block * _BLOCK, _BLOCK))
         return count
@@ -126,11 +125,10 @@ class ManyRows:
         )
 
     def _offset(self, block: Int) -> Int:
-        """Returns the first instruction of a block."""
         return self._k.least(block * _BLOCK, self._whole)
 
     def _copy(self, x: Ptr, x_stride: Int, rows: Int, block: Int) -> None:
-        """Copies a block's values into tiles: [32 rows][instructions][32][64 bytes]."""
+        """Copy a block's values into tiles: [32 rows][instructions][32][64 bytes]."""
         k, address = self._k, Int(self._k, x.ir)
         count = self._count(block)
         with k.builder.if_then(k.builder.not_(self._copied.value.equals(address).ir)):
@@ -148,7 +146,7 @@ class ManyRows:
     def _multiply_panel(
         self, first: Int, rows: Int, block: Int, panel: Int, panels: PanelRange, epilogue: Epilogue
     ) -> None:
-        """Multiplies a block of rows, from the row ``first`` on, and a block of inputs by one panel."""
+        """Multiply a block of rows, from the row ``first`` on, and a block of inputs by one panel."""
         k, count = self._k, self._count(block)
         tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
         begin = panels.weights + self._offset(block) * (TILE_STEPS * PANEL_STEP_BYTES)
@@ -157,7 +155,7 @@ class ManyRows:
         # The first panel's next block.
         further = begin + (panels.first * panels.panel_bytes + count * (TILE_STEPS * PANEL_STEP_BYTES))
         ahead = k.either(panel + 1 < panels.last, lines + panels.panel_bytes, k.either(final, panels.ahead, further))
-        # What is ahead has the size of this block or less. Each tile of rows prefetches its share.
+        # The memory ahead is at most as large as this block. Each tile of rows prefetches its share.
         share = k.int(TILE_STEPS * PANEL_STEP_BYTES) // tiles
         parked = k.select(self._blocks < 2, k.int(0), k.int(_SUMS_BYTES))
         with k.when(final):
@@ -201,8 +199,8 @@ def _write_block(
     sums: Ptr,
     block: Int,
 ) -> None:
-    """Writes the function that adds ``count`` instructions for each tile to the sums of a block of rows and a panel,
-    which begin as zeros in block 0."""
+    """Emit the function that adds ``count`` instructions per tile to the sums of a block of rows and a panel, zeroed in
+    block 0."""
     k = tiles.k
     places = [(2 * group + half, sums + (group * TILE_ROWS * TOTALS_BYTES + half * VECTOR_BYTES))
               for group in range(groups) for half in range(2)]  # fmt: skip

@@ -1,5 +1,5 @@
-"""Defines the kernels around a mixture of experts' grouped products: they choose experts, sort rows by expert, and add
-up; and the one that weighs the results of the MLP beside the experts.
+"""Kernels around a mixture of experts' grouped products: they choose experts, sort rows by expert, and combine the
+results; and the one that weighs the results of shared experts.
 
     RouteToExperts -> [ScaleChosen] -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
     (products) -> WeighRows
@@ -19,14 +19,14 @@ from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, Kerne
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rows import vectors_of
 
-# A thread's scratch has room for at most this many experts, with two numbers of 4 bytes for each.
+# Max experts whose two 4-byte numbers fit a thread's scratch.
 MAX_EXPERTS = SCRATCH_BYTES // 8 - LANES
 
 
 @dataclass(frozen=True, slots=True)
 class RouteToExperts(KernelSpec):
-    """Chooses each row's best experts: ``logits`` [rows, experts] float32 -> ``scores`` [rows, chosen] float32, best
-    first, and the numbers of these ``experts`` [rows, chosen] int32.
+    """Top-k routing: ``logits`` [rows, experts] float32 -> ``scores`` [rows, chosen] float32, best first, and the
+    numbers of these ``experts`` [rows, chosen] int32.
 
     Scores are the softmax over all experts, or with ``sigmoid`` sigmoids; with ``normalize`` the scores of a row's
     chosen experts sum up to 1. ``scale`` multiplies them at last. Of experts with equal scores the first wins.
@@ -68,7 +68,7 @@ class RouteToExperts(KernelSpec):
                 best, expert = self._best(k, choices, self.experts)
                 if self.biased:
                     best = k.broadcast(call.scratch + expert * 4)
-                # The score of an expert that was chosen is lowered below all others, so that it is not chosen again.
+                # Lower the score of a chosen expert below all others, so that it is not chosen again.
                 k.store_first(choices + expert * 4, k.vector(self._lowest))
                 k.store_first(row_scores + i * 4, best)
                 k.store_int(row_experts + i * 4, expert, 32)
@@ -79,16 +79,16 @@ class RouteToExperts(KernelSpec):
 
     @property
     def _lowest(self) -> float:
-        """Gives a number that no expert's score has, below all of them."""
+        """A score below those of all experts."""
         return -math.inf if self.biased else -1.0
 
     @property
     def _room(self) -> int:
-        """Gives the bytes of the scores of all experts, in whole vectors."""
+        """Bytes of the scores of all experts, in whole vectors."""
         return -(-self.experts // LANES) * VECTOR_BYTES
 
     def _leave_groups(self, k: Kernel, choices: Ptr, group_scores: Ptr) -> None:
-        """Lowers the scores of experts outside of the best groups below all others."""
+        """Lower the scores of experts outside of the best groups below all others."""
         size = self.experts // self.groups
         lowest = k.vector(self._lowest)
         with k.range(self.groups) as group:
@@ -108,11 +108,11 @@ class RouteToExperts(KernelSpec):
             with k.range(vectors_of(k.int(size))) as i:
                 at = choices + group * (size * 4) + i * VECTOR_BYTES
                 value = k.load(at)
-                # Behind the group are the scores of the next one, or what follows the last.
+                # The vector may reach into the next group's scores, or past the last group.
                 k.store(at, k.select(k.below(i * LANES, k.int(size)), k.select(left, lowest, value), value))
 
     def _sigmoids(self, k: Kernel, logits: Ptr, out: Ptr) -> Vec:
-        """Stores the sigmoids of logits in ``out``, and -1 after the last expert; returns 1."""
+        """Store the sigmoids of logits in ``out``, and -1 after the last expert; return 1."""
         count = k.int(self.experts)
         with k.range(vectors_of(count)) as i:
             score = k.sigmoid(k.load(logits + i * VECTOR_BYTES))
@@ -120,7 +120,7 @@ class RouteToExperts(KernelSpec):
         return k.vector(1.0)
 
     def _choices(self, call: KernelCall, total: Vec) -> Ptr:
-        """Stores scores / total + bias behind the scores; returns where."""
+        """Store scores / total + bias after the scores; return their address."""
         k, bias, count = call.k, call.args.pointer("bias"), call.k.int(self.experts)
         out = call.scratch + self._room
         with k.range(vectors_of(count)) as i:
@@ -131,7 +131,7 @@ class RouteToExperts(KernelSpec):
         return out
 
     def _exponentials(self, k: Kernel, logits: Ptr, out: Ptr) -> Vec:
-        """Stores e**(logit - the largest logit) in ``out``, and -1 after the last expert; returns the sum."""
+        """Store e**(logit - the largest logit) in ``out``, and -1 after the last expert; return the sum."""
         count, vectors = k.int(self.experts), vectors_of(k.int(self.experts))
         largest = k.variable(k.vector(-math.inf))
         with k.range(vectors) as i:
@@ -148,8 +148,8 @@ class RouteToExperts(KernelSpec):
         return k.sum(total.value)
 
     def _best(self, k: Kernel, values: Ptr, count: int) -> tuple[Vec, Int]:
-        """Returns the largest of the first ``count`` ``values`` and the first place that holds it; place 0 if all are
-        lowest or NaN. What follows counts as lowest."""
+        """Return the largest of the first ``count`` ``values`` and its first index; index 0 if all are lowest or NaN.
+        Values after ``count`` are ignored."""
         best, places = k.variable(k.vector(self._lowest)), k.variable(k.vector(0.0))
         counted = k.constant([float(lane) for lane in range(LANES)])
         with k.range(vectors_of(k.int(count))) as i:
@@ -166,8 +166,8 @@ class RouteToExperts(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class ScaleChosen(KernelSpec):
-    """Multiplies ``scores`` [rows, chosen] float32, in place, by the numbers in ``scales`` [experts] float32 of the
-    chosen ``experts`` [rows, chosen] int32."""
+    """Product of ``scores`` [rows, chosen] float32, in place, with the ``scales`` [experts] float32 of the chosen
+    ``experts`` [rows, chosen] int32."""
 
     layout = RecordLayout("scale_chosen", pointers=("scores", "experts", "scales"))
 
@@ -183,7 +183,7 @@ class ScaleChosen(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GroupByExpert(KernelSpec):
-    """Sorts the pairs by expert, a stable counting sort on one thread.
+    """Stable counting sort of the pairs by expert, on one thread.
 
     ``experts`` [rows, chosen] int32 -> ``group_starts`` [experts + 1] int32: the range of grouped rows of each expert;
     ``places`` [rows, chosen] int32: each pair's grouped row; ``sources`` [rows * chosen] int32: each grouped row's row.
@@ -199,7 +199,7 @@ class GroupByExpert(KernelSpec):
         assert self.experts <= MAX_EXPERTS
         k, args = call.k, call.args
         experts, starts, places, sources = (args.pointer(field) for field in self.layout.pointers)
-        # The loop counts an expert's pairs first; later the word is the place of the expert's next pair.
+        # Of each expert: its number of pairs, later the index of its next pair.
         cursors = call.scratch
         rows = call.step.number(f"num_{self.rows_of}")
         with k.when(call.thread < 1):
@@ -226,7 +226,7 @@ class GroupByExpert(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GatherGroups(KernelSpec):
-    """Copies each pair's row to its expert's group: ``grouped`` [rows * chosen, ...] = ``rows`` [rows, ...] at
+    """Copy of each pair's row to its expert's group: ``grouped`` [rows * chosen, ...] = ``rows`` [rows, ...] at
     ``sources``.
 
     Rows have any type: a row is copied with its padding, ``stride`` bytes on both sides, a multiple of 64.
@@ -262,11 +262,11 @@ class GatherGroups(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class Combine(KernelSpec):
-    """Computes ``out`` [rows, width] = factor * (sum over a row's pairs of the score * the expert's output), all
-    float32.
+    """Weighted sum of the experts' outputs: ``out`` [rows, width] = factor * (sum over a row's pairs of the score * the
+    expert's output), all float32.
 
-    ``found`` [rows * chosen, width] holds the experts' outputs in groups. With ``add`` it adds to ``out`` instead. A
-    row's pairs are summed from its best expert on, wherever they are, so a result does not depend on other rows.
+    ``found`` [rows * chosen, width] has the experts' outputs in groups. ``add``: add to ``out`` instead. A row's pairs
+    are summed from its best expert on, wherever they are, so a result does not depend on other rows.
     """
 
     layout = RecordLayout(
@@ -300,8 +300,8 @@ class Combine(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class WeighRows(KernelSpec):
-    """Computes ``out`` [rows, width] = factor * sigmoid(the first of a row's ``gates``) * ``found`` [rows, width], all
-    float32. With ``add`` it adds to ``out`` instead."""
+    """Gated output of shared experts: ``out`` [rows, width] = factor * sigmoid(the first of a row's ``gates``) *
+    ``found`` [rows, width], all float32. ``add``: add to ``out`` instead."""
 
     layout = RecordLayout(
         "weigh_rows",

@@ -1,4 +1,4 @@
-"""Lays out weight matrices in memory for the products of :mod:`pillion.kernels.cpu.products.gemm`.
+"""Memory layouts of weight matrices for the products of :mod:`pillion.kernels.cpu.products.gemm`.
 
 A matrix [N outputs, K inputs] is cut into panels of 32 outputs, and a panel into two tiles of 16: one output for each
 lane of a vector. Kernels read a panel from its first byte to its last:
@@ -6,8 +6,8 @@ lane of a vector. Kernels read a panel from its first byte to its last:
     bf16   [N / 32][K / 2][2 tiles][16][2]    a lane's pair: two neighbouring inputs of one output
     fp32   [N / 32][K][2 tiles][16]
 
-N is padded with zeros to a multiple of 32 and K to one of 16. The two matrices of a gated MLP are packed as one: of
-each panel, the first tile holds 16 outputs of the gate and the second the same 16 of the other matrix.
+N is padded with zeros to a multiple of 32 and K to one of 16. The two matrices of a gated MLP are packed as one: in
+each panel, the first tile is 16 outputs of the gate and the second the same 16 of the other matrix.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ KINDS = (*PLAIN_TYPES, *quantized_packing.KINDS)
 
 
 def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
-    """Returns the kind that holds ``weights`` in the least memory without rounding: "bf16" instead of "fp32" where all
-    of them are bfloat16 numbers, because products with float32 rows are the same then, and else ``kind``."""
+    """Return the smallest kind that represents ``weights`` exactly: "bf16" instead of "fp32" if all are bfloat16
+    numbers, because products with float32 rows are the same then, else ``kind``."""
     if kind == "fp32" and all(torch.equal(weight.float(), weight.bfloat16().float()) for weight in weights):
         return "bf16"
     return kind
 
 
 def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
-    """Returns the number of bytes of a panel."""
     if kind not in PLAIN_TYPES:
         return quantized_packing.panel_bytes(kind, depth, group, offsets)
     return PANEL_COLUMNS * depth * PLAIN_TYPES[kind].itemsize
 
 
 def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
-    """Packs a matrix [N, K]; bf16 rounds to nearest even.
+    """Pack a matrix [N, K]; bf16 rounds to nearest even.
 
-    A quantized matrix has the kind that ``quantized_packing.packed_kind`` names, or is widened to ``kind``. With
+    A quantized matrix gets the kind of ``quantized_packing.packed_kind``, or is dequantized to ``kind``. With
     ``offsets``, groups get offsets even if they are all 0.
     """
     if kind not in PLAIN_TYPES:
@@ -53,24 +52,24 @@ def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeigh
 
 
 def pack_gated(gate: Matrix, up: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
-    """Packs two matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
+    """Pack two matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
     if kind not in PLAIN_TYPES:
         return quantized_packing.pack_quantized([gate, up], kind, offsets)
     return _pack(in_turn(*(_padded(plain(matrix, torch.float32), TILE_COLUMNS) for matrix in (gate, up))), kind)
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
-    """Packs a bias [N] as float32, padded to the number of packed columns."""
+    """Pack a bias [N] as float32, padded to the number of packed columns."""
     return pad(bias.float(), (0, -len(bias) % PANEL_COLUMNS))
 
 
 def pack_gated_bias(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Packs two biases [N] as float32, in the order of :func:`pack_gated`."""
+    """Pack two biases [N] as float32, in the order of :func:`pack_gated`."""
     return in_turn(*(pad(bias.float(), (0, -len(bias) % TILE_COLUMNS)) for bias in (gate, up)))
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:
-    """Returns the columns of a packed matrix [pairs * 32, depth] in packed order, in the kind's type; of codes, in
+    """Return the columns of a packed matrix [pairs * 32, depth] in packed order, in the kind's type; of codes, in
     float64."""
     if packed.kind not in PLAIN_TYPES:
         return quantized_packing.unpack_quantized(packed)
@@ -82,7 +81,7 @@ def unpack(packed: PackedWeight) -> torch.Tensor:
 def _pack(weight: torch.Tensor, kind: str) -> PackedWeight:
     columns, depth = weight.shape
     pairs = columns // PANEL_COLUMNS
-    # The columns of a step lie together: [pairs, steps, columns, inputs of a step].
+    # The columns of a step are adjacent: [pairs, steps, columns, inputs of a step].
     steps = weight.to(PLAIN_TYPES[kind]).view(pairs, PANEL_COLUMNS, -1, 1 if kind == "fp32" else 2).transpose(1, 2)
     return PackedWeight(kind, steps.reshape(-1), depth, pairs)
 

@@ -1,4 +1,4 @@
-"""Has the CPU kernels of products with quantized weights.
+"""CPU kernels of products with quantized weights.
 
 Open ``quantized_packing.py`` first.
 """

@@ -1,19 +1,19 @@
-"""Defines the order in memory of codes of 4 and 8 bits, and how kernels turn them into numbers in registers.
+"""Memory order of 4-bit and 8-bit codes, and their dequantization in registers.
 
-A *unit* is 4 inputs of the 32 outputs of a panel. Its codes become exact numbers, never rounded ones; scales are
-applied to finished sums (:mod:`pillion.kernels.cpu.quantized.quantized_tiles`). A *constant* is a scale or an offset:
-float16 where all of a matrix are such numbers, because those of small groups are much of the memory, else float32.
+A *unit* is 4 inputs of the 32 outputs of a panel. Its codes become exact numbers, without rounding; scales are applied
+to finished sums (:mod:`pillion.kernels.cpu.quantized.quantized_tiles`). A *constant* is a scale or an offset: float16
+if that represents all of a matrix exactly, because those of small groups are much of the memory, else float32.
 
     4 bits   one line of 64 bytes; a lane of 32 bits has the 8 codes of column c of both tiles:
              [16 lanes][2 inputs of a pair][2 pairs][2 tiles], the first code in the lowest bits
     8 bits   a line for each of its two pairs of inputs: [4 quarters][2 tiles][4 columns][2 inputs], a byte is a sign
              and 7 bits
 
-Numbers are bfloat16 pairs where the processor multiplies these and rows are bfloat16, else float32. Pairs come from
-tables that lie in registers: for 4 bits a shift and a look-up give 16 pairs, for 8 bits both bytes of each bfloat16 are
-looked up and interleaved within each quarter of a line. A float32 of 4 bits comes from a table with AVX-512, and those
-of NF4 and E2M1 on all processors; other whole numbers become the lowest bits of a float32 of which a subtraction leaves
-them alone (AVX2), or are shifted and converted (NEON). 8 bits become those of a float16, which is converted.
+Numbers are bfloat16 pairs if the processor multiplies these and rows are bfloat16, else float32. Pairs come from tables
+in registers: for 4 bits a shift and a look-up yield 16 pairs, for 8 bits both bytes of each bfloat16 are looked up and
+interleaved within each quarter of a line. 4 bits become a float32 by a table with AVX-512, and those of NF4 and E2M1 on
+all processors; other integers become the lowest bits of a float32 from which a subtraction extracts them (AVX2), or are
+shifted and converted (NEON). 8 bits become those of a float16, which is converted.
 """
 
 from __future__ import annotations
@@ -42,28 +42,27 @@ from pillion.kernels.torch.quantized_matrix import CODINGS
 UNIT_INPUTS = 4
 _SIGN = 0x80
 _MAGNITUDES = 0x7F
-# The 4 bits of a code may lie at most at the first of these places among the 23 bits of a float32's mantissa. Codes at
-# higher places are first moved down by as many bits as the second number says.
+# Highest bit of a float32's 23-bit mantissa at which the 4 bits of a code may be placed, and the shift of codes at
+# higher places.
 _MOST_MANTISSA_BIT, _HIGH_SHIFT = 16, 12
 
 _BYTES = ir.VectorType(I8, LINE_BYTES)
 _WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
-# A product multiplies a pair of inputs by values of one of these types: Pairs, two Pairs whose sum is the values, or a
-# Vec for each of both inputs.
+# Factors of a product with a pair of inputs: Pairs, two Pairs whose sum is the values, or a Vec for each input.
 Parts = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CodeKind:
-    """Describes how panels keep codes.
+    """Packing of codes in panels.
 
     Attributes:
         codes: the name of the coding.
         bits: 4 or 8.
-        values: the numbers that the stored codes stand for before they are multiplied by scales, float32 [16] or [256].
-        scale: the power of two by which scales are multiplied when they are packed.
-        constant_bytes: 4 where constants are float32, 2 where they are float16.
+        values: the numbers that stored codes represent before scaling, float32 [16] or [256].
+        scale: power of two by which scales are multiplied when packed.
+        constant_bytes: 4 for float32 constants, 2 for float16.
     """
 
     codes: str
@@ -74,28 +73,28 @@ class CodeKind:
 
     @property
     def name(self) -> str:
-        """Returns the kind of the packed weights."""
+        """The kind of the packed weights."""
         return self.codes + "_half" * (self.constant_bytes == 2)
 
     @property
     def constant_dtype(self) -> torch.dtype:
-        """Returns the type of constants."""
+        """The type of constants."""
         return torch.float16 if self.constant_bytes == 2 else torch.float32
 
     @property
     def unit_bytes(self) -> int:
-        """Returns how many bytes a unit of packed codes takes."""
+        """Bytes of a unit of packed codes."""
         return UNIT_INPUTS * 2 * LANES * self.bits // 8
 
     @property
     def parts(self) -> int:
-        """Returns how many bfloat16 numbers add up to a value: one where bfloat16 holds them all."""
+        """Number of bfloat16 numbers that add up to a value: one if bfloat16 represents them all."""
         values = torch.tensor(self.values)
         return 1 if torch.equal(values.bfloat16().float().nan_to_num(), values.nan_to_num()) else 2
 
 
 def _signed_bytes(lowest: float) -> tuple[float, ...]:
-    """Returns what bytes of a sign and a magnitude stand for; ``lowest`` is that of a sign without a magnitude."""
+    """Return the values of bytes of a sign and a magnitude; ``lowest`` is that of a sign without a magnitude."""
     return tuple(float(code) if code < _SIGN else float(_SIGN - code) or lowest for code in range(256))
 
 
@@ -103,17 +102,16 @@ def _code_kinds() -> Iterator[CodeKind]:
     int4 = CodeKind("int4", 4, tuple(float(code if code < 8 else code - 16) for code in range(16)))
     yield int4
     yield replace(int4, constant_bytes=2)
-    # Only these codes have float16 offsets; offsets of int4 would be 8 scales larger, which float16 may not hold.
+    # Only these codes have float16 offsets: those of int4 would be 8 scales larger, which may not be exact in float16.
     yield CodeKind("uint4", 4, tuple(map(float, range(16))), constant_bytes=2)
     for floats in ("nf4", "fp4_e2m1"):
         yield CodeKind(floats, 4, tuple(CODINGS[floats].tolist()))
-    # The first of these two kinds is int8 without the code -128, the second one int8 with it, because looking up -128
-    # costs two more instructions.
+    # int8 without the code -128, and with it ("whole"): looking up -128 costs two more instructions.
     for whole in (CodeKind("int8", 8, _signed_bytes(0.0)), CodeKind("int8_whole", 8, _signed_bytes(-128.0))):
         yield whole
         yield replace(whole, constant_bytes=2)
     yield CodeKind("fp8_e4m3", 8, tuple((CODINGS["fp8_e4m3"] / FP8_SHRINK).tolist()), FP8_SHRINK)
-    # MXFP4's scales are powers of two, most of which float16 holds.
+    # MXFP4's scales are powers of two, most of which are float16 numbers.
     yield CodeKind("fp4_e2m1", 4, tuple(CODINGS["fp4_e2m1"].tolist()), constant_bytes=2)
 
 
@@ -121,8 +119,8 @@ CODE_KINDS = {kind.name: kind for kind in _code_kinds()}
 
 
 def codes_of(coding: str, codes: Iterable[torch.Tensor]) -> str:
-    """Returns the ``CodeKind.codes`` of the kind that holds all these codes, whatever their constants. ``coding`` is a
-    key of :data:`pillion.kernels.torch.quantized_matrix.CODINGS`."""
+    """Return the ``CodeKind.codes`` of the kind that represents all these codes, whatever their constants. ``coding``
+    is a key of :data:`pillion.kernels.torch.quantized_matrix.CODINGS`."""
     if coding in ("uint4", "int4"):
         return "int4"
     if coding == "int8":
@@ -131,7 +129,7 @@ def codes_of(coding: str, codes: Iterable[torch.Tensor]) -> str:
 
 
 def kept_codes(coding: str, codes: torch.Tensor, kind: CodeKind) -> torch.Tensor:
-    """Returns codes as panels keep them. Codes of uint4 may become those of int4, which are smaller by 8: their offsets
+    """Return codes as stored in panels. Codes of uint4 may become those of int4, which are smaller by 8: their offsets
     then grow by 8 scales."""
     if coding in ("uint4", "int4"):
         return codes if kind.codes == "uint4" else codes ^ 8
@@ -141,21 +139,21 @@ def kept_codes(coding: str, codes: torch.Tensor, kind: CodeKind) -> torch.Tensor
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs kept codes, uint8 [..., 32 columns, 4 inputs], one code in each byte, into units, uint8 [..., bytes]."""
+    """Pack stored codes, uint8 [..., 32 columns, 4 inputs], one code per byte, into units, uint8 [..., bytes]."""
     lead = codes.shape[:-2]
     if bits == 4:
-        # A column's inputs are a word: both tiles share its bytes, and the two in the middle change places.
+        # A column's inputs are a word: both tiles share its bytes, and the two middle ones are swapped.
         words = codes.contiguous().view(torch.int32)[..., 0]
         both = words[..., :LANES] | words[..., LANES:] << 4
         turned = (both & ~0xFFFF00) | (both >> 8 & 0xFF00) | (both << 8 & 0xFF0000)
         return turned.view(torch.uint8)
-    # split is [tiles][quarters][columns][pairs][inputs]
+    # [tiles][quarters][columns][pairs][inputs]
     split = codes.reshape(*lead, 2, QUARTERS, LANES // QUARTERS, 2, 2)
     return split.movedim((-2, -4, -5, -3, -1), (-5, -4, -3, -2, -1)).reshape(*lead, 2 * LINE_BYTES)
 
 
 def unpack_codes(units: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpacks units into codes, as the inverse of :func:`pack_codes`."""
+    """Unpack units into codes, the inverse of :func:`pack_codes`."""
     lead = units.shape[:-1]
     if bits == 4:
         nibbles = torch.stack((units & 15, units >> 4), -1).reshape(*lead, LANES, 2, 2, 2)
@@ -167,20 +165,19 @@ def unpack_codes(units: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def load_constants(k: Kernel, kind: CodeKind, at: Ptr) -> Vec:
-    """Loads 16 constants, which are scales or offsets, as float32."""
     return k.load(at) if kind.constant_bytes == 4 else k.load_half(at)
 
 
 def in_pairs(k: Kernel, wide_rows: bool) -> bool:
-    """Returns whether products multiply bfloat16 pairs, not float32. ``wide_rows`` says whether rows are float32."""
+    """Return whether products multiply bfloat16 pairs, not float32. ``wide_rows``: rows are float32."""
     return k.isa.bf16_dot == "x86" and not wide_rows
 
 
 def unit_parts(k: Kernel, kind: CodeKind, unit: Ptr, wide_rows: bool) -> Iterator[tuple[Parts, Parts]]:
-    """Loads the packed codes of 4 inputs of 32 outputs, and yields them as numbers: for each pair of inputs those of
-    the outputs 0 to 15 and of 16 to 31.
+    """Yield the packed codes of 4 inputs of 32 outputs, dequantized: for each pair of inputs those of the outputs 0 to
+    15 and of 16 to 31.
 
-    A pair's instructions are emitted only when the caller asks for the pair, which keeps few registers occupied.
+    A pair's instructions are emitted only when the caller asks for the pair, which limits register pressure.
     """
     pairs = in_pairs(k, wide_rows)
     if kind.bits == 4:
@@ -200,8 +197,8 @@ def unit_parts(k: Kernel, kind: CodeKind, unit: Ptr, wide_rows: bool) -> Iterato
 
 
 def _nibble_pairs(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
-    """Looks up bfloat16 by the lowest 5 bits of each 16; the table has all values twice, so the fifth bit has no
-    effect."""
+    """Look up bfloat16 by the lowest 5 bits of each 16; the table has all values twice, so the fifth bit is
+    ignored."""
     b, words = k.builder, k.builder.bitcast(k.builder.lshr(line, int_lanes(4 * place)), _WORDS)
     function = k.function("llvm.x86.avx512.permvar.hi.512", _WORDS, [_WORDS, _WORDS])
     return tuple(
@@ -210,7 +207,7 @@ def _nibble_pairs(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
 
 
 def _nibble_floats(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
-    """Returns the float32 of the first inputs of pairs and of the second ones."""
+    """Return the float32 of the first inputs of pairs, and of the second ones."""
     return _nibble_float(k, kind, line, place), _nibble_float(k, kind, line, 4 + place)
 
 
@@ -241,12 +238,10 @@ def _nibble_float(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
 
 
 def _whole_nibble(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
-    """Returns the float32 of a code that is a whole number. AVX2 runs these instructions on more ports than shifts and
-    conversions.
+    """Return the float32 of an integer code. AVX2 runs these instructions on more ports than shifts and conversions.
 
-    The code stays where it is and becomes the lowest bits of a float32 whose exponent gives these bits their own value,
-    so that the number is 2**(23 - bit) + code. A subtraction leaves the code, exactly. The sign's bit of int4 is
-    flipped, which adds 8.
+    The code stays in place as the lowest bits of a float32 whose exponent makes their unit 1, so that the number is
+    2**(23 - bit) + code. A subtraction extracts the code, exactly. Flipping int4's sign bit adds 8.
     """
     b, bit = k.builder, 4 * place
     if bit > _MOST_MANTISSA_BIT:
@@ -260,7 +255,7 @@ def _whole_nibble(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
 
 
 def _arm_table(k: Kernel, kind: CodeKind, places: Any) -> Vec:
-    """Looks up the four bytes of each float32 in a table of 64 bytes."""
+    """Look up the four bytes of each float32 in a table of 64 bytes."""
     b, some = k.builder, ir.VectorType(I8, 16)
     function = k.function("llvm.aarch64.neon.tbl4.v16i8", some, [some] * 5)
     content = torch.tensor(kind.values).view(torch.uint8).tolist()
@@ -280,7 +275,7 @@ def _counted(count: int) -> Any:
 
 
 def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
-    """Widens the codes of two inputs of a column, which a word of 16 bits holds, to float32."""
+    """Convert the codes of a column's two inputs, the bytes of a 16-bit word, to float32."""
     if kind.codes == "fp8_e4m3":
         return fp8_floats(k, words, tile)
     mine = half_words(k, words, tile)
@@ -288,7 +283,7 @@ def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
 
 
 def _int8_float(k: Kernel, kind: CodeKind, words: Any, place: int) -> Vec:
-    """Moves the sign of a code to that of a float16, and the magnitude to its lowest bits, whose unit is 2**-24."""
+    """Move the sign of a code to that of a float16, and the magnitude to its lowest bits, whose unit is 2**-24."""
     b = k.builder
     magnitude = b.and_(b.lshr(words, word_lanes(place)) if place else words, word_lanes(_MAGNITUDES))
     sign = word_lanes(0x8000 - 0x10000)
@@ -299,13 +294,13 @@ def _int8_float(k: Kernel, kind: CodeKind, words: Any, place: int) -> Vec:
 
 
 def register_unit(k: Kernel, kind: CodeKind, wide_rows: bool) -> float:
-    """Returns the number that a code of 1 becomes in registers; the scales of finished sums make up for it."""
+    """Return the value of a code of 1 in registers; the scales of finished sums compensate."""
     return 2.0**-24 if kind.codes in ("int8", "int8_whole") and not in_pairs(k, wide_rows) else 1.0
 
 
 @cache
 def _patterns(kind: CodeKind) -> tuple[list[int], ...]:
-    """Returns the bits of the bfloat16 numbers that add up to a kind's values: a table for each part."""
+    """Return the bits of the bfloat16 numbers that add up to a kind's values: a table for each part."""
     values = torch.tensor(kind.values)
     found = []
     for _ in range(kind.parts):
@@ -316,13 +311,13 @@ def _patterns(kind: CodeKind) -> tuple[list[int], ...]:
 
 
 def parts_of(k: Kernel, kind: CodeKind, wide_rows: bool) -> int:
-    """Returns how many parts :func:`unit_parts` yields for a pair of inputs."""
+    """Return the number of parts that :func:`unit_parts` yields for a pair of inputs."""
     return kind.parts if in_pairs(k, wide_rows) else 2
 
 
 def load_parts(k: Kernel, at: Ptr, parts: int, width: int, wide_rows: bool) -> Iterator[tuple[Parts, ...]]:
-    """Loads the parts of a widened unit that :func:`store_parts` stored; yields those of both tiles, or of the tile
-    that begins at ``at``."""
+    """Load the parts of a widened unit written by :func:`store_parts`; yield those of both tiles, or of the tile at
+    ``at``."""
     read = k.load_pairs if in_pairs(k, wide_rows) else k.load
 
     def tile(step: int, number: int) -> Any:
@@ -333,7 +328,7 @@ def load_parts(k: Kernel, at: Ptr, parts: int, width: int, wide_rows: bool) -> I
 
 
 def store_parts(k: Kernel, at: Ptr, unit: Iterator[tuple[Parts, Parts]]) -> None:
-    """Stores a widened unit [2 pairs of inputs][parts][2 tiles][64 bytes]."""
+    """Store a widened unit [2 pairs of inputs][parts][2 tiles][64 bytes]."""
     for step, tiles in enumerate(unit):
         for tile, parts in enumerate(tiles):
             for part, value in enumerate(parts):

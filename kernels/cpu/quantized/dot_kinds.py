@@ -1,13 +1,13 @@
-"""Lays out codes of 4 and 8 bits for products with rows of int8, whose sums are whole numbers.
+"""Layout of 4-bit and 8-bit codes for products with rows of int8, whose sums are integers.
 
-A panel is a sequence of groups of inputs. A group has its scales [2 tiles][16], such offsets where the matrix has them,
-and its codes, unit by unit: 4 inputs of the 32 outputs of a panel.
+A panel is a sequence of groups of inputs. A group has its scales [2 tiles][16], offsets of this shape if the matrix has
+them, and its codes, unit by unit: 4 inputs of the 32 outputs of a panel.
 
     4 bits   a line of 64 bytes [16 lanes][4 inputs]: the first tile in the lower halves of bytes, the second above
     8 bits   a line for each tile [16 lanes][4 inputs]
 
-Codes are stored without a sign, as the processor's products want them: larger by the kind's ``bias``, which is
-subtracted, times the sum of the row's codes, where a sum begins.
+Codes are stored unsigned, as the processor's products need them: larger by the kind's ``bias``. The initial value of a
+sum subtracts it, times the sum of the row's codes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _HIGH_SHIFT = 4
 
 @dataclass(frozen=True, slots=True)
 class DotKind:
-    """Describes how panels keep codes whose products with rows of int8 are added up group by group.
+    """Packing of codes whose products with rows of int8 are added up group by group.
 
     Attributes:
         coding: a key of :data:`pillion.kernels.torch.quantized_matrix.CODINGS`.
         bits: 4 or 8.
-        bias: what stored codes have more than the numbers that they stand for, which are whole.
-        scale: what scales are multiplied by when they are packed, because codes stand for that many times less.
-        constant_bytes: 4 where scales and offsets are float32, 2 where they are float16.
+        bias: stored codes minus the integers that they represent.
+        scale: factor of the scales when they are packed; codes represent integers that are larger by its inverse.
+        constant_bytes: 4 for float32 scales and offsets, 2 for float16.
     """
 
     coding: str
@@ -47,22 +47,22 @@ class DotKind:
 
     @property
     def name(self) -> str:
-        """Returns the kind of the packed weights."""
+        """The kind of the packed weights."""
         return f"{self.coding}_dots_by_group{'_half' * (self.constant_bytes == 2)}"
 
     @property
     def constant_dtype(self) -> torch.dtype:
-        """Returns the type of scales and offsets."""
+        """The type of scales and offsets."""
         return torch.float16 if self.constant_bytes == 2 else torch.float32
 
     @property
     def unit_bytes(self) -> int:
-        """Returns the bytes of a unit of packed codes."""
+        """Bytes of a unit of packed codes."""
         return 2 * LANES * UNIT_INPUTS * self.bits // 8
 
     @property
     def values(self) -> torch.Tensor:
-        """Returns the whole numbers that a coding's codes stand for, int32 [16] or [256]."""
+        """The integers that a coding's codes represent, int32 [16] or [256]."""
         return (CODINGS[self.coding] / self.scale).to(torch.int32)
 
 
@@ -81,7 +81,7 @@ DOT_KINDS = {kind.name: kind for kind in _dot_kinds()}
 
 
 def pack_units(codes: torch.Tensor, kind: DotKind) -> torch.Tensor:
-    """Packs a coding's codes, uint8 [..., 32 columns, 4 inputs], into units, uint8 [..., bytes]."""
+    """Pack a coding's codes, uint8 [..., 32 columns, 4 inputs], into units, uint8 [..., bytes]."""
     lead = codes.shape[:-2]
     if kind.bits == 8:
         return (codes ^ CODE_BIAS).reshape(*lead, -1)
@@ -89,7 +89,7 @@ def pack_units(codes: torch.Tensor, kind: DotKind) -> torch.Tensor:
 
 
 def unpack_units(units: torch.Tensor, kind: DotKind) -> torch.Tensor:
-    """Unpacks units into a coding's codes, as the inverse of :func:`pack_units`."""
+    """Unpack units into a coding's codes, the inverse of :func:`pack_units`."""
     lead = units.shape[:-1]
     if kind.bits == 8:
         return (units ^ CODE_BIAS).reshape(*lead, 2 * LANES, UNIT_INPUTS)
@@ -98,7 +98,7 @@ def unpack_units(units: torch.Tensor, kind: DotKind) -> torch.Tensor:
 
 
 def unit_codes(k: Kernel, kind: DotKind, unit: Ptr, halves: range) -> list[Quads]:
-    """Loads a unit, and returns the stored codes of some of its two tiles."""
+    """Load a unit; return the stored codes of some of its two tiles."""
     if kind.bits == 8:
         return [k.load_quads(unit + half * VECTOR_BYTES) for half in halves]
     b, line = k.builder, k.load_quads(unit).ir

@@ -1,8 +1,8 @@
-"""Multiplies many rows of int8 by panels of codes in matrix tiles, with the bits of
+"""Products of many rows of int8 with panels of codes in matrix tiles, bit-identical to
 :mod:`pillion.kernels.cpu.quantized.dot_tiles`.
 
-Codes of 4 bits are widened into the scratch once for all rows, some groups at a time. A tile of up to 32 rows then goes
-through these groups: each one's sums are computed in matrix tiles, stored, and folded into the totals.
+4-bit codes are widened into the scratch once for all rows, some groups at a time. A tile of up to 32 rows then iterates
+over these groups: each one's sums are computed in matrix tiles, stored, and folded into the totals.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pillion.kernels.cpu.quantized.dot_kinds import unit_codes
 from pillion.kernels.cpu.quantized.dot_tiles import DotProduct, DotRows
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS, ROW_CONSTANTS_BYTES, kept_bias
 
-# Rows whose totals lie in a thread's scratch; the sums of a tile and the widened codes follow them.
+# Rows whose totals are in a thread's scratch, before the sums of a tile and the widened codes.
 _PASS_ROWS = 512
 _ROW_GROUPS = 2
 _MOST_ROWS = _ROW_GROUPS * TILE_ROWS
-# Units that are widened at a time: their lines, 8 KiB, stay in the first cache.
+# Units that are widened at a time: their lines, 8 KiB, stay in the L1 cache.
 _WIDE_UNITS = 64
 _WIDE_UNIT_BYTES = 2 * LINE_BYTES
 
@@ -37,7 +37,7 @@ class MatrixDots:
     args: DotRows
 
     def multiply(self, rows: Int, finish: Callable[[Int, Ptr], None]) -> None:
-        """Multiplies ``rows`` rows by a panel, and calls ``finish`` with each row's number and totals."""
+        """Multiply ``rows`` rows by a panel; call ``finish`` with each row's number and totals."""
         k, totals = self.product.k, self.args.totals
         with k.range(rows, step=_PASS_ROWS) as first:
             count = k.least(rows - first, _PASS_ROWS)
@@ -59,7 +59,6 @@ class MatrixDots:
             self._groups(first, count, whole, k.int(1), rest)
 
     def _groups(self, first: Int, count: Int, group: Int, groups: Int, units: Int) -> None:
-        """Multiplies all rows of a pass by some groups of ``units`` units each."""
         k, args, product = self.product.k, self.args, self.product
         stride = product.group_bytes(args.group_units)
         panel = args.panel + group * stride
@@ -93,7 +92,7 @@ class MatrixDots:
             self._call(mine)
 
     def _ahead(self, first: Int, begin: Int, size: Int) -> None:
-        """Prefetches what lies at the same place in the next panel, in the first pass."""
+        """Prefetch the same part of the next panel, in the first pass."""
         k = self.product.k
         with k.when(first < 1), k.range(begin + size, begin, step=LINE_BYTES) as at:
             k.prefetch(self.args.ahead + at, near=False)
@@ -126,7 +125,7 @@ class MatrixDots:
 @dataclass(frozen=True, slots=True)
 class _Groups:
     """Arguments of a tile's function: ``groups`` groups of ``units`` units each, for ``rows`` rows, at most 32. Codes
-    of a group are ``lines``, two of a unit, and its constants are at ``panel``; ``sums`` is scratch of the tile."""
+    of a group are ``lines``, two per unit, and its constants are at ``panel``; ``sums`` is scratch of the tile."""
 
     x: Ptr
     x_stride: Int
@@ -143,13 +142,12 @@ class _Groups:
     sums: Ptr
 
     def words(self) -> tuple[Int | Ptr, ...]:
-        """Returns all values in the order of the attributes."""
         return tuple(getattr(self, name) for name in self.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
 class _DotMatrixTile:
-    """Emits the function for one or two groups of 16 rows. Tiles are the sums of each group of rows and half of a
+    """Emitter of the function for one or two groups of 16 rows. Tiles: the sums of each group of rows and half of a
     panel, the rows of each group, and the codes of each half."""
 
     product: DotProduct
@@ -159,7 +157,8 @@ class _DotMatrixTile:
 
     def write(self) -> None:
         k, args = self.product.k, self.args
-        # All products have one shape: a group has at most twice the steps of a tile, an even number where it has more.
+        # All products have one shape: a group has at most twice the steps of a tile, and an even number if more than
+        # one tile's.
         steps = k.select(args.units <= TILE_STEPS, args.units, args.units // 2)
         heights = [k.least(args.rows - TILE_ROWS * group, TILE_ROWS) for group in range(self.row_groups)]
         sums = [height for height in heights for _ in range(2)]
@@ -179,7 +178,6 @@ class _DotMatrixTile:
         self.tiles.release()
 
     def _multiply(self, group: Int, steps: Int) -> None:
-        """Stores the sums of a group's products."""
         k, args, tiles = self.product.k, self.args, self.tiles
         first_rows, first_codes = 2 * self.row_groups, 3 * self.row_groups
         for sums in range(first_rows):

@@ -1,10 +1,10 @@
-"""Multiplies rows of int8 by a panel of codes (:mod:`pillion.kernels.cpu.quantized.dot_kinds`), group by group of
-inputs, whose sums are whole numbers.
+"""Products of rows of int8 with a panel of codes (:mod:`pillion.kernels.cpu.quantized.dot_kinds`), group by group of
+inputs, with integer sums.
 
     total = 0;  for each group: total = (scale * the row's scale) * sum of code * code + total
                                 total = offset * (the row's scale * sum of the row's codes) + total
 
-A group's sum is exact in any order, and groups are folded in rising order by two operations of float32. So a row has
+A group's sum is exact in any order, and groups are folded in ascending order by two operations of float32. So a row has
 the same bits in every tile, and on every processor.
 """
 
@@ -22,7 +22,7 @@ from pillion.kernels.cpu.quantized.codes import UNIT_INPUTS
 from pillion.kernels.cpu.quantized.dot_kinds import DotKind, unit_codes
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS, ROW_CONSTANTS_BYTES, kept_bias
 
-# Units of a group that one round of the loop multiplies; they divide every group.
+# Units of a group per iteration; a divisor of every group's units.
 _UNROLLED = DEPTH_MULTIPLE // UNIT_INPUTS
 
 
@@ -40,7 +40,7 @@ class DotRows:
         units: units of all groups.
         ahead: memory to prefetch, for instance the next panel.
         ahead_step: bytes to prefetch per unit.
-        totals: float32 [rows, 32], which the product is added to.
+        totals: float32 [rows, 32], to which the product is added.
     """
 
     x: Ptr
@@ -56,17 +56,17 @@ class DotRows:
 
     @property
     def groups(self) -> Int:
-        """Returns the number of groups."""
+        """The number of groups."""
         return (self.units + (self.group_units - 1)) // self.group_units
 
     def words(self) -> tuple[Int | Ptr, ...]:
-        """Returns all values in the order of the attributes."""
+        """Return all values in the order of the attributes."""
         return tuple(getattr(self, name) for name in self.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
 class DotProduct:
-    """Multiplies rows of int8 by one kind of codes. ``offsets`` says whether groups have offsets."""
+    """Product of rows of int8 with one kind of codes. ``offsets``: whether groups have offsets."""
 
     k: Kernel
     kind: DotKind
@@ -74,23 +74,20 @@ class DotProduct:
 
     @property
     def constants_bytes(self) -> int:
-        """Returns the bytes of a group's scales and offsets, which lie before its codes."""
+        """Bytes of a group's scales and offsets, which precede its codes."""
         return PANEL_COLUMNS * self.kind.constant_bytes * (2 if self.offsets else 1)
 
     def most_rows(self) -> int:
-        """Returns the most rows of a tile."""
         return self.k.isa.dot_tiles.most
 
     def panel_bytes(self, units: Int, group_units: Int) -> Int:
-        """Returns the bytes of a panel."""
         return units * self.kind.unit_bytes + (units + (group_units - 1)) // group_units * self.constants_bytes
 
     def group_bytes(self, units: Int) -> Int:
-        """Returns the bytes of a group."""
         return units * self.kind.unit_bytes + self.constants_bytes
 
     def constants(self, panel: Ptr, halves: range) -> list[list[Vec]]:
-        """Loads a group's scales, and its offsets, for some halves of a panel."""
+        """Load a group's scales, and its offsets, for some halves of a panel."""
         parts = range(2 if self.offsets else 1)
         return [[self._constants(panel, half + 2 * part) for half in halves] for part in parts]
 
@@ -100,7 +97,7 @@ class DotProduct:
         return k.load_half(at) if kind.constant_bytes == 2 else k.load(at)
 
     def fold(self, constants: list[list[Vec]], about: Ptr, halves: range, sums: list[Quads], totals: Ptr) -> None:
-        """Adds a row's sums of a group, times the scales of both sides, to the row's totals. ``about`` are the
+        """Add a row's sums of a group, times the scales of both sides, to the row's totals. ``about``: the group's
         ROW_CONSTANTS."""
         k = self.k
         scales, *offsets = constants
@@ -113,7 +110,7 @@ class DotProduct:
             k.store(place, total)
 
     def multiply(self, rows: Int, args: DotRows, finish: Callable[[Int, Ptr], None]) -> None:
-        """Multiplies ``rows`` rows by a panel, in tiles of even height, and calls ``finish`` with each row's number and
+        """Multiply ``rows`` rows by a panel, in tiles of even height; call ``finish`` with each row's number and
         totals. Each tile prefetches its share of the memory ahead."""
         k, highest = self.k, self.most_rows()
         tiles = (rows + (highest - 1)) // highest
@@ -135,7 +132,6 @@ class DotProduct:
                 finish(first + row, args.totals + row * TOTALS_BYTES)
 
     def _tile(self, rows: Int, args: DotRows) -> None:
-        """Calls the function of a tile for ``rows`` rows."""
         k, tiles = self.k, self.k.isa.dot_tiles
         inside = k.holds(args.x, (rows - 1) * args.x_stride + args.units * UNIT_INPUTS)
         inside = inside & k.holds(args.about, (rows - 1) * args.about_stride + args.groups * ROW_CONSTANTS_BYTES)
@@ -156,7 +152,7 @@ class DotProduct:
 
 @dataclass(frozen=True, slots=True)
 class _DotTile:
-    """Emits the function for one number of rows and some halves of a panel."""
+    """Emitter of the function for one number of rows and some halves of a panel."""
 
     product: DotProduct
     rows: int
@@ -175,7 +171,7 @@ class _DotTile:
             self._fold(panel, group, sums)
 
     def _starts(self, group: Int) -> list[Quads]:
-        """Returns what each row's sums begin with: what makes up for the bias of stored codes."""
+        """Return the initial value of each row's sums, which compensates for the bias of stored codes."""
         k, args = self.product.k, self.args
         if not kept_bias(k, self.product.kind.bias):
             return [Quads(k, int_lanes(0))] * self.rows
@@ -183,7 +179,7 @@ class _DotTile:
         return [k.broadcast_quad(shift + args.about_stride * row) for row in range(self.rows)]
 
     def _multiply(self, codes: Ptr, begin: Int, unit: Int, sums: list[list[Any]]) -> None:
-        """Multiplies a unit of a group, whose first unit is ``begin``."""
+        """Multiply a unit of a group whose first unit is ``begin``."""
         k, args, kind = self.product.k, self.args, self.product.kind
         self._prefetch((begin + unit) * args.ahead_step)
         weights = unit_codes(k, kind, codes + unit * kind.unit_bytes, self.halves)
@@ -194,7 +190,7 @@ class _DotTile:
                 total.value = k.dot_codes(total.value, weight, mine, small=kind.bits == 4)
 
     def _fold(self, panel: Ptr, group: Int, sums: list[list[Any]]) -> None:
-        """Adds a group's sums, times the scales of both sides, to the totals."""
+        """Add a group's sums, times the scales of both sides, to the totals."""
         args, constants = self.args, self.product.constants(panel, self.halves)
         for row, mine in enumerate(sums):
             about = args.about + (args.about_stride * row + group * ROW_CONSTANTS_BYTES)

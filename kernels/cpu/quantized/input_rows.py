@@ -1,4 +1,4 @@
-"""Prepares rows for products with quantized weights: puts inputs in another order, sums groups, or rounds to int8."""
+"""Preparation of rows for products with quantized weights: reordering of inputs, sums of groups, rounding to int8."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.torch.quantized_matrix import LARGEST_OF_GROUP, LARGEST_SIZE, LEAST_CODE, MOST_CODE
 
-# Each group of a row of codes has a record of constants with these byte offsets: the scale as float32; the shift as
-# int32, which a product's sums need for the bias of stored codes; and the sum of the numbers that the codes stand for,
-# as float32.
+# Byte offsets in the record of a group of a row of codes: the scale as float32; the shift as int32, by which a
+# product's sums compensate for the bias of stored codes; the sum of the dequantized codes, as float32.
 ROW_CONSTANTS = {"scale": 0, "shift": 4, "sum": 8}
 ROW_CONSTANTS_BYTES = 12
-# What is added to codes of 8 bits where they are stored without a sign.
+# Bias of 8-bit codes that are stored unsigned.
 CODE_BIAS = 128
-# The sums of this many groups of inputs are computed at a time, because four vectors are added up together.
+# Groups of inputs summed at a time, because four vectors are added up together.
 SUMMED_GROUPS = 4
 _BYTES = ir.VectorType(I8, LANES)
 
 
 @dataclass(frozen=True, slots=True)
 class GatherInputs(KernelSpec):
-    """Gathers inputs: ``out`` [rows, depth] = ``x`` [rows, depth] at the columns ``order``, int32 [depth]. Rows are
+    """Gather of inputs: ``out`` [rows, depth] = ``x`` [rows, depth] at the columns ``order``, int32 [depth]. Rows are
     bfloat16 or float32."""
 
     layout = RecordLayout("gather_inputs", pointers=("x", "order", "out"), numbers=("depth", "x_stride", "out_stride"))
@@ -39,7 +38,7 @@ class GatherInputs(KernelSpec):
         x, order, out = (args.pointer(field) for field in self.layout.pointers)
         depth, x_stride, out_stride = (args.number(field) for field in self.layout.numbers)
         size = 2 if self.bf16 else 4
-        # There may be only one row, so threads share pieces of rows; a depth is a multiple of 16.
+        # Threads share pieces of rows, since there may be only one row. A depth is a multiple of 16.
         pieces = depth // LANES
         with call.even_share(call.step.number(f"num_{self.rows_of}") * pieces) as item:
             row = item // pieces
@@ -52,12 +51,12 @@ class GatherInputs(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class SumInputs(KernelSpec):
-    """Sums inputs by group: ``sums`` [rows, groups] float32 has the sum of each row's values in each group of
+    """Sums of inputs by group: ``sums`` [rows, groups] float32 is the sum of each row's values in each group of
     ``inputs`` columns.
 
     ``x`` [rows, depth] is bfloat16 or float32; ``depth`` and ``inputs`` are multiples of 16, and the last group may be
-    shorter. There are ``each`` rows for each of ``rows_of``. The tree of additions is fixed. Rows of ``sums`` have room
-    for a multiple of SUMMED_GROUPS groups, of which those after the last one become 0.
+    shorter. There are ``each`` rows for each of ``rows_of``. The tree of additions is fixed. Rows of ``sums`` are
+    padded with zeros to a multiple of SUMMED_GROUPS groups.
     """
 
     layout = RecordLayout("sum_inputs", pointers=("x", "sums"), numbers=("depth", "inputs", "x_stride", "sums_stride"))
@@ -87,13 +86,13 @@ class SumInputs(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class CodeInputs(KernelSpec):
-    """Rounds groups of each row to int8, as :func:`pillion.kernels.torch.quantized_matrix.rounded_rows` does: x becomes
-    scale times code.
+    """Quantization of groups of each row to int8, as :func:`pillion.kernels.torch.quantized_matrix.rounded_rows`: x
+    becomes scale times code.
 
     ``x`` [rows, depth] is bfloat16 or float32; ``depth``, and the ``inputs`` of a group, are multiples of 16. ``out``
-    [rows, depth] is int8, and ``constants`` [rows, groups] are ROW_CONSTANTS, whose shifts are for weights that keep
-    ``bias``. There are ``each`` rows for each of ``rows_of``. The scale follows from the group's largest size; a group
-    that is not finite has a scale that is not, either.
+    [rows, depth] is int8, and ``constants`` [rows, groups] are ROW_CONSTANTS, with shifts for weights stored with
+    ``bias``. There are ``each`` rows for each of ``rows_of``. The scale follows from the group's largest magnitude; it
+    is not finite if the group is not.
     """
 
     layout = RecordLayout(
@@ -126,7 +125,7 @@ class CodeInputs(KernelSpec):
             total = k.variable(Quads(k, ir.Constant(VI, [0] * LANES)))
             with k.range(vectors) as i:
                 value = k.load_float(source + i * (LANES * size), self.bf16)
-                # This equals value / scale in all bits (Markstein 1990): the largest value of a row is always near the
+                # Equals value / scale in all bits (Markstein 1990): the largest value of a row is always near the
                 # middle of two codes, where the last bit decides.
                 near = value * inverse
                 quotient = k.fma(k.fma(near * -1.0, scale, value), inverse, near)
@@ -138,7 +137,7 @@ class CodeInputs(KernelSpec):
             self._constants(k, at, total, scale)
 
     def _largest(self, k: Kernel, source: Ptr, vectors: Int) -> Vec:
-        """Returns the largest size in a row, in all lanes; NaN and infinities are above all numbers."""
+        """Return the largest magnitude of a row, in all lanes; NaN and infinities exceed all numbers."""
         sizes = k.variable(k.vector(0.0))
         with k.range(vectors) as i:
             sizes.value = k.larger_size(
@@ -147,7 +146,7 @@ class CodeInputs(KernelSpec):
         return k.largest_size(sizes.value)
 
     def _constants(self, k: Kernel, at: Ptr, codes: KernelVariable, scale: Vec) -> None:
-        """Stores a group's constants. ``codes`` holds sums of the group's codes."""
+        """Store a group's constants. ``codes``: partial sums of the group's codes."""
         b, total = k.builder, k.sum_quads(codes.value)
         shift = Quads(k, b.mul(total.ir, ir.Constant(VI, [-kept_bias(k, self.bias)] * LANES)))
         values: dict[str, Vec | Quads] = {
@@ -160,7 +159,7 @@ class CodeInputs(KernelSpec):
 
 
 def kept_bias(k: Kernel, bias: int) -> int:
-    """Returns what this processor's products keep of the ``bias`` of stored codes, which one of them may undo."""
+    """Return the part of the ``bias`` of stored codes that remains in this processor's products (SDOT undoes it)."""
     return k.code_bias if bias == CODE_BIAS else bias
 
 

@@ -1,9 +1,9 @@
-"""Lays out quantized matrices for the products of :mod:`pillion.kernels.cpu.products.gemm`. Panels and
-tiles are those of :mod:`pillion.kernels.cpu.products.packing`:
+"""Layouts of quantized matrices for the products of :mod:`pillion.kernels.cpu.products.gemm`. Panels and tiles are
+those of :mod:`pillion.kernels.cpu.products.packing`:
 
-    int8_dots  [N / 32]: float32 scales [2 tiles][16], float32 offsets where the matrix has them, and the codes
-           [K / 4][2 tiles][16][4], each with 128 added; a product in integers reads them
-    codes  [N / 32][groups of inputs]: scales [2 tiles][16], such offsets where the matrix has them, and the codes of
+    int8_dots  [N / 32]: float32 scales [2 tiles][16], float32 offsets if the matrix has them, and the codes
+           [K / 4][2 tiles][16][4], each with 128 added, for integer products
+    codes  [N / 32][groups of inputs]: scales [2 tiles][16], such offsets if the matrix has them, and the codes of
            the group's inputs (pillion.kernels.cpu.quantized.codes; for rows of int8 in groups dot_kinds)
 """
 
@@ -29,17 +29,16 @@ from pillion.kernels.cpu.quantized.codes import (
 from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS, DotKind, pack_units, unpack_units
 from pillion.kernels.torch.quantized_matrix import GROUPED_ROWS, Matrix, QuantizedMatrix, row_group_of, same_order
 
-# The products of the codes of at most this many inputs, 255 * 128 each at most, add up to an integer of 32 bits.
+# Max inputs whose products of codes, 255 * 128 each at most, fit a 32-bit integer sum.
 MAX_DOT_INPUTS = 2**31 // (255 * 128)
-# A thread's scratch has room for a widened group of at most this many inputs; larger groups are packed as several.
+# Max inputs of a widened group in a thread's scratch; larger groups are packed as several.
 MAX_GROUP_INPUTS = 512
-# Weights of this kind are int8 with a scale for each output, and are multiplied with rows of int8.
+# Kind of int8 weights with a scale per output, multiplied with rows of int8.
 INT8_DOTS = "int8_dots"
 KINDS = (*CODE_KINDS, INT8_DOTS, *DOT_KINDS)
 
 
 def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
-    """Returns the number of bytes of a panel."""
     if kind == INT8_DOTS:
         return dots_constants_bytes(offsets) + depth * PANEL_COLUMNS
     codes = _grouped(kind)
@@ -48,12 +47,12 @@ def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
 
 
 def _grouped(kind: str) -> CodeKind | DotKind:
-    """Returns a kind whose constants belong to groups of inputs."""
+    """Return a kind with constants per group of inputs."""
     return CODE_KINDS.get(kind) or DOT_KINDS[kind]
 
 
 def sound(kind: str, depth: int, group: int) -> bool:
-    """Returns whether the kernels can work with these sizes."""
+    """Return whether the kernels support these sizes."""
     if depth % DEPTH_MULTIPLE:
         return False
     if kind == INT8_DOTS:
@@ -62,13 +61,13 @@ def sound(kind: str, depth: int, group: int) -> bool:
 
 
 def dots_constants_bytes(offsets: bool) -> int:
-    """Returns the number of bytes of a panel of ``INT8_DOTS`` before its codes."""
+    """Return the bytes of a panel of ``INT8_DOTS`` before its codes."""
     return TOTALS_BYTES * (2 if offsets else 1)
 
 
 def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
-    """Returns the kind in which panels hold all these matrices: ``wide`` where one is not quantized, where they
-    differ in their groups or in the order of their inputs, or where vectors do not divide a group."""
+    """Return the kind in which panels represent all these matrices: ``wide`` if one is not quantized, if they differ in
+    their groups or in the order of their inputs, or if no packed group divides theirs."""
     first, quantized = matrices[0], [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
     if not isinstance(first, QuantizedMatrix) or len(quantized) < len(matrices):
         return wide
@@ -88,7 +87,7 @@ def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
 
 
 def _smallest(names: Sequence[str], matrices: Sequence[QuantizedMatrix]) -> str:
-    """Returns the first of the kinds with float16 constants that hold the matrices' exactly; else the first of all."""
+    """Return the first kind with float16 constants that represent the matrices' exactly, else ``names[0]``."""
     for name in names[1:]:
         if name in KINDS and all(_holds(name, part) for one in matrices for part in _constants(one, name)):
             return name
@@ -96,18 +95,18 @@ def _smallest(names: Sequence[str], matrices: Sequence[QuantizedMatrix]) -> str:
 
 
 def _fits_dots(matrix: Matrix) -> bool:
-    """Returns whether scales belong to rows and outputs alone, so that they can be applied to finished sums."""
+    """Return whether scales are only per row and output, so that they can be applied to finished sums."""
     assert isinstance(matrix, QuantizedMatrix)
     return matrix.coding == "int8" and matrix.group >= matrix.shape[1] <= MAX_DOT_INPUTS
 
 
 def has_offsets(matrix: Matrix, kind: str) -> bool:
-    """Returns whether the panels of a matrix need offsets."""
+    """Return whether the panels of a matrix need offsets."""
     return kind in KINDS and isinstance(matrix, QuantizedMatrix) and bool(_offsets(matrix, kind).any())
 
 
 def pack_quantized(matrices: Sequence[Matrix], kind: str, offsets: bool) -> PackedWeight:
-    """Packs one matrix, or two with their tiles in turn."""
+    """Pack one matrix, or two with their tiles in turn."""
     few = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
     assert len(few) == len(matrices)
     first = few[0]
@@ -119,7 +118,7 @@ def pack_quantized(matrices: Sequence[Matrix], kind: str, offsets: bool) -> Pack
 
 
 def unpack_quantized(packed: PackedWeight) -> torch.Tensor:
-    """Returns the columns of a packed matrix [pairs * 32, depth] in packed order, in float64."""
+    """Return the columns of a packed matrix [pairs * 32, depth] in packed order, in float64."""
     if packed.kind != INT8_DOTS:
         return _unpack_groups(packed)
     scales, *offsets, codes = _dots_parts(packed)
@@ -128,7 +127,7 @@ def unpack_quantized(packed: PackedWeight) -> torch.Tensor:
 
 
 def _panels(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Cuts outputs into panels: [N, inputs or groups], of one matrix, or of two with their tiles in turn, becomes
+    """Cut outputs into panels: [N, inputs or groups], of one matrix, or of two with their tiles in turn, becomes
     [pairs, 32, inputs or groups]."""
     tile = PANEL_COLUMNS if len(parts) == 1 else TILE_COLUMNS
     wide = [pad(part, (0, 0, 0, -len(part) % tile)) for part in parts]
@@ -149,8 +148,8 @@ def _pack_dots(matrices: Sequence[QuantizedMatrix], offsets: bool) -> PackedWeig
 
 
 def _dots_parts(packed: PackedWeight) -> tuple[torch.Tensor, ...]:
-    """Returns the parts of a packed matrix of this kind: scales and perhaps offsets, uint8 [pairs, 32 * 4] each,
-    and the codes [pairs, 32, depth]."""
+    """Return the parts of a packed matrix of this kind: scales and perhaps offsets, uint8 [pairs, 32 * 4] each, and the
+    codes [pairs, 32, depth]."""
     constants = dots_constants_bytes(packed.offsets)
     whole = packed.data.view(packed.pairs, -1)
     units = whole[:, constants:].reshape(packed.pairs, -1, PANEL_COLUMNS, UNIT_INPUTS)
@@ -184,8 +183,8 @@ def _units(codes: torch.Tensor, kind: CodeKind | DotKind) -> torch.Tensor:
 
 
 def _packed_group(matrix: QuantizedMatrix) -> int:
-    """Returns how many inputs a packed group has: as many of a matrix's group as the kernels can take at once, or 0
-    where they cannot take such groups."""
+    """Return the inputs of a packed group: the largest supported divisor of the matrix's group, or 0 if there is
+    none."""
     if matrix.group >= matrix.shape[1]:
         return MAX_GROUP_INPUTS
     fitting = range(DEPTH_MULTIPLE, MAX_GROUP_INPUTS + 1, DEPTH_MULTIPLE)
@@ -193,7 +192,7 @@ def _packed_group(matrix: QuantizedMatrix) -> int:
 
 
 def _constants(matrix: QuantizedMatrix, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and offsets [N, groups] of kept codes, float32."""
+    """Return the scales and offsets [N, groups] of packed codes, float32."""
     return matrix.scales * _grouped(kind).scale, _offsets(matrix, kind)
 
 
@@ -204,7 +203,7 @@ def _offsets(matrix: QuantizedMatrix, kind: str) -> torch.Tensor:
 
 
 def _holds(kind: str, constants: torch.Tensor) -> bool:
-    """Returns whether the type in which a kind stores scales and offsets holds these exactly."""
+    """Return whether a kind's type of scales and offsets represents these exactly."""
     return torch.equal(constants.to(_grouped(kind).constant_dtype).float(), constants)
 
 

@@ -1,16 +1,16 @@
-"""Multiplies rows by a panel of codes (:mod:`pillion.kernels.cpu.quantized.codes`), group by group of inputs.
+"""Products of rows with a panel of codes (:mod:`pillion.kernels.cpu.quantized.codes`), group by group of inputs.
 
     total = 0;  for each group: total = scale * (chain of code * x) + total;  total = offset * (sum of x) + total
 
 Sums of a group stay in registers, totals in memory. Every output is this one fold whatever the number of rows, and a
-group's sum is one chain over rising inputs, so a row's result has the same bits in every tile. Few rows unpack codes in
-registers. More rows do so, too, where the processor widens 32 codes by a look-up; elsewhere they meet a panel that is
-widened into the scratch, some groups at a time, so that they need not unpack it again.
+group's sum is one chain over ascending inputs, so a row's result has the same bits in every tile. Few rows unpack codes
+in registers. So do more rows, if the processor widens 32 codes by one look-up; elsewhere the panel is widened into the
+scratch, some groups at a time, and unpacked only once.
 
-One row waits for memory. It reads groups one after the other where their chains are short: a processor begins the next
-group while the last additions of this one are under way. Long chains of 4-bit codes would be slower than memory, so
-several groups go side by side. Each tile prefetches its part of the next panel, constants and codes, except that a
-processor's own prefetcher is quicker at one row of 8-bit codes.
+One row waits for memory. It processes groups in sequence if their chains are short: the processor begins the next group
+during the last additions of this one. Long chains of 4-bit codes would be slower than memory, so several groups are
+interleaved. Each tile prefetches its part of the next panel, constants and codes, except for one row of 8-bit codes,
+where the hardware prefetcher is faster.
 """
 
 from __future__ import annotations
@@ -38,28 +38,25 @@ from pillion.kernels.cpu.quantized.codes import (
 )
 from pillion.kernels.cpu.quantized.quantized_packing import MAX_GROUP_INPUTS
 
-# In a product with widened weights, a thread's scratch holds the totals of at most this many rows, and behind them the
-# widened groups.
+# Max rows of a product with widened weights whose totals are in a thread's scratch, before the widened groups.
 PASS_ROWS = 504
-# The scratch holds this many widened inputs at a time: enough to be worth calling a tile, few enough for the first
-# cache.
+# Inputs widened into the scratch at a time: enough to amortize a tile's call, few enough for the L1 cache.
 _WIDE_INPUTS = 256
 _MOST_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
-# Tiles that unpack codes have this many rows less than tiles of widened weights, because tables and temporaries need
-# their registers.
+# Rows by which tiles that unpack codes are smaller than tiles of widened weights: tables and temporaries need
+# registers.
 _TABLE_ROWS = 3
-# The tables of these kinds need this many registers more, where they give bfloat16.
+# Additional registers for tables of bfloat16.
 _MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
-# In a group of at most this many units, chains of additions are short: while they end, a processor begins the next
-# group.
+# Max units of a group with a short chain of additions: while it ends, the processor begins the next group.
 _SHORT_CHAIN_UNITS = 8
-# Where groups have more units, a tile of few rows works on this many of them side by side.
+# Max longer groups that a tile of few rows interleaves.
 _MOST_SIDES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """Holds the arguments of a product, and of a tile's function.
+    """The arguments of a product, and of a tile's function.
 
     Attributes:
         x: the first row.
@@ -68,14 +65,14 @@ class CodedRows:
         weights_stride: bytes from group to group.
         constants: the first group's scales, and its offsets.
         constants_stride: bytes from group to group.
-        input_sums: float32, the sum of each group's inputs of the first row; only products with offsets read it.
+        input_sums: float32, the sum of each group's inputs of the first row, for products with offsets.
         input_sums_stride: bytes from row to row.
         group_units: units of a group; the last group may have fewer.
         units: units of all groups.
         ahead: memory to prefetch, for instance the next panel.
-        ahead_stride: bytes to prefetch for each group, with its constants.
-        ahead_step: bytes to prefetch for each unit.
-        totals: float32 [rows, 32], which the product is added to.
+        ahead_stride: bytes to prefetch per group, with its constants.
+        ahead_step: bytes to prefetch per unit.
+        totals: float32 [rows, 32], to which the product is added.
     """
 
     x: Ptr
@@ -95,23 +92,21 @@ class CodedRows:
 
     @property
     def groups(self) -> Int:
-        """Returns the number of groups."""
+        """The number of groups."""
         return (self.units + (self.group_units - 1)) // self.group_units
 
     def half(self, number: int, constant_bytes: int) -> CodedRows:
-        """Returns the arguments of a narrow tile: one half of the panel."""
+        """Return the arguments of a narrow tile: one half of the panel."""
         weights, totals = (place + number * VECTOR_BYTES for place in (self.weights, self.totals))
         return replace(self, weights=weights, totals=totals, constants=self.constants + number * LANES * constant_bytes)
 
     def words(self) -> tuple[Int | Ptr, ...]:
-        """Returns all values in the order of the attributes."""
         return tuple(getattr(self, name) for name in self.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
 class CodedProduct:
-    """Multiplies rows by one kind of codes. ``wide_rows`` says that rows are float32, and ``offsets`` that groups have
-    offsets."""
+    """Product of rows with one kind of codes. ``wide_rows``: rows are float32; ``offsets``: groups have offsets."""
 
     k: Kernel
     kind: CodeKind
@@ -120,21 +115,20 @@ class CodedProduct:
 
     @property
     def constants_bytes(self) -> int:
-        """Returns the number of bytes of a group's scales and offsets, which lie before its codes."""
+        """Bytes of a group's scales and offsets, which precede its codes."""
         return PANEL_COLUMNS * self.kind.constant_bytes * (2 if self.offsets else 1)
 
     @property
     def unit_x_bytes(self) -> int:
-        """Returns the number of bytes of a row for each unit."""
+        """Bytes of a row per unit."""
         return UNIT_INPUTS * (4 if self.wide_rows else 2)
 
     @property
     def wide_bytes(self) -> int:
-        """Returns the number of bytes of a widened unit."""
+        """Bytes of a widened unit."""
         return 4 * VECTOR_BYTES * parts_of(self.k, self.kind, self.wide_rows)
 
     def most_rows(self, widened: bool) -> int:
-        """Returns the most rows of a tile."""
         if not widened:
             more = _MORE_TABLE_ROWS.get(self.kind.codes, 0) if in_pairs(self.k, self.wide_rows) else 0
             return max(1, self._tile_rows.wide - _TABLE_ROWS - more)
@@ -142,30 +136,28 @@ class CodedProduct:
 
     @property
     def widens(self) -> bool:
-        """Returns whether many rows are multiplied by widened weights. Where one look-up gives the bfloat16 of 32
-        codes, tiles that unpack are as fast, and read less memory."""
+        """True if many rows are multiplied by widened weights. If one look-up yields the bfloat16 of 32 codes, tiles
+        that unpack are as fast, and read less memory."""
         return not in_pairs(self.k, self.wide_rows) or self.kind.parts > 1
 
     @property
     def _tile_rows(self) -> TileRows:
-        """Returns the most rows of tiles of widened weights."""
+        """Max rows of tiles of widened weights."""
         isa = self.k.isa
         found = isa.fp32_tiles if self.wide_rows else isa.bf16_tiles
-        # Where each value is the sum of two bfloat16 parts, the second part needs more registers, so tiles have fewer
-        # rows.
+        # A second bfloat16 part per value needs registers, so tiles have fewer rows.
         return TileRows(found.wide - 1) if in_pairs(self.k, self.wide_rows) and self.kind.parts > 1 else found
 
     def panel_bytes(self, units: Int, group_units: Int) -> Int:
-        """Returns the number of bytes of a panel of codes."""
         return units * self.kind.unit_bytes + (units + (group_units - 1)) // group_units * self.constants_bytes
 
     def multiply(
         self, rows: Int, args: CodedRows, panel: Ptr, scratch: Ptr, finish: Callable[[Int, Ptr], None]
     ) -> None:
-        """Multiplies ``rows`` rows by ``panel`` and calls ``finish`` with each row's number and totals.
+        """Multiply ``rows`` rows by ``panel``; call ``finish`` with each row's number and totals.
 
-        ``args`` are those of the first row; their weights, constants, totals and sizes of what is ahead are set here.
-        Its ``ahead`` is another panel of the same size.
+        ``args`` are those of the first row; their weights, constants, totals and sizes to prefetch are set here. Its
+        ``ahead`` is another panel of the same size.
         """
         k = self.k
         stride = args.group_units * self.kind.unit_bytes + self.constants_bytes
@@ -180,7 +172,7 @@ class CodedProduct:
             totals=scratch,
         )
         if not self.widens:
-            # The totals of a tile are finished before the next tile, while they are in the first cache.
+            # Finish the totals of a tile before the next tile, while they are in the L1 cache.
             with self._cut(rows, fused, False) as (first, count, mine):
                 self._clear(count, scratch)
                 self._tiles(count, mine, False)
@@ -227,13 +219,13 @@ class CodedProduct:
             self._multiply_tiles(rows, groups, True)
 
     def _multiply_tiles(self, rows: Int, args: CodedRows, widened: bool) -> None:
-        """Multiplies rows tile by tile, whose totals lie side by side."""
+        """Multiply rows tile by tile; their totals are adjacent."""
         with self._cut(rows, args, widened) as (first, count, mine):
             self._tiles(count, replace(mine, totals=args.totals + first * TOTALS_BYTES), widened)
 
     @contextmanager
     def _cut(self, rows: Int, args: CodedRows, widened: bool) -> Iterator[tuple[Int, Int, CodedRows]]:
-        """Appends a loop over tiles of even height; yields a tile's first row, its number of rows and its arguments.
+        """Append a loop over tiles of even height; yield a tile's first row, its number of rows and its arguments.
         Each tile prefetches its share of the memory at ``ahead``."""
         k, highest = self.k, self.most_rows(widened)
         tiles = (rows + (highest - 1)) // highest
@@ -245,7 +237,7 @@ class CodedProduct:
             yield first, rows * (tile + 1) // tiles - first, mine
 
     def _widen(self, codes: Ptr, wide: Ptr, units: Int, args: CodedRows) -> None:
-        """Widens the groups of codes at ``codes``, which have ``units`` units together."""
+        """Widen the groups of codes at ``codes``, ``units`` units in total."""
         k = self.k
 
         def body(inner: Kernel, codes: Ptr, wide: Ptr, units: Int, group_units: Int, stride: Int) -> None:
@@ -262,11 +254,10 @@ class CodedProduct:
             k.call_subroutine(name, (codes, wide, units, args.group_units, args.weights_stride), body)
 
     def _codes_bytes(self, units: Int, args: CodedRows) -> Int:
-        """Returns how many bytes lie from the first group's codes to the end of the last group's."""
+        """Return the bytes from the first group's codes to the end of the last group's."""
         return self.panel_bytes(units, args.group_units) - self.constants_bytes
 
     def _tiles(self, rows: Int, args: CodedRows, widened: bool) -> None:
-        """Calls the function of a tile for ``rows`` rows."""
         k = self.k
         inside = k.holds(args.x, (rows - 1) * args.x_stride + args.units * self.unit_x_bytes)
         inside = inside & k.holds(args.totals, rows * TOTALS_BYTES)
@@ -295,20 +286,20 @@ class CodedProduct:
 
 
 def _rows_from(args: CodedRows, row: Int) -> CodedRows:
-    """Returns the arguments for the rows after the first ``row`` ones."""
+    """Return the arguments without the first ``row`` rows."""
     sums = args.input_sums + row * args.input_sums_stride
     return replace(args, x=args.x + row * args.x_stride, input_sums=sums)
 
 
 @dataclass(frozen=True, slots=True)
 class _CodedTile:
-    """Emits the function for one number of rows, ``width`` vectors wide. Its pointer ``twin`` equals x, which LLVM
+    """Emitter of the function for one number of rows, ``width`` vectors wide. Its pointer ``twin`` equals x, which LLVM
     cannot know.
 
-    A value of a row meets both tiles of a panel. LLVM would broadcast it once, by an instruction of its own, which
-    occupies the port that table look-ups need on Zen 4. Where each tile has its own pointer, the broadcast becomes part
-    of both products, for free: that makes tiles that unpack a quarter faster there. Zen 5 begins twice as many products
-    in a cycle, and no more loads, so the twin is left out where ``Isa.products_load`` is false.
+    A value of a row is multiplied by both tiles of a panel. LLVM would broadcast it once, by a separate instruction,
+    which occupies the port that table look-ups need on Zen 4. With a pointer per tile, the broadcast becomes part of
+    both products, for free: that makes tiles that unpack a quarter faster there. Zen 5 starts twice as many products
+    per cycle, and no more loads, so the twin is omitted if ``Isa.products_load`` is false.
     """
 
     product: CodedProduct
@@ -332,7 +323,7 @@ class _CodedTile:
                 self._side_by_side(sides)
 
     def _side_by_side(self, sides: int) -> None:
-        """Multiplies the rows by all groups, so many of them side by side at a time."""
+        """Multiply the rows by all groups, ``sides`` groups interleaved."""
         k, args = self.product.k, self.args
         done = k.int(0)
         if sides > 1:
@@ -344,7 +335,7 @@ class _CodedTile:
             self._groups(group, 1, k.least(args.group_units, args.units - group * args.group_units))
 
     def _groups(self, first: Int, sides: int, units: Int) -> None:
-        """Multiplies the rows by some groups of ``units`` units, side by side."""
+        """Multiply the rows by ``sides`` groups of ``units`` units, interleaved."""
         k, args = self.product.k, self.args
         sums = [
             [[k.variable(k.vector(0.0)) for _ in range(self.width)] for _ in range(self.rows)] for _ in range(sides)
@@ -378,7 +369,7 @@ class _CodedTile:
         return unit_parts(product.k, product.kind, weights + unit * product.kind.unit_bytes, product.wide_rows)
 
     def _add(self, totals: list[Any], tiles: Sequence[Parts], x: list[Ptr]) -> None:
-        """Adds the products of a row's pair of inputs at ``x``, one address for each tile, with the parts of both."""
+        """Add the products of a row's pair of inputs at ``x``, one address per tile, with the parts of both."""
         k, wide_rows = self.product.k, self.product.wide_rows
         if in_pairs(k, wide_rows):
             for total, parts, at in zip(totals, tiles, x, strict=False):
@@ -394,7 +385,7 @@ class _CodedTile:
                 total.value = k.fma(parts[number], value, total.value)
 
     def _fold(self, first: Int, sums: list[list[list[Any]]]) -> None:
-        """Multiplies the sums of the groups by the groups' scales, and adds them to the totals."""
+        """Multiply the sums of the groups by the groups' scales, and add them to the totals."""
         k, args = self.product.k, self.args
         constants = [args.constants + (first + side) * args.constants_stride for side in range(len(sums))]
         vector_bytes = LANES * self.product.kind.constant_bytes

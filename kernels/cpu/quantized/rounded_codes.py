@@ -1,15 +1,15 @@
-"""Multiplies rows of bfloat16 by codes as plain weights: scale * code + offset in bfloat16.
+"""Products of bfloat16 rows with codes as plain weights: scale * code + offset in bfloat16.
 
     codes of a panel --widened, a block of inputs at a time--> bfloat16 pairs --products of plain weights--> sums
 
 A block is widened once for all rows and multiplied by the functions of plain weights
 (:mod:`pillion.kernels.cpu.products.gemm_tiles`), which add to sums in memory. It begins at a multiple of a matrix
 tile's inputs, so a row has the bits of its product with such weights, however many rows there are. More rows than one
-tile share a block in the second cache. The rows of one matrix tile meet smaller blocks in the first cache, whose codes
-are widened while the processor still adds up the block before.
+tile share a block in the L2 cache. The rows of one matrix tile use smaller blocks in the L1 cache, whose codes are
+widened while the processor still adds up the block before.
 
-Numbers of float32 become bfloat16 by their upper halves. To round them to nearest takes half as long again as all else
-that widens 4 bits, which one row waits for. Instead scales and offsets are enlarged so that the mean error is 0.
+float32 numbers are truncated to bfloat16. Rounding to nearest would take half as long again as all other work of
+widening 4 bits, which one row waits for. Instead scales and offsets are enlarged so that the mean error is 0.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from pillion.kernels.cpu.quantized.codes import UNIT_INPUTS, load_constants, uni
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct
 
 TILE = TileKind("bf16", "bf16", adds=True)
-# Tiles of rows whose sums a thread's scratch holds at once, before a widened block.
+# Max tiles of rows whose sums are in a thread's scratch, before a widened block.
 PASS_TILES = 16
 # Units of a widened block, for one matrix tile of rows and for more: whole instructions.
 _NEAR_UNITS, _FAR_UNITS = 32, 1024
 _UNIT_STEPS = UNIT_INPUTS // TILE.inputs
 _UNIT_X_BYTES, _UNIT_WIDE_BYTES = _UNIT_STEPS * TILE.row_step_bytes, _UNIT_STEPS * PANEL_STEP_BYTES
-# Cutting takes half a step of 2**-7 from a mantissa between 1 and 2 on average, whatever its size. Relative to numbers
-# whose logarithms are evenly distributed these are 2**-8 / (2 log 2).
+# Truncation loses half a step of 2**-7 from a mantissa between 1 and 2 on average, whatever its magnitude. Relative to
+# numbers with evenly distributed logarithms: 2**-8 / (2 log 2).
 CUT_FACTOR = 1 + 2**-9 / math.log(2)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedProduct:
-    """Multiplies some tiles of rows of bfloat16 by a panel.
+    """Product of some tiles of bfloat16 rows with a panel.
 
     Attributes:
         coded: the kind of codes.
@@ -52,7 +52,7 @@ class RoundedProduct:
         x_stride: bytes from row to row.
         panel: constants and codes.
         ahead: the panel to prefetch.
-        scratch: memory of the thread; sums [rows, 32], and behind them a widened block.
+        scratch: memory of the thread: sums [rows, 32], then a widened block.
     """
 
     coded: CodedProduct
@@ -69,10 +69,8 @@ class RoundedProduct:
         return self.coded.k
 
     def multiply(self, tiles: Int, begin: Callable[[Int], Int]) -> None:
-        """Multiplies up to PASS_TILES tiles of rows, and leaves their sums in scratch memory.
-
-        ``begin`` returns a tile's first row.
-        """
+        """Multiply up to PASS_TILES tiles of rows; leave their sums in scratch memory. ``begin`` returns a tile's first
+        row."""
         k = self.k
         if not TILE.in_matrix_tiles(k.isa):
             self._multiply_blocks(tiles, begin)
@@ -98,7 +96,7 @@ class RoundedProduct:
                 multiply_rows(k, TILE, rows, args)
 
     def _multiply_few(self, rows: Int) -> None:
-        """Multiplies the rows of one matrix tile."""
+        """Multiply the rows of one matrix tile."""
         k, coded = self.k, self.coded
         x_bytes = (rows - 1) * self.x_stride + self.units * _UNIT_X_BYTES
         inside = k.holds(self.x, x_bytes) & k.holds(self.scratch, rows * TOTALS_BYTES)
@@ -119,16 +117,16 @@ class RoundedProduct:
 
     @property
     def _wide(self) -> Ptr:
-        """Returns the place of widened blocks."""
+        """Address of widened blocks."""
         return self.scratch + PASS_TILES * TILE.tiles(self.k.isa).most * TOTALS_BYTES
 
     def _sound(self, units: Int | int) -> Bool:
-        """Returns whether the panel and a widened block are inside their memory."""
+        """Return whether the panel and a widened block are in bounds."""
         k, size = self.k, self.coded.panel_bytes(self.units, self.group_units)
         return k.holds(self.panel, size) & k.holds(self._wide, k.int(units) * _UNIT_WIDE_BYTES)
 
     def _widen(self, first: Int, units: Int) -> None:
-        """Widens ``units`` units from ``first`` on, and prefetches as many bytes."""
+        """Widen ``units`` units from ``first`` on, and prefetch the same bytes of the panel ahead."""
         k, coded = self.k, self.coded
 
         def body(inner: Kernel, *seen: Any) -> None:
@@ -152,7 +150,7 @@ def _write_few(
     ahead: Ptr,
     sums: Ptr,
 ) -> None:
-    """Writes the function of the rows of one matrix tile."""
+    """Emit the function of the rows of one matrix tile."""
     k = coded.k
     args = TileArgs(x, x_stride, wide, k.int(0), wide, k.int(0), sums)
     tile = MatrixTile(k, TILE, groups, rows, args, MatrixTiles.of(k))
@@ -202,12 +200,12 @@ def _widen_units(
 
 
 def _floats(coded: CodedProduct, unit: Ptr) -> Iterator[Any]:
-    """Yields a unit's values as float32: for each pair of inputs and each tile of outputs both inputs'."""
+    """Yield a unit's values as float32: for each pair of inputs and each tile of outputs both inputs'."""
     k, kind = coded.k, coded.kind
     if kind.bits == 4:
         yield from unit_parts(k, kind, unit, wide_rows=True)
         return
-    # The look-up of pairs is fewer instructions for codes of 8 bits.
+    # For 8-bit codes the look-up of pairs takes fewer instructions.
     for tiles in unit_parts(k, kind, unit, wide_rows=False):
         yield [(k.low(pairs), k.high(pairs)) for (pairs,) in tiles]
 

@@ -1,1 +1,1 @@
-"""Has the kernels of ranks, the processes that share a model."""
+"""Kernels of ranks, the processes that share a model."""

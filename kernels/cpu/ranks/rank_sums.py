@@ -1,17 +1,16 @@
-"""Adds up over ranks, the processes that share a model (tensor parallelism), in memory that all of them map.
+"""All-reduce over ranks, the processes that share a model (tensor parallelism), in memory that all of them map.
 
-    each rank writes its partial rows -> SumRanks: says ARRIVED, waits for all others, adds all partials in their order
-    ... -> MeetRanks: says ARRIVED, waits for all others
+    each rank writes its partial rows -> SumRanks: sets ARRIVED, waits for all others, adds all partials in their order
+    ... -> MeetRanks: sets ARRIVED, waits for all others (a barrier)
 
 Both are phases of a step. A phase has a number that only grows, the same in all ranks: the phase at the step's begin
-plus the operation's ``number``. Every rank adds up all partials for itself, so that there is one wait for each sum, and
-a result has the same bits in each rank and whenever a rank arrives. Two buffers of partials take turns: where a rank
-writes its partials of a phase, all have arrived at the phase before, and so nobody reads those of two phases before any
-more.
+plus the operation's ``number``. Every rank adds up all partials itself, so that each sum needs one wait, and a result
+has the same bits in each rank and whenever a rank arrives. Two buffers of partials alternate: when a rank writes its
+partials of a phase, all have arrived at the phase before, so nobody still reads those of two phases before.
 
-A rank that waits polls for a while, then sleeps in the operating system, because ranks may share a core. An arrival
-wakes it; after a nap it also looks whether the ranks shall end (ABORT). A rank that has napped often enough in one wait
-says so itself. From then on no wait lasts, and the results of the step must not be used.
+A waiting rank polls for a while, then sleeps in the operating system, because ranks may share a core. An arrival wakes
+it; after a nap it also checks ABORT. After too many naps in one wait it sets ABORT itself. From then on no wait lasts,
+and the results of the step must not be used.
 """
 
 from __future__ import annotations
@@ -34,34 +33,32 @@ from pillion.kernels.cpu.language.sync import (
 )
 from pillion.kernels.cpu.rows.rows import row_squares, vectors_of
 
-# The shared words are a line with ABORT, and then a line for each rank. Processors fetch lines of 64 bytes in pairs.
+# The shared words: a line with ABORT, then a line for each rank. Processors prefetch lines of 64 bytes in pairs.
 RANK_LINE_BYTES = 128
 ABORT = 0
-# The line of a rank has two words: the last phase that the rank has arrived at, and how many others sleep until it
-# arrives.
+# Words of a rank's line: the last phase that it has arrived at, and the number of ranks that sleep until it arrives.
 ARRIVED, SLEEPERS = 0, 8
-# These int64 words tell a rank's kernels: the phase that all ranks had reached when the step began, how often the rank
-# sleeps in one wait before it ends all ranks, how long each time, and the bytes between two ranks' partials.
+# int64 words for a rank's kernels: the phase of all ranks when the step began, the naps in one wait before ABORT, the
+# duration of a nap, and the bytes between two ranks' partials.
 PHASE, NAPS, NAP_NS, STRIDE = 0, 8, 16, 24
-# A rank polls this often before it sleeps, which takes some 40 us: a phase is about as long, and another rank may need
-# this core.
+# Polls before a rank sleeps, some 40 us: a phase is about as long, and another rank may need this core.
 POLLS = 1_500
-# A work item has this many vectors of a row: a step has often fewer rows than there are threads, so rows are cut.
+# Vectors of a row per work item. Rows are cut because a step often has fewer rows than there are threads.
 _CHUNK_VECTORS = 32
 
 
 def words_bytes(ranks: int) -> int:
-    """Returns how many bytes the shared words of ``ranks`` ranks take."""
+    """Return the bytes of the shared words of ``ranks`` ranks."""
     return (1 + ranks) * RANK_LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class SumRanks(KernelSpec):
-    """Computes ``out`` [rows, width] = factor * (the sum of all ranks' ``partials`` [ranks][room for rows][width]), all
-    float32.
+    """Sum over ranks: ``out`` [rows, width] = factor * (the sum of all ranks' ``partials`` [ranks][allocated
+    rows][width]), all float32.
 
-    ``rank`` is this rank, and ``number`` that of the operation among those of a step that wait. Ranks wait for one
-    another at ``words``, as ``collective`` says (PHASE and so on). With ``add`` the operation adds to ``out`` instead.
+    ``rank`` is this rank, and ``number`` the index of the operation among a step's waiting ones. Ranks wait for one
+    another at ``words``, with the parameters in ``collective`` (PHASE and so on). ``add``: add to ``out`` instead.
     """
 
     layout = RecordLayout(
@@ -100,7 +97,7 @@ class SumRanks(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class MeetRanks(KernelSpec):
-    """Waits until all ranks have arrived: all can then read what each has written before."""
+    """Barrier of all ranks: afterwards all can read what each has written before."""
 
     layout = RecordLayout("meet_ranks", pointers=("words", "collective"), numbers=("rank", "number"))
 
@@ -112,10 +109,10 @@ class MeetRanks(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class ProjectionSquares(KernelSpec):
-    """Computes ``out`` [T, 2] float32: the sums of squares of a row's queries and of its keys in ``qkv``. RotateWrite
-    needs what these are in all ranks together.
+    """Squares of projections: ``out`` [T, 2] float32, the sums of squares of a row's queries and of its keys in
+    ``qkv``. RotateWrite needs their sums over all ranks.
 
-    ``counts_keys`` says whether the keys count; if not, another rank counts the same keys.
+    ``counts_keys``: whether the keys count; if not, another rank counts the same keys.
     """
 
     layout = RecordLayout("projection_squares", pointers=("qkv", "out"), numbers=("qkv_stride", "out_stride"))
@@ -138,7 +135,7 @@ class ProjectionSquares(KernelSpec):
 
 
 def _meet(call: KernelCall, ranks: int) -> None:
-    """Arrives at the operation's phase, and waits for all ranks. Each call of the operation may be the first one."""
+    """Arrive at the operation's phase, and wait for all ranks. Each call of the operation may be the first one."""
     k, args = call.k, call.args
     words, collective = args.pointer("words"), args.pointer("collective")
     phase = k.load_int(collective + PHASE) + args.number("number")

@@ -1,8 +1,8 @@
-"""Writes the latents and the rotated key of each row into the pool, and makes queries of what was found for each head.
+"""Writes of latents and rotated keys into the pool, and rotation of the queries, for latent attention (MLA).
 
 A row of KV is a key of ``rank`` latents and ``rotary`` rotated values, in the layout of K
-(:mod:`pillion.kernels.cpu.attention.kv_layout`); no V is beside it. In 8 bits latents and
-rotated values have a scale each, so that neither costs the other accuracy.
+(:mod:`pillion.kernels.cpu.attention.kv_layout`), without a V. In 8 bits latents and rotated values have separate
+scales, so that neither costs the other accuracy.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from pillion.kernels.cpu.rows.rotate import scatter_key, scatter_key_codes, turn
 
 @dataclass(frozen=True, slots=True)
 class WriteLatents(KernelSpec):
-    """Runs over the step's T rows.
+    """Rotation and KV write of the step's T rows.
 
-    absorbed   [T, heads, rank] float32: the queries' part that meets latents
-    projected  [T, heads, still + rotary] of the model's type: queries, of which the last values are to be rotated
-    latents    [T, rank + rotary] float32: normed latents, and the key's values that are to be rotated
+    absorbed   [T, heads, rank] float32: the queries' part that is multiplied by latents
+    projected  [T, heads, still + rotary] of the model's type: queries, of which the last values are rotated
+    latents    [T, rank + rotary] float32: normed latents, and the key's values to rotate
     queries    [T, heads, rank + rotary] of the model's type, without gaps
-    index_key  [T, index] float32: normed index keys, of whose values the first ``rotary`` are to be rotated
+    index_key  [T, index] float32: normed index keys, of which the first ``rotary`` values are rotated
 
     Keys go into the step's pool, at ``layer_offset`` bytes in a slot of ``slot_bytes``. Pairs (i, i + rotary / 2)
     rotate by the angles whose cosines and sines are in ``cos`` and ``sin`` [positions, rotary / 2] float32.
 
-    rank, rotary and block_size are multiples of 16. A sequence's last row also zeroes keys after it, or the scales of
-    their latents, where this step began the block: they are values, too, and 0 times a stale NaN would not be 0.
+    rank, rotary and block_size are multiples of 16. A sequence's last row also zeroes the keys after it, or the scales
+    of their latents, if this step began the block: keys serve as values, and 0 times a stale NaN would not be 0.
 
-    ``codes``: keys are of this type of 8 bits, "fp8_e4m3" or "int8"; "" where they are of the model's type.
-    ``rotated``: whether pairs rotate; where they do not, there is no ``cos`` and no ``sin``.
-    ``index``: values of an index key, behind the rotated key; ``indexed``: whether this layer has one to write.
-    ``grows``: queries are multiplied at last by their position's number in ``growth`` [positions] float32.
+    ``codes``: the keys' 8-bit type, "fp8_e4m3" or "int8"; "" for the model's type.
+    ``rotated``: whether pairs rotate; if not, there is no ``cos`` and no ``sin``.
+    ``index``: values of an index key, after the rotated key; ``indexed``: whether this layer has one to write.
+    ``grows``: queries are finally multiplied by their position's factor in ``growth`` [positions] float32.
     """
 
     layout = RecordLayout(
@@ -61,7 +61,7 @@ class WriteLatents(KernelSpec):
     indexed: bool = False
 
     def emit(self, call: KernelCall) -> None:
-        # Each head of a row is a work item, and its key is one more.
+        # Work items of a row: its heads, and its key.
         k, items = call.k, self.heads + 1
         with call.even_share(call.step.number("num_tokens") * items) as item:
             row, head = item // items, item % items
@@ -132,7 +132,7 @@ class WriteLatents(KernelSpec):
         return [*self._turned(call, values[:turning], angles), *values[turning:]]
 
     def _turned(self, call: KernelCall, values: list[Vec], angles: Int) -> list[Vec]:
-        """Returns the values that are to be rotated, rotated by the angles of their position."""
+        """Return the values rotated by the angles of their position."""
         if not self.rotated:
             return values
         return turned(call.k, values, call.args.pointer("cos") + angles, call.args.pointer("sin") + angles)
@@ -144,7 +144,6 @@ class WriteLatents(KernelSpec):
         )
 
     def _write_codes(self, k: Kernel, piece: Ptr, offset: Int, latents: list[Vec], keys: list[Vec]) -> None:
-        """Writes the codes of latents and of a rotated key, and the scale of each."""
         group, token = piece + offset // LANES * self._group_bytes, offset % LANES
         scales = group + lines_bytes(self.rank + self.rotary, self.codes)
         for part, first, values in ((0, 0, latents), (1, len(latents), keys)):
@@ -155,14 +154,14 @@ class WriteLatents(KernelSpec):
                 scatter_key_codes(k, group, token, first + vector, encode(k, value * inverse, self.codes))
 
     def _clear_scales(self, k: Kernel, piece: Ptr, offset: Int) -> None:
-        """Zeroes the scales of the latents of the tokens after ``offset`` in a block."""
+        """Zero the scales of the latents of a block's tokens after ``offset``."""
         at_scales = lines_bytes(self.rank + self.rotary, self.codes)
         with k.range(k.int(self.block_size), offset + 1) as behind:
             k.store_int(piece + (behind // LANES * self._group_bytes + (at_scales + behind % LANES * 4)), 0, 32)
 
     def _clear(self, call: KernelCall, piece: Ptr, offset: Int, each: int) -> None:
-        """Zeroes the keys of the tokens after ``offset`` in a block, whose groups have ``each`` bytes. Other threads
-        may be writing earlier tokens of the same lines."""
+        """Zero the keys of a block's tokens after ``offset``; its groups have ``each`` bytes. Other threads may be
+        writing earlier tokens of the same lines."""
         k, group = call.k, offset // LANES
         with k.range(each, step=VECTOR_BYTES) as line, k.range(LANES, offset % LANES + 1) as lane:
             k.store_int(piece + (group * each + line + lane * 4), 0, 32)

@@ -1,9 +1,8 @@
-"""Rotates queries and keys and writes KV: turns the QKV product of a row into queries in a buffer and K and V in the
-pool.
+"""Rotary embedding and KV write: from a row's QKV product to queries in a buffer and K and V in the pool.
 
 Queries and keys are normed where the model has such a norm, and rotated by their position. The pool's layout is that
-of :mod:`pillion.kernels.cpu.attention.kv_layout`. A head stays in registers from load to store. Keys and values in 8
-bits are rounded once, from float32, with a scale for each row (:mod:`pillion.kernels.cpu.attention.eight_bits`).
+of :mod:`pillion.kernels.cpu.attention.kv_layout`. A head stays in registers from load to store. 8-bit keys and values
+are rounded once, from float32, with a scale for each row (:mod:`pillion.kernels.cpu.attention.eight_bits`).
 """
 
 from __future__ import annotations
@@ -27,34 +26,34 @@ _HALF = LANES // 2
 
 @dataclass(frozen=True, slots=True)
 class RotateWrite(KernelSpec):
-    """Runs over the step's T rows of ``qkv`` [T, heads + 2 * kv_heads, head_dim] float32, ``qkv_stride`` bytes each.
+    """Norm, rotation and KV write of the step's rows of ``qkv`` [T, heads + 2 * kv_heads, head_dim] float32,
+    ``qkv_stride`` bytes each.
 
-    queries  [kv_heads][room for rows][heads / kv_heads][head_dim] of the model's type, ``head_stride`` bytes for each
+    queries  [kv_heads][allocated rows][heads / kv_heads][head_dim] of the model's type, ``head_stride`` bytes for each
              KV head
     K and V  go into the step's pool, K at ``layer_offset`` bytes in a slot of ``slot_bytes``, V ``value_offset`` bytes
              after it
 
     ``rope``: pairs (i, i + head_dim / 2) rotate by the angles whose cosines and sines are in ``cos`` and ``sin``
     [positions, head_dim / 2] float32. ``qk_norm``: RMS norm before that, over each "head" (weights ``q_norm`` and
-    ``k_norm`` [head_dim] float32); "layer_by_head" for a LayerNorm of each head without biases, whose weights are each
-    head's own (weights [heads, head_dim], [kv_heads, head_dim]); or over all queries, and all keys, of a row as a
-    "projection" (weights [heads * head_dim], [kv_heads * head_dim]); "" for none. Pointers that are not used may be
-    None.
+    ``k_norm`` [head_dim] float32); "layer_by_head" for a LayerNorm of each head without biases, with weights per head
+    ([heads, head_dim], [kv_heads, head_dim]); or over all queries, and all keys, of a row as a "projection" (weights
+    [heads * head_dim], [kv_heads * head_dim]); "" for none. Unused pointers may be None.
 
     ``norm_last``: the norm over each head comes after the rotation.
 
-    ``norm_values``: values are normed over each head, without weights. ``queries_only``: a row of ``qkv`` has queries
-    alone, and nothing is written into the pool.
+    ``norm_values``: values are normed over each head, without weights. ``queries_only``: rows of ``qkv`` are queries
+    only, and nothing is written into the pool.
 
-    ``grows``: queries are multiplied at last by their position's number in ``growth`` [positions] float32.
+    ``grows``: queries are finally multiplied by their position's factor in ``growth`` [positions] float32.
 
-    ``summed``: such a projection has ``query_width`` queries and ``key_width`` keys, of which other ranks have some;
-    the sums of all their squares are in ``squares`` [T, 2] float32 (:mod:`pillion.kernels.cpu.ranks`).
+    ``summed``: a projection of ``query_width`` queries and ``key_width`` keys that is divided over ranks; the sums of
+    its squares over all ranks are in ``squares`` [T, 2] float32 (:mod:`pillion.kernels.cpu.ranks`).
 
-    ``codes``: K and V are of this type of 8 bits, "fp8_e4m3" or "int8"; "" where they are of the model's type.
+    ``codes``: the 8-bit type of K and V, "fp8_e4m3" or "int8"; "" for the model's type.
 
-    head_dim and block_size are multiples of 16. A sequence's last row also zeroes V after it, or V's scales, where
-    this step began the block: attention multiplies hidden rows by 0, and 0 times a stale NaN would not be 0.
+    head_dim and block_size are multiples of 16. A sequence's last row also zeroes the V after it, or V's scales, if
+    this step began the block: attention multiplies masked rows by 0, and 0 times a stale NaN would not be 0.
     """
 
     layout = RecordLayout(
@@ -88,7 +87,7 @@ class RotateWrite(KernelSpec):
     queries_only: bool = False
 
     def emit(self, call: KernelCall) -> None:
-        # Each KV head of a row is a work item, so that the few rows of a decode step occupy all threads; a norm over a
+        # A work item is a row's KV head, so that the few rows of a decode step occupy all threads; a norm over a
         # projection needs the whole row.
         items = 1 if self.qk_norm == "projection" and not self.summed else self.kv_heads
         k, writer = call.k, RowWriter(self, call)
@@ -103,16 +102,16 @@ class RotateWrite(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Represents one row of the step.
+    """One row of the step.
 
     Attributes:
         index: the row's number in the step.
         source: the row of ``qkv`` with its queries, keys and values.
-        angles: bytes from the rotary tables' start to the row's cosines, and sines.
-        growth: the factor of its queries by their position; None where they do not grow.
+        angles: byte offset of the row's cosines, and sines, in the rotary tables.
+        growth: factor of its queries by their position, or None.
         factors: factors of its queries and its keys by norms over a whole projection, else None.
         piece: K of the row's block in this layer, of the first KV head.
-        offset: the row's place in the block.
+        offset: the row's index in the block.
         clears: whether the row zeroes V after it.
     """
 
@@ -127,7 +126,7 @@ class StepRow:
 
 
 class RowWriter:
-    """Emits the work on a row; holds the values that all rows share."""
+    """Emitter of the work on a row, with the values that all rows share."""
 
     def __init__(self, spec: RotateWrite, call: KernelCall) -> None:
         self._spec, self._k, self._args = spec, call.k, call.args
@@ -145,7 +144,7 @@ class RowWriter:
         self._group = spec.heads // spec.kv_heads
         self._vectors = spec.head_dim // LANES
         self._size = 2 if spec.bf16 else 4
-        # A head has this many bytes: as float32 in ``qkv``, and in the model's type elsewhere.
+        # Bytes of a head: as float32 in ``qkv``, and in the model's type elsewhere.
         self._wide_head, self._head = spec.head_dim * 4, spec.head_dim * self._size
         self._keys_at, self._values_at = spec.heads * self._wide_head, (spec.heads + spec.kv_heads) * self._wide_head
         kind = spec.codes or ("bfloat16" if spec.bf16 else "float32")
@@ -153,7 +152,7 @@ class RowWriter:
         self._piece = spec.block_size // LANES * self._group_bytes
 
     def row(self, index: Int) -> StepRow:
-        """Looks up a row's source, its angles, and its place in the pool."""
+        """Load a row's source, its angles, and its place in the pool."""
         k, spec = self._k, self._spec
         source = self._qkv + index * self._qkv_stride
         position = k.load_int(self._arrays["positions"] + index * 4, 32)
@@ -184,7 +183,7 @@ class RowWriter:
         )
 
     def write_queries(self, row: StepRow, kv_head: Int) -> None:
-        """Writes all queries of ``kv_head``'s group, side by side, to the row's place in the buffer."""
+        """Write all queries of ``kv_head``'s group, side by side, to the row's place in the buffer."""
         k = self._k
         target = self._queries + kv_head * self._head_stride + row.index * (self._group * self._head)
         with k.range(self._group) as i:
@@ -195,7 +194,7 @@ class RowWriter:
                 k.store_float(target + i * self._head + vector * LANES * self._size, value, self._spec.bf16)
 
     def write_keys(self, row: StepRow, kv_head: Int) -> None:
-        """Writes a key. 16 tokens are 16 lanes in K, so a key's values, or bfloat16 pairs, are a vector apart."""
+        """Write a key. 16 tokens are 16 lanes in K, so a key's values, or bfloat16 pairs, are a vector apart."""
         k = self._k
         group = row.piece + (kv_head * self._piece + row.offset // LANES * self._group_bytes)
         target = group + row.offset % LANES * 4
@@ -207,12 +206,11 @@ class RowWriter:
             scatter_key(k, target, vector, value, self._spec.bf16)
 
     def _write_key_codes(self, row: StepRow, group: Ptr, keys: list[Vec]) -> None:
-        """Writes a key's codes, pair by pair, and its scale."""
         for vector, codes in enumerate(self._codes(row, group, keys)):
             scatter_key_codes(self._k, group, row.offset % LANES, vector, codes)
 
     def _codes(self, row: StepRow, group: Ptr, values: list[Vec]) -> list[Any]:
-        """Writes the scale of ``values`` into ``group``; returns their codes, vector by vector."""
+        """Write the scale of ``values`` into ``group``; return their codes, vector by vector."""
         k, kind = self._k, self._spec.codes
         scale = scale_of(k, values, kind)
         inverse = k.vector(1.0) / scale
@@ -220,7 +218,7 @@ class RowWriter:
         return [encode(k, value * inverse, kind) for value in values]
 
     def write_values(self, row: StepRow, kv_head: Int) -> None:
-        """Writes V of a token: float32 values in order, or bfloat16 values each beside the neighbour token's value."""
+        """Write V of a token: float32 values in order, or bfloat16 values each beside the neighbour token's value."""
         k, bf16 = self._k, self._spec.bf16
         source = row.source + self._values_at + kv_head * self._wide_head
         piece = row.piece + (self._value_offset + kv_head * self._piece)
@@ -238,8 +236,8 @@ class RowWriter:
             self._clear(piece, row.offset)
 
     def _write_value_codes(self, row: StepRow, source: Ptr, piece: Ptr) -> None:
-        """Writes the codes of V, each beside those of three neighbour tokens, and its scale; zeroes scales after it
-        where the row clears."""
+        """Write the codes of V, each beside those of three neighbour tokens, and its scale; zero the scales after it if
+        the row clears."""
         k, group = self._k, piece + row.offset // LANES * self._group_bytes
         token = row.offset % LANES
         target = group + (token // 4 * (self._vectors * VECTOR_BYTES) + token % 4 // 2 * 8 + token % 2)
@@ -251,7 +249,7 @@ class RowWriter:
             k.store_int(piece + at, 0, 32)
 
     def _stored_values(self, source: Ptr) -> Iterator[Vec]:
-        """Yields the vectors of a head's values, normed where the model norms them."""
+        """Return the vectors of a head's values, normed where the model norms them."""
         loaded = (self._k.load(source + vector * VECTOR_BYTES) for vector in range(self._vectors))
         if not self._spec.norm_values:
             return loaded
@@ -260,14 +258,14 @@ class RowWriter:
         return (value * factor for value in values)
 
     def _head_factor(self, values: list[Vec]) -> Vec:
-        """Returns the factor of an RMS norm over a head's vectors."""
+        """Return the factor of an RMS norm over a head's vectors."""
         k, squares = self._k, self._k.vector(0.0)
         for value in values:
             squares = k.fma(value, value, squares)
         return norm_factor(k, squares, k.int(self._spec.head_dim), self._eps)
 
     def _clear(self, piece: Ptr, offset: Int) -> None:
-        """Zeroes V of the tokens after ``offset`` in a block."""
+        """Zero V of a block's tokens after ``offset``."""
         k = self._k
         behind = offset + 1
         if self._spec.bf16:
@@ -279,14 +277,14 @@ class RowWriter:
             k.store(piece + i * VECTOR_BYTES, k.vector(0.0))
 
     def _changed(self, row: StepRow, heads: Ptr, head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
-        """Loads a head of ``heads`` as vectors, and norms and rotates it."""
+        """Load a head of ``heads`` as vectors, normed and rotated."""
         values = [self._k.load(heads + head * self._wide_head + i * VECTOR_BYTES) for i in range(self._vectors)]
         if self._spec.norm_last:
             return self._normed(self._turned(row, values), head, weight, factor)
         return self._turned(row, self._normed(values, head, weight, factor))
 
     def _normed(self, values: list[Vec], head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
-        """Norms a head's vectors where the model norms queries and keys."""
+        """Norm a head's vectors if the model norms queries and keys."""
         k, kind = self._k, self._spec.qk_norm
         if not kind:
             return values
@@ -302,7 +300,7 @@ class RowWriter:
         return [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
 
     def _turned(self, row: StepRow, head: list[Vec]) -> list[Vec]:
-        """Returns head * cos + (head with swapped halves) * signed sin, as in
+        """Return head * cos + (head with swapped halves) * signed sin, as in
         :func:`pillion.engine.models.rope.rotate`."""
         if not self._spec.rope:
             return head
@@ -310,7 +308,7 @@ class RowWriter:
 
 
 def turned(k: Kernel, head: list[Vec], cos: Ptr, sin: Ptr) -> list[Vec]:
-    """Returns head * cos + (head with swapped halves) * signed sin, for a row's cosines and sines [values / 2]."""
+    """Return head * cos + (head with swapped halves) * signed sin, for a row's cosines and sines [values / 2]."""
     half, found = len(head) * LANES // 2, []
     for i, value in enumerate(head):
         signs = [-1.0 if i * LANES + lane < half else 1.0 for lane in range(LANES)]
@@ -320,14 +318,14 @@ def turned(k: Kernel, head: list[Vec], cos: Ptr, sin: Ptr) -> list[Vec]:
 
 
 def scatter_key(k: Kernel, target: Ptr, vector: Int | int, value: Vec, bf16: bool) -> None:
-    """Writes a vector of a key into its token's lanes: the key's values, or bfloat16 pairs, are a vector apart."""
+    """Write a vector of a key into its token's lanes: the key's values, or bfloat16 pairs, are a vector apart."""
     parts_each = LANES * (2 if bf16 else 4) // 4
     parts = k.builder.bitcast(k.to_bf16(value) if bf16 else value.ir, ir.VectorType(ir.IntType(32), parts_each))
     k.scatter(target + vector * (parts_each * VECTOR_BYTES), parts, range(0, parts_each * VECTOR_BYTES, VECTOR_BYTES))
 
 
 def scatter_key_codes(k: Kernel, group: Ptr, token: Int, vector: int, codes: Any) -> None:
-    """Writes the codes of a vector of a key, pair by pair, into the lanes of a token of a group."""
+    """Write the codes of a vector of a key, pair by pair, into the lanes of a token of a group."""
     target = group + (token // 4 * LANES + token % 4 * 2)
     pairs = k.builder.bitcast(codes, ir.VectorType(ir.IntType(16), LANES // 2))
     # A line has two pairs of each token.
@@ -336,14 +334,13 @@ def scatter_key_codes(k: Kernel, group: Ptr, token: Int, vector: int, codes: Any
 
 
 def _swapped(k: Kernel, head: list[Vec], i: int) -> Vec:
-    """Returns vector i of a head whose halves are swapped; a half that is no whole number of vectors ends inside
-    one."""
+    """Return vector i of a head with swapped halves; a half may end inside a vector."""
     whole, rest = divmod(len(head) * LANES // 2, LANES)
     first = head[(i + whole) % len(head)]
     return k.joined(first, head[(i + whole + 1) % len(head)], _HALF) if rest else first
 
 
 def _angles(k: Kernel, table: Ptr, i: int, half: int) -> Vec:
-    """Returns vector i of a position's entries [half] followed by the same entries again."""
+    """Return vector i of a position's entries [half] repeated twice."""
     first = i * LANES % half
     return k.load(table + first * 4) if first + LANES <= half else k.load_halves(table + first * 4, table)

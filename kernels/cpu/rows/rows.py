@@ -1,11 +1,10 @@
-"""Defines kernels that work on rows one by one, between the products: embedding, norms, the choice of sampled rows,
-logits.
+"""Kernels over single rows between the products: embedding, norms, gathering of sampled rows, logits.
 
 The residual stream is float32 for all types of model. Rows of products have the model's type, rounded once, after the
-norm. ``rows_of`` names the rows that a kernel runs over: those of all "tokens" of the step, or those of its "samples".
+norm. ``rows_of`` names the rows that a kernel runs over: the step's "tokens" or its "samples".
 
-In records, strides are bytes from row to row, and ``width`` is the number of a row's values; rows and weights are read
-and written up to the next multiple of 16, where buffers hold zeros.
+In records, strides are bytes from row to row, and ``width`` is the values of a row; rows and weights are accessed up to
+the next multiple of 16, where buffers contain zeros.
 """
 
 from __future__ import annotations
@@ -18,20 +17,19 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
-# A work item has this many vectors, or groups, of logits: a step often samples fewer rows than there are threads, so
-# rows are cut.
+# Vectors, or groups, of logits per work item. Rows are cut because a step often samples fewer rows than there are
+# threads.
 _CHUNK_VECTORS = 64
-# No place in a row is this number, up to which float32 holds all whole numbers.
+# Marks "no index": float32 represents all whole numbers up to it.
 _NO_PLACE = 2.0**24
 
 
 @dataclass(frozen=True, slots=True)
 class Embed(KernelSpec):
-    """Looks up embeddings: hidden [T, width] float32 = table [vocab, width] (bfloat16 or float32, rows without padding)
-    * scale.
+    """Embedding lookup: hidden [T, width] float32 = table [vocab, width] (bfloat16 or float32, unpadded rows) * scale.
 
-    ``width`` is at least 16. With ``share`` the table has the tokens from ``first`` on, ``tokens`` of them; rows of
-    other tokens become zeros.
+    ``width`` is at least 16. With ``share`` the table covers ``tokens`` tokens from ``first`` on; rows of other tokens
+    become zeros.
     """
 
     layout = RecordLayout(
@@ -67,8 +65,7 @@ class Embed(KernelSpec):
         width, scale = args.number("width"), args.real("scale")
         with k.range(width // LANES) as i:
             k.store(target + i * VECTOR_BYTES, k.load_float(source + i * (LANES * size), self.bf16) * scale)
-        # Where a row's width is no multiple of 16, its last vector ends where the row ends, because the table has no
-        # padding.
+        # The table has no padding: if width is no multiple of 16, the last vector ends where the row ends.
         with k.when(width % LANES > 0):
             last = width - LANES
             k.store(target + last * 4, k.load_float(source + last * size, self.bf16) * scale)
@@ -76,8 +73,8 @@ class Embed(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class AddPositions(KernelSpec):
-    """Adds the embedding of each row's position: hidden [T, width] float32 += table [positions, ...] float32, whose
-    rows are ``table_stride`` bytes apart, with zeros after their ends."""
+    """Learned position embedding: hidden [T, width] float32 += table [positions, ...] float32, with rows
+    ``table_stride`` bytes apart and padded with zeros."""
 
     layout = RecordLayout(
         "add_positions", pointers=("table", "hidden"), numbers=("width", "hidden_stride", "table_stride")
@@ -96,11 +93,11 @@ class AddPositions(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class NormRows(KernelSpec):
-    """Norms rows: out = norm(x float32) * weight (+ bias). out is bfloat16 or float32; weight and bias are float32
+    """Norm of rows: out = norm(x float32) * weight (+ bias). out is bfloat16 or float32; weight and bias are float32
     [width].
 
-    ``kind``: "rms" (Zhang and Sennrich 2019), "layer" (Ba et al. 2016), or "none", which only changes the type, for
-    models that norm after their products, and has neither weight nor bias.
+    ``kind``: "rms" (Zhang and Sennrich 2019), "layer" (Ba et al. 2016), or "none", a mere cast without weight or bias,
+    for models that norm after their products.
     """
 
     layout = RecordLayout(
@@ -132,8 +129,8 @@ class NormRows(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class NormAdd(KernelSpec):
-    """Adds normed rows: hidden += factor * (RMS norm of found * weight), all float32, for norms after attention and
-    MLP."""
+    """Norm and residual add, for norms after attention and MLP: hidden += factor * (RMS norm of found * weight), all
+    float32."""
 
     layout = RecordLayout(
         "norm_add",
@@ -160,10 +157,10 @@ class NormAdd(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GatherRows(KernelSpec):
-    """Copies the sampled rows of the residual stream and of attention's result: [T, ...] -> [R, ...].
+    """Gather of the sampled rows of the residual stream and of attention's result: [T, ...] -> [R, ...].
 
-    A row is copied with its padding, so strides are multiples of 64 bytes and equal on both sides. With ``alone`` there
-    are rows of the residual stream alone.
+    A row is copied with its padding, so strides are multiples of 64 bytes and equal on both sides. ``alone``: the
+    residual stream only.
     """
 
     layout = RecordLayout(
@@ -186,7 +183,7 @@ class GatherRows(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class SoftCapScale(KernelSpec):
-    """Scales and caps logits [R, width] float32 in place: divides them by ``divisor``, and with ``capped`` takes cap *
+    """Scaling and soft cap of logits [R, width] float32, in place: logits / ``divisor``, and if ``capped``, cap *
     tanh(logits / cap)."""
 
     layout = RecordLayout("soft_cap_scale", pointers=("logits",), numbers=("width", "stride"), reals=("divisor", "cap"))
@@ -208,10 +205,9 @@ class SoftCapScale(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GroupMaxima(KernelSpec):
-    """Finds the largest of each group of logits: maxima [R, width / group] float32 of logits [R, width] float32.
+    """Maximum of each group of logits: maxima [R, width / group] float32 of logits [R, width] float32.
 
-    ``width`` is a multiple of ``group``, and that one of 16. The largest logit of a group in which one is no number, or
-    infinite, is NaN.
+    ``width`` is a multiple of ``group``, and ``group`` of 16. The maximum of a group with a NaN or an infinity is NaN.
     """
 
     layout = RecordLayout("group_maxima", pointers=("logits", "maxima"), numbers=("width", "stride", "maxima_stride"))
@@ -239,9 +235,8 @@ class GroupMaxima(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class LargestTokens(KernelSpec):
-    """Finds the largest logit of each row [R] by its group's maxima: ``tokens``, int32 in rows of ``tokens_stride``
-    bytes, of equal logits the first one; -1 where a maximum is NaN. The other fields are those of
-    :class:`GroupMaxima`."""
+    """Argmax of each row [R] from its group maxima: ``tokens``, int32 in rows of ``tokens_stride`` bytes, the first of
+    equal logits; -1 if a maximum is NaN. The other fields are those of :class:`GroupMaxima`."""
 
     layout = RecordLayout(
         "largest_tokens",
@@ -267,8 +262,7 @@ class LargestTokens(KernelSpec):
                     k.store_int(token, -1, 32)
 
     def _first_largest(self, k: Kernel, values: Ptr, count: Int) -> tuple[Int, Bool]:
-        """Returns the place of the first of the largest ones of ``count`` float32, up to 2**24, and whether all are
-        numbers."""
+        """Return the index of the first largest of ``count`` float32, up to 2**24, and whether all are finite."""
         least, none = k.vector(-inf), k.vector(_NO_PLACE)
         lanes = k.constant([float(lane) for lane in range(LANES)])
         largest, broken, place = k.variable(least), k.variable(k.vector(0.0)), k.variable(none)
@@ -279,7 +273,7 @@ class LargestTokens(KernelSpec):
             place.value = k.select(value > largest.value, lanes + k.real(i * LANES), place.value)
             largest.value = k.larger(value, largest.value)
         most = k.maximum(largest.value)
-        # Each lane has the first place of its own largest value.
+        # Each lane has the first index of its own maximum.
         first = k.select(largest.value < most, none, place.value)
         numbers = k.select(k.sum(broken.value) < 1.0, k.vector(1.0), k.vector(0.0))
         place_of_most = k.vector(0.0) - k.maximum(k.vector(0.0) - first)
@@ -287,12 +281,11 @@ class LargestTokens(KernelSpec):
 
 
 def vectors_of(width: Int) -> Int:
-    """Returns the number of vectors that hold ``width`` values."""
     return (width + (LANES - 1)) // LANES
 
 
 def row_mean(k: Kernel, row: Ptr, width: Int) -> Vec:
-    """Returns the mean of ``width`` float32, after which zeros fill the last vector."""
+    """Return the mean of ``width`` float32; zeros pad the last vector."""
     total = k.variable(k.vector(0.0))
     with k.range(vectors_of(width)) as i:
         total.value = total.value + k.load(row + i * VECTOR_BYTES)
@@ -300,8 +293,8 @@ def row_mean(k: Kernel, row: Ptr, width: Int) -> Vec:
 
 
 def row_squares(k: Kernel, row: Ptr, width: Int, mean: Vec | None = None) -> Vec:
-    """Returns the sum of squares of ``width`` float32, after which zeros fill the last vector; with a ``mean``, that of
-    their distances from it. Each lane sums in rising order, then lanes add up in a fixed tree: rows are independent."""
+    """Return the sum of squares of ``width`` float32 (of their distances from ``mean``, if given); zeros pad the last
+    vector. Lanes sum in ascending order, then add up in a fixed tree, so that rows are independent."""
     total = k.variable(k.vector(0.0))
     with k.range(vectors_of(width)) as i:
         value = k.load(row + i * VECTOR_BYTES)
@@ -312,17 +305,17 @@ def row_squares(k: Kernel, row: Ptr, width: Int, mean: Vec | None = None) -> Vec
 
 
 def row_factor(k: Kernel, row: Ptr, width: Int, eps: Vec, mean: Vec | None = None) -> Vec:
-    """Returns 1 / sqrt(mean square + eps) of the values of :func:`row_squares`."""
+    """Return 1 / sqrt(mean square + eps) of the values of :func:`row_squares`."""
     return squares_factor(k, row_squares(k, row, width, mean), width, eps)
 
 
 def norm_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
-    """Returns 1 / sqrt(the sum of all lanes / width + eps)."""
+    """Return 1 / sqrt(the sum of all lanes / width + eps)."""
     return squares_factor(k, k.sum(squares), width, eps)
 
 
 def squares_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
-    """Returns 1 / sqrt(the sum of squares, which is in all lanes, / width + eps)."""
+    """Return 1 / sqrt(the sum of squares, which is in all lanes, / width + eps)."""
     return k.vector(1.0) / k.sqrt(squares / k.real(width) + eps)
 
 

@@ -1,7 +1,6 @@
-"""Defines kernels for what layers read of a token beside the residual stream (per-layer embeddings), and for the number
-by which a layer multiplies the residual stream.
+"""Kernels of per-layer token embeddings, and of a layer's factor of the residual stream.
 
-    rows [T, layers, width] = (norm(product) + own embedding) / sqrt(2)          once in a step
+    rows [T, layers, width] = (norm(product) + own embedding) / sqrt(2)          once per step
     gate [rows, width] *= the row's part of that for a layer                     in each layer
 
 Strides are bytes from row to row; ``width`` is a multiple of 16.
@@ -21,8 +20,8 @@ from pillion.kernels.cpu.rows.rows import row_factor, vectors_of
 
 @dataclass(frozen=True, slots=True)
 class MixTokenInputs(KernelSpec):
-    """Adds up what makes the rows of all layers, float32: rows [T, layers, width], which hold the tokens' own
-    embeddings, become (rows + RMS norm of ``products`` [T, layers, width] * ``weight`` [width]) / sqrt(2)."""
+    """Per-layer inputs of all layers, float32: rows [T, layers, width], initially the tokens' own embeddings, become
+    (rows + RMS norm of ``products`` [T, layers, width] * ``weight`` [width]) / sqrt(2)."""
 
     layout = RecordLayout(
         "mix_token_inputs",
@@ -48,8 +47,8 @@ class MixTokenInputs(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class WeighByTokenInputs(KernelSpec):
-    """Multiplies ``gate`` [rows, width], bfloat16 or float32, by the rows' part for a layer, in place. Of ``inputs``,
-    which have a row for each token, the row's part begins ``layer_bytes`` after its begin."""
+    """Product of ``gate`` [rows, width], bfloat16 or float32, with the rows' inputs of a layer, in place. In
+    ``inputs``, with a row per token, a layer's part begins at byte ``layer_bytes`` of a row."""
 
     layout = RecordLayout(
         "weigh_by_token_inputs",
@@ -75,7 +74,7 @@ class WeighByTokenInputs(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class ScaleRows(KernelSpec):
-    """Multiplies the residual stream ``hidden`` [rows, width] float32 by a number, in place."""
+    """Product of the residual stream ``hidden`` [rows, width] float32 with a number, in place."""
 
     layout = RecordLayout("scale_rows", pointers=("hidden",), numbers=("width", "hidden_stride"), reals=("factor",))
 

@@ -1,4 +1,4 @@
-"""Makes running machine code of kernel specs.
+"""From kernel specs to running machine code.
 
 Open ``program.py`` first. No kernel of a model is defined here.
 """

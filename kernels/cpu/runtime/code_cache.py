@@ -1,8 +1,8 @@
-"""Keeps compiled kernels on disk, so that the next start does not compile.
+"""Compiled kernels on disk, so that the next start does not compile.
 
 A file's name is the digest of everything that determines its machine code. Its first line is the digest of its name and
-its content: a truncated, edited or renamed file is no hit, and neither is a file that another user could have written.
-These checks keep out accidents and other users, not processes of the same user.
+content: a truncated, edited or renamed file is a miss, and so is a file that another user could have written. These
+checks guard against accidents and other users, not against processes of the same user.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from pillion.host import core_lending_table
 
 _log = logging.getLogger(__name__)
 
-# A write removes the files that were not used for longest until the folder is within both bounds. The demo model has 28
-# files.
+# Limits of the folder: a write evicts the least recently used files above them. The demo model has 28 files.
 MAX_ENTRIES = 8192
 MAX_CACHE_BYTES = 256 * 2**20
 MAX_ENTRY_BYTES = 64 * 2**20
-# A process waits this long for another one that compiles the same code, before it compiles for itself.
+# Max wait for another process that compiles the same code, before compiling it here.
 MAX_COMPILE_WAIT_S = 120.0
 _COMPILE_POLL_S = 0.05
 _SUFFIX = ".kernels"
@@ -38,13 +37,13 @@ _HEADER_BYTES = _DIGEST_CHARS + 1
 
 
 class CodeCache:
-    """Keeps machine code in a folder. Every failure is a warning and costs the time to compile, no more."""
+    """A folder of machine code. Failures are warnings and only cost the time to compile."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def read(self, key: str) -> bytes | None:
-        """Returns the code that was written under ``key``, or None."""
+        """Return the code written under ``key``, or None."""
         path = self._path(key)
         if not sources_digest:
             return None
@@ -60,7 +59,7 @@ class CodeCache:
                 _log.warning("%s is damaged; compiling again", path)
                 return None
             with contextlib.suppress(OSError):
-                os.utime(path)  # The file counts as used just now, so it is among the last to be removed.
+                os.utime(path)  # recency for LRU eviction
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -69,7 +68,7 @@ class CodeCache:
         return code
 
     def write(self, codes: Mapping[str, bytes]) -> None:
-        """Writes machine codes by their keys. Several processes may write at once: files appear whole or not at all."""
+        """Write machine codes by their keys. Files appear whole or not at all, so several processes may write."""
         if not sources_digest:
             _log.warning("compiled kernels are not kept: the kernels' sources cannot be read to name the files")
             return
@@ -99,10 +98,10 @@ class CodeCache:
 
     @contextlib.contextmanager
     def one_compiler(self, key: str) -> Iterator[None]:
-        """Lets one process of this machine compile ``key`` at a time: workers that start together compile once.
+        """Let one process of this machine compile ``key`` at a time: workers that start together compile once.
 
-        Other processes wait, at most MAX_COMPILE_WAIT_S. The lock is one byte of a file, whose place follows from the
-        key; the lock ends with its process. Threads of one process do not exclude each other.
+        Other processes wait, at most MAX_COMPILE_WAIT_S. The lock is one byte of a file, at an offset that follows from
+        the key; it ends with its process. Threads of one process do not exclude each other.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -123,8 +122,7 @@ class CodeCache:
         return self._folder / (key + _SUFFIX)
 
     def _trim(self) -> None:
-        """Removes files beyond the bounds. Another process may remove files meanwhile; those that this process wrote
-        are the newest."""
+        """Remove files above the limits. Another process may remove files meanwhile; this process's are the newest."""
         known: list[tuple[float, int, Path]] = []
         for path in self._folder.glob("*" + _SUFFIX):
             with contextlib.suppress(FileNotFoundError):
@@ -138,19 +136,18 @@ class CodeCache:
 
 
 def others_could_write(about: os.stat_result) -> bool:
-    """Returns whether a file belongs to another user, or its group or others may write it."""
+    """Return whether a file belongs to another user, or is writable by its group or others."""
     return about.st_uid != os.geteuid() or bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def key_of(*parts: str) -> str:
-    """Returns one digest of the sources of pillion.kernels.cpu and of ``parts``; the boundaries of the parts count
-    too."""
+    """Return a digest of the sources of pillion.kernels.cpu and of ``parts``, including the boundaries of the parts."""
     return hashlib.sha256(sources_digest + json.dumps(parts).encode()).hexdigest()
 
 
 def digest_sources() -> bytes:
-    """Returns the digest of the sources on disk that machine code depends on: those of pillion.kernels.cpu, and others
-    whose constants are in it. It is empty where there are none: nothing is kept then."""
+    """Return the digest of the sources on disk that machine code depends on: those of pillion.kernels.cpu, and others
+    whose constants it contains. Empty if there are none, which disables the cache."""
     here = Path(__file__).parents[1]
     paths = sorted(here.rglob("*.py"))
     others = (Path(core_lending_table.__file__), here.parent / "torch" / "quantized_matrix.py")
@@ -159,8 +156,7 @@ def digest_sources() -> bytes:
     return hashlib.sha256(json.dumps(files).encode()).digest() if files else b""
 
 
-# The digest is made when this module is imported, as the other modules are: until something is compiled, the sources on
-# disk may have changed.
+# Computed at import, like the other modules' code: the sources on disk may change before something is compiled.
 sources_digest = digest_sources()
 
 

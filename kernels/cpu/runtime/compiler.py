@@ -1,7 +1,7 @@
-"""Compiles kernel specs to machine code: through LLVM the first time, from the code cache on disk after that.
+"""Compilation of kernel specs to machine code: through LLVM the first time, then from the code cache on disk.
 
-A *unit* is compiled and kept by itself: a kernel, a subroutine that kernels call, or the thread pool. So a model takes
-over whatever was compiled for others before.
+A *unit* is compiled and cached by itself: a kernel, a subroutine that kernels call, or the thread pool. So a model
+reuses what was compiled for others.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pillion.kernels.cpu.runtime.thread_pool_code import THREAD_POOL_FUNCTIONS, 
 Progress = Callable[[str], None]
 
 _LINUX = "unknown-linux-gnu"
-# The compiled unit of this name has the thread pool's functions and the fault cell.
+# Name of the unit with the thread pool's functions and the fault cell.
 _THREAD_POOL = "thread_pool"
-# How much LLVM optimizes what serves: by its passes, and when it chooses instructions. Kernels that check every access
-# are there to find faults; to optimize all their branches takes nine tenths of LLVM's time for them. Instructions that
-# are chosen at level 0 have run on x86-64 alone.
+# LLVM's optimization levels, of its passes and of instruction selection. Checked kernels exist to find faults;
+# optimizing all their branches would take nine tenths of their compile time. Level 0 of instruction selection has run
+# only on x86-64.
 _SPEED_LEVEL, _CODE_LEVEL = 2, 3
 _CHECKED_SPEED_LEVEL, _CHECKED_CODE_LEVELS = 0, {"x86_64": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class CompileTarget:
-    """Describes the machine that LLVM compiles for, in LLVM's names."""
+    """The machine that LLVM compiles for, in LLVM's names."""
 
     triple: str
     cpu: str
@@ -48,30 +48,30 @@ class CompileTarget:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Holds an ELF object, and the names of the units that it calls."""
+    """An ELF object, and the names of the units that it calls."""
 
     needs: tuple[str, ...]
     code: bytes
 
     @classmethod
     def of(cls, content: bytes) -> Unit:
-        """Returns the unit that the cache keeps as these bytes, the inverse of ``content``."""
+        """Return the unit with these cached bytes, the inverse of ``content``."""
         needs, _, code = content.partition(b"\n")
         return cls(tuple(json.loads(needs)), code)
 
     @property
     def content(self) -> bytes:
-        """Returns the unit as the bytes that the cache keeps."""
+        """The unit as bytes for the cache."""
         return json.dumps(self.needs).encode() + b"\n" + self.code
 
 
 class CompiledKernels:
-    """Holds machine code in memory, as long as this object lives.
+    """Machine code in memory, as long as this object lives.
 
     Attributes:
         names: names of the kernels.
         checked: whether kernels check every access.
-        seconds: how long it took to get the code.
+        seconds: time to compile or to read the code.
         from_cache: whether all code came from the cache on disk.
     """
 
@@ -81,7 +81,7 @@ class CompiledKernels:
         self.names = tuple(names)
         self.checked, self.from_cache = checked, from_cache
         self.seconds = 0.0
-        # LLVM's code loader needs a module to begin with; it stays empty.
+        # LLVM's code loader needs an initial module.
         empty = llvm.parse_assembly(f'target triple = "{target.triple}"')
         self._engine = llvm.create_mcjit_compiler(empty, _machine(target))
         for unit in units:
@@ -94,25 +94,25 @@ class CompiledKernels:
         assert not missing, f"the code has no {missing}"
 
     def address(self, name: str) -> int:
-        """Returns the address of a kernel, a function of the thread pool, or the fault cell. Raises KeyError for other
+        """Return the address of a kernel, a function of the thread pool, or the fault cell. Raises KeyError for other
         names."""
         return int(self._addresses[name])
 
     def name_at(self, address: int) -> str:
-        """Returns the name of the kernel at ``address``, which checked kernels note in the fault cell."""
+        """Return the name of the kernel at ``address``, which checked kernels record in the fault cell."""
         return next(name for name in self.names if self._addresses[name] == address)
 
 
 def target_of(isa: Isa) -> CompileTarget:
-    """Returns the target for ``isa``: this processor without the features that ``isa`` excludes, or ``isa.model`` where
+    """Return the target for ``isa``: this processor without the features that ``isa`` excludes, or ``isa.model`` if
     this processor cannot run ``isa``.
 
-    LLVM ends the process where code needs an instruction that its target lacks.
+    LLVM aborts the process if code needs an instruction that its target lacks.
     """
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     if platform.machine() == isa.machine and set(isa.needs) <= host_features():
-        # The list also says which features are missing: a hypervisor may hide some that processors of this name have.
+        # With the missing features, too: a hypervisor may hide some that processors of this name have.
         cpu, features = llvm.get_host_cpu_name(), [llvm.get_host_cpu_features().flatten()]
     else:
         cpu, features = isa.model, [f"+{name}" for name in isa.needs]
@@ -128,13 +128,13 @@ def compile_kernels(
     cache_folder: Path | None = None,
     progress: Progress | None = None,
 ) -> CompiledKernels:
-    """Returns the kernels of ``specs`` with the code of the thread pool, ready to run on this machine.
+    """Return the kernels of ``specs`` with the code of the thread pool, ready to run on this machine.
 
     Args:
         specs: the kernels; specs of one name are one kernel.
         isa: an instruction set that this processor has (:func:`pillion.kernels.cpu.language.isa.choose_isa`).
         checked: kernels check every access.
-        cache_folder: folder that keeps code between runs; None keeps none.
+        cache_folder: folder of the code cache; None for none.
         progress: is called with one line before and one line after compiling.
     """
     begin = time.perf_counter()
@@ -145,7 +145,7 @@ def compile_kernels(
     from_cache = not library.missing()
     if not from_cache:
         with library.one_compiler():
-            # Another process may have compiled the kernels while this one waited.
+            # Another process may have compiled them meanwhile.
             missing = library.missing()
             from_cache = not missing
             if missing:
@@ -159,7 +159,7 @@ def compile_kernels(
 
 
 class _Library:
-    """Gathers the units of some kernels that are in the cache or were compiled here.
+    """The units of some kernels, read from the cache or compiled here.
 
     Attributes:
         units: the units that the wanted kernels need, and no others, by name.
@@ -173,11 +173,11 @@ class _Library:
         self._about = (llvmlite.__version__, *map(repr, (llvm.llvm_version_info, isa, target)))
 
     def missing(self) -> list[str]:
-        """Returns the kernels, and the thread pool, that lack units; reads the units that the cache has."""
+        """Return the kernels, and the thread pool, that lack units, after reading the units that the cache has."""
         return [name for name in (_THREAD_POOL, *self._wanted) if not self._complete(name)]
 
     def compile(self, names: Sequence[str]) -> None:
-        """Compiles kernels, with those of their subroutines that are missing, and writes them to the cache."""
+        """Compile kernels with their missing subroutines, and write them to the cache."""
         had = set(self.units)
         module = KernelModule(self._isa, self._checked)
         with _no_collection():
@@ -199,7 +199,7 @@ class _Library:
 
     @contextmanager
     def one_compiler(self) -> Iterator[None]:
-        """Waits while another process compiles the same kernels."""
+        """Wait while another process compiles the same kernels."""
         with self._cache.one_compiler(self._key("\n".join(self._wanted))) if self._cache else nullcontext():
             yield
 
@@ -221,7 +221,7 @@ class _Library:
         self.units[name] = Unit(tuple(needs), code)
 
     def _checks(self, name: str) -> bool:
-        # Subroutines and the thread pool never check accesses, so their code is the same with and without checks.
+        # Subroutines and the thread pool never check accesses: one unit serves both modes.
         return self._checked and name in self._wanted
 
     def _key(self, name: str) -> str:
@@ -229,12 +229,11 @@ class _Library:
 
 
 def _functions(module: ir.Module) -> dict[str, ir.Function]:
-    """Returns the functions that a module defines."""
     return {name: one for name, one in module.globals.items() if isinstance(one, ir.Function) and one.blocks}
 
 
 def _alone(function: ir.Function) -> tuple[list[str], str]:
-    """Returns the names of the functions that a function calls in its module, and the text of a module with that
+    """Return the names of the functions of its module that a function calls, and the text of a module with that
     function alone."""
     text, defined = str(function), _functions(function.module)
     called = [name for name in dict.fromkeys(re.findall(r'@"([^"]+)"', text)) if name != function.name]
@@ -251,7 +250,7 @@ def _optimized(
 ) -> llvm.ModuleRef:
     module = llvm.parse_assembly(f'target triple = "{target.triple}"\n' + text)
     module.verify()
-    # The kernels' own code decides what is a vector and what is unrolled.
+    # The kernels' code itself decides what is vectorized and unrolled.
     options = llvm.create_pipeline_tuning_options(speed_level=speed_level)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = llvm.create_pass_builder(machine, options)
@@ -261,10 +260,10 @@ def _optimized(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Stops Python's garbage collector while the context is open.
+    """Disable Python's garbage collector while the context is open.
 
-    A module is some millions of objects that all live until its text is written. The collector would go through all of
-    them many times and find nothing, which takes longer than making them.
+    A module is some millions of objects that all live until its text is written; the collector would traverse them many
+    times in vain, which takes longer than creating them.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -276,6 +275,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _machine(target: CompileTarget, level: int = _CODE_LEVEL) -> llvm.TargetMachine:
-    """Returns LLVM's code generator, for code that is loaded anywhere in memory, far from libc."""
+    """Return LLVM's code generator, for code that is loaded anywhere in memory, far from libc."""
     kind = llvm.Target.from_triple(target.triple)
     return kind.create_target_machine(cpu=target.cpu, features=target.features, opt=level, jit=True)

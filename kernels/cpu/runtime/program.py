@@ -1,10 +1,9 @@
-"""Defines a step's program: the table of kernels that the thread pool runs, and the step's record, checked before every
-run.
+"""A step's program: the table of kernels that the thread pool runs, and the step's record, checked before every run.
 
     Program(operations) --bind--> run, run, ... --a step with more rows than any before--> bind to larger buffers
 
-Kernels trust addresses. Which memory they read and write follows from the batch's arrays, which :func:`check_batch`
-checks once per step, and from the shapes of weights and buffers, which do not change.
+Kernels trust addresses. The memory that they access follows from the batch's arrays, which :func:`check_batch` checks
+once per step, and from the shapes of weights and buffers, which do not change.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.thread_pool_code import ENTRY_WORDS
 from pillion.kernels.step import Int32, StateSlots, StepBatch
 
-# Buffers grow in steps of this many rows, so that they grow seldom.
+# Rows by which buffers grow, large so that they grow seldom.
 ROWS_STEP = 64
 _INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Describes named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit``
-    ("tokens"...).
+    """Named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit`` ("tokens"...).
 
-    ``dense`` rows have no more padding than their last cache line needs. ``row_bytes`` is the stride of memory that is
-    shared with other processes, and 0 for memory of a program's own.
+    ``dense`` rows are padded only to a cache line. ``row_bytes`` is the stride of memory that is shared with other
+    processes, and 0 for the program's own memory.
     """
 
     name: str
@@ -48,9 +46,8 @@ class Buffer:
 
     @property
     def stride(self) -> int:
-        """Returns bytes from row to row, a multiple of a cache line, and an odd one unless rows are dense. A tile of
-        products reads one column of many rows, which would meet in few sets of the first cache if rows were a power of
-        two apart."""
+        """Bytes from row to row, a multiple of a cache line, and an odd one unless rows are dense: a tile of products
+        reads one column of many rows, which would share few sets of the L1 cache if rows were a power of two apart."""
         if self.row_bytes:
             return self.row_bytes
         lines = -(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES)
@@ -59,20 +56,20 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Represents the columns of a buffer from ``offset`` bytes in each row on."""
+    """The columns of a buffer from byte ``offset`` of each row on."""
 
     buffer: Buffer
     offset: int
 
     @property
     def stride(self) -> int:
-        """Returns bytes from row to row."""
+        """Bytes from row to row."""
         return self.buffer.stride
 
 
 @dataclass(frozen=True, slots=True)
 class HeadStride:
-    """Represents a number of bytes that grows with a buffer: ``row_bytes`` for each row that the buffer holds."""
+    """A number of bytes that grows with a buffer: ``row_bytes`` for each of its rows."""
 
     row_bytes: int
     unit: str = "tokens"
@@ -80,16 +77,16 @@ class HeadStride:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Names one kernel with its arguments. Values may be arrays, buffers, columns of them or numbers; ``when`` names
-    a number of the step's record that must be above 0 for the kernel to run. A number such as ``x_stride`` that
-    ``values`` leaves out is the stride of the buffer ``x``, and 0 where that is None."""
+    """A kernel and its arguments: arrays, buffers, columns of them or numbers. ``when`` names a number of the step's
+    record that must be above 0 for the kernel to run. A number such as ``x_stride`` that ``values`` omits is the stride
+    of the buffer ``x``, and 0 if that is None."""
 
     spec: KernelSpec
     values: Mapping[str, Any]
     when: str = ""
 
     def arguments(self) -> dict[str, Any]:
-        """Returns all values, those that follow from others included."""
+        """Return all values, including derived strides."""
         found = dict(self.values)
         for name in self.spec.layout.numbers:
             rows = name.removesuffix("_stride")
@@ -99,9 +96,9 @@ class Operation:
 
 
 class Workspace:
-    """Holds the buffers of a program, zeroed when they are allocated: the padding after a row's values stays zero.
+    """The buffers of a program, zeroed when allocated: the padding after a row's values stays zero.
 
-    ``shared`` is memory, by the names of buffers, that is common with other processes and never grows.
+    ``shared``: memory in common with other processes, by names of buffers; it never grows.
     """
 
     def __init__(self, shared: Mapping[str, npt.NDArray[np.uint8]] | None = None) -> None:
@@ -111,8 +108,8 @@ class Workspace:
         self._canary = np.uint8(0xA5)
 
     def reserve(self, unit: str, rows: int) -> bool:
-        """Makes room for ``rows`` rows of a unit. Returns True where it grew: the buffers are then new ones, and
-        programs must bind again."""
+        """Reserve ``rows`` rows of a unit. Returns True if it grew: the buffers are then new, and programs must bind
+        again."""
         if rows <= self.rows.get(unit, 0):
             return False
         self.rows[unit] = rows if rows == 1 else -(-rows // ROWS_STEP) * ROWS_STEP
@@ -120,8 +117,8 @@ class Workspace:
         return True
 
     def array(self, buffer: Buffer) -> npt.NDArray[np.uint8]:
-        """Returns the bytes of a buffer, aligned to a cache line, with a line of canaries after them. Raises Internal
-        where another buffer of this name has another size: kernels would leave the smaller one of the two."""
+        """Return the bytes of a buffer, aligned to a cache line, with a line of canaries after them. Raises Internal if
+        another buffer of this name has another size."""
         if buffer.name in self._shared:
             return self._shared[buffer.name]
         size, found = self.rows.get(buffer.unit, 0) * buffer.each * buffer.stride, self._arrays.get(buffer.name)
@@ -130,16 +127,16 @@ class Workspace:
             whole[size:] = self._canary
             found = self._arrays[buffer.name] = whole[:size]
         if len(found) != size:
-            raise Internal(f"the buffer {buffer.name} has {len(found)} bytes, and {size} are wanted")
+            raise Internal(f"buffer {buffer.name} has {len(found)} bytes, not {size}")
         return found
 
     @property
     def nbytes(self) -> int:
-        """Returns the size of all buffers in bytes, without shared memory."""
+        """Size of all buffers but the shared ones."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def check_integrity(self) -> None:
-        """Raises Internal where a kernel wrote after the end of a buffer."""
+        """Raise Internal if a kernel wrote after the end of a buffer."""
         for name, array in self._arrays.items():
             whole = array.base
             assert isinstance(whole, np.ndarray)
@@ -149,7 +146,7 @@ class Workspace:
 
 
 class Program:
-    """Binds operations to addresses: ``entries`` [n, ENTRY_WORDS] is the table that a thread pool runs."""
+    """Operations bound to addresses: ``entries`` [n, ENTRY_WORDS] is the table that a thread pool runs."""
 
     def __init__(self, operations: Sequence[Operation], kernels: CompiledKernels, workspace: Workspace) -> None:
         self._operations = tuple(operations)
@@ -160,7 +157,7 @@ class Program:
         self.bind()
 
     def bind(self) -> None:
-        """Writes all records and entries of the program; to be repeated when the workspace has grown."""
+        """Write all records and entries of the program; to be repeated when the workspace has grown."""
         begin = 0
         for number, (entry, operation) in enumerate(zip(self.entries, self._operations, strict=True)):
             layout = operation.spec.layout
@@ -181,8 +178,7 @@ class Program:
 
 
 class CpuStepRecord:
-    """Fills a record that many kernels of a step read, by default STEP, which all kernels read; keeps the step's arrays
-    alive."""
+    """A record that many kernels of a step read (by default STEP, read by all), and the arrays it points to."""
 
     def __init__(self, layout: RecordLayout = STEP) -> None:
         self._places = layout.place
@@ -190,25 +186,25 @@ class CpuStepRecord:
         self._alive: dict[str, Any] = {}
 
     def point(self, field: str, array: npt.NDArray[Any]) -> None:
-        """Sets a field of the step's record to the address of an array of int32."""
+        """Set a field of the record to the address of an int32 array, and keep the array alive."""
         place = self._places[field]
         self.words[place] = array.__array_interface__["data"][0]
         self.words[place + 1] = array.nbytes
         self._alive[field] = array
 
     def point_pool(self, address: int, size: int) -> None:
-        """Sets the field ``pool`` of the step's record to memory that the caller keeps alive."""
+        """Set the field ``pool`` of the step's record to memory that the caller keeps alive."""
         self.words[STEP.place["pool"]] = address
         self.words[STEP.place["pool"] + 1] = size
 
     def count(self, field: str, value: int) -> None:
-        """Sets a number of the step's record."""
+        """Set a number of the record."""
         self.words[self._places[field]] = value
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Holds upper bounds of a batch's values, and the number of slots that a sequence's state takes."""
+    """Upper bounds of a batch's values, and the number of slots of a sequence's state."""
 
     vocab_size: int
     num_slots: int
@@ -219,10 +215,10 @@ class Bounds:
 
 
 def check_batch(batch: StepBatch, bounds: Bounds) -> None:
-    """Raises Internal where a kernel could leave its memory with this batch."""
+    """Raise Internal if a kernel could leave its memory with this batch."""
     ids, positions, lengths = batch.token_ids, batch.positions, batch.context_lens
     starts, tables, samples = batch.query_starts, batch.block_tables, batch.sample_rows
-    # Rows of the rotary tables are positions unless the batch says otherwise.
+    # The rotary tables are indexed by position unless the batch names rows.
     angles = positions if batch.rope_rows is None else batch.rope_rows
     for array in (ids, positions, starts, lengths, tables, samples, angles):
         if array.dtype != _INT32 or not array.flags.c_contiguous:
@@ -233,7 +229,7 @@ def check_batch(batch: StepBatch, bounds: Bounds) -> None:
     counts = starts[1:] - starts[:-1]
     if starts[0] != 0 or starts[-1] != tokens or int(counts.min()) < 1:
         raise Internal("a batch's sequences do not divide its rows")
-    # Positions follow from lengths, so kernels may use either. Most steps run one token of each sequence.
+    # Positions must follow from lengths, so that kernels may use either. Most steps run one token of each sequence.
     first = expected = lengths - counts
     if tokens != seqs:
         expected = np.arange(tokens, dtype=np.int32) + np.repeat(first - starts[:-1], counts)
@@ -255,7 +251,7 @@ def check_batch(batch: StepBatch, bounds: Bounds) -> None:
 
 
 def _check_states(states: StateSlots | None, shape: tuple[int, int], num_slots: int) -> None:
-    """Raises Internal where a kernel could leave the pool with these slots of states."""
+    """Raise Internal if a kernel could leave the pool with these slots of states."""
     if states is None:
         raise Internal("a batch names no slots for its sequences' states")
     reads, writes = states.reads, states.writes
@@ -268,12 +264,12 @@ def _check_states(states: StateSlots | None, shape: tuple[int, int], num_slots: 
 
 
 def _greatest(array: Int32) -> int:
-    """Returns the greatest value, compared as unsigned: a negative value is above every bound."""
+    """Return the greatest value, compared as unsigned: a negative value exceeds every bound."""
     return int(np.maximum.reduce(array.view(np.uint32), axis=None))
 
 
 def aligned_bytes(size: int, alignment: int = LINE_BYTES) -> npt.NDArray[np.uint8]:
-    """Returns ``size`` bytes of zeroed memory at a multiple of ``alignment``."""
+    """Return ``size`` bytes of zeroed memory at a multiple of ``alignment``."""
     raw = np.zeros(size + alignment, np.uint8)
     first = -raw.ctypes.data % alignment
     return raw[first : first + size]

@@ -1,10 +1,10 @@
-"""Runs programs of kernels on a pool of threads. Linux only.
+"""A pool of threads that runs programs of kernels. Linux only.
 
     ThreadPool(kernels, threads) --run--> run --run--> ... --close, or the interpreter's exit--> helpers joined
 
 The caller of :meth:`ThreadPool.run` is the leader, thread 0. The other threads, the helpers, are native: pthread_create
-starts them in the pool's machine code (:mod:`pillion.kernels.cpu.runtime.thread_pool_code`). So no Python runs in a
-helper and it never waits for the interpreter's lock; the leader releases that lock during a run. Helpers block signals.
+starts them in the pool's machine code (:mod:`pillion.kernels.cpu.runtime.thread_pool_code`). No Python runs in a
+helper, so it never waits for the GIL; the leader releases it during a run. Helpers block signals.
 """
 
 from __future__ import annotations
@@ -31,31 +31,30 @@ from pillion.kernels.cpu.runtime import thread_pool_code
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.thread_pool_code import COUNTER_STRIDE, ENTRY_WORDS
 
-# This many bytes lie behind each thread's scratch. In checked mode every run verifies that this memory still holds the
-# canary pattern. The memory also spreads the threads' scratch over the sets of the caches.
+# Bytes after each thread's scratch. In checked mode every run verifies their canary pattern. They also spread the
+# threads' scratch over the cache sets.
 CANARY_BYTES = 4096
 _CANARY_BYTE = 0xC5
 _HUGE_PAGE_BYTES = 2**21
 _INT64 = ctypes.c_int64
-# The system sends these to the very thread that has failed; blocking them would only lose the message.
+# Synchronous signals: delivered to the faulting thread, so they must not be blocked.
 _SYNCHRONOUS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
 class ThreadPool:
-    """Runs programs on threads with scratch memory of their own. A lock lets one leader at a time into :meth:`run`.
+    """Threads with private scratch memory that run programs. A lock admits one leader at a time to :meth:`run`.
 
     Attributes:
-        threads: the number of all threads, those on borrowed cores included. Each kernel has as many work items.
-        borrowed_s: how much longer the last run would have taken on this worker's own cores, if these did what borrowed
-            ones have done.
+        threads: number of all threads, including those on borrowed cores; also the work items of each kernel.
+        borrowed_s: time that the last run saved by borrowed cores: their work, divided by this worker's own cores.
 
     Args:
         kernels: machine code, kept alive as long as the pool.
         threads: 1 to ``MAX_CPU_THREADS``, including the leader, without those on borrowed cores.
         affinity: () or one processor's number for each thread. A leader is bound in its first run; threads that it
             starts later (torch's, for instance) inherit its processor.
-        share: this worker's cores in a lending table. If it borrows, the pool has a thread for every other core of the
-            lending table, too, which takes part while the core's owner is idle.
+        share: this worker's cores in a lending table. If it borrows, the pool also has a thread for every other core of
+            the lending table, which takes part while the core's owner is idle.
 
     Raises:
         ConfigError: this system is not Linux, ``threads`` is out of range or not the number of this worker's cores on
@@ -88,17 +87,17 @@ class ThreadPool:
         self._kernels = kernels
         self._leader_cpu, self._leader = {affinity[0]} if affinity else None, 0
         self._native = _Native(kernels, threads, affinity[1:], share, lent)
-        # The finalizer also runs at the interpreter's exit, while the helpers' code and memory still exist.
+        # The finalizer also runs at interpreter exit, while the helpers' code and memory still exist.
         self._finalizer = weakref.finalize(self, self._native.close)
 
     def run(self, program: Words, step: Words) -> None:
-        """Runs every entry of ``program`` [n, ENTRY_WORDS] whose condition holds, and returns when all have ended.
+        """Run every entry of ``program`` [n, ENTRY_WORDS] whose condition holds; return when all have ended.
 
         An entry is the address of a kernel, the address of its record, the word of ``step`` that must be above 0 for
         the kernel to run or -1, and one unused word. Everything that entries point to must live until the run returns.
 
         Raises:
-            Internal: a checked kernel left its memory, the pool is closed or was made before a fork, or an array has
+            Internal: a checked kernel left its memory, the pool is closed or was created before a fork, or an array has
                 another shape or type.
         """
         if program.dtype != np.int64 or program.ndim != 2 or program.shape[1] != ENTRY_WORDS:
@@ -120,13 +119,12 @@ class ThreadPool:
                 native.check()
 
     def close(self) -> None:
-        """Ends the helper threads and waits for them. Repeated calls do nothing."""
+        """Stop and join the helper threads. Idempotent."""
         self._finalizer()
 
 
 class _Native:
-    """Holds the memory and the helpers of a pool; the object is separate from the pool, so that a forgotten pool can be
-    finalized."""
+    """Memory and helpers of a pool, separate from the pool so that an unreferenced pool can be finalized."""
 
     def __init__(
         self,
@@ -139,11 +137,11 @@ class _Native:
         self.lock = threading.Lock()
         threads = own + len(lent)
         self._kernels, self.own = kernels, own
-        # The lending table stays mapped as long as threads use it, even if somebody closes it.
+        # A reference of its own: threads use the lending table even if another owner closes it.
         self._lending_table = None if share is None else share.lending_table.hold()
         self._pid: int | None = os.getpid()
         self.run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
-        # After the threads' lines there is a gate for each owner at most, at which the borrowers of its cores sleep.
+        # After the threads' lines: at most one gate per owner, where the borrowers of its cores sleep.
         lines = threads + len(lent)
         self._memory, self.address = _aligned(thread_pool_code.FIRST_THREAD_LINE + lines * LINE_BYTES, LINE_BYTES)
         self._words = self._memory.view(np.int64)
@@ -157,7 +155,7 @@ class _Native:
         self._counters = np.zeros(0, np.uint8)
         self._set(thread_pool_code.THREADS, threads)
         self._handles: list[int] = []
-        # This is the place of BORROWED_NS in the line of each thread on a borrowed core.
+        # BORROWED_NS of each thread on a borrowed core.
         first = thread_pool_code.FIRST_THREAD_LINE + own * LINE_BYTES + thread_pool_code.BORROWED_NS
         self._borrowed = self._words[first // 8 :: LINE_BYTES // 8] if lent else self._words[:0]
         for thread in range(threads):
@@ -184,7 +182,7 @@ class _Native:
         self._start(processors)
 
     def use(self, num_entries: int) -> None:
-        """Makes room for the counters of ``num_entries`` entries. Raises Internal in a closed or forked pool."""
+        """Reserve counters of ``num_entries`` entries. Raises Internal in a closed or forked pool."""
         if self._pid != os.getpid():
             raise Internal("this thread pool is closed" if self._pid is None else "thread pools do not survive a fork")
         if num_entries * COUNTER_STRIDE > self._counters.nbytes:
@@ -192,35 +190,34 @@ class _Native:
             self._set(thread_pool_code.COUNTERS, address)
 
     def borrowed_ns(self) -> int:
-        """Returns for how long threads on borrowed cores have taken part in kernels, all together, since the pool's
-        begin."""
+        """Return the total time in kernels of threads on borrowed cores since the pool was created."""
         return int(self._borrowed.sum())
 
     def check(self) -> None:
-        """Raises Internal where the checked kernels of the last run left their memory, and resets the marks."""
+        """Raise Internal if checked kernels of the last run left their memory, and reset the marks."""
         address, offset = (int(word) for word in self._fault)
         if address:
             self._fault[:] = 0
             name = self._kernels.name_at(address)
-            raise Internal(f"kernel {name} strayed to byte {offset} of the memory that it was given")
+            raise Internal(f"kernel {name} accessed byte {offset} of its memory, out of bounds")
         broken = np.flatnonzero((self._canaries != _CANARY_BYTE).any(1))
         if broken.size:
             self._canaries.fill(_CANARY_BYTE)
             raise Internal(f"a kernel wrote after the scratch of thread {broken[0]}")
 
     def close(self) -> None:
-        """Waits for a run that is under way, then ends and joins the helpers."""
+        """Wait for a run in progress, then stop and join the helpers."""
         with self.lock:
             owned, self._pid = self._pid == os.getpid(), None
             if not owned:
-                return  # The pool was closed before, or its helpers stayed in the process that forked this one.
+                return  # closed before, or the helpers stayed in the parent process
             self.run(self.address, 0, -1, 0)
             for handle in self._handles:
                 _libc().pthread_join(handle, None)
             self._lending_table = None
 
     def _start(self, processors: Sequence[int]) -> None:
-        """Starts a helper for each of ``processors``, bound to it unless it is -1."""
+        """Start a helper for each of ``processors``, bound to it unless it is -1."""
         libc, threads = _libc(), 1 + len(processors)
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _SYNCHRONOUS)
         try:
@@ -251,9 +248,9 @@ class _Native:
 
 
 def _aligned(size: int, alignment: int) -> tuple[npt.NDArray[np.uint8], int]:
-    """Returns zeroed private memory and its address. The thread that uses a page touches it first, and so places it."""
+    """Return zeroed private memory and its address. The thread that uses a page touches it first (NUMA placement)."""
     mapped = mmap.mmap(-1, size + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # A system without huge pages refuses this call.
+    with contextlib.suppress(OSError):  # a system without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(mapped, np.uint8)
     skipped = -raw.ctypes.data % alignment

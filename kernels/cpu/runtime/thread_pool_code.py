@@ -1,31 +1,30 @@
-"""Emits the thread pool's machine code, in the kernels' language: how threads divide a program, and how they wait.
+"""The thread pool's machine code, in the kernels' language: how threads divide a program, and how they wait.
 
-Each entry of a program is cut into as many work items as the pool has threads. A thread draws a work item, calls the
+Each entry of a program is divided into one work item per thread of the pool. A thread draws a work item, calls the
 kernel with the item's number, and draws the next one; the thread that finishes the last item moves the gate on to the
-next entry. So a run never waits for a thread that has not begun: where a helper still sleeps or another process holds
-its core, the leader executes all items. Results stay the same, because a kernel's bits do not depend on its caller.
+next entry. A run never waits for a thread that has not begun: if a helper still sleeps or another process occupies its
+core, the leader executes all items. Results are the same, because a kernel's bits do not depend on its caller.
 
     helper: wait at the gate -> ACTIVE -> execute items -> not ACTIVE -> wait at the gate
     leader: open the door -> move the gate -> execute items -> close the door -> wait until no helper is ACTIVE
 
-The gate is a word that only grows: BASE of the run + the first entry that is not finished. Helpers wait at the gate;
-when it moves they join at the entry that it names, and leave when no work item is left. A helper inside sets ACTIVE in
-its line; a run ends by closing the door (OPEN = 0) and waiting until no line says ACTIVE. From then on no helper reads
-the program, the step or the counters. Door and lines are written and read in sequentially consistent order: the leader
-sees every helper that has found the door open.
+The gate is a word that only grows: BASE of the run + the first unfinished entry. Helpers wait at the gate; when it
+moves they join at the entry that it names, and leave when no work item is left. A helper inside sets ACTIVE in its
+line; a run ends by closing the door (OPEN = 0) and waiting until no line is ACTIVE. From then on no helper reads the
+program, the step or the counters. Door and lines are accessed in sequentially consistent order, so that the leader sees
+every helper that has found the door open.
 
     borrower: wait at the gate -> wait for the core -> ACTIVE -> execute items of one entry -> not ACTIVE -> wait ...
 
-A borrower is a helper on a core of another worker (:mod:`pillion.host.core_lending_table`). Before each entry it looks
-whether the owner wants the core, and sleeps until the owner is idle where it does. It polls only while it holds the
-core. Of the borrowers of one owner's cores only the first one waits for the owner and calls the others, so that a step
-wakes one thread for each busy owner and not one for each of its cores. The leader renews its worker's hold on its own
-cores at each entry.
+A borrower is a helper on a core of another worker (:mod:`pillion.host.core_lending_table`). Before each entry it checks
+whether the owner wants the core; if so, it sleeps until the owner is idle. It polls only while it has the core. Of the
+borrowers of one owner's cores only the first waits for the owner and wakes the others, so that a step wakes one thread
+per busy owner, not one per core. The leader renews its worker's claim on its own cores at each entry.
 
-A waiting thread polls for a while and then sleeps in the operating system (futex), so an idle pool costs nothing and
-two pools can share the same cores. Nothing calls sched_yield: Linux takes a whole time slice away from its caller. No
+A waiting thread polls for a while and then sleeps in the operating system (futex), so that an idle pool costs nothing
+and two pools can share cores. Nothing calls sched_yield, by which a thread loses its whole time slice on Linux. No
 wake-up is lost: the futex compares the word once more under a lock, and the thread that moves the gate counts the
-sleepers after moving it. thread_pool.pml beside this file is a model of all this, which a test holds to these methods.
+sleepers after moving it. thread_pool.pml beside this file models all this; a test compares it with these methods.
 """
 
 from __future__ import annotations
@@ -57,50 +56,50 @@ from pillion.kernels.cpu.language.sync import (
     time_cell,
 )
 
-# A program is a table of entries: address of the kernel, address of its arguments, the word of the step's record that
-# has to be above 0 for the kernel to run (-1: it always runs), and a word that the program's owner may use.
+# Words of a program's entry: address of the kernel, address of its arguments, the word of the step's record that must
+# be above 0 for the kernel to run (-1: it always runs), and a word for the program's owner.
 ENTRY_WORDS = 4
 _ENTRY_BYTES = 8 * ENTRY_WORDS
 
-# These are the places of lines in the pool's memory. Words that different threads write lie in different lines.
-# LENDING_TABLE is the address of this worker's first line in the core lending table, or 0.
+# Offsets in the pool's memory. Words that different threads write are in different cache lines. LENDING_TABLE is the
+# address of this worker's first line in the core lending table, or 0.
 PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE, LENDING_TABLE = (8 * word for word in range(7))
 GATE, DOOR, FIRST_THREAD_LINE = LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES
-# These are the places of words in the gate's line, in the door's line, and in the line of a thread.
+# Offsets in the gate's line, in the door's line, and in a thread's line.
 _VALUE, _SLEEPERS = 0, 8
 OPEN, _STOP = 0, 8
 POOL, SCRATCH, ACTIVE = 0, 8, 16
-# The line of a borrower also has the addresses of two lines of the lending table, that of a borrowed core's owner and
-# the core's own, and for how many nanoseconds in all this thread has taken part in kernels on that core.
+# In a borrower's line: addresses of two lines of the lending table, those of the core's owner and of the core, and the
+# total nanoseconds of this thread in kernels.
 OWNER_LINE, CORE_LINE, BORROWED_NS = 24, 32, 40
-# These hold the addresses of the gate at which a borrower sleeps, and of the one that it moves for others, or 0: of the
-# borrowers of one owner's cores the first one sleeps at the pool's gate, the others at a gate that the first one moves.
+# Addresses of the gate at which a borrower sleeps, and of the gate that it moves for others, or 0. The first borrower
+# of an owner's cores sleeps at the pool's gate, the others at a gate that the first one moves.
 SLEEPS_AT, CALLS = 48, 56
-# Each entry has the kernel's own counter, then a line with the numbers of work items drawn and done.
+# Of an entry: the kernel's own counter, then a line with the numbers of work items drawn and done.
 _DRAWN, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
 COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
 
-# A thread polls this often before it sleeps. A poll with its pause takes 10 to 50 ns, so this is some 100 us: about
-# what sleeping and waking up take, and longer than the last work items of a kernel keep the other threads waiting.
+# Polls before a thread sleeps. A poll with its pause takes 10 to 50 ns, so this is some 100 us: about the cost of
+# sleeping and waking, and longer than other threads wait for a kernel's last work items.
 POLLS = 4_000
-# The leader sleeps this long between polls for a helper that is done but is kept from its core.
+# The leader's sleep between polls for a helper that has finished but is descheduled.
 _NAP_US = 50
-# A borrower sleeps this long where another worker has borrowed the core.
+# A borrower's sleep while another worker has borrowed the core.
 _TAKEN_NAP_US = 1_000
 
 _CLOCK_MONOTONIC = 1
-# The floating-point state rounds to nearest, keeps denormals and traps nothing.
+# Floating-point state that rounds to nearest, keeps denormals and traps nothing.
 _PLAIN_MXCSR, _PLAIN_FPCR = 0x1F80, 0
 
-# The leader calls pool_run(pool, program, entries, step); a new helper begins in pool_main(its line), or in
+# The leader calls pool_run(pool, program, entries, step); a helper starts in pool_main(its line), or in
 # pool_borrow(its line) on a borrowed core.
 THREAD_POOL_FUNCTIONS = RUN, MAIN, BORROW = "pool_run", "pool_main", "pool_borrow"
-# Three kinds of threads call work(), which returns at another point for each kind.
+# Kinds of threads in work(), which returns at another point for each kind.
 _LEADER, _HELPER, _BORROWER = 1, 0, -1
 
 
 def add_thread_pool(module: ir.Module, isa: Isa) -> None:
-    """Writes the pool's functions into ``module``."""
+    """Emit the pool's functions into ``module``."""
     code = _ThreadPoolCode(module, isa)
     sleep = code.sleep()
     wait = code.wait(sleep)
@@ -112,7 +111,7 @@ def add_thread_pool(module: ir.Module, isa: Isa) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Holds what a thread reads once when it joins a run."""
+    """Values that a thread reads once when it joins a run."""
 
     k: Kernel
     gate: Ptr
@@ -124,15 +123,13 @@ class _Run:
     base: Int
 
     def wants(self, condition: Int) -> Bool:
-        """Returns whether an entry with ``condition`` runs."""
         number = self.k.load_int(Ptr(self.k, self.step.ir) + self.k.most(condition, 0) * 8)
         return (condition < 0) | (number > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """Says whether a borrower is the first one of an owner's cores, and to which value that borrower moves the others'
-    gate."""
+    """A borrower that may be the first of an owner's cores, and the value to which that one moves the others' gate."""
 
     is_first: Bool
     gate: Ptr
@@ -159,7 +156,7 @@ class _ThreadPoolCode:
             k.builder.ret(result(0))
 
     def sleep(self) -> Any:
-        """Emits sleep(gate, old), which returns when the gate's value is above ``old``. It never polls."""
+        """Emit sleep(gate, old), which returns when the gate's value is above ``old``. Never polls."""
         with self._function("pool_sleep", 2) as (function, k, (gate_address, old_value)):
             gate, old = Ptr(k, gate_address), Int(k, old_value)
             with k.forever():
@@ -172,7 +169,7 @@ class _ThreadPoolCode:
         return function
 
     def wait(self, sleep: Any) -> Any:
-        """Emits wait(gate, old), which returns when the gate's value is above ``old``. It polls for a while before it
+        """Emit wait(gate, old), which returns when the gate's value is above ``old``. Polls for a while, then
         sleeps."""
         with self._function("pool_wait", 2) as (function, k, (gate_address, old_value)):
             self._poll(k, Ptr(k, gate_address), Int(k, old_value))
@@ -180,7 +177,7 @@ class _ThreadPoolCode:
         return function
 
     def _poll(self, k: Kernel, gate: Ptr, old: Int) -> None:
-        """Polls until the gate's value is above ``old``, or for so long that it is better to sleep."""
+        """Poll until the gate's value is above ``old``, at most POLLS times."""
         polls = k.variable(k.int(0))
         with k.forever() as end:
             k.leave(end, (atomic_load(k, gate + _VALUE) > old) | (polls.value >= POLLS))
@@ -188,7 +185,7 @@ class _ThreadPoolCode:
             pause(k)
 
     def work(self, wait: Any) -> Any:
-        """Emits work(pool, scratch, kind), which executes work items from the first unfinished entry on.
+        """Emit work(pool, scratch, kind), which executes work items from the first unfinished entry on.
 
         A helper returns when no item is left, a borrower after the first entry, the leader when the program is
         finished.
@@ -198,7 +195,7 @@ class _ThreadPoolCode:
             lending_table = k.load_int(pool + LENDING_TABLE)
             places = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
             run = _Run(k, pool + GATE, *(k.load_int(pool + place) for place in places))
-            # The difference is -1 where the leader has opened the door and not yet moved the gate.
+            # -1 between the leader's opening of the door and its move of the gate.
             position = k.variable(k.most(atomic_load(k, run.gate) - run.base, 0))
             with k.forever() as end:
                 index = position.value
@@ -235,7 +232,7 @@ class _ThreadPoolCode:
             k.leave(none_left, (item + 1).equals(run.threads))
 
     def main(self, wait: Any, work: Any) -> None:
-        """Emits main(thread line), which waits for runs and works on them until the pool stops."""
+        """Emit main(thread line), which executes runs until the pool stops."""
         with self._function(MAIN, 1, I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
             pool_address, scratch = (k.load_int(line + place) for place in (POOL, SCRATCH))
@@ -249,14 +246,14 @@ class _ThreadPoolCode:
                 self._join(k, work, pool, line, scratch, _HELPER)
 
     def borrow(self, sleep: Any, work: Any) -> None:
-        """Emits borrow(thread line), which does as main does, on a core that another worker owns."""
+        """Emit borrow(thread line), the main function of a thread on a core that another worker owns."""
         with self._function(BORROW, 1, I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
             words = (POOL, OWNER_LINE, CORE_LINE, SLEEPS_AT, CALLS)
             pool, owner, core, sleeps_at, calls = (Ptr(k, k.load_int(line + word).ir) for word in words)
             scratch, gate, is_first = k.load_int(line + SCRATCH), pool + GATE, Int(k, calls.ir) > 0
             self._set_arithmetic(k)
-            # This is the value of LENT_UNTIL that this thread wrote, or 0 where it has no core.
+            # The value of LENT_UNTIL that this thread wrote, or 0 without a core.
             seen, held = k.variable(k.int(0)), k.variable(k.int(0))
             with k.forever() as end:
                 with k.when(held.value > 0):
@@ -278,28 +275,26 @@ class _ThreadPoolCode:
                             self._join(k, work, pool, line, scratch, _BORROWER, held.value - LOAN_NS)
             self._give_back(k, core, held)
             with k.when(is_first):
-                # The leader may not have moved the pool's gate yet. This is the greatest value that anybody has seen
-                # there, plus one.
+                # The leader may not have moved the pool's gate yet: one above the greatest value that anyone has seen.
                 self._move(k, calls, atomic_load(k, gate) + 1)
 
     def _join(
         self, k: Kernel, work: Any, pool: Ptr, line: Ptr, scratch: Int, kind: int, began: Int | None = None
     ) -> None:
-        """Works on the run that is under way, if the door is still open. With ``began``, the time since then is counted
-        as borrowed."""
+        """Work on the current run, if the door is still open. With ``began``, count the time since then as borrowed."""
         atomic_swap(k, line + ACTIVE, 1)
         with k.when(atomic_load(k, pool + (DOOR + OPEN)) > 0):
             k.builder.call(work, [pool.ir, scratch.ir, I64(kind)])
             if began is not None:
-                # The leader sees this word: it waits until this thread is not ACTIVE.
+                # Visible to the leader, which waits until this thread is not ACTIVE.
                 k.store_int(line + BORROWED_NS, k.load_int(line + BORROWED_NS) + self._now(k) - began)
         atomic_swap(k, line + ACTIVE, 0)
 
     def _claim(self, k: Kernel, owner: Ptr, core: Ptr, held: KernelVariable, caller: _Caller) -> None:
-        """Takes the core or renews the hold on it, or lets it go. Sets ``held`` to the value of LENT_UNTIL, or to 0.
+        """Claim, renew or return the core. Sets ``held`` to the value of LENT_UNTIL, or to 0.
 
-        The first borrower of the owner's cores calls the others where the owner is idle. Where it has no core it sleeps
-        for a while; the others have to be called again.
+        The first borrower of the owner's cores wakes the others when the owner is idle. If it gets no core it sleeps
+        for a while; the others must be woken again.
         """
         now = self._now(k)
         owned, lent = atomic_load(k, owner + OWNED_UNTIL), atomic_load(k, core + LENT_UNTIL)
@@ -307,7 +302,7 @@ class _ThreadPoolCode:
             with wanted:
                 self._give_back(k, core, held)
                 with k.when(caller.is_first):
-                    # The owner wakes its borrowers when a run ends. One that died wakes nobody.
+                    # The owner wakes its borrowers when a run ends; a dead owner cannot, hence the timeout.
                     futex(k, owner + OWNED_UNTIL, FUTEX_WAIT, owned.ir, k.least(owned - now, LOAN_NS))
             with idle:
                 with k.when(caller.is_first):
@@ -324,7 +319,7 @@ class _ThreadPoolCode:
 
     def _give_back(self, k: Kernel, core: Ptr, held: KernelVariable) -> None:
         with k.when(held.value > 0):
-            # Where the loan has run out, somebody else may have the core by now.
+            # If the loan has expired, another borrower may have the core.
             atomic_exchange(k, core + LENT_UNTIL, held.value, k.int(0))
             held.value = k.int(0)
 
@@ -332,7 +327,7 @@ class _ThreadPoolCode:
         k.store_int(Ptr(k, lending_table.ir) + OWNED_UNTIL, self._now(k) + time_ns)
 
     def run(self, work: Any) -> None:
-        """Emits run(pool, program, entries, step), the leader's work on a step. Negative ``entries`` end the
+        """Emit run(pool, program, entries, step), the leader's part of a step. Negative ``entries`` stop the
         helpers."""
         with self._function(RUN, 4, I64) as (_, k, (pool_address, program, entries, step)):
             b, pool = k.builder, Ptr(k, pool_address)
@@ -375,7 +370,7 @@ class _ThreadPoolCode:
                 with late:
                     k.builder.call(k.function("usleep", I32, [I32]), [I32(_NAP_US)])
 
-    # These methods append instructions that the kernels' language does not have.
+    # Instructions that the kernels' language lacks
 
     def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
         atomic_raise(k, gate + _VALUE, value)
@@ -383,15 +378,15 @@ class _ThreadPoolCode:
             futex(k, gate + _VALUE, FUTEX_WAKE | PRIVATE, I64(ALL_SLEEPERS))
 
     def _now(self, k: Kernel) -> Int:
-        """Returns the nanoseconds of the clock that all processes of the host share."""
+        """Return the nanoseconds of a clock common to all processes of the host."""
         at = time_cell(k)
         k.builder.call(k.function("clock_gettime", I32, [I32, I64]), [I32(_CLOCK_MONOTONIC), at.ir])
         return k.load_int(at) * NS_PER_S + k.load_int(at + 8)
 
     def _set_arithmetic(self, k: Kernel, value: Any = None) -> Any:
-        """Sets this thread's floating-point state, to the plain one or to ``value``, and returns the state before.
+        """Set this thread's floating-point state to the plain one or to ``value``; return the previous state.
 
-        Libraries change that state for threads that call them (denormals to zero, for instance), and a result must not
+        Libraries change the state of threads that call them (denormals to zero, for instance), and a result must not
         depend on the thread that computed it.
         """
         b = k.builder

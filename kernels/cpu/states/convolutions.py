@@ -1,7 +1,7 @@
-"""Defines the kernel of causal convolutions of each channel on its own, over the last tokens of a sequence.
+"""Causal depthwise convolution over the last tokens of a sequence.
 
-Channels are in pieces of PIECE_CHANNELS, which a thread takes through all rows of a sequence while the last inputs stay
-in registers. Rows, factors and results have room for whole pieces.
+Channels are in pieces of PIECE_CHANNELS. A thread processes a piece through all rows of a sequence while the last
+inputs stay in registers. Rows, factors and results are padded to whole pieces.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PIECE_BYTES = PIECE_CHANNELS * 4
 
 @dataclass(frozen=True, slots=True)
 class Convolve(KernelSpec):
-    """Convolves the rows of each sequence with those before them, whose inputs are in its state.
+    """Convolution of the rows of each sequence with those before them, which come from its state.
 
     x          [T, ...] float32: inputs [pieces * PIECE_CHANNELS]. With ``gated`` they are three parts, ``part_bytes``
                apart: the first times the third is convolved, and the second multiplies the result (LFM2)
     taps       [taps, pieces * PIECE_CHANNELS] float32: the last ones are for the token itself
     bias       [pieces * PIECE_CHANNELS] float32, with ``bias``
-    out        [T, pieces * PIECE_CHANNELS]: float32 after silu; with ``gated`` of the model's type, without it
+    out        [T, pieces * PIECE_CHANNELS]: float32 after silu; with ``gated`` of the model's type, without silu
 
     In each channel products are added up from the oldest token to the row's own.
     """
@@ -88,6 +88,6 @@ class Convolve(KernelSpec):
 
 
 def pack_taps(factors: torch.Tensor) -> torch.Tensor:
-    """Packs the factors [channels, taps] of a convolution, or its bias [channels, 1], as float32 [taps, channels with
-    those that fill the last piece]."""
+    """Pack the factors [channels, taps] of a convolution, or its bias [channels, 1], as float32 [taps, channels padded
+    to whole pieces]."""
     return pad(factors.float().t(), (0, -len(factors) % PIECE_CHANNELS)).contiguous()

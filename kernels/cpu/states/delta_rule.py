@@ -1,9 +1,9 @@
-"""Defines the kernels of the gated delta rule (arXiv 2412.06464), token by token.
+"""Gated delta rule (arXiv 2412.06464), token by token.
 
     queries, keys, rates --unit length, sigmoid, decay--> units, learns, forgets --each sequence and head--> out
 
-A head's matrix [key_dim, head_dim] is in pieces of PIECE_COLUMNS columns. A thread takes one piece through all rows of
-a sequence: the first row reads it from where it lies, and each row leaves it in the slot that is written.
+A head's matrix [key_dim, head_dim] is in pieces of PIECE_COLUMNS columns. A thread processes one piece through all rows
+of a sequence: the first row reads it from the old slot, and the last one writes it to the new slot.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from pillion.kernels.cpu.states.state_pages import (
 )
 from pillion.kernels.state_pieces import PIECE_COLUMNS
 
-# Queries and keys are normed with this number.
+# Epsilon of the L2 norm of queries and keys.
 _L2_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareDelta(KernelSpec):
-    """Makes what :class:`RunDeltaRule` reads, of T rows.
+    """Inputs of :class:`RunDeltaRule`, of T rows.
 
     queries, keys  [T, key_heads, key_dim] float32, rows of one buffer
-    rates    [T, ...] float32: for each head what makes how much it learns, then what makes how much it forgets
-    decay, shift  [heads] float32: how fast each head forgets, times -log2(e), and what is added to its rate
-    units    [T, 2 * key_heads, key_dim up to the next multiple of 16] float32: queries and keys of unit length, queries
-             divided by the root of key_dim; zeros behind each
-    learns, forgets  [T, heads] float32: the share that is learnt, and the factor of what is kept
+    rates    [T, ...] float32: of each head, the learning rate's input, then the forget rate's
+    decay, shift  [heads] float32: each head's decay, times -log2(e), and the bias of its forget rate
+    units    [T, 2 * key_heads, key_dim padded with zeros to a multiple of 16] float32: queries and keys of unit length,
+             queries divided by the root of key_dim
+    learns, forgets  [T, heads] float32: the learning rate (beta), and the factor of the old state
 
-    ``by_rows``: each row of a head's matrix has a factor of its own. ``rates`` is about what is learnt alone;
-    ``forgets`` [T, heads, key_dim] holds what makes these factors, and is overwritten by them; ``decay`` and ``shift``
-    are [heads, key_dim]. There are as many heads of keys as of values, and key_dim is a multiple of 16.
+    ``by_rows``: each row of a head's matrix has a separate factor. ``rates`` then has only learning rates;
+    ``forgets`` [T, heads, key_dim] has the inputs of these factors, and is overwritten by them; ``decay`` and ``shift``
+    are [heads, key_dim]. Keys and values have the same number of heads, and key_dim is a multiple of 16.
     """
 
     layout = RecordLayout(
@@ -59,7 +59,7 @@ class PrepareDelta(KernelSpec):
     by_rows: bool = False
 
     def emit(self, call: KernelCall) -> None:
-        # Each query and each key of a row is a work item, and the rates of its heads are one more.
+        # Work items of a row: its queries, its keys, and the rates of its heads.
         k, items = call.k, 2 * self.key_heads + 1
         with call.even_share(call.step.number("num_tokens") * items) as item:
             row, head = item // items, item % items
@@ -115,9 +115,9 @@ class PrepareDelta(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class RunDeltaRule(KernelSpec):
-    """Runs the rule over the rows of each sequence, from its state to its next state.
+    """The rule over the rows of each sequence, from its state to its next state.
 
-    units, learns, forgets   what :class:`PrepareDelta` made; neighbouring heads share a query and a key
+    units, learns, forgets   output of :class:`PrepareDelta`; neighbouring heads share a query and a key
     values   [T, heads * head_dim] float32
     out      [T, heads * head_dim] float32
 

@@ -1,4 +1,4 @@
-"""Defines the kernels that gate and norm what layers with a state have found, and what attention has found beside them.
+"""Gates and norms of the results of layers with states, and gates of attention's.
 
 Strides are bytes from row to row. ``width`` is a multiple of 16.
 """
@@ -17,18 +17,18 @@ from pillion.kernels.cpu.rows.rows import norm_factor, squares_factor
 
 @dataclass(frozen=True, slots=True)
 class NormGated(KernelSpec):
-    """Computes RMS norms of rows of groups, gated by silu of ``gates``.
+    """RMS norm of rows of groups, gated by silu of ``gates``.
 
     x        [T, groups, width] float32, overwritten
     gates    [T, groups, width] float32
     weight   [width] float32 for each group, ``weight_bytes`` apart
     out      [T, groups, width] of the model's type
 
-    ``gate_first``: gated rows are normed, not normed rows gated. Without ``normed`` rows are gated alone, and there is
+    ``gate_first``: gates are applied before the norm, not after. Without ``normed`` rows are only gated, and there is
     no weight. ``sigmoid``: gates are sigmoids.
 
-    ``shared``: x is a part of one group, that of the number ``group``, whose ``group_width`` values several processes
-    have together. What :class:`GroupSquares` has made of x and found is added up over them in ``squares``.
+    ``shared``: x is one process's part of the group ``group``, whose ``group_width`` values are divided over several.
+    ``squares`` are the sums of :class:`GroupSquares` over them.
     """
 
     layout = RecordLayout(
@@ -81,9 +81,8 @@ class NormGated(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GroupSquares(KernelSpec):
-    """Computes the squares that the parts of groups have which a process has of rows: those of ``x`` [T, width] in the
-    column ``group`` of ``out`` [T, groups] float32, and 0 for other groups. With ``gate_first`` x is gated before, in
-    place."""
+    """Sums of squares of groups that are divided over processes: that of ``x`` [T, width] in the column ``group`` of
+    ``out`` [T, groups] float32, 0 in other columns. With ``gate_first`` x is gated before, in place."""
 
     layout = RecordLayout(
         "group_squares",
@@ -107,8 +106,8 @@ class GroupSquares(KernelSpec):
 
 
 def _squares(call: KernelCall, x: Ptr, width: Int, gate: Callable[[Int], Vec] | None) -> Vec:
-    """Returns the sums of squares of ``width`` values in each lane. Where there is a ``gate``, of which it is told
-    where, the values are multiplied by it before, in place."""
+    """Return the sum of squares of ``width`` values per lane. With ``gate``, a function of the byte offset, the values
+    are multiplied by it before, in place."""
     k = call.k
     squares = k.variable(k.vector(0.0))
     with k.range(width // LANES) as i:
@@ -122,14 +121,14 @@ def _squares(call: KernelCall, x: Ptr, width: Int, gate: Callable[[Int], Vec] | 
 
 
 def _gate_of(call: KernelCall, at: Ptr, sigmoid: bool = False) -> Vec:
-    """Returns the factors that gates are: silu, or a ``sigmoid``."""
+    """Return the factors of gates: silu, or ``sigmoid``."""
     gate = call.k.load(at)
     return call.k.sigmoid(gate) if sigmoid else gate * call.k.sigmoid(gate)
 
 
 @dataclass(frozen=True, slots=True)
 class GateRows(KernelSpec):
-    """Multiplies ``x`` [rows, width], bfloat16 or float32, by the sigmoid of ``gates`` [T, width / each] float32, in
+    """Product of ``x`` [rows, width], bfloat16 or float32, with the sigmoid of ``gates`` [T, width / each] float32, in
     place. ``each``: values that share a gate, 1 or a multiple of 16."""
 
     layout = RecordLayout("gate_rows", pointers=("x", "gates"), numbers=("width", "x_stride", "gates_stride"))

@@ -1,7 +1,7 @@
-"""Finds a sequence's state in slots of the pool (docs/decisions/states.md).
+"""A sequence's state in slots of the pool (docs/decisions/states.md).
 
-A layer's state is pieces, each in one slot, at places that are int32 [pieces, 2]: which of the state's slots, and how
-many bytes after its begin (:mod:`pillion.engine.models.state_layout`).
+A layer's state is pieces, each in one slot, at places that are int32 [pieces, 2]: which of the state's slots, and the
+byte offset in it (:mod:`pillion.engine.models.state_layout`).
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from dataclasses import dataclass
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Kernel, KernelVariable, Ptr, Vec
 from pillion.kernels.cpu.language.module import KernelCall
 
-# A kernel whose layer has a state has these fields in its record: where the layer's pieces are in a state's slots.
+# Record fields of kernels with a state: where the layer's pieces are in a state's slots.
 STATE_POINTERS, STATE_NUMBERS = ("places",), ("slot_bytes",)
 
 
-# While a piece of a matrix is written, the piece so many places after it is prefetched. A state lies in slots all over
-# the pool, so the processor cannot foresee the next piece.
+# Prefetch distance in pieces: a state's slots are scattered over the pool, which defeats the hardware prefetcher.
 _PIECES_AHEAD = 2
-# Each thread draws this many ranges of a kernel's items, where there are items enough.
+# Ranges of a kernel's items that each thread draws, if there are enough items.
 _RANGES_PER_THREAD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Represents a piece of a head's matrix in a kernel's code, rows of one vector, which one token changes.
+    """A piece of a head's matrix in a kernel's code, rows of one vector, which one token changes.
 
     Attributes:
         source, target: where the piece is read, and where it is written.
-        ahead: the piece that is prefetched meanwhile, by the last token of a sequence; None for other tokens. What the
-            last token writes is the sequence's state, and goes past the caches: they would read each line before it is
-            written, and the next step finds weights in its place.
+        ahead: the piece to prefetch meanwhile, for the last token of a sequence; None for other tokens. The last token
+            writes the sequence's state, with non-temporal stores: caching it would read each line before it is written
+            and evict weights of the next step.
     """
 
     k: Kernel
@@ -54,7 +53,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class CarriedState:
-    """Represents the state of one sequence and layer in a kernel's code.
+    """The state of one sequence and layer in a kernel's code.
 
     Attributes:
         begin, end: the sequence's rows in the step.
@@ -71,7 +70,6 @@ class CarriedState:
 
     @staticmethod
     def of(call: KernelCall, sequence: Int) -> CarriedState:
-        """Returns the state of the sequence with this number."""
         k, step = call.k, call.step
         rows, row = step.pointer("query_starts") + sequence * 4, sequence * step.number("state_pages") * 4
         reads, writes = step.pointer("state_reads") + row, step.pointer("state_writes") + row
@@ -79,11 +77,11 @@ class CarriedState:
         return CarriedState(call, begin, end, slot > -1, slot < 0, reads, writes)
 
     def old(self, piece: Int) -> Ptr:
-        """Returns where a piece of the state before the step is, if there is one."""
+        """Return the address of a piece of the state before the step, if there is one."""
         return self._piece(self.reads, piece)
 
     def new(self, piece: Int) -> Ptr:
-        """Returns where a piece of the state after the step goes."""
+        """Return the address of a piece of the state after the step."""
         return self._piece(self.writes, piece)
 
     def _piece(self, slots: Ptr, piece: Int) -> Ptr:
@@ -95,7 +93,7 @@ class CarriedState:
 
 @contextmanager
 def each_sequence_and(call: KernelCall, count: Int | int) -> Iterator[tuple[CarriedState, Int]]:
-    """Yields the pairs (state of a sequence, number below ``count``) that a thread draws."""
+    """Yield the pairs (state of a sequence, number below ``count``) that a thread draws."""
     count = call.k.int(count)
     with call.shared_range(call.step.number("num_seqs") * count, 1) as (item, _):
         yield CarriedState.of(call, item // count), item % count
@@ -103,8 +101,8 @@ def each_sequence_and(call: KernelCall, count: Int | int) -> Iterator[tuple[Carr
 
 @dataclass(frozen=True, slots=True)
 class HeadPiece:
-    """Represents the columns number ``column`` of a head's matrix in the state of one sequence; ``number`` counts the
-    layer's pieces. ``ahead`` is the piece that the thread comes to soon."""
+    """The piece ``column`` of a head's matrix in the state of one sequence; ``number`` is its index in the layer.
+    ``ahead`` is a piece to prefetch, which the thread processes soon."""
 
     state: CarriedState
     head: Int
@@ -113,9 +111,9 @@ class HeadPiece:
     ahead: Ptr
 
     def memories(self, rows: int) -> Iterator[tuple[Int, Memory]]:
-        """Yields a row, and the piece [rows, PIECE_COLUMNS], twice: for the code of all rows of the sequence but the
-        last, between which the piece is in scratch memory, and for the code of the last one. Where there is no state
-        yet, the first row reads zeros."""
+        """Yield a row, and the piece [rows, PIECE_COLUMNS], twice: for the code of all rows of the sequence but the
+        last, between which the piece is in scratch memory, and for the code of the last one. Without a state, the first
+        row reads zeros."""
         state, k, between = self.state, self.state.call.k, self.state.call.scratch
         old, new, last = state.old(self.number), state.new(self.number), state.end - 1
         with k.when(state.fresh), k.range(rows) as row:
@@ -127,7 +125,7 @@ class HeadPiece:
 
 @contextmanager
 def each_piece(call: KernelCall, heads: int, pieces: int) -> Iterator[HeadPiece]:
-    """Yields the pieces of matrices that a thread draws, all ``pieces`` of a sequence's head one after the other."""
+    """Yield the pieces of matrices that a thread draws, all ``pieces`` of a sequence's head in sequence."""
     k, count = call.k, call.step.number("num_seqs") * heads
     with call.items_ahead(count, count // (call.threads * _RANGES_PER_THREAD)) as (item, after):
         state, head = CarriedState.of(call, item // heads), item % heads
@@ -141,14 +139,13 @@ def each_piece(call: KernelCall, heads: int, pieces: int) -> Iterator[HeadPiece]
 
 
 def zeros(k: Kernel, rows: int) -> list[KernelVariable]:
-    """Returns variables for sums over so many rows of a matrix, as many as hide the latency of an addition and divide
-    the rows."""
+    """Return variables for partial sums over ``rows`` rows of a matrix: enough to hide the latency of an addition, and
+    a divisor of ``rows``."""
     count = next(count for count in (4, 3, 2, 1) if rows % count == 0)
     return [k.variable(k.vector(0.0)) for _ in range(count)]
 
 
 def added_up(sums: list[KernelVariable]) -> Vec:
-    """Returns the sum of the variables, one after the other."""
     total: Vec = sums[0].value
     for one in sums[1:]:
         total = total + one.value

@@ -1,11 +1,11 @@
-"""Defines the kernels of state spaces with a decay for each token (Mamba-2, arXiv 2405.21060), and for each value of a
-state, too (Mamba-1, arXiv 2312.00752), token by token.
+"""State spaces with a decay per token (Mamba-2, arXiv 2405.21060), or per token and value of the state (Mamba-1, arXiv
+2312.00752), token by token.
 
     steps --softplus, decay--> times, keeps        values, writes, reads, times, keeps --each sequence and head--> out
     values, writes, reads, steps --each sequence and head--> out                                           (Mamba-1)
 
-A head's matrix [state_dim, head_dim] is in pieces of PIECE_COLUMNS columns, its values, so that what is read of it is a
-sum of vectors. A thread takes one piece through all rows of a sequence.
+A head's matrix [state_dim, head_dim] is in pieces of PIECE_COLUMNS columns, its values, so that its output is a sum of
+vectors. A thread processes one piece through all rows of a sequence.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pillion.kernels.state_pieces import PIECE_COLUMNS
 
 @dataclass(frozen=True, slots=True)
 class PrepareSpace(KernelSpec):
-    """Makes the steps of time of T rows, and by how much each head's matrix is kept.
+    """Time steps (delta) of T rows, and the decay factors of each head's matrix.
 
-    steps    [T, ...] float32: for each head what makes its step of time
-    decay, shift  [heads] float32: how fast each head forgets, times -log2(e), and what is added to its step
+    steps    [T, ...] float32: input of each head's time step
+    decay, shift  [heads] float32: each head's decay, times -log2(e), and the bias of its time step
     times, keeps  [T, heads] float32
     """
 
@@ -58,12 +58,12 @@ class PrepareSpace(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class RunStateSpace(KernelSpec):
-    """Runs the space over the rows of each sequence, from its state to its next state.
+    """The state space over the rows of each sequence, from its state to its next state.
 
     values   [T, heads, head_dim] float32
-    writes, reads  [T, groups, state_dim] float32, rows of the same buffer; neighbouring heads share a group
-    times, keeps  what :class:`PrepareSpace` made
-    skip     [heads] float32: how much of its values is added to a head's results
+    writes, reads  [T, groups, state_dim] float32 (B and C), rows of the same buffer; neighbouring heads share a group
+    times, keeps  output of :class:`PrepareSpace`
+    skip     [heads] float32 (D): factor of the values that are added to a head's results
     out      [T, heads * head_dim] float32
 
     head_dim is a multiple of PIECE_COLUMNS.
@@ -108,13 +108,13 @@ class RunStateSpace(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class RunSelectiveScan(KernelSpec):
-    """Runs the scan over the rows of each sequence, from its state to its next state.
+    """The selective scan over the rows of each sequence, from its state to its next state.
 
-    values, steps  [T, heads * head_dim] float32: steps are what makes each channel's step of time
-    writes, reads  [T, state_dim] float32
-    decay    [heads * head_dim / PIECE_COLUMNS, state_dim, PIECE_COLUMNS] float32: how fast each value of a channel's
-             row is forgotten, times -log2(e)
-    skip     [heads * head_dim] float32: how much of its values is added to a channel's results
+    values, steps  [T, heads * head_dim] float32: steps are the inputs of each channel's time step
+    writes, reads  [T, state_dim] float32 (B and C)
+    decay    [heads * head_dim / PIECE_COLUMNS, state_dim, PIECE_COLUMNS] float32 (A): decay of each value of a
+             channel's row, times -log2(e)
+    skip     [heads * head_dim] float32 (D): factor of the values that are added to a channel's results
     out      [T, heads * head_dim] float32
 
     head_dim is a multiple of PIECE_COLUMNS.

@@ -50,7 +50,7 @@ def _tiles(
     MASKED: tl.constexpr,
 ):
     # fmt: on
-    """Folds keys ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last key that any row may see."""
+    """Fold keys ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last key that any row may see."""
     columns = tl.arange(0, BLOCK_D)
     # In a pool of float8, the BLOCK_SIZE scales of a block's keys or values of one head follow their rows.
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
@@ -92,7 +92,7 @@ def _early(
     FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Runs the kernel's early part; returns where the program's items begin and end in the record, which is constant
+    """Run the kernel's early part; return where the program's items begin and end in the record, which is constant
     during a step. The first item's first keys, and their values, are brought into the L2. The newest of them may not be
     written yet, which does not matter there."""
     mine = record + starts_at + tl.program_id(0)
@@ -122,7 +122,7 @@ def _attend(
     JOINED: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks.
+    """Run a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks.
 
     A slot of the pool has POOL_HEADS heads; the queries attend KV_HEADS of them, of which the first begins at
     ``layer_offset``. Partial results are numbered from row ``first_partial`` on.

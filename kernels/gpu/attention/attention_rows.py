@@ -28,7 +28,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _words(record, at):
-    """Returns a pointer to the block table of the item at offset ``at`` of the record, and the item's other words."""
+    """Return a pointer to the block table of the item at offset ``at`` of the record, and the item's other words."""
     item = record + at
     row, rows, shift = tl.load(item + _ROW), tl.load(item + _ROWS), tl.load(item + _SHIFT)
     head, begin, end = tl.load(item + _HEAD), tl.load(item + _BEGIN), tl.load(item + _END)
@@ -37,7 +37,7 @@ def _words(record, at):
 
 @triton.jit
 def _rows_of(row, rows, shift, head, places, GROUP: tl.constexpr):
-    """Returns tokens, positions and query heads of an item's rows ``places``, of which those after the last one repeat
+    """Return tokens, positions and query heads of an item's rows ``places``, of which those after the last one repeat
     it."""
     packed = row + tl.minimum(places, rows - 1)
     token = packed // GROUP
@@ -46,20 +46,20 @@ def _rows_of(row, rows, shift, head, places, GROUP: tl.constexpr):
 
 @triton.jit
 def _load(cells, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads rows of WIDTH values in tiles of BLOCK ``columns``; those behind the last value are 0."""
+    """Load rows of WIDTH values in tiles of BLOCK ``columns``; those behind the last value are 0."""
     return tl.load(cells) if BLOCK == WIDTH else tl.load(cells, mask=columns < WIDTH, other=0)
 
 
 @triton.jit
 def _queries(queries, token, heads, columns, query_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Loads the queries of rows, [rows, BLOCK_D]."""
+    """Load the queries of rows, [rows, BLOCK_D]."""
     cells = (token.to(tl.int64) * query_stride + heads * HEAD_DIM)[:, None] + columns[None, :]
     return _load(queries + cells, columns[None, :], HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def _capped(scores, softcap):
-    """Returns softcap * tanh(scores / softcap), in powers of 2; large scores overflow to infinity, whose quotient is
+    """Return softcap * tanh(scores / softcap), in powers of 2; large scores overflow to infinity, whose quotient is
     0."""
     grown = tl.exp2(scores * (2.0 * _LOG2_E / softcap))
     return (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
@@ -67,7 +67,7 @@ def _capped(scores, softcap):
 
 @triton.jit
 def _lowest(positions, WINDOW: tl.constexpr):
-    """Returns the first keys that rows at ``positions`` see, or numbers below 0: those of their last WINDOW keys, or if
+    """Return the first keys that rows at ``positions`` see, or numbers below 0: those of their last WINDOW keys, or if
     WINDOW is below 0, those at the last multiples of -WINDOW."""
     return positions // -WINDOW * -WINDOW if WINDOW < 0 else positions - (WINDOW - 1)
 
@@ -77,7 +77,7 @@ def _weighed(
     scores, top, total, positions, tokens, score_scale, softcap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Masks a tile's scores. Returns their weights, the rows' new maximum and total, and the factor by which what rows
+    """Mask a tile's scores. Returns their weights, the rows' new maximum and total, and the factor by which what rows
     have added up so far shrinks."""
     if SOFTCAP:
         scores = _capped(scores * score_scale, softcap)
@@ -100,7 +100,7 @@ def _weighed(
 
 @triton.jit
 def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Returns the first and the last bound of the key tiles that every row may attend to as a whole: from the last
+    """Return the first and the last bound of the key tiles that every row may attend to as a whole: from the last
     row's window up to the first row's position."""
     whole_begin = begin
     if WINDOW:
@@ -113,7 +113,7 @@ def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def _beginning(sinks, heads, counts_sinks, SINKS: tl.constexpr):
-    """Returns the maximum and the total of rows that have seen no key yet. With ``counts_sinks`` they begin with the
+    """Return the maximum and the total of rows that have seen no key yet. With ``counts_sinks`` they begin with the
     sinks of their ``heads``."""
     total = (heads & 0).to(tl.float32)
     top = total + _LOWEST
@@ -130,7 +130,7 @@ def _store(
     WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     # fmt: on
-    """Stores a row tile's result if the item is a whole unit, else a partial result and the logarithm of its weight."""
+    """Store a row tile's result if the item is a whole unit, else a partial result and the logarithm of its weight."""
     # A row that sees no key of this item has a total of 0: its partial result is 0, with a logarithm of -infinity.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     kept = places < rows
@@ -153,7 +153,7 @@ def _join(
     PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):
     # fmt: on
-    """Adds up the ``parts`` partial results of a unit's rows ``places``, one part after the other, of which PARTS are
+    """Add up the ``parts`` partial results of a unit's rows ``places``, one part after the other, of which PARTS are
     loaded ahead. Sums are fused multiplications, so their bits depend on no layout and no number of threads."""
     kept = places < tl.load(merge + _ROWS)
     packed = tl.load(merge + _ROW) + tl.where(kept, places, 0)
@@ -189,7 +189,7 @@ def _join_last(
     JOINED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):
     # fmt: on
-    """Counts the partial result of this ``number``, which is stored, and joins the unit's parts if it is the last one:
+    """Count the partial result of this ``number``, which is stored, and joins the unit's parts if it is the last one:
     JOINED rows at a time, which ``places`` counts from 0."""
     merges = tl.load(record + counts_at + 1)
     owners = merges + tl.load(record + counts_at) * _WORDS
@@ -216,7 +216,7 @@ def _end_item(
     JOINED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):
     # fmt: on
-    """Stores the result of the item at offset ``at`` of the record, and joins the unit's parts if this is the last one
+    """Store the result of the item at offset ``at`` of the record, and joins the unit's parts if this is the last one
     of them."""
     # The item is read again, because what the compiler knew of its rows before would fill registers in the loop over
     # keys.

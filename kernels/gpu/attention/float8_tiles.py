@@ -28,7 +28,7 @@ _EXPONENT, _LEAST, _INVERSE = map(tl.constexpr, (0x7F800000, 27 << 23, 254 << 23
 
 @triton.jit
 def _halved(query):
-    """Returns bfloat16 queries in float16, divided by a power of two for each row that makes the row's largest value 1
+    """Return bfloat16 queries in float16, divided by a power of two for each row that makes the row's largest value 1
     to 2; and these powers."""
     query = query.to(tl.float32)
     bits = tl.max(tl.abs(query), 1).to(tl.int32, bitcast=True) & _EXPONENT
@@ -47,7 +47,7 @@ def _float8_tiles(
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):
     # fmt: on
-    """Folds keys ``begin`` .. ``end`` - 1 into rows that have seen none; returns their results, maxima and totals."""
+    """Fold keys ``begin`` .. ``end`` - 1 into rows that have seen none; return their results, maxima and totals."""
     columns, pairs = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     # The BLOCK_SIZE scales of a block's keys or values of one head follow their rows.
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4)

@@ -53,7 +53,7 @@ PARTS_A_PROGRAM, PIECES_A_PROGRAM = 8, 4
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Holds the sizes by which one kernel's work is cut.
+    """The sizes by which one kernel's work is cut.
 
     Attributes:
         rows: rows of a row tile.
@@ -72,28 +72,28 @@ class Tiling:
 
     @property
     def max_partials(self) -> int:
-        """Returns how many items cut units can have at most: there are programs - 1 cuts at most, and c cuts make c + 1
+        """How many items cut units can have at most: there are programs - 1 cuts at most, and c cuts make c + 1
         <= 2c items of a unit. Of units in parts as many are cut as there is room for."""
         return PARTS_A_PROGRAM * self.programs if self.part_keys else 2 * (self.programs - 1)
 
     @property
     def max_merges(self) -> int:
-        """Returns how many units can be cut at most, each of which needs a merge."""
+        """How many units can be cut at most, each of which needs a merge."""
         return self.max_partials // 2
 
     @property
     def own_rows(self) -> int:
-        """Returns how many rows of results programs have for units in parts that they do not cut."""
+        """How many rows of results programs have for units in parts that they do not cut."""
         return self.programs * self.rows if self.part_keys else 0
 
     def max_items(self, units: int) -> int:
-        """Returns into how many items ``units`` units can be cut at most."""
+        """Return into how many items ``units`` units can be cut at most."""
         return units + self.max_partials // (1 if self.part_keys else 2)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Describes some sequences of a step: first token in the batch, number of tokens, context, and offset of the block
+    """Some sequences of a step: first token in the batch, number of tokens, context, and offset of the block
     table."""
 
     begins: Int64
@@ -104,14 +104,14 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class GpuAttentionPlan:
-    """Holds the words in use of a step's record, and whether the chunk kernel has work."""
+    """The words in use of a step's record, and whether the chunk kernel has work."""
 
     record: Int32
     with_chunks: bool
 
 
 def _changes(values: Int64) -> npt.NDArray[np.bool_]:
-    """Marks those sorted values that differ from the value before them."""
+    """Mark those sorted values that differ from the value before them."""
     changes = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=changes[1:])
     return changes
@@ -119,7 +119,7 @@ def _changes(values: Int64) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """Holds units in order, each with its row tile, its head and its number of key tiles.
+    """Units in order, each with its row tile, its head and its number of key tiles.
 
     Row tiles have rows [R, ITEM_WORDS], an item with all keys that the rows see, and lows, the index of the first key
     tile.
@@ -133,14 +133,14 @@ class _Units:
 
 
 def _owners(merges: Int32, at: int) -> Int32:
-    """Returns the offset of each partial result's merge, and zeros up to the next multiple of an item's words.
+    """Return the offset of each partial result's merge, and zeros up to the next multiple of an item's words.
     ``merges`` begin at offset ``at``."""
     owners = at + np.arange(len(merges)).repeat(merges[:, PARTS]) * ITEM_WORDS
     return np.pad(owners, (0, -len(owners) % ITEM_WORDS)).astype(np.int32)
 
 
 def _by_head(counts: Int64, firsts: Int64, which: Int64, kv_heads: int) -> tuple[Int64, Int64]:
-    """Returns heads and row tiles of the units: sequence by sequence, head by head, row tile by row tile."""
+    """Return heads and row tiles of the units: sequence by sequence, head by head, row tile by row tile."""
     if len(which) == len(counts):
         return np.tile(np.arange(kv_heads), len(counts)), which.repeat(kv_heads)
     owners = which.repeat(kv_heads)
@@ -150,7 +150,7 @@ def _by_head(counts: Int64, firsts: Int64, which: Int64, kv_heads: int) -> tuple
 
 
 def _whole_first(items: Int32, first: Int64, starts: Int64) -> Int32:
-    """Moves the rest of a unit that another program began to the end of each program.
+    """Move the rest of a unit that another program began to the end of each program.
 
     All programs then begin with the first key tile of some unit, so that those with rows of the same sequence and head
     read the same keys at about the same time, from L2.
@@ -170,7 +170,7 @@ def _whole_first(items: Int32, first: Int64, starts: Int64) -> Int32:
 
 
 def _in_parts(units: _Units, tiling: Tiling, first_partial: int) -> tuple[Int32, Int64, Int32]:
-    """Shares units out whole, or cut at all multiples of ``tiling.part_keys``: the longest ones are cut, as long as
+    """Share units out whole, or cut at all multiples of ``tiling.part_keys``: the longest ones are cut, as long as
     there is room for their results. Returns items, starts and merges like ``_share_out``; loads differ from the mean by
     an item at most."""
     tiles, lows = units.tiles, units.lows[units.row_tiles]
@@ -215,7 +215,7 @@ class GpuAttentionPlanner:
         max_context_blocks: int,
         decode_tokens: int = 0,
     ) -> None:
-        """Computes the sizes of records and partial results. ``group`` is the number of query heads of a KV head. The
+        """Compute the sizes of records and partial results. ``group`` is the number of query heads of a KV head. The
         windows and the limits are those of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
         ``decode_tokens``: sequences of at most so many tokens are decodes; 0: those whose rows fit one row tile."""
         self._kv_heads, self._group, self._block_size = kv_heads, group, block_size
@@ -236,25 +236,25 @@ class GpuAttentionPlanner:
         self.partial_rows = self._own_at + decode.own_rows + chunk.own_rows
 
     def starts_at(self, window: int, chunk: bool) -> int:
-        """Returns the offset, in words, at which each record has the list of every program's first work item, for
+        """Return the offset, in words, at which each record has the list of every program's first work item, for
         layers with this ``window``."""
         return self.windows.index(window) * self._window_words + (self.decode.programs + 1 if chunk else 0)
 
     def counts_at(self, window: int, chunk: bool) -> int:
-        """Returns where a record has the number of a kernel's merges of a window, and behind it their offset; it is the
+        """Return where a record has the number of a kernel's merges of a window, and behind it their offset; it is the
         same in every record."""
         return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS + 2 * chunk
 
     def first_partial(self, chunk: bool) -> int:
-        """Returns the first row of a kernel's partial results."""
+        """Return the first row of a kernel's partial results."""
         return self.decode.max_partials * self.decode.rows if chunk else 0
 
     def own_at(self, chunk: bool) -> int:
-        """Returns the first of the programs' own rows in the partial results."""
+        """Return the first of the programs' own rows in the partial results."""
         return self._own_at + (self.decode.own_rows if chunk else 0)
 
     def plan(self, batch: StepBatch) -> GpuAttentionPlan:
-        """Plans all rows of ``batch``. A sequence's positions are consecutive and end with its context.
+        """Plan all rows of ``batch``. A sequence's positions are consecutive and end with its context.
 
         Raises Internal for a batch beyond the limits.
         """
@@ -290,7 +290,7 @@ class GpuAttentionPlanner:
     def _share_out(
         self, sequences: SequenceRows, tiling: Tiling, window: int, first_partial: int
     ) -> tuple[Int32, Int64, Int32]:
-        """Cuts all units of a kernel evenly among its programs.
+        """Cut all units of a kernel evenly among its programs.
 
         Returns items [N, ITEM_WORDS], of which program p has starts[p] .. starts[p + 1]; these starts; and merges
         [M, ITEM_WORDS]. A program's load is the key tiles of its items, and ``unit_tiles`` for each unit that it
@@ -340,7 +340,7 @@ class GpuAttentionPlanner:
         return _whole_first(items, first, starts), starts, merges
 
     def _units(self, sequences: SequenceRows, tiling: Tiling, window: int) -> _Units:
-        """Lists units head by head within a sequence, so that neighbouring programs read the same keys."""
+        """List units head by head within a sequence, so that neighbouring programs read the same keys."""
         group = self._group
         rows = sequences.counts * group
         counts = -(-rows // tiling.rows)
@@ -363,7 +363,7 @@ class GpuAttentionPlanner:
         return _Units(row_tiles, heads, tiles[row_tiles], items, lows)
 
     def _tables(self, block_tables: Int32, contexts: Int64) -> tuple[list[Int32], Int64]:
-        """Returns the words of block tables and each sequence's offset in them; the tables keep their
+        """Return the words of block tables and each sequence's offset in them; the tables keep their
         padding if they are not much longer with it."""
         blocks = -(-contexts // self._block_size)
         width = int(blocks.max(initial=0))

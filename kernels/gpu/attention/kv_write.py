@@ -40,7 +40,7 @@ SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
 
 class HeadNorm(NamedTuple):
-    """Describes the RMS norm of each query and key head: weight [heads + kv_heads, head_dim], of qkv's type or
+    """The RMS norm of each query and key head: weight [heads + kv_heads, head_dim], of qkv's type or
     float32. ``last``: it comes after the rotation. ``centred``: it is a LayerNorm without biases, which subtracts a
     head's mean first. ``values``: each head of values is normed, too, without weights."""
 
@@ -52,7 +52,7 @@ class HeadNorm(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Holds cosines and sines [max_len, head_dim / 2], one of DTYPES, and int32 positions [T], unchecked, below
+    """Cosines and sines [max_len, head_dim / 2], one of DTYPES, and int32 positions [T], unchecked, below
     max_len.
 
     Values i and i + head_dim / 2 of a head are a pair.
@@ -77,7 +77,7 @@ def _normed(
     HEAD_DIM: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
-    """Norms both halves of the heads that change, some of which are ``weighed``."""
+    """Norm both halves of the heads that change, some of which are ``weighed``."""
     plain_low, plain_high = low, high
     if CENTRED:
         mean = tl.sum(low + high, 1)[:, None] / HEAD_DIM
@@ -105,7 +105,7 @@ def _store_fp8(low, high, pool, scales, piece, offset, column, inside, stored, B
 
 @triton.jit
 def _place(head, KV_HEADS: tl.constexpr, POOL_HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr):
-    """Returns the pieces of a layer that are those of heads of keys and values, of which there may be more in the pool.
+    """Return the pieces of a layer that are those of heads of keys and values, of which there may be more in the pool.
     Heads of values follow those of keys, in the pool and in projections."""
     place = FIRST_HEAD + head
     if POOL_HEADS != KV_HEADS:
@@ -196,7 +196,7 @@ def kv_write(
     norm: HeadNorm | None = None,
     rotary: Rotary | None = None,
 ) -> None:
-    """Norms and rotates queries in place, and writes normed and rotated keys, and values, into rows of ``pool``.
+    """Norm and rotates queries in place, and writes normed and rotated keys, and values, into rows of ``pool``.
 
     Args:
         qkv: [T, (heads + 2 * len(kv_heads)) * head_dim], queries, keys, values; its keys and values do not change.
@@ -254,7 +254,7 @@ def kv_write(
 def _constants(
     heads: int, kv_heads: range, pool_heads: int, head_dim: int, block_size: int, arch: int
 ) -> dict[str, int]:
-    """Returns the kernel's constants. Tiles are so large that each thread has a value: queries are written in place, so
+    """Return the kernel's constants. Tiles are so large that each thread has a value: queries are written in place, so
     no two threads may read the same one."""
     use = tuned("kv_write", arch)
     block = next_power_of_2(head_dim // 2)

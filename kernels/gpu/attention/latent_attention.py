@@ -54,7 +54,7 @@ def _tiles(
     BLOCK_N: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, MASKED: tl.constexpr,
 ):
     # fmt: on
-    """Folds tokens ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last one that any row may see."""
+    """Fold tokens ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last one that any row may see."""
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
     none = tl.zeros((query.shape[0], BLOCK_N), tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -99,7 +99,7 @@ def _attend_latents(
     NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr, JOINED: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
-    """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks."""
+    """Run a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks."""
     mine = record + starts_at + tl.program_id(0)
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
     # What the compiler would take out of this loop fills registers during those over keys, where it widens 8 bits.
@@ -147,7 +147,7 @@ def _attend_latent_parts(
     NATIVE_FP8: tl.constexpr, PART: tl.constexpr,
 ):
     # fmt: on
-    """Runs a program's items part by part (:mod:`pillion.kernels.gpu.attention.parted_attention`)."""
+    """Run a program's items part by part (:mod:`pillion.kernels.gpu.attention.parted_attention`)."""
     mine = record + starts_at + tl.program_id(0)
     own = own_at + tl.program_id(0) * BLOCK_M
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
@@ -208,7 +208,7 @@ class LatentAttention:
         invariant: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """Allocates the partial results. Raises Internal for a pool or numbers that do not fit.
+        """Allocate the partial results. Raises Internal for a pool or numbers that do not fit.
 
         Args:
             pool: contiguous [slots, num_layers, 1, 1, block_size, rank + rotary] of ``dtype``, or, where it is
@@ -262,7 +262,7 @@ class LatentAttention:
     def attend(
         self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, *, with_chunks: bool
     ) -> None:
-        """Writes weighted sums of latents into ``out``; rows beyond the batch stay as they are.
+        """Write weighted sums of latents into ``out``; rows beyond the batch stay as they are.
 
         Args:
             queries: contiguous [T, heads, rank + rotary].
@@ -301,14 +301,14 @@ def widths_fit(rank: int, rotary: int) -> bool:
 
 
 def check_widths(rank: int, rotary: int) -> None:
-    """Raises Internal for rows over which the kernels cannot attend."""
+    """Raise Internal for rows over which the kernels cannot attend."""
     check(widths_fit(rank, rotary), "rows of {} latents and {} rotated values", rank, rotary)
 
 
 def _constants(
     kernel: str, arch: int, shape: dict[str, int], fp8: bool, item_bytes: int, processors: int = 1
 ) -> tuple[dict[str, Any], Tiling]:
-    """Returns the constants of the decode or the chunk kernel by name, and how its work is cut."""
+    """Return the constants of the decode or the chunk kernel by name, and how its work is cut."""
     use = tuned(kernel, arch, kv="fp8_e4m3" if fp8 else "plain", bytes=item_bytes)
     constants = {
         **shape,
@@ -329,7 +329,7 @@ def _constants(
 def _parted_constants(
     arch: int, shape: dict[str, int], fp8: bool, item_bytes: int, max_keys: int, processors: int = 1
 ) -> tuple[tuple[dict[str, Any], Tiling], tuple[dict[str, Any], Tiling], dict[str, int]]:
-    """Returns the constants and the cutting of attention in parts, for decodes and for chunks, and constants of the
+    """Return the constants and the cutting of attention in parts, for decodes and for chunks, and constants of the
     merge. ``max_keys`` are those of the longest sequence."""
     native = fp8 and arch >= NATIVE_FP8_ARCH and not interpreting()
     widths = {"BLOCK_D": padded_head_dim(shape["RANK"]), "BLOCK_R": padded_head_dim(shape["ROTARY"])}

@@ -28,7 +28,7 @@ SCALE_BYTES = tl.constexpr(_SCALES)
 
 @triton.jit
 def _turned(source, c, s, column, inside, HALF: tl.constexpr):
-    """Returns both halves of rotated values from ``source``, of which a pair is HALF apart."""
+    """Return both halves of rotated values from ``source``, of which a pair is HALF apart."""
     low = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF + column, mask=inside, other=0.0).to(tl.float32)
     return low * c - high * s, high * c + low * s
@@ -105,7 +105,7 @@ def latent_write(
     eps: float,
     wide: bool,
 ) -> None:
-    """Norms and rotates rows into ``rows`` of ``pool``, and rotates the last values of each query.
+    """Norm and rotates rows into ``rows`` of ``pool``, and rotates the last values of each query.
 
     Args:
         latents: [T, rank + rotary]; it does not change.

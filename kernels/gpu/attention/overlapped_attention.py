@@ -52,7 +52,7 @@ def _copy(
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, LOADS: tl.constexpr,
 ):
     # fmt: on
-    """Begins to copy rows of ``tokens`` that lie in ``slots`` into a tile."""
+    """Begin to copy rows of ``tokens`` that lie in ``slots`` into a tile."""
     rows = slots.to(tl.int64) * slot_stride + offset + (tokens % BLOCK_SIZE) * HEAD_DIM
     cells = pool + (rows[:, None] + gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOADS))[None, :])
     async_copy.async_copy_global_to_shared(tile, cells)
@@ -66,7 +66,7 @@ def _ask(
     V_STEP: tl.constexpr, LOADS: tl.constexpr, FIRST: tl.constexpr,
 ):
     # fmt: on
-    """Asks, in one group of copies, for the keys from ``start`` on and for the values of the tile before them, which
+    """Ask, in one group of copies, for the keys from ``start`` on and for the values of the tile before them, which
     lie in ``slots``. An item's FIRST tile has none before it. Nothing is asked for from ``end`` on. Returns the slots
     of the keys."""
     places = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LOADS))
@@ -93,7 +93,7 @@ def _softmax(
     RESULTS: tl.constexpr,
 ):
     # fmt: on
-    """Returns the weights of keys from ``start`` on as a product's left operand, and the rows' state, ready for it."""
+    """Return the weights of keys from ``start`` on as a product's left operand, and the rows' state, ready for it."""
     tokens = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     weights, top, total, shrink = _weighed(
         scores, top, total, positions, tokens, score_scale, softcap, WINDOW, SOFTCAP, MASKED
@@ -105,7 +105,7 @@ def _softmax(
 
 @gluon.jit
 def _landed(BUFFERS: tl.constexpr):
-    """Waits until all threads' copies of the next tile have landed; all warps are then done with the tile before."""
+    """Wait until all threads' copies of the next tile have landed; all warps are then done with the tile before."""
     async_copy.wait_group(BUFFERS - 2)
     tl.debug_barrier()
     fence_async_shared()
@@ -121,7 +121,7 @@ def _fold(
     SCORES: tl.constexpr, RESULTS: tl.constexpr,
 ):
     # fmt: on
-    """Computes the scores of keys ``first`` .. ``behind`` - 1, and folds each time the tile before them, whose
+    """Compute the scores of keys ``first`` .. ``behind`` - 1, and folds each time the tile before them, whose
     ``scores`` are given, into the rows' state. Keys that were asked for last are in ``slots``."""
     for start in range(first, behind, BLOCK_N):
         tile = start // BLOCK_N
@@ -151,7 +151,7 @@ def _fold_all(
     RESULTS: tl.constexpr,
 ):
     # fmt: on
-    """Folds all tiles of an item, the first of which has its ``scores``; those between the whole bounds need no
+    """Fold all tiles of an item, the first of which has its ``scores``; those between the whole bounds need no
     masks."""
     # A tile is folded when the scores of the next one have begun, so bounds of these are one tile further.
     if WINDOW:
@@ -188,7 +188,7 @@ def _bring(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, LOADS: tl.constexpr,
 ):
     # fmt: on
-    """Brings the queries of an item's rows into shared memory."""
+    """Bring the queries of an item's rows into shared memory."""
     places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADS))
     token, _, heads = _rows_of(row, rows, 0, head, places, GROUP)
     query.store(_queries(queries, token, heads, columns, query_stride, HEAD_DIM, HEAD_DIM))
@@ -205,7 +205,7 @@ def _attend_overlapped(
     WARPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Runs a program's items, one after the other. Its arguments are those of
+    """Run a program's items, one after the other. Its arguments are those of
     :func:`pillion.kernels.gpu.attention.attention_kernel._attend`, whose scales it does not read."""
     # Sums of 512 columns would fill all registers of a warp group, so each has half of the keys, and then of the
     # columns, of the same rows. Weights go from one to the other through shared memory.

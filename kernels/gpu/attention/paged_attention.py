@@ -55,12 +55,12 @@ HALF_BYTES = 2
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Returns the power of two that a head fills in registers."""
+    """Return the power of two that a head fills in registers."""
     return next_power_of_2(head_dim)
 
 
 def decode_tile_rows(rows: int, width: int) -> int:
-    """Returns a decode tile's rows for ``rows`` query rows per sequence and KV head, and heads padded to ``width``.
+    """Return a decode tile's rows for ``rows`` query rows per sequence and KV head, and heads padded to ``width``.
 
     With heads of 256 registers suffice for 32 rows, with heads of 512 for 16.
     """
@@ -69,12 +69,12 @@ def decode_tile_rows(rows: int, width: int) -> int:
 
 
 def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
-    """Returns the size of a (layer, K or V, head) piece: elements of the pool's type, or bytes for float8."""
+    """Return the size of a (layer, K or V, head) piece: elements of the pool's type, or bytes for float8."""
     return block_size * (head_dim + KV_SCALE_BYTES if kv == "fp8_e4m3" else head_dim)
 
 
 def window_of(tokens: int, chunked: bool, longest: int) -> int:
-    """Returns the window of layers whose queries see their last ``tokens`` tokens, themselves included: that number, or
+    """Return the window of layers whose queries see their last ``tokens`` tokens, themselves included: that number, or
     0 for all tokens, as where the ``longest`` text has no more. For queries that see those since the last multiple of
     ``tokens`` it is -``tokens``."""
     if tokens >= longest:
@@ -108,7 +108,7 @@ class PagedAttention:
         invariant: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """Allocates the partial results. Raises Internal for a pool or numbers that do not fit.
+        """Allocate the partial results. Raises Internal for a pool or numbers that do not fit.
 
         Args:
             pool: [slots, num_layers, 2, pool_heads, block_size, head_dim] of ``dtype``, whose slots and layers may be
@@ -166,7 +166,7 @@ class PagedAttention:
         with_chunks: bool,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Writes attention of ``queries`` into ``out``; rows beyond the batch stay as they are.
+        """Write attention of ``queries`` into ``out``; rows beyond the batch stay as they are.
 
         Args:
             queries: [T, heads, head_dim], rows with any stride, such as a slice of a fused projection.
@@ -217,7 +217,7 @@ class PagedAttention:
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype) -> None:
-    """Raises Internal for numbers or sizes of heads for which the kernels cannot compute attention."""
+    """Raise Internal for numbers or sizes of heads for which the kernels cannot compute attention."""
     check(num_heads % num_kv_heads == 0, "{} heads over {} KV heads", num_heads, num_kv_heads)
     check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, "heads of {}", head_dim)
     check(scale > 0 and dtype in DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
@@ -233,7 +233,7 @@ def _check_pool(
     kv: PlainOrFloat8,
     device: torch.device,
 ) -> None:
-    """Raises Internal for a pool of another shape or type, without these heads, or out of the reach of ``device``."""
+    """Raise Internal for a pool of another shape or type, without these heads, or out of the reach of ``device``."""
     piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
     check_pool(pool, (None, num_layers, 2, None, *piece), dtype if kv == "plain" else torch.uint8, device)
     fits = 0 <= kv_heads.start < kv_heads.stop <= pool.shape[3]
@@ -250,7 +250,7 @@ def _attend_constants(
     decode_rows: int = 1,
     processors: int = 1,
 ) -> tuple[dict[str, int], Tiling]:
-    """Returns the constants of the decode or the chunk kernel by name, without the window, and how its work is cut.
+    """Return the constants of the decode or the chunk kernel by name, without the window, and how its work is cut.
     ``windowed`` says whether there are windows."""
     width, chunk, fp8 = padded_head_dim(shape["HEAD_DIM"]), kernel == "attention_chunk", kv == "fp8_e4m3"
     # Masks and sinks need registers.
@@ -281,7 +281,7 @@ def overlaps(arch: int, head_dim: int, kv: PlainOrFloat8, item_bytes: int) -> bo
 
 
 def overlapped_constants(constants: dict[str, int]) -> dict[str, int]:
-    """Returns the constants of that kernel, given those of Triton's."""
+    """Return the constants of that kernel, given those of Triton's."""
     others = ("BLOCK_D", "FP8", "NATIVE_FP8", "EDGES", "num_stages")
     kept = {name: value for name, value in constants.items() if name not in others}
     return {**kept, "BUFFERS": constants["num_stages"], "WARPS": constants["num_warps"]}
@@ -296,7 +296,7 @@ def _cut_anywhere(
     decode_rows: int,
     processors: int,
 ) -> tuple[tuple[dict[str, int], Tiling], tuple[dict[str, int], Tiling], dict[str, int]]:
-    """Returns the constants and the cutting of attention that is cut by the work of the batch, for decodes and for
+    """Return the constants and the cutting of attention that is cut by the work of the batch, for decodes and for
     chunks; the merge has no constants of its own."""
     decode, chunk = (
         _attend_constants(f"attention_{kernel}", arch, shape, kv, item_bytes, windowed, decode_rows, processors)
@@ -314,7 +314,7 @@ def _parted_constants(
     max_keys: int,
     processors: int = 1,
 ) -> tuple[tuple[dict[str, int], Tiling], tuple[dict[str, int], Tiling], dict[str, int]]:
-    """Returns the constants and the cutting of attention in parts, for decodes and for chunks, and constants of the
+    """Return the constants and the cutting of attention in parts, for decodes and for chunks, and constants of the
     merge. ``max_keys`` are those of the longest sequence."""
     width, fp8 = padded_head_dim(shape["HEAD_DIM"]), kv == "fp8_e4m3"
     native = fp8 and arch >= NATIVE_FP8_ARCH and not interpreting()
@@ -324,12 +324,12 @@ def _parted_constants(
 
 
 def merge_tiles(arch: int, head_dim: int) -> dict[str, int]:
-    """Returns the tuned constants by which parts of rows of ``head_dim`` values are merged."""
+    """Return the tuned constants by which parts of rows of ``head_dim`` values are merged."""
     return tuned("attention_merge", arch, head_dim=padded_head_dim(head_dim))
 
 
 def merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_rows: int) -> dict[str, int]:
-    """Returns the constants of the kernel that merges parts of tiles of so many rows, of ``heads`` by their constants'
+    """Return the constants of the kernel that merges parts of tiles of so many rows, of ``heads`` by their constants'
     names."""
     use = merge_tiles(arch, heads["HEAD_DIM"])
     tiles = {"BLOCK_D": padded_head_dim(heads["HEAD_DIM"]), "DECODE_M": decode_rows, "CHUNK_M": chunk_rows}
@@ -337,6 +337,6 @@ def merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_ro
 
 
 def joining(kernel: str, arch: int, **facts: int | str) -> dict[str, int]:
-    """Returns the constants by which a kernel joins partial results; the tuning files are asked with ``facts``."""
+    """Return the constants by which a kernel joins partial results; the tuning files are asked with ``facts``."""
     use = tuned("attention_join", arch, of=kernel, **facts)
     return {"JOINED": use["rows"], "PARTS": use["parts"]}

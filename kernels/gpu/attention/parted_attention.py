@@ -44,7 +44,7 @@ SPILL_BYTES = {128: 16, 256: 152}
 
 @triton.jit
 def _join(sums, top, total, piece, log):
-    """Adds a part's results [R, D], whose weights have the logarithms ``log`` [R], to the sums, the maxima and the
+    """Add a part's results [R, D], whose weights have the logarithms ``log`` [R], to the sums, the maxima and the
     totals of rows."""
     new_top = tl.maximum(top, log)
     weight, shrink = tl.exp2(log - new_top), tl.exp2(top - new_top)
@@ -56,7 +56,7 @@ def _join(sums, top, total, piece, log):
 
 @triton.jit
 def _before_all(sinks, heads, SINKS: tl.constexpr):
-    """Returns the maxima and the totals of rows to which no part was joined yet; sinks are counted here."""
+    """Return the maxima and the totals of rows to which no part was joined yet; sinks are counted here."""
     if SINKS:
         top = tl.maximum(tl.load(sinks + heads) * _LOG2_E, _LOWEST)
         total = tl.full(heads.shape, 1.0, tl.float32)
@@ -71,7 +71,7 @@ def _end_part(
     acc, top, total, all_top, all_total, joined, last, item, own, out, partials, partial_logs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Ends a part: stores its result where the unit is cut, or else adds it to what was ``joined`` before, if anything
+    """End a part: stores its result where the unit is cut, or else adds it to what was ``joined`` before, if anything
     was, and stores the sum of all parts after the ``last`` one. Returns the joined maxima and totals."""
     # The item is read again, because addresses that the compiler knew before would fill registers in the loop over
     # keys.
@@ -114,7 +114,7 @@ def _attend_parts(
     DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Runs a program's items, one after the other, part by part; its own rows begin at ``own_at``. Key tiles that all
+    """Run a program's items, one after the other, part by part; its own rows begin at ``own_at``. Key tiles that all
     rows see whole need no masks."""
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
     start, stop = _early(
@@ -170,7 +170,7 @@ def _merge_parts(
     CHUNK_M: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Joins the parts of units that were cut, in order. A task is one row of such a unit; programs run tasks in turn.
+    """Join the parts of units that were cut, in order. A task is one row of such a unit; programs run tasks in turn.
     PARTS loads are under way at a time."""
     decodes = tl.load(record + counts_at) * DECODE_M
     decode_merges = tl.load(record + counts_at + 1)
@@ -206,7 +206,7 @@ def _merge_parts(
 def in_parts(
     kernel: str, arch: int, shape: dict[str, Any], kv_heads: int, max_keys: int, processors: int, **facts: int | str
 ) -> tuple[tuple[dict[str, Any], Tiling], tuple[dict[str, Any], Tiling], dict[str, int]]:
-    """Returns the constants of the kernel for decodes, and how its work is cut, both for chunks, and constants of the
+    """Return the constants of the kernel for decodes, and how its work is cut, both for chunks, and constants of the
     merge.
 
     Args:

@@ -1,4 +1,4 @@
-"""Has kernels of mixtures of experts: the router, pairs of rows and experts in order, and weighted sums.
+"""Kernels of mixtures of experts: the router, pairs of rows and experts in order, and weighted sums.
 
     expert_routing.py    the router's product, scores and the best experts of each row, in one launch
     pair_sorting.py      pairs of a row and one of its experts, sorted by expert, and cut into tiles

@@ -59,7 +59,7 @@ class PairAdapters:
     shrunk: torch.Tensor
 
     def check(self, experts: int, inputs: int, outputs: int, like: torch.Tensor) -> None:
-        """Raises Internal unless these are adapters of a product of that shape, of the type of ``like``."""
+        """Raise Internal unless these are adapters of a product of that shape, of the type of ``like``."""
         layer, ranks = self.layer, len(self.layer.ends) * self.layer.rank
         shape = layer.experts, layer.inputs, layer.outputs
         check(shape == (experts, inputs, outputs), "{} is another layer's", layer)
@@ -82,7 +82,7 @@ class PairAdapters:
 
 @triton.jit
 def slots_of(row_slots, pair, inside, per_token):
-    """Returns the adapter slot of each pair of a tile, -1 where there is none, and the lowest and highest of them; a
+    """Return the adapter slot of each pair of a tile, -1 where there is none, and the lowest and highest of them; a
     lowest one above the highest where no pair has one."""
     slot = tl.load(row_slots + pair // per_token, mask=inside, other=-1)
     return slot, tl.min(tl.where(slot < 0, _NO_SLOT, slot), 0), tl.max(slot, 0)
@@ -96,7 +96,7 @@ def _shrink_pairs(
     BLOCK_INPUTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Computes a block of ranks of the rows of one tile."""
+    """Compute a block of ranks of the rows of one tile."""
     tile = tl.program_id(0)
     wait_for_earlier(DEPENDENT)
     if tile < tl.load(count):
@@ -133,7 +133,7 @@ def expanded(
     RANK: tl.constexpr, SLICES: tl.constexpr, BLOCK_RANKS: tl.constexpr,
 ):
     # fmt: on
-    """Returns float32 sums [outputs, places] with the products of the places' shrunk rows by B. Outputs before
+    """Return float32 sums [outputs, places] with the products of the places' shrunk rows by B. Outputs before
     ``first_end`` use the ranks of the first slice, others those of the second one."""
     ranks = tl.arange(0, BLOCK_RANKS)
     left = b + (expert * outputs + output[:, None]) * RANK + ranks[None, :]
@@ -165,7 +165,7 @@ def shrink_pairs(
     tile_rows: int,
     arch: int,
 ) -> None:
-    """Writes the products of rows [R, K] by A of their adapters into ``adapters.shrunk``, by place. The arguments are
+    """Write the products of rows [R, K] by A of their adapters into ``adapters.shrunk``, by place. The arguments are
     those of :class:`pillion.kernels.gpu.experts.grouped_product.GroupedProduct`, which has checked them."""
     layer = adapters.layer
     assert order is not None, "adapters are those of pairs, which have no order"
@@ -181,7 +181,7 @@ def shrink_pairs(
 
 
 def shrink_constants(layer: LayerSlot, tile_rows: int, item_bytes: int, arch: int) -> dict[str, Any]:
-    """Returns the constants of a shrink, but for that which says whether rows are gathered."""
+    """Return the constants of a shrink, but for that which says whether rows are gathered."""
     use = tuned("shrink_pairs", arch, rows=tile_rows, bytes=item_bytes)
     ranks = len(layer.ends) * layer.rank
     return {
@@ -196,7 +196,7 @@ def shrink_constants(layer: LayerSlot, tile_rows: int, item_bytes: int, arch: in
 
 
 def expand_constants(layer: LayerSlot | None) -> dict[str, Any]:
-    """Returns those constants of a grouped product that say what adapters add; nothing where ``layer`` is None."""
+    """Return those constants of a grouped product that say what adapters add; nothing where ``layer`` is None."""
     if layer is None:
         return {"RANK": 0, "SLICES": 0, "BLOCK_RANKS": 0}
     return {"RANK": layer.rank, "SLICES": len(layer.ends), "BLOCK_RANKS": min(BLOCK_RANKS, layer.rank)}

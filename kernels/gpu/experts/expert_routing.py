@@ -82,23 +82,23 @@ class RouteOptions:
 
     @property
     def choices(self) -> int:
-        """Returns how many experts a row has in all."""
+        """How many experts a row has in all."""
         return self.per_token + self.always
 
     @property
     def group_columns(self) -> int:
-        """Returns the columns of a group in the kernel's tile, a power of 2."""
+        """The columns of a group in the kernel's tile, a power of 2."""
         return next_power_of_2(self.experts // self.groups)
 
     @property
     def columns(self) -> int:
-        """Returns the columns of the kernel's tile of scores, at least as many as tensor cores multiply."""
+        """The columns of the kernel's tile of scores, at least as many as tensor cores multiply."""
         return max(ROWS, self.group_columns * next_power_of_2(self.groups))
 
 
 @triton.jit
 def _expert_of(column, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr):
-    """Returns the expert of each column, and whether there is one: groups begin at multiples of GROUP_COLUMNS."""
+    """Return the expert of each column, and whether there is one: groups begin at multiples of GROUP_COLUMNS."""
     size: tl.constexpr = EXPERTS // GROUPS
     group, place = column // GROUP_COLUMNS, column % GROUP_COLUMNS
     real = (place < size) & (group < GROUPS)
@@ -107,7 +107,7 @@ def _expert_of(column, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMN
 
 @triton.jit
 def _part(rows, router, row, expert, begin, end, hidden, BLOCK_INPUTS: tl.constexpr):
-    """Sums inputs ``begin`` .. ``end`` - 1 of the products: float32 [experts, rows]."""
+    """Sum inputs ``begin`` .. ``end`` - 1 of the products: float32 [experts, rows]."""
     inputs = tl.arange(0, BLOCK_INPUTS)
     acc = tl.zeros((expert.shape[0], row.shape[0]), tl.float32)
     left = router + expert[:, None] * hidden + inputs[None, :]
@@ -122,7 +122,7 @@ def _part(rows, router, row, expert, begin, end, hidden, BLOCK_INPUTS: tl.conste
 
 @triton.jit
 def _keys(values):
-    """Returns int32 numbers in the order of float32 ``values``; zeros of both signs have one. A warp finds the greatest
+    """Return int32 numbers in the order of float32 ``values``; zeros of both signs have one. A warp finds the greatest
     of its lanes' integers by one instruction, where floats and their places take ten exchanges."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -130,13 +130,13 @@ def _keys(values):
 
 @triton.jit
 def _values(keys):
-    """Returns the float32 values that have these keys."""
+    """Return the float32 values that have these keys."""
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _first_best(keys, place):
-    """Returns for each row of keys [SLABS, ROWS, LANES] the first place of the greatest, and that key. ``place``
+    """Return for each row of keys [SLABS, ROWS, LANES] the first place of the greatest, and that key. ``place``
     [SLABS, 1, LANES] numbers the keys of a row."""
     best = tl.max(tl.max(keys, 0), 1)
     places: tl.constexpr = keys.shape[0] * keys.shape[2]
@@ -147,7 +147,7 @@ def _first_best(keys, place):
 def _of_best_groups(
     keys, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
 ):  # fmt: skip
-    """Returns keys [SLABS, ROWS, LANES] in which those of experts outside of a row's best groups are _CHOSEN."""
+    """Return keys [SLABS, ROWS, LANES] in which those of experts outside of a row's best groups are _CHOSEN."""
     slabs: tl.constexpr = keys.shape[0]
     rows: tl.constexpr = keys.shape[1]
     lanes: tl.constexpr = keys.shape[2]
@@ -186,7 +186,7 @@ def _choose(
     CHOICE_BIAS: tl.constexpr,
 ):
     # fmt: on
-    """Returns the scores [ROWS, PLACES] of the best experts, and their numbers. ``products`` [SLABS, ROWS, LANES] are
+    """Return the scores [ROWS, PLACES] of the best experts, and their numbers. ``products`` [SLABS, ROWS, LANES] are
     -inf where no expert is ``real``."""
     place = tl.arange(0, PLACES)[None, :]
     if SIGMOID:
@@ -221,7 +221,7 @@ def _share(
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Computes one part of one block of experts of a tile's product; parts are ``plane`` values apart."""
+    """Compute one part of one block of experts of a tile's product; parts are ``plane`` values apart."""
     column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
     expert, _ = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
     begin = part * DEPTH
@@ -236,7 +236,7 @@ def _every_share(
     DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile's products, and those by the gate, whose parts are added up in order."""
+    """Compute a tile's products, and those by the gate, whose parts are added up in order."""
     for block in range(COLUMNS // BLOCK_EXPERTS):
         column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
         expert, _ = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
@@ -255,7 +255,7 @@ def _every_share(
 
 @triton.jit
 def _gate_part(rows, gate, row, begin, end, hidden, ROWS: tl.constexpr, BLOCK_INPUTS: tl.constexpr):
-    """Sums inputs ``begin`` .. ``end`` - 1 of the products by the gate's vector, as those of a router's least tile."""
+    """Sum inputs ``begin`` .. ``end`` - 1 of the products by the gate's vector, as those of a router's least tile."""
     number = tl.arange(0, ROWS)
     acc = _part(rows, gate, row, number * 0, begin, end, hidden, BLOCK_INPUTS)
     return tl.sum(tl.where((number == 0)[:, None], acc, 0.0), 0)
@@ -266,7 +266,7 @@ def _always(
     gates, scores, chosen, row, tokens, counted, plane, own_begin, own_end, TYPE: tl.constexpr, EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr, ALWAYS: tl.constexpr, MORE: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes scores and numbers of the experts that every row has, behind those that the router has chosen. Parts of
+    """Write scores and numbers of the experts that every row has, behind those that the router has chosen. Parts of
     the gate's products are ``plane`` values apart."""
     weight = tl.full((row.shape[0],), 1.0, tl.float32)
     if GATE:
@@ -294,7 +294,7 @@ def _settle(
     BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
-    """Adds up the parts of a tile's products, ``plane`` values apart, and writes scores and experts of its rows."""
+    """Add up the parts of a tile's products, ``plane`` values apart, and writes scores and experts of its rows."""
     # A warp has whole rows, the lanes of all slabs, so that it finds their best experts on its own. Every release of
     # the compiler shares a vector out from its begin on, a slab's rows to all warps; of a load with more dimensions
     # Triton 3.6 shares the slabs out. What is loaded for all rows is such a vector, too: from a load of fewer values
@@ -345,7 +345,7 @@ def _sort_last(
     ticket, programs, chosen, order, pair_tiles, tile_count, pairs, tile_rows,
     OWN_COLUMNS: tl.constexpr, SORTED: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Sorts the pairs of all tiles, in the program that finishes last of the ``programs`` that write pairs."""
+    """Sort the pairs of all tiles, in the program that finishes last of the ``programs`` that write pairs."""
     tl.debug_barrier()
     before = programs * 0
     if programs > 1:
@@ -370,7 +370,7 @@ def _route(
     DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Chooses the experts of one tile of rows. With SHARED, a program computes one part of the tile's product, for one
+    """Choose the experts of one tile of rows. With SHARED, a program computes one part of the tile's product, for one
     block of experts. The launch sorts its pairs, which are at most SORTED, unless SORTED is 0."""
     blocks: tl.constexpr = COLUMNS // BLOCK_EXPERTS
     tile, tiles = tl.program_id(0), tl.num_programs(0)
@@ -426,7 +426,7 @@ def _route(
 
 
 def parts_of(hidden: int) -> tuple[int, int]:
-    """Returns into how many parts a router's inputs are cut, and how many inputs a part has."""
+    """Return into how many parts a router's inputs are cut, and how many inputs a part has."""
     depth = cdiv(hidden, MOST_PARTS * PART_UNIT) * PART_UNIT
     return cdiv(hidden, depth), depth
 
@@ -438,7 +438,7 @@ class ExpertRouter:
     """
 
     def __init__(self, columns: int, hidden: int, max_rows: int, device: torch.device) -> None:
-        """Reserves the workspace for rows [max_rows, hidden], and routers of so many ``RouteOptions.columns``."""
+        """Reserve the workspace for rows [max_rows, hidden], and routers of so many ``RouteOptions.columns``."""
         tiles = cdiv(max_rows, ROWS)
         shared = min(tiles, SHARED_ROWS // ROWS) * parts_of(hidden)[0]
         # Each row has a place for the gate's product, too.
@@ -463,7 +463,7 @@ class ExpertRouter:
         gate: torch.Tensor | None = None,
         into: PairOrder | None = None,
     ) -> None:
-        """Writes ``scores`` float32 [T, k] and the numbers of experts ``chosen`` int32 [T, k] of rows [T, H], by
+        """Write ``scores`` float32 [T, k] and the numbers of experts ``chosen`` int32 [T, k] of rows [T, H], by
         router [E, H] of their type; k is ``how.choices``.
 
         count: int32 [1], how many rows the step has; from there on experts are -1, and scores 0. first: the number of
@@ -514,7 +514,7 @@ class ExpertRouter:
 
 
 def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int, arch: int) -> dict[str, Any]:
-    """Returns the kernel's constants, without those that say which vectors there are."""
+    """Return the kernel's constants, without those that say which vectors there are."""
     use = tuned("route_experts", arch, bytes=item_bytes)
     parts, depth = parts_of(hidden)
     return {

@@ -22,7 +22,7 @@ from pillion.kernels.gpu.tuned import tuned
 
 
 class PairResults(NamedTuple):
-    """Holds what experts have found: results [T * k, H], their scores float32 [T, k], and the numbers of the experts
+    """What experts have found: results [T * k, H], their scores float32 [T, k], and the numbers of the experts
     int32 [T, k], -1 where there is no result; and rows [T, H] of an MLP beside them, whose score is the last, or
     None."""
 
@@ -37,7 +37,7 @@ class PairResults(NamedTuple):
         return self.found, self.scores, self.chosen, self.found if self.beside is None else self.beside
 
     def check(self, tokens: int, hidden: int, like: torch.Tensor) -> None:
-        """Raises Internal unless these are results of so many rows [tokens, hidden], of the type of ``like``."""
+        """Raise Internal unless these are results of so many rows [tokens, hidden], of the type of ``like``."""
         check_tensor("scores", self.scores, (tokens, None), torch.float32, like.device)
         check_tensor("chosen", self.chosen, tuple(self.scores.shape), torch.int32, like.device)
         check_tensor("found", self.found, (self.scores.numel(), hidden), like.dtype, like.device)
@@ -49,7 +49,7 @@ class PairResults(NamedTuple):
 def weighed(
     found, scores, chosen, beside, row, column, inside, hidden, PER_TOKEN: tl.constexpr, BESIDE: tl.constexpr
 ):  # fmt: skip
-    """Returns the float32 sums of columns of rows, both int64, where ``inside``. All rows are read."""
+    """Return the float32 sums of columns of rows, both int64, where ``inside``. All rows are read."""
     total = tl.zeros(inside.shape, tl.float32)
     for choice in tl.static_range(PER_TOKEN - BESIDE):
         pair = row * PER_TOKEN + choice
@@ -75,7 +75,7 @@ def _add_up(
 
 
 def add_up(results: PairResults, out: torch.Tensor) -> None:
-    """Writes into ``out`` [T, H] the sums of each row's results, weighed by their scores. It may be the memory of the
+    """Write into ``out`` [T, H] the sums of each row's results, weighed by their scores. It may be the memory of the
     rows beside. Raises Internal for misshapen tensors."""
     check_tensor("out", out, (None, None), (torch.bfloat16, torch.float16, torch.float32))
     tokens, hidden = out.shape
@@ -88,6 +88,6 @@ def add_up(results: PairResults, out: torch.Tensor) -> None:
 
 
 def sum_constants(per_token: int, arch: int) -> dict[str, int]:
-    """Returns the kernel's constants."""
+    """Return the kernel's constants."""
     use = tuned("expert_sums", arch)
     return {"PER_TOKEN": per_token, "BLOCK": use["block"], "num_warps": use["num_warps"]}

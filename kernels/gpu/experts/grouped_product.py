@@ -63,7 +63,7 @@ def _plain_part(
     rows, weights, token, output, inputs,
     RAGGED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sums the products of all inputs: float32 [outputs, tokens]."""
+    """Sum the products of all inputs: float32 [outputs, tokens]."""
     columns = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     # Offsets into a matrix have 32 bits, because no matrix has 2**31 weights.
@@ -83,7 +83,7 @@ def _plain_part(
 
 @triton.jit
 def _gated_by(gate, up, alpha, limit, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns act(gate) * up of float32 values, with the roundings of transformers: every result is rounded."""
+    """Return act(gate) * up of float32 values, with the roundings of transformers: every result is rounded."""
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)
     if ACTIVATION == "clamped":
@@ -111,7 +111,7 @@ def _grouped(
     BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Computes blocks of outputs of tiles of rows: number ``program_id`` and every ``num_programs``-th after it.
+    """Compute blocks of outputs of tiles of rows: number ``program_id`` and every ``num_programs``-th after it.
     ``width`` is the number of columns of ``out``."""
     MADE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     wide = tl.cdiv(width, MADE)
@@ -170,7 +170,7 @@ def _grouped(
 
 @cache
 def most_rows(kind: PackedKind | None, dtype: torch.dtype, arch: int) -> int:
-    """Returns how many rows a tile has at most, for packed matrices of a kind or plain ones (None): with more, each
+    """Return how many rows a tile has at most, for packed matrices of a kind or plain ones (None): with more, each
     warp would make all weights of the tile."""
     return _tuned(kind, ROW_TILES[-1], dtype, arch).get("most_rows", ROW_TILES[-1])
 
@@ -184,7 +184,7 @@ class GroupedProduct:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Prepares products of rows of ``dtype``."""
+        """Prepare products of rows of ``dtype``."""
         self._dtype, self._arch, self._processors = dtype, arch_of(device), processors_of(device)
         self._table = CODINGS["nf4"].to(device)
 
@@ -206,7 +206,7 @@ class GroupedProduct:
         gathered: bool = True,
         adapters: PairAdapters | None = None,
     ) -> torch.Tensor:
-        """Multiplies rows [R, K] by the matrices of their experts into ``out``; returns it.
+        """Multiply rows [R, K] by the matrices of their experts into ``out``; return it.
 
         Args:
             order: int32 [P]: place i has row ``order[i] // choices``. None where place i has row i.
@@ -263,7 +263,7 @@ def _check_tiles(
     scatter: bool,
     tile_rows: int,
 ) -> None:
-    """Raises Internal for misshapen descriptions of tiles."""
+    """Raise Internal for misshapen descriptions of tiles."""
     check_tensor("tiles", tiles, (None, TILE_WORDS), torch.int32, rows.device)
     check_tensor("count", count, (1,), torch.int32, rows.device)
     check(order is not None or not scatter, "a result is scattered by an order, and there is none")
@@ -273,7 +273,7 @@ def _check_tiles(
 
 
 def _sizes(matrix: torch.Tensor | PackedMatrix, gated: bool) -> tuple[int, int]:
-    """Returns inputs and columns of the result of a stack of matrices. Raises Internal where there are none."""
+    """Return inputs and columns of the result of a stack of matrices. Raises Internal where there are none."""
     if isinstance(matrix, PackedMatrix):
         outputs, inputs = matrix.kind.outputs, matrix.kind.inputs
     else:
@@ -292,7 +292,7 @@ def _constants(
     dtype: torch.dtype,
     arch: int,
 ) -> tuple[dict[str, Any], int]:
-    """Returns the constants of the kernel, and how many programs a processor runs at a time. ``kind`` is that of packed
+    """Return the constants of the kernel, and how many programs a processor runs at a time. ``kind`` is that of packed
     matrices, or the number of inputs of plain ones; ``ordered`` says whether the former have an order of inputs."""
     name = _CLAMPED if isinstance(activation, tuple) else activation or ""
     check(name in ("", _CLAMPED, *NAMED), "activation {!r} is not known", activation)
@@ -318,7 +318,7 @@ def _constants(
 
 
 def _tuned(kind: PackedKind | None, tile_rows: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
-    """Returns the tuned constants for packed matrices of a kind, or for plain ones (None)."""
+    """Return the tuned constants for packed matrices of a kind, or for plain ones (None)."""
     bits, coding, scale = (BITS[kind.coding], kind.coding, kind.scale) if kind else (8 * dtype.itemsize, "", "")
     more: dict[str, int | str] = {"bits": bits, "coding": coding, "scale": scale, "bytes": dtype.itemsize}
     return tuned("grouped_product", arch, rows=tile_rows, **more)

@@ -38,7 +38,7 @@ TILE_WORDS = 3
 
 @triton.jit
 def _cut(totals, expert, tiles, count, tile_rows):
-    """Writes the tiles of experts [EXPERTS] that have ``totals`` pairs; returns the first place of each."""
+    """Write the tiles of experts [EXPERTS] that have ``totals`` pairs; return the first place of each."""
     first = tl.cumsum(totals, 0) - totals
     needed = (totals + tile_rows - 1) // tile_rows
     number = tl.cumsum(needed, 0) - needed
@@ -57,7 +57,7 @@ def sort_few(
     chosen, order, tiles, count, pairs, tile_rows,
     EXPERTS: tl.constexpr, PAIRS: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Sorts at most PAIRS pairs, which other programs may have written."""
+    """Sort at most PAIRS pairs, which other programs may have written."""
     pair = tl.arange(0, PAIRS)
     expert = tl.load(chosen + pair, mask=pair < pairs, other=-1, cache_modifier=".cg")
     counted = expert >= 0
@@ -75,7 +75,7 @@ def sort_few(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _count(chosen, counts, pairs, EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
-    """Counts the pairs of each expert in one block: int32 [blocks, EXPERTS]."""
+    """Count the pairs of each expert in one block: int32 [blocks, EXPERTS]."""
     pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
     expert = tl.load(chosen + pair, mask=pair < pairs, other=-1)
     found = tl.histogram(expert, EXPERTS, mask=expert >= 0)
@@ -84,7 +84,7 @@ def _count(chosen, counts, pairs, EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constex
 
 @triton.jit(do_not_specialize=["blocks", "tile_rows"])
 def _sum_up(counts, tiles, count, blocks, tile_rows, EXPERTS: tl.constexpr, SUMMED: tl.constexpr):
-    """Turns counts [blocks, EXPERTS] into the place of each block's first pair of each expert, and writes tiles."""
+    """Turn counts [blocks, EXPERTS] into the place of each block's first pair of each expert, and writes tiles."""
     expert = tl.arange(0, EXPERTS)
     cell = tl.arange(0, SUMMED)[:, None] * EXPERTS + expert[None, :]
     totals = tl.zeros((EXPERTS,), tl.int32)
@@ -102,7 +102,7 @@ def _sum_up(counts, tiles, count, blocks, tile_rows, EXPERTS: tl.constexpr, SUMM
 def _place(
     chosen, counts, order, pairs, blocks, EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, COMPARED: tl.constexpr
 ):
-    """Puts the pairs of one block to their places."""
+    """Put the pairs of one block to their places."""
     begin = tl.program_id(0) * BLOCK_PAIRS
     pair = begin + tl.arange(0, BLOCK_PAIRS)
     expert = tl.load(chosen + pair, mask=pair < pairs, other=-1)
@@ -121,12 +121,12 @@ def _place(
 
 
 def tile_rows_of(experts: int, pairs: int) -> int:
-    """Returns how many rows a tile has at most: as many as an expert has on average of so many pairs, with padding."""
+    """Return how many rows a tile has at most: as many as an expert has on average of so many pairs, with padding."""
     return next((rows for rows in ROW_TILES if pairs <= rows * experts), ROW_TILES[-1])
 
 
 def most_tiles(experts: int, pairs: int, tile_rows: int) -> int:
-    """Returns how many tiles of ``tile_rows`` pairs there are at most."""
+    """Return how many tiles of ``tile_rows`` pairs there are at most."""
     return min(experts, pairs) + pairs // tile_rows
 
 
@@ -141,7 +141,7 @@ class PairOrder:
     tile_rows: int
 
     def check(self, chosen: torch.Tensor, experts: int) -> None:
-        """Raises Internal unless there is room for pairs ``chosen`` int32 [T, k] of so many experts."""
+        """Raise Internal unless there is room for pairs ``chosen`` int32 [T, k] of so many experts."""
         pairs, tiles = chosen.numel(), self.tiles
         check_tensor("chosen", chosen, (None, None), torch.int32)
         check_tensor("order", self.order, (pairs,), torch.int32, chosen.device)
@@ -158,13 +158,13 @@ class PairSorter:
     """
 
     def __init__(self, experts: int, max_pairs: int, device: torch.device) -> None:
-        """Reserves the workspace for at most ``max_pairs`` pairs of at most ``experts`` experts."""
+        """Reserve the workspace for at most ``max_pairs`` pairs of at most ``experts`` experts."""
         self._experts, self._columns = experts, columns_of(experts)
         blocks = cdiv(max_pairs, BLOCK_PAIRS) + 1
         self._counts = torch.zeros(blocks * self._columns, dtype=torch.int32, device=device)
 
     def __call__(self, chosen: torch.Tensor, into: PairOrder) -> None:
-        """Sorts ``chosen`` int32 [T, k], numbers of experts or -1. Raises Internal for misshapen tensors."""
+        """Sort ``chosen`` int32 [T, k], numbers of experts or -1. Raises Internal for misshapen tensors."""
         into.check(chosen, self._experts)
         pairs, use = chosen.numel(), tuned("sort_pairs", arch_of(chosen.device))
         blocks, warps = cdiv(pairs, BLOCK_PAIRS), use["num_warps"]
@@ -179,10 +179,10 @@ class PairSorter:
 
 
 def columns_of(experts: int) -> int:
-    """Returns the experts of a kernel's tile, a power of 2, and at least as many as a warp has threads."""
+    """Return the experts of a kernel's tile, a power of 2, and at least as many as a warp has threads."""
     return max(32, next_power_of_2(experts))
 
 
 def _summed(columns: int) -> int:
-    """Returns how many blocks' counts are summed up at a time."""
+    """Return how many blocks' counts are summed up at a time."""
     return max(1, SUMMED_COUNTS // columns)

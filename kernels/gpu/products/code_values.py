@@ -49,7 +49,7 @@ _NF4 = [f"0f{struct.pack('>f', value).hex().upper()}" for value in CODINGS["nf4"
 
 @triton.constexpr_function
 def _halves_of(first, second, upper, target):
-    """Returns the PTX that joins the lower or the upper halves of two registers. Where they are one register, this is
+    """Return the PTX that joins the lower or the upper halves of two registers. Where they are one register, this is
     no instruction, because those of bfloat16 choose a half of a register for both of theirs."""
     return [
         f"mov.b32 {{l, h}}, {first};",
@@ -60,7 +60,7 @@ def _halves_of(first, second, upper, target):
 
 @triton.constexpr_function
 def _assembly(coding, place, shift, scale, byte, half=0):
-    """Returns the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. With scales of float32
+    """Return the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. With scales of float32
     $3 has what is added to codes, where there are zeros. $3 and $4 hold other scales of the two: those of a byte or two
     in their byte or half number ``byte``. $5 and $6 hold offsets in the half of this number."""
     if scale == "two_halves":
@@ -119,7 +119,7 @@ def _assembly(coding, place, shift, scale, byte, half=0):
 
 @triton.constexpr_function
 def _scaled(zeros, scale, byte):
-    """Returns the end of the PTX of whole numbers with scales in halves of $3 and $4 (gpu_packing._scales_in_halves): v
+    """Return the end of the PTX of whole numbers with scales in halves of $3 and $4 (gpu_packing._scales_in_halves): v
     has what c is added to, or a zero, and then the product with the scale is $0. f has ones."""
     lines, parts = [], ("$3", "$4")
     if zeros:
@@ -138,7 +138,7 @@ def _scaled(zeros, scale, byte):
 
 @triton.constexpr_function
 def _signed_assembly(coding, place, offsets, upper):
-    """Returns the PTX of :func:`_assembly` for signed numbers, whose bits are a bfloat16's where they lie, or a shift
+    """Return the PTX of :func:`_assembly` for signed numbers, whose bits are a bfloat16's where they lie, or a shift
     or an exchange of bytes away (gpu_packing._half). Offsets are in the upper or the lower halves of $5 and $6."""
     if coding == "signed8":
         # Each code stands twice in its half, above for its sign and below for its size.
@@ -157,7 +157,7 @@ def _signed_assembly(coding, place, offsets, upper):
 
 @triton.constexpr_function
 def _nf4_table(half):
-    """Returns the PTX that makes NF4's 16 weights with the scale $8, rounded to a type of 16 bits (``half``: PTX's name
+    """Return the PTX that makes NF4's 16 weights with the scale $8, rounded to a type of 16 bits (``half``: PTX's name
     of two of them): their lower bytes in $0 to $3, and their upper ones in $4 to $7."""
     lines = []
     for at in range(4):
@@ -172,7 +172,7 @@ def _nf4_table(half):
 
 @triton.constexpr_function
 def _nf4_lookup(place):
-    """Returns the PTX that looks up the weights of the codes at a place of two words, $1 and $2. Every other operand
+    """Return the PTX that looks up the weights of the codes at a place of two words, $1 and $2. Every other operand
     from $3 to $17 is a word of :func:`_nf4_table`.
 
     Bytes of a register are looked up by the lower three bits of four codes, among the first and among the last eight
@@ -198,7 +198,7 @@ def _nf4_lookup(place):
 
 @triton.jit
 def nf4_table(scale, BFLOAT16: tl.constexpr):
-    """Returns words that have NF4's 16 weights with each scale, rounded to bfloat16, or else to float16."""
+    """Return words that have NF4's 16 weights with each scale, rounded to bfloat16, or else to float16."""
     ASSEMBLY: tl.constexpr = _nf4_table("bf16x2" if BFLOAT16 else "f16x2")
     return tl.inline_asm_elementwise(
         ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,f", [scale],
@@ -208,7 +208,7 @@ def nf4_table(scale, BFLOAT16: tl.constexpr):
 
 @triton.jit
 def nf4_weights(words, table, PLACE: tl.constexpr, BFLOAT16: tl.constexpr):
-    """Returns the weights of the codes at one place of each word, out of their groups' words of :func:`nf4_table`."""
+    """Return the weights of the codes at one place of each word, out of their groups' words of :func:`nf4_table`."""
     ASSEMBLY: tl.constexpr = _nf4_lookup(PLACE)
     CONSTRAINTS: tl.constexpr = "=r" + ",r" * 18
     operands = (words, table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7])
@@ -224,7 +224,7 @@ def exact(
     words, beside, scales, PLACE: tl.constexpr, CODING: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr,
     SCALE: tl.constexpr, BYTE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Returns the weights of the codes at one place of each word, bfloat16, without scales of float32.
+    """Return the weights of the codes at one place of each word, bfloat16, without scales of float32.
 
     beside: for zeros the bfloat16 that are added to ZERO_BASE + code, where scales do not have them; for offsets words
         that have them in the half HALF; else not used.
@@ -255,7 +255,7 @@ def _interpreted(
     words, beside, scales, PLACE: tl.constexpr, CODING: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
     BYTE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Returns what :func:`exact` does, where no PTX can be run."""
+    """Return what :func:`exact` does, where no PTX can be run."""
     BIAS: tl.constexpr = 8.0 if CODING == "int4" else 128.0 if CODING == "int8" else 0.0
     values = code_values(words, words, PLACE, CODING, BIAS, False, True) * code_step(PLACE, CODING, False)
     if SHIFT == "zeros":
@@ -269,7 +269,7 @@ def _interpreted(
 
 @triton.jit
 def _signed_values(words, PLACE: tl.constexpr, CODING: tl.constexpr):
-    """Returns the signed numbers at one place of each word, float32: gpu_packing._half backwards."""
+    """Return the signed numbers at one place of each word, float32: gpu_packing._half backwards."""
     if CODING == "signed8":
         bits = words >> (8 * PLACE)
         sign, size = bits & 0x80, bits & 0x7F
@@ -284,7 +284,7 @@ def _signed_values(words, PLACE: tl.constexpr, CODING: tl.constexpr):
 
 @triton.jit
 def _float_code(words, PLACE: tl.constexpr, CODING: tl.constexpr):
-    """Returns the code of a float at one place of each word as int32: gpu_packing._half backwards."""
+    """Return the code of a float at one place of each word as int32: gpu_packing._half backwards."""
     if CODING == "fp8_e4m3":
         half = words >> (16 * (PLACE // 2))
         if PLACE % 2 == 0:
@@ -305,7 +305,7 @@ def code_values(
     words, table, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.constexpr, NATIVE_FP8: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Returns the float32 values of the codes at one place of each word, as multiples of the result of
+    """Return the float32 values of the codes at one place of each word, as multiples of the result of
     :func:`code_step`. ``table`` has the values of NF4."""
     if CODING == "fp8_e4m3":
         return decode_e4m3(_float_code(words, PLACE, CODING).to(tl.uint8), tl.float32, NATIVE_FP8)
@@ -333,7 +333,7 @@ def code_values(
 
 @triton.jit
 def code_step(PLACE: tl.constexpr, CODING: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Returns the factor by which the results of :func:`code_values` are too small; it is a power of 2, so that scales
+    """Return the factor by which the results of :func:`code_values` are too small; it is a power of 2, so that scales
     are multiplied by it exactly."""
     if CODING == "fp8_e4m3":
         return 1.0 if NATIVE_FP8 else 256.0
@@ -350,7 +350,7 @@ def code_step(PLACE: tl.constexpr, CODING: tl.constexpr, NATIVE_FP8: tl.constexp
 
 @triton.jit
 def group_factors(values, first, output, padded, columns, GROUP: tl.constexpr):
-    """Loads scales or offsets of a tile of codes [outputs, COLUMNS] whose first input is ``first``."""
+    """Load scales or offsets of a tile of codes [outputs, COLUMNS] whose first input is ``first``."""
     if GROUP == 0:
         found = tl.load(values + output)[:, None]
     else:
@@ -363,7 +363,7 @@ def group_factors(values, first, output, padded, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def small_scale(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
-    """Returns one of the four scales in each word, or of the two of 16 bits, or the one of two halves, float32."""
+    """Return one of the four scales in each word, or of the two of 16 bits, or the one of two halves, float32."""
     if SCALE == "float16":
         upper = ((words >> 16) << 16).to(tl.float32, bitcast=True)
         return upper + ((words & _PART_BITS) << 16).to(tl.float32, bitcast=True)
@@ -380,7 +380,7 @@ def small_scale(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def small_zero(words, SCALE: tl.constexpr):
-    """Returns what is added to ZERO_BASE + code, where the words of scales have it, float32."""
+    """Return what is added to ZERO_BASE + code, where the words of scales have it, float32."""
     if SCALE == "float16":
         return -(words & _ZERO_BITS).to(tl.float32) - _ZERO_BASE
     return (words << 16).to(tl.float32, bitcast=True)

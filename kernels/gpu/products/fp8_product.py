@@ -44,7 +44,7 @@ _PROGRAMS, _MOST_SPLITS, _LEAST_BLOCKS = 264, 16, 2
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """Holds a matrix [N, K] in FP8.
+    """A matrix [N, K] in FP8.
 
     Attributes:
         codes: uint8 [N, K].
@@ -56,7 +56,7 @@ class Fp8Matrix:
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """Returns the matrix's tensors by attribute."""
+        """The matrix's tensors by attribute."""
         return {"codes": self.codes, "scales": self.scales}
 
     @property
@@ -71,7 +71,7 @@ def computes_in_fp8(device: torch.device) -> bool:
 
 
 def fp8_matrix(matrix: QuantizedMatrix) -> Fp8Matrix | None:
-    """Returns a matrix for products in FP8; None for one that they do not take."""
+    """Return a matrix for products in FP8; None for one that they do not take."""
     (outputs, inputs), scales = matrix.shape, matrix.scales
     plain = matrix.coding == "fp8_e4m3" and matrix.offsets is None and matrix.order is None
     if not plain or outputs % SIDES or inputs % SIDES:
@@ -86,7 +86,7 @@ def fp8_matrix(matrix: QuantizedMatrix) -> Fp8Matrix | None:
 
 @triton.jit
 def _round_rows(rows, codes, scales, tokens, inputs, IN_BLOCKS: tl.constexpr, WIDE: tl.constexpr):
-    """Rounds one row; with IN_BLOCKS, WIDE inputs of it, whose scales lie at block * tokens + row."""
+    """Round one row; with IN_BLOCKS, WIDE inputs of it, whose scales lie at block * tokens + row."""
     token = tl.program_id(0)
     row, coded = rows + token.to(tl.int64) * inputs, codes + token.to(tl.int64) * inputs
     if IN_BLOCKS:
@@ -114,7 +114,7 @@ def _round_rows(rows, codes, scales, tokens, inputs, IN_BLOCKS: tl.constexpr, WI
 
 @triton.jit
 def _numbers(codes, NATIVE: tl.constexpr):
-    """Turns codes into what a product of tiles takes: FP8, or in Triton's interpreter their values in float32."""
+    """Turn codes into what a product of tiles takes: FP8, or in Triton's interpreter their values in float32."""
     return codes.to(tl.float8e4nv, bitcast=True) if NATIVE else decode_e4m3(codes, tl.float32, False) * 256.0
 
 
@@ -126,7 +126,7 @@ def _product(
     BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
 ):
     # fmt: on
-    """Computes one tile of outputs and rows; with SHARED one part of it, of ``depth`` inputs, into ``out``
+    """Compute one tile of outputs and rows; with SHARED one part of it, of ``depth`` inputs, into ``out``
     [parts, T, N]."""
     wide, long = tl.cdiv(outputs, BLOCK_N), tl.cdiv(tokens, BLOCK_T)
     n, t = tl.swizzle2d(tl.program_id(0) // long, tl.program_id(0) % long, wide, long, GROUP_N)
@@ -157,7 +157,7 @@ def _product(
 
 
 def splits_of(outputs: int, inputs: int) -> int:
-    """Returns into how many parts the inputs are cut for few rows."""
+    """Return into how many parts the inputs are cut for few rows."""
     blocks, tiles = -(-inputs // BLOCK), -(-outputs // BLOCK)
     wanted = max(1, min(_PROGRAMS // tiles, blocks // _LEAST_BLOCKS, _MOST_SPLITS))
     return -(-blocks // -(-blocks // wanted))
@@ -169,7 +169,7 @@ class Fp8Product:
     def __init__(
         self, matrices: Iterable[Fp8Matrix], max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Reserves the workspace for products of rows [max_rows, K] of ``dtype`` by these matrices."""
+        """Reserve the workspace for products of rows [max_rows, K] of ``dtype`` by these matrices."""
         shapes = [tuple(matrix.codes.shape) for matrix in matrices]
         inputs = max((each for _, each in shapes), default=0)
         few = min(max_rows, SHARED_ROWS)
@@ -182,7 +182,7 @@ class Fp8Product:
         self._refused: set[tuple[int, int, bool]] = set()
 
     def compile(self, matrix: Fp8Matrix, bias: torch.Tensor | None) -> None:
-        """Compiles every kernel that products by a matrix need, and finds out whether cuBLASLt takes it."""
+        """Compile every kernel that products by a matrix need, and finds out whether cuBLASLt takes it."""
         outputs, inputs = matrix.codes.shape
         for count in sorted({min(tile, self._max_rows) for tile in ROW_TILES}):
             rows = matrix.scales.new_zeros(count, inputs, dtype=self._dtype)
@@ -197,7 +197,7 @@ class Fp8Product:
     def __call__(
         self, rows: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor
     ) -> torch.Tensor:
-        """Multiplies rows [T, K], at most ``max_rows``, into ``out`` [T, N], of the rows' type; returns it.
+        """Multiply rows [T, K], at most ``max_rows``, into ``out`` [T, N], of the rows' type; return it.
 
         bias: [N] of that type, or None. Raises Internal for misshapen tensors.
         """
@@ -219,7 +219,7 @@ class Fp8Product:
         )
 
     def _round(self, rows: torch.Tensor, in_blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the codes [T, K] of rows, and their scales [T, 1], or [T, ceil(K / 128)], those of a block first."""
+        """Return the codes [T, K] of rows, and their scales [T, 1], or [T, ceil(K / 128)], those of a block first."""
         count, inputs = rows.shape
         blocks = -(-inputs // BLOCK) if in_blocks else 1
         codes, scales = self._codes[: count * inputs].view(count, inputs), self._scales[: count * blocks]

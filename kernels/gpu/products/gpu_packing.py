@@ -67,7 +67,7 @@ _E4M3_SHIFT, _ROUNDED = 7, 2.0**-22
 
 @dataclass(frozen=True, slots=True)
 class PackedKind:
-    """Describes a packed matrix [outputs, inputs] as far as its size in memory depends on it.
+    """A packed matrix [outputs, inputs] as far as its size in memory depends on it.
 
     Attributes:
         group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale for each output. Scales
@@ -86,40 +86,40 @@ class PackedKind:
 
     @property
     def per_word(self) -> int:
-        """Returns how many codes are in a word of 32 bits."""
+        """How many codes are in a word of 32 bits."""
         return 32 // BITS[self.coding]
 
     @property
     def unit(self) -> int:
-        """Returns how many inputs of the matrix one unit has."""
+        """How many inputs of the matrix one unit has."""
         return COLUMNS * self.per_word
 
     @property
     def units(self) -> int:
-        """Returns the number of units, with the last one where it is not whole."""
+        """The number of units, with the last one where it is not whole."""
         return -(-self.inputs // self.unit)
 
     @property
     def tail(self) -> int:
-        """Returns how many codes a column has in the last unit where it is not whole, padding included; else 0."""
+        """How many codes a column has in the last unit where it is not whole, padding included; else 0."""
         codes = -(-(self.inputs % self.unit) // COLUMNS)
         return next(size for size in (0, 2, 4, 8) if codes <= size)
 
     @property
     def per_scale_word(self) -> int:
-        """Returns how many scales are in a word of 32 bits."""
+        """How many scales are in a word of 32 bits."""
         halves = 2 if self.shift == "none" else 1
         return {"bfloat16": halves, "e8m0": 4, "e5m3": 4}.get(self.scale, 1)
 
     @property
     def padded(self) -> int:
-        """Returns how many outputs the packed matrix has, with padding."""
+        """How many outputs the packed matrix has, with padding."""
         return -(-self.outputs // OUTPUTS) * OUTPUTS
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """Holds a packed matrix.
+    """A packed matrix.
 
     Attributes:
         words: int32 [N]: whole units [units, padded outputs, COLUMNS], and then what is left.
@@ -139,19 +139,19 @@ class PackedMatrix:
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """Returns the matrix's tensors by attribute, without those that are None."""
+        """The matrix's tensors by attribute, without those that are None."""
         found = {name: getattr(self, name) for name in ("words", "scales", "offsets", "factors", "order")}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
-    """Returns whether the kernels multiply by this matrix: its groups have all of its inputs, or a multiple of
+    """Return whether the kernels multiply by this matrix: its groups have all of its inputs, or a multiple of
     LEAST_GROUP."""
     return matrix.group % LEAST_GROUP == 0 or matrix.group >= matrix.shape[1]
 
 
 def pack(matrix: QuantizedMatrix, dtype: torch.dtype, *, least: int = 0) -> PackedMatrix:
-    """Packs a matrix for which :func:`can_pack` holds, for products with rows of a type.
+    """Pack a matrix for which :func:`can_pack` holds, for products with rows of a type.
 
     There are three forms, and the first that holds the matrix is taken: exact weights of a type's products, signed
     numbers for rows of bfloat16, and scales and offsets of float32, which hold every matrix. Those before number
@@ -167,7 +167,7 @@ def pack(matrix: QuantizedMatrix, dtype: torch.dtype, *, least: int = 0) -> Pack
 
 
 def pack_alike(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> list[PackedMatrix]:
-    """Packs matrices of one shape, such as those of experts, in one kind where there is one for all: one of them, whose
+    """Pack matrices of one shape, such as those of experts, in one kind where there is one for all: one of them, whose
     numbers are all 0, may be of another kind by itself."""
     for least in range(3):
         found = [pack(matrix, dtype, least=least) for matrix in matrices]
@@ -221,7 +221,7 @@ def _packed(
     offsets: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
 ) -> PackedMatrix:
-    """Joins the parts of a packed matrix; codes [outputs, inputs] and factors [outputs] are still to be laid out."""
+    """Join the parts of a packed matrix; codes [outputs, inputs] and factors [outputs] are still to be laid out."""
     if kind.coding == "int8":
         # A code is stored as a number from 0 on, as all whole numbers are here; the kernel subtracts 128.
         codes = codes ^ 0x80
@@ -235,7 +235,7 @@ def _spread(values: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
 
 
 def _grouped(values: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor:
-    """Turns values [outputs, G] of groups of a matrix into [padded outputs, groups of ``kind``], with groups for the
+    """Turn values [outputs, G] of groups of a matrix into [padded outputs, groups of ``kind``], with groups for the
     padding of the inputs."""
     groups = 1
     if kind.group:
@@ -245,7 +245,7 @@ def _grouped(values: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor
 
 
 def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Tensor] | None:
-    """Returns one of SCALES, scales as numbers of a byte, uint8 [outputs, G], and the outputs' factors; None where
+    """Return one of SCALES, scales as numbers of a byte, uint8 [outputs, G], and the outputs' factors; None where
     they cannot be kept so. Products of these scales with codes of other codings would have to be rounded."""
     scales = matrix.scales
     if matrix.coding != "fp4_e2m1" or matrix.offsets is not None:
@@ -268,7 +268,7 @@ def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Ten
 def _scales_in_halves(
     matrix: QuantizedMatrix, group: int, zeros: torch.Tensor | None
 ) -> tuple[str, torch.Tensor | None]:
-    """Returns one of SCALES, and scales of small groups of whole numbers in halves of words, int32 [outputs, G]: each
+    """Return one of SCALES, and scales of small groups of whole numbers in halves of words, int32 [outputs, G]: each
     in 16 bits, or with what is beside it in 32. They are None, and the scales float32, where halves do not hold them.
 
     A scale of bfloat16 is in 16 bits, or in the upper half of a word whose lower half has -ZERO_BASE - zero. A scale of
@@ -292,18 +292,18 @@ def _scales_in_halves(
 
 
 def _half_bits(values: torch.Tensor) -> torch.Tensor:
-    """Returns the bits of numbers of bfloat16, int32."""
+    """Return the bits of numbers of bfloat16, int32."""
     return values.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
 
 
 def _scale_words(numbers: torch.Tensor, group: int, kind: PackedKind, per_word: int) -> torch.Tensor:
-    """Joins numbers [outputs, G] of groups of ``group`` inputs into words int32 [units, words, padded outputs]."""
+    """Join numbers [outputs, G] of groups of ``group`` inputs into words int32 [units, words, padded outputs]."""
     parts = _grouped(numbers, group, kind).view(kind.padded, kind.units, -1, per_word)
     return _joined(parts.unbind(-1), 32 // per_word).permute(1, 2, 0).contiguous()
 
 
 def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
-    """Packs whole numbers as signed ones, whose bits are those of a bfloat16, sign and all; None for other numbers, and
+    """Pack whole numbers as signed ones, whose bits are those of a bfloat16, sign and all; None for other numbers, and
     where 8 bits do not hold them.
 
     A weight is n * scale + offset, with what a middle of the codes takes from n added to the offset, which is then
@@ -349,7 +349,7 @@ def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
 def _moved(
     matrix: QuantizedMatrix, scales: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns codes of int8, less a whole number for each group, as signed ones, and these numbers, float64; None where
+    """Return codes of int8, less a whole number for each group, as signed ones, and these numbers, float64; None where
     there are none. Those of a matrix without offsets are 0."""
     inputs = matrix.shape[1]
     size = min(matrix.group, inputs)
@@ -365,7 +365,7 @@ def _moved(
 
 
 def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
-    """Returns the whole numbers that offsets subtract from codes, float32; None where there are none."""
+    """Return the whole numbers that offsets subtract from codes, float32; None where there are none."""
     if coding != "uint4":
         return None
     zeros = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(0, _MOST_ZERO)
@@ -373,7 +373,7 @@ def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Te
 
 
 def _packed_codes(codes: torch.Tensor, kind: PackedKind) -> torch.Tensor:
-    """Packs codes uint8 [outputs, inputs] into int32 words, one after the other."""
+    """Pack codes uint8 [outputs, inputs] into int32 words, one after the other."""
     whole = kind.inputs // kind.unit
     codes = pad(codes, (0, whole * kind.unit + kind.tail * COLUMNS - kind.inputs, 0, kind.padded - kind.outputs))
     units = codes[:, : whole * kind.unit].reshape(kind.padded, whole, kind.per_word, COLUMNS).transpose(0, 1)
@@ -386,7 +386,7 @@ def _packed_codes(codes: torch.Tensor, kind: PackedKind) -> torch.Tensor:
 
 
 def _columns(places: Sequence[torch.Tensor], kind: PackedKind) -> torch.Tensor:
-    """Joins the codes of each column: two of them in order, or half a word or a word of them as :func:`_half` does."""
+    """Join the codes of each column: two of them in order, or half a word or a word of them as :func:`_half` does."""
     half = kind.per_word // 2
     if len(places) < half:
         return _joined(places, BITS[kind.coding])
@@ -395,7 +395,7 @@ def _columns(places: Sequence[torch.Tensor], kind: PackedKind) -> torch.Tensor:
 
 
 def _half(places: Sequence[torch.Tensor], coding: str) -> torch.Tensor:
-    """Joins the codes of half a word. The first float has its sign at bit 15 and the others where they are those of a
+    """Join the codes of half a word. The first float has its sign at bit 15 and the others where they are those of a
     bfloat16, up to its exponent's bias; the others lie in what is left, so that few shifts move them there."""
     if coding == "fp8_e4m3":
         first, second = (place.int() for place in places)
@@ -418,7 +418,7 @@ def _exchanged(halves: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
-    """Joins numbers of so many bits to int32, the first one lowest."""
+    """Join numbers of so many bits to int32, the first one lowest."""
     found = parts[0].int()
     for place, part in enumerate(parts[1:], 1):
         found = found | part.int() << (bits * place)

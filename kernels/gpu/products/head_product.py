@@ -49,7 +49,7 @@ def _head_product(
 
 
 def head_product(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Multiplies ``rows`` [T, H, K] by ``matrices`` [H, N, K] into ``out`` [T, H, N], all of one type; returns it.
+    """Multiply ``rows`` [T, H, K] by ``matrices`` [H, N, K] into ``out`` [T, H, N], all of one type; return it.
 
     The values of a head are contiguous in rows and results. Raises Internal for tensors that do not fit.
     """

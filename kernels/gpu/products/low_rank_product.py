@@ -41,7 +41,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit
 def _run_of(runs, rows, run, RUN_ROWS: tl.constexpr):
-    """Returns a run's adapter slot, the numbers of its rows in the batch, and a mask of those of its 16 rows that
+    """Return a run's adapter slot, the numbers of its rows in the batch, and a mask of those of its 16 rows that
     exist."""
     slot = tl.load(runs + run * 3)
     first = tl.load(runs + run * 3 + 1)
@@ -132,19 +132,19 @@ class LayerSlot:
 
     @property
     def a_values(self) -> int:
-        """Returns the number of values of A in a slot, of all experts or heads."""
+        """The number of values of A in a slot, of all experts or heads."""
         every = self.experts or (self.heads if self.shares_b else 1)
         return every * self.rank * len(self.ends) * self.inputs
 
     @property
     def values(self) -> int:
-        """Returns the number of values of both matrices in a slot, of all experts or heads."""
+        """The number of values of both matrices in a slot, of all experts or heads."""
         every = self.experts or (1 if self.shares_b else max(1, self.heads))
         return self.a_values + every * self.rank * self.outputs
 
     @property
     def block_outputs(self) -> int:
-        """Returns the number of outputs of an expand program, so many that no block spans two slices."""
+        """The number of outputs of an expand program, so many that no block spans two slices."""
         block = 128
         while any(end % block for end in self.ends[:-1]):
             block //= 2
@@ -153,7 +153,7 @@ class LayerSlot:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Holds the runs of a step on the device: int32 ``runs`` [N, RUN_WORDS] and ``rows`` [T], rows ordered by slot."""
+    """The runs of a step on the device: int32 ``runs`` [N, RUN_WORDS] and ``rows`` [T], rows ordered by slot."""
 
     runs: torch.Tensor
     rows: torch.Tensor
@@ -162,7 +162,7 @@ class RunRecord:
 def add_low_rank(
     x: torch.Tensor, slots: torch.Tensor, layer: LayerSlot, record: RunRecord, shrunk: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Adds to ``out`` [T, outputs] the products of ``x`` [T, inputs] with the adapters of the rows in ``record``; of
+    """Add to ``out`` [T, outputs] the products of ``x`` [T, inputs] with the adapters of the rows in ``record``; of
     heads, both are [T, heads, ...], and only the values of a head need be contiguous.
 
     slots: [P, values], one slot after another, of x's type or float32, which is the type of ``shrunk`` [T or more, at
@@ -224,5 +224,5 @@ def _expand_constants(layer: LayerSlot, item_bytes: int) -> dict[str, int]:
 
 
 def padded_rank(max_rank: int) -> int:
-    """Returns the rank that slots have room for: a power of two, at least RANK_MULTIPLE."""
+    """Return the rank that slots have room for: a power of two, at least RANK_MULTIPLE."""
     return max(RANK_MULTIPLE, next_power_of_2(max_rank))

@@ -53,7 +53,7 @@ def packed_part(
     BLOCK_T: tl.constexpr,
 ):
     # fmt: on
-    """Sums units ``begin`` .. ``end`` - 1: float32 [outputs, tokens].
+    """Sum units ``begin`` .. ``end`` - 1: float32 [outputs, tokens].
 
     token: the rows [BLOCK_T] to read. output: the outputs [BLOCK_N] of the matrix, with its padding. columns_of: with
     ORDERED the input of each column, else not read.
@@ -103,7 +103,7 @@ def packed_part(
 
 @triton.constexpr_function
 def _scales_in_word(scale, shift):
-    """Returns how many scales are in a word (PackedKind.per_scale_word)."""
+    """Return how many scales are in a word (PackedKind.per_scale_word)."""
     if scale == "bfloat16" and shift == "none":
         return 2
     return 4 if scale == "e8m0" or scale == "e5m3" else 1
@@ -114,7 +114,7 @@ def _words(
     values, unit, PLACE: tl.constexpr, COLUMN: tl.constexpr, output, padded, PER_WORD: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Loads the words of scales or offsets that SHARED inputs of a unit have together, one of them at a place's
+    """Load the words of scales or offsets that SHARED inputs of a unit have together, one of them at a place's
     COLUMN."""
     number = unit * (PER_WORD * _COLUMNS // SHARED) + (PLACE * _COLUMNS + COLUMN) // SHARED
     return tl.load(values + number * padded + output)
@@ -122,7 +122,7 @@ def _words(
 
 @triton.constexpr_function
 def _byte_of(place, piece, group, per_scale_word):
-    """Returns which scale of a word of them a tile has, by the place of its codes and its piece of the columns. A scale
+    """Return which scale of a word of them a tile has, by the place of its codes and its piece of the columns. A scale
     with another number beside it is the upper half of its word."""
     if per_scale_word == 1:
         return 1
@@ -138,7 +138,7 @@ def _unit(
     COUNT: tl.constexpr, RAGGED: tl.constexpr, ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):
     # fmt: on
-    """Adds the products of a unit's first COUNT places to ``acc``, of the columns of one PIECE of it."""
+    """Add the products of a unit's first COUNT places to ``acc``, of the columns of one PIECE of it."""
     SUMMED: tl.constexpr = EXACT and GROUP != 0 and SCALE == "float32"
     SCALES: tl.constexpr = _scales_in_word(SCALE, SHIFT)
     BESIDE: tl.constexpr = SHIFT != "none" and SCALE == "float32"
@@ -204,7 +204,7 @@ def _unit(
 
 @triton.constexpr_function
 def _is_looked_up(coding, group, shift, float32):
-    """Returns whether weights are looked up: those of NF4 with 16 bits, where a tile's outputs have one scale each."""
+    """Return whether weights are looked up: those of NF4 with 16 bits, where a tile's outputs have one scale each."""
     return coding == "nf4" and group != LEAST_GROUP and shift == "none" and not float32
 
 
@@ -213,7 +213,7 @@ def _small_scales(
     words, columns, PLACE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SCALES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Returns the scales of a tile's codes out of words of SCALES of them, float32."""
+    """Return the scales of a tile's codes out of words of SCALES of them, float32."""
     scale = small_scale(words, _byte_of(PLACE, 0, GROUP, SCALES), SCALE)[:, None]
     if GROUP < DEPTH:
         second = small_scale(words, _byte_of(PLACE, 1, GROUP, SCALES), SCALE)[:, None]
@@ -226,7 +226,7 @@ def _in_float32(
     packed, table, scale, beside, factor, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.constexpr,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, NATIVE_FP8: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Returns the weights of the codes at one place of each word, value * scale + offset in float32. FLOAT32 says
+    """Return the weights of the codes at one place of each word, value * scale + offset in float32. FLOAT32 says
     whether rows are float32, too."""
     values = code_values(packed, table, PLACE, CODING, BIAS, NATIVE_FP8, FLOAT32)
     by = scale * code_step(PLACE, CODING, NATIVE_FP8)
@@ -240,7 +240,7 @@ def _in_float32(
 
 
 def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: bool = False) -> dict[str, Any]:
-    """Returns the constants of :func:`packed_part` beside the sizes of a tile, for rows of a type."""
+    """Return the constants of :func:`packed_part` beside the sizes of a tile, for rows of a type."""
     exact_weights = _is_exact(kind, dtype)
     check(exact_weights or kind.scale != "two_halves", "signed numbers multiply rows of bfloat16, not {}", dtype)
     return {
@@ -262,12 +262,12 @@ def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: 
 
 
 def _places_of(kind: PackedKind) -> int:
-    """Returns how many places of a word, one after the other, have the same scale."""
+    """Return how many places of a word, one after the other, have the same scale."""
     return gcd(max(1, kind.group // COLUMNS), kind.per_word) if kind.group else kind.per_word
 
 
 def _is_exact(kind: PackedKind, dtype: torch.dtype) -> bool:
-    """Returns whether weights without their scales of float32 are made as numbers of ``dtype``, two at a time.
+    """Return whether weights without their scales of float32 are made as numbers of ``dtype``, two at a time.
     Float32's are not, for they are for comparisons, and float16 holds no powers of two as far apart as scales."""
     if kind.scale == "two_halves":
         return dtype == torch.bfloat16
@@ -279,7 +279,7 @@ def _is_exact(kind: PackedKind, dtype: torch.dtype) -> bool:
 
 
 def _places_held(kind: PackedKind, item_bytes: int, arch: int) -> int:
-    """Returns for how many places of a word, one after the other, the kernel loads a scale of each output once."""
+    """Return for how many places of a word, one after the other, the kernel loads a scale of each output once."""
     if kind.group % kind.unit == 0:
         return kind.per_word
     # The exact products of float32, and those of an sm_80, leave no registers for scales.

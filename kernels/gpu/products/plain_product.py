@@ -54,7 +54,7 @@ def _part(
     BLOCK_K: tl.constexpr,
 ):
     # fmt: on
-    """Sums inputs ``begin`` .. ``end`` - 1: float32 [outputs, rows]. Rows that are not ``seen`` are zeros."""
+    """Sum inputs ``begin`` .. ``end`` - 1: float32 [outputs, rows]. Rows that are not ``seen`` are zeros."""
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for first in range(begin, end, BLOCK_K):
         if RAGGED:
@@ -70,7 +70,7 @@ def _part(
 
 @triton.jit
 def _store(total, bias, out, output, token, outputs, tokens, ADDED: tl.constexpr):
-    """Stores sums [outputs, rows], with the bias, as rows of the result."""
+    """Store sums [outputs, rows], with the bias, as rows of the result."""
     if ADDED:
         total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
     kept = (output < outputs)[:, None] & (token < tokens)[None, :]
@@ -87,7 +87,7 @@ def _product(
     DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Computes one tile of outputs and rows; with SHARED one part of it, of ``depth`` inputs, and the tile's result in
+    """Compute one tile of outputs and rows; with SHARED one part of it, of ``depth`` inputs, and the tile's result in
     the last of its programs to arrive."""
     wide = tl.cdiv(outputs, BLOCK_N)
     long = tl.cdiv(tokens, BLOCK_T)
@@ -134,7 +134,7 @@ def _product(
 
 
 def splits_of(inputs: int, outputs: int) -> int:
-    """Returns into how many parts the inputs are cut, by the matrix's shape alone: a row's bits depend on them."""
+    """Return into how many parts the inputs are cut, by the matrix's shape alone: a row's bits depend on them."""
     units, tiles = -(-inputs // UNIT_INPUTS), -(-outputs // _PROGRAM_OUTPUTS)
     wanted = max(1, min(_PROGRAMS // tiles, units // _LEAST_UNITS, _MOST_SPLITS))
     # The number of parts is rounded so that each part has at least one unit of inputs.
@@ -149,7 +149,7 @@ class PlainProduct:
     """
 
     def __init__(self, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserves the workspace for rows [max_rows, K] of ``dtype``: at most 17 MB."""
+        """Reserve the workspace for rows [max_rows, K] of ``dtype``: at most 17 MB."""
         self._dtype, self._arch = dtype, arch_of(device)
         rows = next((tile for tile in ROW_TILES if max_rows <= tile), SHARED_ROWS)
         # A matrix whose parts are shared has _PROGRAMS tiles and parts at most, and a tile may be one of 128 outputs.
@@ -158,7 +158,7 @@ class PlainProduct:
         self._tickets = torch.zeros(_MOST_TICKETS, dtype=torch.int32, device=device)
 
     def most_rows(self, weight: torch.Tensor) -> int:
-        """Returns up to how many rows this is used for a matrix [N, K] in place of cuBLAS, by the tuning file."""
+        """Return up to how many rows this is used for a matrix [N, K] in place of cuBLAS, by the tuning file."""
         if weight.dtype != self._dtype:
             return 0
         outputs, inputs = weight.shape
@@ -166,7 +166,7 @@ class PlainProduct:
         return use["rows"] if weight.nbytes <= use["most_mb"] * 10**6 else 0
 
     def compile(self, weight: torch.Tensor, bias: torch.Tensor | None, most_rows: int) -> None:
-        """Compiles every kernel that products of up to ``most_rows`` rows by a matrix need, by running them over zeros:
+        """Compile every kernel that products of up to ``most_rows`` rows by a matrix need, by running them over zeros:
         a compilation takes seconds, which no step may wait for."""
         for count in sorted({min(tile, most_rows) for tile in (*ROW_TILES, SHARED_ROWS + 1)} - {0}):
             self(weight.new_zeros(count, weight.shape[1]), weight, bias, weight.new_zeros(count, weight.shape[0]))
@@ -174,7 +174,7 @@ class PlainProduct:
     def __call__(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> torch.Tensor:
-        """Multiplies rows [T, K] by ``weight`` [N, K] into ``out`` [T, N], of the rows' type or float32; returns it.
+        """Multiply rows [T, K] by ``weight`` [N, K] into ``out`` [T, N], of the rows' type or float32; return it.
 
         bias: [N] of the rows' type, or None. Raises Internal for misshapen tensors.
         """

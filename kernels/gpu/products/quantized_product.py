@@ -53,7 +53,7 @@ def _product(
     DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Computes one tile of outputs and tokens. With SHARED it takes one part of the inputs, and writes to ``out``
+    """Compute one tile of outputs and tokens. With SHARED it takes one part of the inputs, and writes to ``out``
     [SPLITS, T, N]."""
     wide = tl.cdiv(outputs, BLOCK_N)
     long = tl.cdiv(tokens, BLOCK_T)
@@ -106,7 +106,7 @@ def _sum(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Adds the parts [SPLITS, T, N] of one token's outputs in order, and the bias."""
+    """Add the parts [SPLITS, T, N] of one token's outputs in order, and the bias."""
     wait_for_earlier(DEPENDENT)
     token = tl.program_id(1)
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -121,7 +121,7 @@ def _sum(
 
 
 def splits_of(kind: PackedKind) -> int:
-    """Returns into how many parts the inputs are cut, by the matrix's shape alone: a row's bits depend on them."""
+    """Return into how many parts the inputs are cut, by the matrix's shape alone: a row's bits depend on them."""
     tiles = -(-kind.outputs // _PROGRAM_OUTPUTS)
     wanted = max(1, min(_PROGRAMS // tiles, kind.units // _LEAST_UNITS, _MOST_SPLITS))
     # The number of parts is rounded so that each part has at least one unit of inputs.
@@ -135,7 +135,7 @@ class QuantizedProduct:
     """
 
     def __init__(self, matrices: Iterable[PackedMatrix], max_rows: int, dtype: torch.dtype, device: torch.device):
-        """Reserves the workspace. ``matrices`` are all those by which rows [max_rows, K] of ``dtype`` will be
+        """Reserve the workspace. ``matrices`` are all those by which rows [max_rows, K] of ``dtype`` will be
         multiplied."""
         kinds, ordered = set(), [0]
         for matrix in matrices:
@@ -148,7 +148,7 @@ class QuantizedProduct:
         self._max_rows, self._dtype, self._arch = max_rows, dtype, arch_of(device)
 
     def compile(self, matrix: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
-        """Compiles every kernel that products by a matrix need, by running them over zeros: a compilation takes
+        """Compile every kernel that products by a matrix need, by running them over zeros: a compilation takes
         seconds, which no step may wait for."""
         kind, made = matrix.kind, matrix.scales.new_zeros
         for count in sorted({min(tile, self._max_rows) for tile in ROW_TILES}):
@@ -158,7 +158,7 @@ class QuantizedProduct:
     def __call__(
         self, rows: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, out: torch.Tensor
     ) -> torch.Tensor:
-        """Multiplies rows [T, K], at most ``max_rows``, into ``out`` [T, N], of the rows' type or float32; returns it.
+        """Multiply rows [T, K], at most ``max_rows``, into ``out`` [T, N], of the rows' type or float32; return it.
 
         bias: [N] of the rows' type, or None. Raises Internal for misshapen tensors.
         """

@@ -1,4 +1,4 @@
-"""Has kernels that work row by row: each token's row is independent of the others.
+"""Kernels that work row by row: each token's row is independent of the others.
 
 Read gated.py first.
 """

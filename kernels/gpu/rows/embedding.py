@@ -69,7 +69,7 @@ def embed(
     tokens: range | None = None,
     positions: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Writes rows of ``table`` into ``out`` [T, hidden], times ``scale``.
+    """Write rows of ``table`` into ``out`` [T, hidden], times ``scale``.
 
     positions: int32 [T], rows of a table [positions, hidden] that are added; indices are not checked.
     ids: int32 [T], tokens or ``-1 - row`` of ``sampled``, int32 [R]; indices are not checked.

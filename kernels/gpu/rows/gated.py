@@ -24,7 +24,7 @@ _ROOT_HALF = tl.constexpr(0.7071067811865476)
 
 @triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr):
-    """Activates float32 values. gelu's 0.5 * (1 + tanh(u)) is sigmoid(2 * u): one exponential, and no cancellation."""
+    """Activate float32 values. gelu's 0.5 * (1 + tanh(u)) is sigmoid(2 * u): one exponential, and no cancellation."""
     if ACTIVATION == "gelu_tanh":
         return gate * tl.sigmoid((gate + gate * gate * gate * _GELU_CUBE) * _GELU_SLOPE)
     if ACTIVATION == "gelu":
@@ -37,7 +37,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _xielu(x, above, below):
-    """Returns xIELU (arXiv 2411.13010) of float32 values, whose slope at 0 is 0.5: ``above`` times x squared above 0,
+    """Return xIELU (arXiv 2411.13010) of float32 values, whose slope at 0 is 0.5: ``above`` times x squared above 0,
     and ``below`` times exp(x) - 1 - x elsewhere, which near 0 is its series, because the difference cancels there."""
     low = tl.minimum(x, 0.0)
     series = low * low * (0.5 + low * (1 / 6 + low * (1 / 24 + low * (1 / 120 + low * (1 / 720 + low * (1 / 5040))))))
@@ -84,7 +84,7 @@ def gated(
     *,
     up: torch.Tensor | None = None,
 ) -> None:
-    """Writes act(gate) * up of ``gate_up`` [T, 2 * inner], gate first, into ``out`` [T, inner] of the same type; of
+    """Write act(gate) * up of ``gate_up`` [T, 2 * inner], gate first, into ``out`` [T, inner] of the same type; of
     ``gate_up`` [T, inner] act(up), or with other rows ``up`` [T, inner], which may be columns of wider ones, act(gate)
     * up.
 

@@ -35,7 +35,7 @@ _MIN_TILE_COLUMNS = 32
 
 @triton.jit
 def _normed(values, weight, inside, columns, eps, CENTERED: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr):
-    """Norms values [rows, columns] by weight [1, columns], float32, with zeros after the last column, and converts to
+    """Norm values [rows, columns] by weight [1, columns], float32, with zeros after the last column, and converts to
     TYPE. CENTERED takes each row's mean from its values."""
     if CENTERED:
         values = tl.where(inside, values - (tl.sum(values, 1) / columns)[:, None], 0.0)
@@ -48,7 +48,7 @@ def _normed(values, weight, inside, columns, eps, CENTERED: tl.constexpr, WIDE: 
 
 @triton.jit
 def _tile(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the rows [ROWS, 1] and columns [1, BLOCK] of this program, and a mask of those that exist."""
+    """Return the rows [ROWS, 1] and columns [1, BLOCK] of this program, and a mask of those that exist."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     return row.to(tl.int64), column, (row < rows) & (column < columns)
@@ -155,7 +155,7 @@ def rms_norm(
     centered: bool = False,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Norms every row of ``values`` [T, columns] into ``out``, of the same shape and type; both may be the same memory.
+    """Norm every row of ``values`` [T, columns] into ``out``, of the same shape and type; both may be the same memory.
 
     Both may be columns of wider rows: each row is contiguous, and rows are ``stride(0)`` apart.
     weight: [columns], float32 where ``wide``, else of the type of the values. Raises Internal for misshapen tensors.
@@ -188,7 +188,7 @@ def add_rms_norm(
     centered: bool = False,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Adds to the residual stream and norms it: residual = factor * (residual + scale * post_norm(found)), in place,
+    """Add to the residual stream and norms it: residual = factor * (residual + scale * post_norm(found)), in place,
     and out = norm(residual). All are [T, columns] and of one type; ``found`` may be results of experts, which are added
     up.
 

@@ -25,7 +25,7 @@ LARGEST_UNIFORM: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Returns four words of the counter (c0, c1, c2, c3) under the key (k0, k1): uint32 tensors that broadcast."""
+    """Return four words of the counter (c0, c1, c2, c3) under the key (k0, k1): uint32 tensors that broadcast."""
     for _ in tl.static_range(ROUNDS):
         # Products and keys overflow on purpose, also when Triton checks for overflow.
         high_0, low_0 = tl.umulhi(c0, MULTIPLIER_0), tl.mul(c0, MULTIPLIER_0, sanitize_overflow=False)
@@ -39,7 +39,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def random_words(seed_low, seed_high, place_low, place_high, number, STREAM: tl.constexpr):
-    """Returns word ``number % 4`` of the counter with index ``number // 4``; numbers are int32, the rest uint32."""
+    """Return word ``number % 4`` of the counter with index ``number // 4``; numbers are int32, the rest uint32."""
     index = (number // 4).to(tl.uint32)
     which = number % 4
     stream = tl.full((), STREAM, tl.uint32)
@@ -49,7 +49,7 @@ def random_words(seed_low, seed_high, place_low, place_high, number, STREAM: tl.
 
 @triton.jit
 def exponential(words, BITS: tl.constexpr):
-    """Turns uniform words of BITS bits into Exp(1) numbers, float32, none of them 0 or infinite."""
+    """Turn uniform words of BITS bits into Exp(1) numbers, float32, none of them 0 or infinite."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-BITS), LARGEST_UNIFORM)
     rest = 1.0 - uniform
     lost = 1.0 - rest

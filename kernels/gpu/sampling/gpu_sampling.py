@@ -108,7 +108,7 @@ def _drawn(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Draws the token of one row and writes its cut. All pointers point at this row's values."""
+    """Draw the token of one row and writes its cut. All pointers point at this row's values."""
     groups = tl.arange(0, GROUPS)
     there = groups < num_groups
     largest = tl.load(maxima + groups, mask=there, other=float("-inf"))
@@ -207,7 +207,7 @@ def _settle(
 
 
 def choose(logits: torch.Tensor, record: torch.Tensor, out: torch.Tensor, scratch: SamplerScratch) -> None:
-    """Writes the tokens of edited logits [R, V] (bfloat16, float16 or float32) into ``out``, int32 [R].
+    """Write the tokens of edited logits [R, V] (bfloat16, float16 or float32) into ``out``, int32 [R].
 
     record: int32 [R, RECORD_FIELDS], made by sampling_record.pack_rows; nothing is written for padding rows. Launches
     depend on R and V alone. Raises Internal for misshapen tensors.

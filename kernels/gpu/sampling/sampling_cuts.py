@@ -36,7 +36,7 @@ BOUND_PASSES: tl.constexpr = tl.constexpr(5)
 
 @triton.jit
 def _key(value):
-    """Maps a float32 to an int64 of the same order; _value is the inverse."""
+    """Map a float32 to an int64 of the same order; _value is the inverse."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -51,7 +51,7 @@ def _value(key):
 def _reaching(
     values, count, least, top, rate, BY_MASS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Returns how many logits reach each of ``least`` [N], or their mass (rate: 1 / temperature).
+    """Return how many logits reach each of ``least`` [N], or their mass (rate: 1 / temperature).
 
     The logits are ``count`` ones in memory, read BLOCK at a time, or, where BLOCK is 0, the tile ``values``, which ends
     with -inf. No bound is -inf.
@@ -75,7 +75,7 @@ def _reaching(
 def _largest(
     values, count, low, high, goal, top, rate, BY_MASS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Returns the largest key in [low, high] that a count or mass of ``goal`` or more reaches; ``low`` if none does."""
+    """Return the largest key in [low, high] that a count or mass of ``goal`` or more reaches; ``low`` if none does."""
     while low < high:
         keys = tl.minimum(low + (high - low + WAYS) // (WAYS + 1) * (1 + tl.arange(0, WAYS)), high)
         reached = _reaching(values, count, _value(keys), top, rate, BY_MASS, WAYS, BLOCK, STAGES) >= goal
@@ -88,7 +88,7 @@ def _largest(
 
 @triton.jit
 def cut_among(values, count, bound, top, rate, top_k, top_p, total, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Returns a row's cut by top_k (0: all) and top_p among logits that _reaching takes, which include all that reach
+    """Return a row's cut by top_k (0: all) and top_p among logits that _reaching takes, which include all that reach
     ``bound``; ``total`` is the row's mass."""
     low, high = _key(bound), _key(top)
     if top_k > 0:
@@ -101,20 +101,20 @@ def cut_among(values, count, bound, top, rate, top_k, top_p, total, BLOCK: tl.co
 
 @triton.jit
 def mass_from(values, count, least, top, rate, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Returns the mass of those logits, given as to _reaching, that are at least ``least``."""
+    """Return the mass of those logits, given as to _reaching, that are at least ``least``."""
     one = tl.full((1,), 0.0, tl.float32) + least
     return tl.sum(_reaching(values, count, one, top, rate, True, 1, BLOCK, STAGES), axis=0)
 
 
 @triton.jit
 def mass_above(values, count, value, top, rate, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Returns the mass of those logits, given as to _reaching, that are larger than ``value``."""
+    """Return the mass of those logits, given as to _reaching, that are larger than ``value``."""
     return mass_from(values, count, _value(_key(value) + 1), top, rate, BLOCK, STAGES)
 
 
 @triton.jit
 def lower_bound(largest, weights, masses, top, temperature, top_k, top_p, total):
-    """Returns a lower bound of a row's cut, of the largest logits of its groups [N], their ``weights``, the groups'
+    """Return a lower bound of a row's cut, of the largest logits of its groups [N], their ``weights``, the groups'
     ``masses``, which nuclei without top_k alone need, and the sum of these."""
     shallow, deep = tl.full((), 0.0, tl.float32), tl.full((), DEEPEST, tl.float32)
     bound = top - temperature * DEEPEST
@@ -136,7 +136,7 @@ def lower_bound(largest, weights, masses, top, temperature, top_k, top_p, total)
 
 @triton.jit
 def gather(source, able, head, count, vocab, least, CHUNK: tl.constexpr, HEAD: tl.constexpr):
-    """Copies the logits of at least ``least`` in ``count`` groups into one list; returns how many there are, or, where
+    """Copy the logits of at least ``least`` in ``count`` groups into one list; return how many there are, or, where
     the list is too short, a number above HEAD."""
     found = tl.full((), 0, tl.int32)
     start = tl.full((), 0, tl.int32)

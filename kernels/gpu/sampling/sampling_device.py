@@ -1,4 +1,4 @@
-"""Holds what the sampler's kernels share: groups and slices of a vocabulary, scratch memory, and device functions.
+"""What the sampler's kernels share: groups and slices of a vocabulary, scratch memory, and device functions.
 
 A group is 128 tokens, as on the CPU, where one random word gives a group's noise. A slice is the groups of one program
 of a kernel. A vocabulary's last group and last slice need not be full.
@@ -29,7 +29,7 @@ HEAD_TOKENS = 1024
 
 
 class SamplerScratch:
-    """Holds device memory for ``choose`` of up to R rows, at fixed addresses, so that a graph can capture launches.
+    """Device memory for ``choose`` of up to R rows, at fixed addresses, so that a graph can capture launches.
 
     report: int32 [R, REPORT_FIELDS, slices]. maxima, masses: float32 [R, groups], each group's largest logit and its
     sum of exp((logit - largest) / temperature). able: int32 [R, groups], the groups that a program lists. heads:
@@ -38,7 +38,7 @@ class SamplerScratch:
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        """Allocates scratch memory for a vocabulary. Raises Internal for one that is too large."""
+        """Allocate scratch memory for a vocabulary. Raises Internal for one that is too large."""
         check(0 < vocab_size <= MAX_VOCAB_TOKENS, "{} tokens are no vocabulary", vocab_size)
         self.vocab_size = vocab_size
         self.slice_groups = tuned("sample_survey", arch_of(device))["slice_groups"]
@@ -57,13 +57,13 @@ class SamplerScratch:
 
 @triton.jit
 def float_field(fields, PLACE: tl.constexpr):
-    """Loads a floating-point field of a row's record."""
+    """Load a floating-point field of a row's record."""
     return tl.load(fields + PLACE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def noise_key(fields):
-    """Loads seed and position of a row's record: low and high words of each."""
+    """Load seed and position of a row's record: low and high words of each."""
     seed_low = tl.load(fields + KEY).to(tl.uint32, bitcast=True)
     seed_high = tl.load(fields + KEY + 1).to(tl.uint32, bitcast=True)
     place_low = tl.load(fields + KEY + 2).to(tl.uint32, bitcast=True)
@@ -73,7 +73,7 @@ def noise_key(fields):
 
 @triton.jit
 def slice_tile(source, groups, vocab):
-    """Loads the logits of ``groups`` [N] of one row: returns tokens [N, 128], float32 values, -inf for NaN and after
+    """Load the logits of ``groups`` [N] of one row: returns tokens [N, 128], float32 values, -inf for NaN and after
     the vocabulary, and whether there is a NaN (1 or 0)."""
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(source + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
@@ -84,7 +84,7 @@ def slice_tile(source, groups, vocab):
 
 @triton.jit
 def listed(able, groups, wanted):
-    """Writes the ``wanted`` ones of ``groups`` [N] to ``able``, rising; returns their number."""
+    """Write the ``wanted`` ones of ``groups`` [N] to ``able``, rising; return their number."""
     # Other threads of this program read what is stored here, and may still read what was, hence the barriers.
     tl.debug_barrier()
     place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
@@ -95,7 +95,7 @@ def listed(able, groups, wanted):
 
 @triton.jit
 def group_tile(source, able, start, count, vocab, CHUNK: tl.constexpr):
-    """Loads the logits of CHUNK groups from place ``start`` of the ``count`` in ``able`` on: returns the groups
+    """Load the logits of CHUNK groups from place ``start`` of the ``count`` in ``able`` on: returns the groups
     [CHUNK], and tokens, float32 values and which are there [CHUNK, 128]."""
     which = start + tl.arange(0, CHUNK)
     groups = tl.load(able + which, mask=which < count, other=0)

@@ -41,7 +41,7 @@ def _edit(logits, edits, count, num_rows, vocab, FIELDS: tl.constexpr, BLOCK: tl
 
 
 def apply_edits(logits: torch.Tensor, edits: torch.Tensor) -> None:
-    """Applies ``edits``, int32 [N, EDIT_FIELDS] of EditPacker, to logits [R, V] float32 in place.
+    """Apply ``edits``, int32 [N, EDIT_FIELDS] of EditPacker, to logits [R, V] float32 in place.
 
     Ids are not checked to be inside the vocabulary. Raises Internal for misshapen tensors.
     """
@@ -61,7 +61,7 @@ def _constants(arch: int) -> dict[str, int]:
 
 
 def keep_raw(logits: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> None:
-    """Copies rows of logits [R, V], before they are edited, into ``kept`` [K, V] float32 on the same device.
+    """Copy rows of logits [R, V], before they are edited, into ``kept`` [K, V] float32 on the same device.
 
     rows: int64 [K]. The caller copies them to the host, where log probabilities are computed.
     """

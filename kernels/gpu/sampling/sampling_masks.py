@@ -35,7 +35,7 @@ def _mask(logits, masks, rows, num_rows, vocab, words, BLOCK: tl.constexpr):
 
 
 def apply_masks(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
-    """Forbids tokens of rows of logits [R, V] float32, in place.
+    """Forbid tokens of rows of logits [R, V] float32, in place.
 
     masks: int32 [M, ceil(V / 32)]. rows: int32 [M], the row that each mask is for, at most one mask a row; masks of
     rows outside 0 .. R do nothing. Raises Internal for misshapen tensors.

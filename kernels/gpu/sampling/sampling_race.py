@@ -32,7 +32,7 @@ def _group_wait(words):
 
 @triton.jit
 def race(source, fields, able, vocab, top, largest, groups, temperature, cut, CHUNK: tl.constexpr):
-    """Returns the token of a row with the largest total among those that reach ``cut``, of equals the lowest.
+    """Return the token of a row with the largest total among those that reach ``cut``, of equals the lowest.
 
     ``largest`` [N] are the largest logits of ``groups`` [N], -inf where there is no group, and ``top`` is the largest
     of all. ``able`` is memory for the numbers of N groups.

@@ -37,14 +37,14 @@ _GREEDY = np.float32(0.0)
 
 
 def pack_rows(rows: SamplingRows, padded_to: int = 0) -> Int32:
-    """Packs the records [max(R, padded_to), RECORD_FIELDS]; rows beyond R are padding."""
+    """Pack the records [max(R, padded_to), RECORD_FIELDS]; rows beyond R are padding."""
     table = np.zeros((max(len(rows), padded_to), RECORD_FIELDS), np.int32)
     write_rows(table, rows)
     return table
 
 
 def write_rows(table: Int32, rows: SamplingRows | None) -> None:
-    """Writes the records of R rows, or of none, into ``table`` [at least R, RECORD_FIELDS], C-contiguous; rows beyond R
+    """Write the records of R rows, or of none, into ``table`` [at least R, RECORD_FIELDS], C-contiguous; rows beyond R
     become padding."""
     count = 0 if rows is None else len(rows)
     floats, words = table.view(np.float32), table.view(np.int64)
@@ -75,7 +75,7 @@ class EditPacker:
         self._slots = np.zeros(vocab_size, np.int32)
 
     def pack(self, edits: Sequence[RowEdit]) -> Int32:
-        """Packs the records [N, EDIT_FIELDS] of a step's edits, at most one of each row; N may be 0.
+        """Pack the records [N, EDIT_FIELDS] of a step's edits, at most one of each row; N may be 0.
 
         The time is proportional to the lengths of the histories, which are not sorted.
         """

@@ -25,7 +25,7 @@ def test_threads_share_the_work_and_strays_are_seen(tmp_path_factory):
         assert out.tolist() == [1, 1001, 2001, 3001]
         if checked:
             out = np.zeros(16, np.float32)
-            with pytest.raises(Internal, match="stray_False strayed to byte 4"):
+            with pytest.raises(Internal, match="stray_False accessed byte 4"):
                 runner.run(Stray(), {"out": out, "offset": 4}, rows_step(1))
             assert not out.any()
         runner.close()
