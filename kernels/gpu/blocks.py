@@ -1,7 +1,7 @@
-"""Moves whole blocks of a pool as bytes: gathers them for a transfer, scatters them after one, copies shared ones.
+"""Copies of whole blocks of a pool as bytes: gathered for a transfer, scattered after one, or copied within the pool.
 
-A pool is [slots, ...], contiguous, of any type; a block is one slot of it. Entries of -1 in a list of slots move
-nothing, so that a list in a captured graph may be longer than needed.
+A pool is [slots, ...], contiguous, of any type; a block is one slot of it. Entries of -1 in a list of slots are
+skipped, so that a list in a captured graph may be longer than needed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton.language as tl
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
-# Blocks are moved in the largest of these types of words whose size divides a block; a thread moves two words of 8
-# bytes at a time.
+# Types of words, largest first: blocks are copied in the first whose size divides a block. A thread copies two words of
+# 8 bytes at a time.
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @triton.jit
 def _move(source, target, pairs, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr):
-    """Move one part of one block. ``pairs`` holds (source, target) slots, or, by PAIRED, only "source" or "target"."""
+    """Copy one part of one block. ``pairs``: (source, target) slots, or, by PAIRED, only "source" or "target"."""
     entry = tl.program_id(0) // PARTS
     at = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     if PAIRED == "pairs":
@@ -35,9 +35,9 @@ def _move(source, target, pairs, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK
 
 
 def gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy blocks ``slots`` (int32 [N]) of ``pool`` into ``out`` [N, bytes of a block], uint8, one after another.
+    """Copy blocks ``slots`` (int32 [N]) of ``pool`` into ``out`` [N, bytes of a block], uint8, in sequence.
 
-    Those rows of ``out`` whose entry is -1 stay as they are. Raises Internal for misshapen tensors.
+    Rows of ``out`` whose entry is -1 are unchanged. Raises Internal for misshapen tensors.
     """
     _launch(pool, out, slots, _checked_block_bytes(pool, slots, out), "source")
 
@@ -54,7 +54,7 @@ def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copy blocks within ``pool``: ``pairs`` (int32 [N, 2]) are (source, target) slots.
 
     The order of the copies is undefined, so no slot may be written twice, or both written and read. A pair with a -1
-    copies nothing. Raises Internal for misshapen tensors.
+    is skipped. Raises Internal for misshapen tensors.
     """
     check_tensor("pairs", pairs, (None, 2), torch.int32)
     check_pool_device(pool, pairs.device)
@@ -64,7 +64,7 @@ def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 def _checked_block_bytes(
     pool: torch.Tensor, slots: torch.Tensor | None = None, buffer: torch.Tensor | None = None
 ) -> int:
-    """Return the number of bytes of a block. Raises Internal where the pool, the slots or the buffer are misshapen."""
+    """Return the bytes of a block. Raises Internal if the pool, the slots or the buffer are misshapen."""
     check(pool.is_contiguous() and pool.ndim > 1, "pool is not contiguous")
     block_bytes = pool[0].numel() * pool.element_size()
     if slots is not None and buffer is not None:
@@ -75,7 +75,7 @@ def _checked_block_bytes(
 
 def _launch(source: torch.Tensor, target: torch.Tensor, entries: torch.Tensor, block_bytes: int, paired: str) -> None:
     check(len(entries) > 0, "no blocks to move")
-    # Memory that begins at no multiple of a word's size is moved in smaller words.
+    # Unaligned memory is copied in smaller words.
     addresses = block_bytes | source.data_ptr() | target.data_ptr()
     word = next(size for size in _WORDS if addresses % size == 0)
     constants = _constants(block_bytes, word, arch_of(target.device))

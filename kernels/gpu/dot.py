@@ -1,4 +1,4 @@
-"""Multiplies two tiles, for every kernel that multiplies tiles."""
+"""The product of two tiles, for every kernel that multiplies tiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTERPRETED = tl.constexpr(interpreting())
 
 @triton.jit
 def dot(left, right, acc):
-    """Return the matrix product plus ``acc``, exact for float32, which tensor cores would cut to 19 bits."""
+    """Return the matrix product plus ``acc``, exact for float32, which tensor cores would truncate to 19 bits."""
     if _INTERPRETED:
         left = left.to(tl.float32)
         right = right.to(tl.float32)

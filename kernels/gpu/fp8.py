@@ -1,4 +1,5 @@
-"""Converts float8 (e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, largest 448) in a kernel's own arithmetic.
+"""Conversion of float8 (e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, largest 448) in a kernel's
+arithmetic.
 
 An sm_80 has no instruction for the format, and Triton's interpreter cannot round to it, so both directions work on
 bits. The format is that of arXiv 2209.05433; results equal those of ``torch.float8_e4m3fn`` bit for bit.
@@ -12,13 +13,12 @@ import triton.language as tl
 from pillion.kernels.gpu.launch import interpreting
 from pillion.kernels.kv_codes import MAX_CODES, MIN_SCALE
 
-# This is the first architecture that converts e4m3 by an instruction.
+# First architecture that converts e4m3 by an instruction.
 NATIVE_FP8_ARCH = 89
-# This is the largest value of the format. Rows are scaled so that their largest value becomes this.
+# Largest value of the format, to which the largest value of a row is scaled.
 MAX = tl.constexpr(MAX_CODES["fp8_e4m3"])
 LEAST_SCALE = tl.constexpr(MIN_SCALE)
-# When this number is added to a value below 2**-6, multiples of 2**-9 are left in the low bits of its mantissa: e4m3's
-# subnormals.
+# Added to a value below 2**-6, it leaves multiples of 2**-9 in the low bits of the mantissa: e4m3's subnormals.
 _SUBNORMAL_SHIFT = tl.constexpr(2.0**14)
 # Triton's interpreter has no inline assembly.
 _INTERPRETED = tl.constexpr(interpreting())
@@ -34,7 +34,7 @@ def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """
     if NATIVE:
         eights = codes.to(tl.float8e4nv, bitcast=True)
-        # The conversion goes by way of float32: from float16 to bfloat16 it has a quarter of the rate, 16 per cycle.
+        # Converted through float32: from float16 to bfloat16 the rate is a quarter, 16 per cycle.
         return eights.to(DTYPE) if tl.float16 == DTYPE else eights.to(tl.float32).to(DTYPE)
     wide = codes.to(tl.uint16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
@@ -43,10 +43,10 @@ def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def decode_pairs(words, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Decode uint16 ``words`` of two codes each as :func:`decode_e4m3` does; return the values of the low bytes and
-    those of the high bytes.
+    """Decode uint16 ``words`` of two codes each like :func:`decode_e4m3`; return the values of the low bytes and those
+    of the high bytes.
 
-    In float16 two words, as they lie in a register, become two registers of two values: by one permutation of bytes and
+    In float16 two words, as they are in a register, become two registers of two values: by one permutation of bytes and
     two conversions, or without such conversions by 7 logical instructions.
     """
     if _INTERPRETED or tl.float16 != DTYPE:
@@ -87,11 +87,11 @@ def decode_pairs(words, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 def encode(values):
     """Encode float32 values, which must not be NaN, as uint8 codes.
 
-    Values are rounded once, to nearest and ties to even, and clamped to +-448.
+    Values are rounded once, to nearest, ties to even, and clamped to +-448.
     """
     size = tl.minimum(tl.abs(values), MAX)
     bits = size.to(tl.int32, bitcast=True)
-    # To round, 20 bits of the mantissa are dropped; then the exponent's bias of 127 becomes one of 7.
+    # Round by dropping 20 bits of the mantissa; then change the exponent's bias from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = (size + _SUBNORMAL_SHIFT).to(tl.int32, bitcast=True) & 0xFF
     code = tl.where(size < 2.0**-6, subnormal, normal)
@@ -101,5 +101,5 @@ def encode(values):
 
 @triton.jit
 def scale_of(largest):
-    """Return the scale of a row whose largest absolute value is ``largest``; both are float32."""
+    """Return the scale of a row whose largest magnitude is ``largest``; both are float32."""
     return tl.maximum(tl.math.div_rn(largest, MAX), LEAST_SCALE)

@@ -1,4 +1,4 @@
-"""Tells facts about the device, and checks arguments, for all launchers.
+"""Properties of the device, and checks of arguments, for all launchers.
 
 Kernels run natively on a CUDA device, or, with ``TRITON_INTERPRET=1`` in the environment before this package is
 imported, in Triton's interpreter on CPU tensors: slowly, and for tests.
@@ -13,15 +13,14 @@ import torch
 
 from pillion.errors import Internal
 
-# In Triton's interpreter, kernels are run as on this architecture.
+# Architecture assumed in Triton's interpreter.
 INTERPRETED_ARCH = 90
-# When kernels run in Triton's interpreter, plans are made for a device of this many multiprocessors.
+# Multiprocessors assumed in Triton's interpreter.
 INTERPRETED_PROCESSORS = 4
 
 
 @cache
 def interpreting() -> bool:
-    """Return whether kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -35,8 +34,8 @@ def arch_of(device: torch.device) -> int:
 
 
 def cdiv(total: int, size: int) -> int:
-    """Return how many parts of ``size`` it takes to cover ``total``. Triton's function of this name is one for
-    kernels, and takes several microseconds on the host."""
+    """Return the number of parts of ``size`` that cover ``total``. Triton's function of this name is for kernels, and
+    takes several microseconds on the host."""
     return -(-total // size)
 
 
@@ -46,15 +45,14 @@ def next_power_of_2(number: int) -> int:
 
 
 def processors_of(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors of a device."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def check(fits: bool, words: str, *values: object) -> None:
-    """Raise Internal if a launcher was called wrongly, which only a defect can do. ``words`` are formatted with
-    ``values`` only then, because this runs some twenty times for each launch."""
+    """Raise Internal unless ``fits``: a launcher was called wrongly, which is a defect. ``words`` are formatted with
+    ``values`` only then, because this runs some twenty times per launch."""
     if not fits:
         raise Internal(words.format(*(list(value) if isinstance(value, torch.Size) else value for value in values)))
 
@@ -80,8 +78,8 @@ def check_tensor(
 
 
 def check_pool_device(pool: torch.Tensor, device: torch.device) -> None:
-    """Raise Internal for a pool that kernels on ``device`` cannot use. It may be in another GPU's memory, which its
-    owner has mapped for this one; what is launched runs on the current device, wherever a pool is."""
+    """Raise Internal for a pool that kernels on ``device`` cannot use. It may be in another GPU's memory, mapped by its
+    owner for this one; kernels run on the current device, wherever a pool is."""
     check(pool.device.type == device.type, "pool is on {}, not on {}", pool.device, device)
 
 
@@ -91,8 +89,8 @@ def check_pool(
     dtypes: tuple[torch.dtype, ...] | torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise Internal for a pool [slots, layers, ...] of another shape or type, or out of the reach of ``device``.
-    Slots and layers may be any number of values apart, since a slot may hold layers of other shapes, too."""
+    """Raise Internal for a pool [slots, layers, ...] of another shape or type, or inaccessible to ``device``. Slots and
+    layers may have any stride, since a slot may contain layers of other shapes."""
     check_pool_device(pool, device)
     sizes, strides, dtype = pool.shape, pool.stride(), pool.dtype
     fits, step = len(sizes) == len(shape), 1

@@ -1,12 +1,12 @@
-"""Reads constants of kernels (tile sizes, warps, stages) by architecture, from data files with their measurements.
+"""Constants of kernels (tile sizes, warps, stages) by architecture, from data files with their measurements.
 
-A file ``tuning/sm_90.json`` maps a kernel's name to a list of entries, looked through in order:
+A file ``tuning/sm_90.json`` maps a kernel's name to a list of entries, searched in order:
 
     {"when": {"head_dim": 128}, "use": {"tile_tokens": 64, "num_warps": 4}, "measured": {...} or null, "why": "..."}
 
 The first entry whose ``when`` agrees with the given facts is used. ``measured`` has the figures, the device and the
-date, and is null for entries that were never measured. Nothing is tuned when a server starts:
-``python -m lab.benchmarks.gpu.tune`` measures on a device and writes the file.
+date, and is null for entries that were never measured. A server never tunes: ``python -m lab.benchmarks.gpu.tune``
+measures on a device and writes the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from pillion.errors import Internal
 
 FOLDER = Path(__file__).parent / "tuning"
-# An architecture without a file uses the file of the next smaller one, or else the smallest.
+# Architectures with a file; others use the next smaller one, else the smallest.
 ARCHITECTURES = (80, 90)
 
 

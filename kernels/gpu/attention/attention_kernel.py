@@ -1,4 +1,4 @@
-"""Computes attention over the paged pool in Triton: a fixed number of programs share the work evenly.
+"""Attention over the paged pool in Triton: a fixed number of programs share the work evenly.
 
     record --starts[program]--> items --table--> slots --> K and V of the pool
                                   |
@@ -10,8 +10,8 @@ nor addresses depend on the batch, and a graph can capture all of it. The softma
 al. 2022) with base-2 exponentials. The query heads of a KV head and the rows of a sequence fill a tile together, so K
 and V are read once for all of them.
 
-Loads of K and V are not masked: a key after the last one that the item may see is replaced by that one, whose score is
-then masked. Rows after a sequence's end, and slots that no table names, are never read.
+Loads of K and V are not masked: a key after the item's last visible one is replaced by that one, and its score is
+masked. Rows after a sequence's end, and slots in no table, are never read.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pillion.kernels.gpu.dependent import prefetch, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import decode_e4m3
 
-# These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions
-# only see constants of their own module.
+# Words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions only see
+# constants of their own module.
 _TABLE, _HEAD, _BEGIN, _END = map(tl.constexpr, (0, 4, 5, 6))
 _WORDS = tl.constexpr(8)
 
@@ -50,9 +50,9 @@ def _tiles(
     MASKED: tl.constexpr,
 ):
     # fmt: on
-    """Fold keys ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last key that any row may see."""
+    """Fold keys ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last key visible to any row."""
     columns = tl.arange(0, BLOCK_D)
-    # In a pool of float8, the BLOCK_SIZE scales of a block's keys or values of one head follow their rows.
+    # In a float8 pool, the BLOCK_SIZE scales of a block's keys or values of one head follow their rows.
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
     none = tl.zeros((query.shape[0], BLOCK_N), tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -92,9 +92,9 @@ def _early(
     FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Run the kernel's early part; return where the program's items begin and end in the record, which is constant
-    during a step. The first item's first keys, and their values, are brought into the L2. The newest of them may not be
-    written yet, which does not matter there."""
+    """Run the kernel's early part; return the begin and end of the program's items in the record, which is constant
+    during a step. Prefetches the first item's first keys and values into the L2; it does not matter that the newest of
+    them may not be written yet."""
     mine = record + starts_at + tl.program_id(0)
     start, stop = tl.load(mine), tl.load(mine + 1)
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
@@ -122,9 +122,9 @@ def _attend(
     JOINED: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Run a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks.
+    """Run a program's items in sequence. With EDGES, key tiles that all rows see completely need no masks.
 
-    A slot of the pool has POOL_HEADS heads; the queries attend KV_HEADS of them, of which the first begins at
+    A slot of the pool has POOL_HEADS heads; the queries attend to KV_HEADS of them, of which the first begins at
     ``layer_offset``. Partial results are numbered from row ``first_partial`` on.
     """
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
@@ -132,9 +132,9 @@ def _attend(
     start, stop = _early(
         record, starts_at, pool, slot_stride, layer_offset, POOL_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, FP8, DEPENDENT
     )
-    # What the compiler would take out of this loop fills registers during the one over keys. In float32, and with heads
-    # of 128 but for those in float8 with windows, it does not, and registers are spilled if it stays, or the loop over
-    # keys takes a tenth more instructions.
+    # Code hoisted out of this loop fills registers during the loop over keys. In float32, and with heads of 128 except
+    # float8 with windows, it does not; there, not hoisting spills registers, or the loop over keys takes a tenth more
+    # instructions.
     STAYS: tl.constexpr = (BLOCK_D != 128 or (FP8 and WINDOW != 0)) and queries.dtype.element_ty != tl.float32
     for at in tl.range(start, stop, _WORDS, disable_licm=STAYS):
         table, row, rows, shift, head, begin, end, partial = _words(record, at)

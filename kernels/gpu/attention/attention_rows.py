@@ -1,14 +1,14 @@
-"""Computes what all attention kernels do with a tile of rows: masks, the softmax, partial results and their joining.
+"""Operations of all attention kernels on a tile of rows: masks, the softmax, partial results and their merge.
 
-Nothing in here makes a tensor of its own: columns and places come from the caller. So these functions serve kernels in
-Gluon, too, where whoever makes a tensor says how its values lie in the threads.
+Nothing here creates a tensor: columns and places come from the caller. So these functions also serve kernels in Gluon,
+where the creator of a tensor specifies its layout in the threads.
 
-A program that has stored a partial result counts it on the unit's ticket, and whoever counts the last one joins all of
-the unit's parts, in their order, and sets the ticket back to 0 for the next launch. Which program that is changes no
-bit: tickets are integers, and no sum has an order of arrival.
+A program that has stored a partial result increments the unit's ticket; the program that counts the last one merges all
+of the unit's parts, in their order, and resets the ticket for the next launch. Which program that is changes no bit:
+tickets are integers, and no sum depends on the order of arrival.
 
-A sink, one more term of a row's fold that has no value, is counted once for each row: where an item begins that is a
-whole unit, or else where the unit's partial results are joined.
+A sink, one more term of a row's fold without a value, is counted once per row: at the begin of an item that is a whole
+unit, else in the merge of the unit's partial results.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# These are the words of items and merges, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted
-# functions only see constants of their own module.
+# Words of items and merges, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions only see
+# constants of their own module.
 _TABLE, _ROW, _ROWS, _SHIFT, _HEAD, _BEGIN, _END, _PARTIAL = map(tl.constexpr, range(8))
 _PARTS, _WORDS = tl.constexpr(5), tl.constexpr(8)
-# The maximum of a row's scores begins with this number. It is below every real score, and finite, because a row that
-# has seen no key yet subtracts it from itself.
+# Initial maximum of a row's scores: below every real score, and finite, because a row that has seen no key subtracts it
+# from itself.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -37,8 +37,7 @@ def _words(record, at):
 
 @triton.jit
 def _rows_of(row, rows, shift, head, places, GROUP: tl.constexpr):
-    """Return tokens, positions and query heads of an item's rows ``places``, of which those after the last one repeat
-    it."""
+    """Return tokens, positions and query heads of an item's rows ``places``; those after the last one repeat it."""
     packed = row + tl.minimum(places, rows - 1)
     token = packed // GROUP
     return token, token + shift, head * GROUP + packed % GROUP
@@ -46,7 +45,7 @@ def _rows_of(row, rows, shift, head, places, GROUP: tl.constexpr):
 
 @triton.jit
 def _load(cells, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows of WIDTH values in tiles of BLOCK ``columns``; those behind the last value are 0."""
+    """Load rows of WIDTH values in tiles of BLOCK ``columns``, padded with zeros."""
     return tl.load(cells) if BLOCK == WIDTH else tl.load(cells, mask=columns < WIDTH, other=0)
 
 
@@ -67,8 +66,8 @@ def _capped(scores, softcap):
 
 @triton.jit
 def _lowest(positions, WINDOW: tl.constexpr):
-    """Return the first keys that rows at ``positions`` see, or numbers below 0: those of their last WINDOW keys, or if
-    WINDOW is below 0, those at the last multiples of -WINDOW."""
+    """Return the first keys visible to rows at ``positions``, possibly below 0: those of their last WINDOW keys, or for
+    a negative WINDOW, the last multiples of -WINDOW."""
     return positions // -WINDOW * -WINDOW if WINDOW < 0 else positions - (WINDOW - 1)
 
 
@@ -77,8 +76,8 @@ def _weighed(
     scores, top, total, positions, tokens, score_scale, softcap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Mask a tile's scores. Returns their weights, the rows' new maximum and total, and the factor by which what rows
-    have added up so far shrinks."""
+    """Mask a tile's scores. Returns their weights, the rows' new maximum and total, and the factor by which previous
+    sums shrink."""
     if SOFTCAP:
         scores = _capped(scores * score_scale, softcap)
     if MASKED:
@@ -90,8 +89,7 @@ def _weighed(
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
     else:
-        # Scores are multiplied by a positive factor, so the maximum can be taken before that, and the product costs no
-        # instruction of its own.
+        # The factor is positive, so the maximum can be taken before multiplying, which saves an instruction.
         new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
         weights = tl.exp2(scores * score_scale - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -100,8 +98,8 @@ def _weighed(
 
 @triton.jit
 def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first and the last bound of the key tiles that every row may attend to as a whole: from the last
-    row's window up to the first row's position."""
+    """Return the bounds of the key tiles that are completely visible to every row: from the last row's window up to the
+    first row's position."""
     whole_begin = begin
     if WINDOW:
         lowest = tl.maximum(_lowest((row + rows - 1) // GROUP + shift, WINDOW), 0)
@@ -113,8 +111,8 @@ def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def _beginning(sinks, heads, counts_sinks, SINKS: tl.constexpr):
-    """Return the maximum and the total of rows that have seen no key yet. With ``counts_sinks`` they begin with the
-    sinks of their ``heads``."""
+    """Return the initial maximum and total of rows. With ``counts_sinks`` they begin with the sinks of their
+    ``heads``."""
     total = (heads & 0).to(tl.float32)
     top = total + _LOWEST
     if SINKS:
@@ -153,8 +151,8 @@ def _join(
     PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):
     # fmt: on
-    """Add up the ``parts`` partial results of a unit's rows ``places``, one part after the other, of which PARTS are
-    loaded ahead. Sums are fused multiplications, so their bits depend on no layout and no number of threads."""
+    """Add up the ``parts`` partial results of a unit's rows ``places`` in sequence, with PARTS loads ahead. Sums are
+    fused multiplications, so their bits depend on no layout and no number of threads."""
     kept = places < tl.load(merge + _ROWS)
     packed = tl.load(merge + _ROW) + tl.where(kept, places, 0)
     heads = tl.load(merge + _HEAD) * GROUP + packed % GROUP
@@ -165,7 +163,7 @@ def _join(
             part = begin + ahead
             rows = first + part * BLOCK_M + places
             there = kept & (part < parts)
-            # Other programs have just written there: only the L2 is sure to have it.
+            # Just written by other programs: only the L2 is coherent.
             logs = tl.load(partial_logs + rows, mask=there, other=float("-inf"), cache_modifier=".cg")
             cells = partials + (rows.to(tl.int64)[:, None] * BLOCK_D + columns[None, :])
             pieces = tl.load(cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
@@ -189,14 +187,14 @@ def _join_last(
     JOINED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):
     # fmt: on
-    """Count the partial result of this ``number``, which is stored, and joins the unit's parts if it is the last one:
-    JOINED rows at a time, which ``places`` counts from 0."""
+    """Count the stored partial result ``number``, and merge the unit's parts if it is the last one: JOINED rows at a
+    time, indexed by ``places`` from 0."""
     merges = tl.load(record + counts_at + 1)
     owners = merges + tl.load(record + counts_at) * _WORDS
     merge = record + tl.load(record + owners + number)
     parts = tl.load(merge + _PARTS)
     first = tl.load(merge + _PARTIAL)
-    # The stores of all threads come before the count, whose order of memory holds for the whole device.
+    # The barrier orders the stores of all threads before the count, whose memory order is device-wide.
     tl.debug_barrier()
     if tl.atomic_add(tickets + first, 1, sem="acq_rel") == parts - 1:
         tl.store(tickets + first, 0)
@@ -216,10 +214,9 @@ def _end_item(
     JOINED: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
 ):
     # fmt: on
-    """Store the result of the item at offset ``at`` of the record, and joins the unit's parts if this is the last one
-    of them."""
-    # The item is read again, because what the compiler knew of its rows before would fill registers in the loop over
-    # keys.
+    """Store the result of the item at offset ``at`` of the record, and merge the unit's parts if this is the last of
+    them."""
+    # Read the item again: its values would occupy registers in the loop over keys.
     item = record + at
     row, rows = tl.load(item + _ROW, volatile=True), tl.load(item + _ROWS, volatile=True)
     head, partial = tl.load(item + _HEAD, volatile=True), tl.load(item + _PARTIAL, volatile=True)

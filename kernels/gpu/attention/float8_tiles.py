@@ -1,14 +1,13 @@
-"""Folds tiles of keys and values in float8 into few rows, for decodes, at few instructions a code.
+"""Decodes over keys and values in float8: folds of tiles into few rows, at few instructions per code.
 
-A decode is limited by memory in bfloat16, and by instructions in float8, if codes are loaded byte by byte and widened
-by way of float32. So products are float16's here: every code is a float16, by one conversion for two codes. A value's
-codes are loaded as words of two, which go to the tensor cores' registers as 16-bit numbers do. The rows of V are then
-two tiles, of the even columns and of the odd ones, and so are the results until the last key.
+A decode is memory-bound in bfloat16, and instruction-bound in float8 if codes are loaded byte by byte and widened
+through float32. So products are float16 here: every code is a float16, by one conversion for two codes. A value's codes
+are loaded as words of two, which go to the tensor cores' registers like 16-bit numbers. The rows of V are then two
+tiles, of the even columns and of the odd ones, and so are the results until the last key.
 
-Queries in bfloat16 are divided by a power of two for each row, so that they are exact in float16 down to 2**-25 of the
-row's largest. Weights times the scales of values are divided by the tile's largest scale, and lie below _LIFT; after
-the product that is undone. What a weight loses is at most 2**-11 of itself or 2**-38 of the largest possible, less than
-in bfloat16 (2**-9).
+Queries in bfloat16 are divided by a power of two per row, so that they are exact in float16 down to 2**-25 of the row's
+largest. Weights times the scales of values are divided by the tile's largest scale, and stay below _LIFT; the product
+undoes that. A weight loses at most 2**-11 of itself or 2**-38 of the largest possible, less than in bfloat16 (2**-9).
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from pillion.kernels.gpu.attention.attention_rows import _load, _weighed
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import decode_e4m3, decode_pairs
 
-# Weights in float16 are this number at most.
+# Max weights in float16.
 _LIFT = tl.constexpr(2.0**14)
-# These are the bits of a float32's exponent, those of 2**-100, and the sum of a power of two's and its inverse's.
+# A float32's exponent bits, those of 2**-100, and the sum of those of a power of two and its inverse.
 _EXPONENT, _LEAST, _INVERSE = map(tl.constexpr, (0x7F800000, 27 << 23, 254 << 23))
 
 
 @triton.jit
 def _halved(query):
-    """Return bfloat16 queries in float16, divided by a power of two for each row that makes the row's largest value 1
-    to 2; and these powers."""
+    """Return bfloat16 queries in float16, divided by a power of two per row that makes the row's largest value 1 to 2,
+    and these powers."""
     query = query.to(tl.float32)
     bits = tl.max(tl.abs(query), 1).to(tl.int32, bitcast=True) & _EXPONENT
     bits = tl.maximum(bits, _LEAST)

@@ -1,21 +1,21 @@
-"""Plans the work of each program of the paged attention: once per step, on the host, for all layers.
+"""The work of each program of the paged attention, planned once per step, on the host, for all layers.
 
 A query row is one head's query of one token. The rows of a KV head are numbered token * group + head in the group, so
-the rows of a sequence follow each other and share its keys and values. A *unit* is a tile of such rows, a KV head, and
-the key tiles that the rows see. All units in order are cut evenly among a fixed number of programs, wherever the cuts
-fall (stream-K: Osama et al. 2023; for attention, LeanAttention: Sanovar et al. 2024). A program's part of a unit is an
-*item*. A unit that was cut has partial results, and a *merge* says how to join them.
+the rows of a sequence are consecutive and share its keys and values. A *unit* is a tile of such rows, a KV head, and
+the key tiles visible to the rows. All units in order are divided evenly among a fixed number of programs, wherever the
+cuts fall (stream-K: Osama et al. 2023; for attention, LeanAttention: Sanovar et al. 2024). A program's part of a unit
+is an *item*. A cut unit has partial results, and a *merge* describes how to join them.
 
-The decode kernel runs sequences of a few rows, and the chunk kernel all others. Each kernel has units
-and programs of its own, so a chunk in the batch changes nothing for decodes.
+The decode kernel runs sequences of a few rows, and the chunk kernel all others. Each kernel has separate units and
+programs, so a chunk in the batch changes nothing for decodes.
 
-Record, int32, one vector per step; all offsets in it are words from its beginning:
+Record, int32, one vector per step; all offsets in it are in words from its beginning:
 
     for each window: starts[decode programs + 1] | starts[chunk programs + 1] | counts of merges   (the fixed head)
     block tables, sequence after sequence
     for each window, for decodes and then for chunks: items | merges | owners
 
-The owners are the offsets of the merges of the partial results, in the order of these.
+The owners are the offsets of the merges of the partial results, in their order.
 
 Only the words in use are copied to the device. Grids and buffers depend on the limits alone.
 """
@@ -32,35 +32,34 @@ from pillion.kernels.step import Int32, StepBatch
 
 Int64 = npt.NDArray[np.int64]
 
-# These are the words of an item by index. TABLE is the offset of its block table in the record; ROW .. ROW + ROWS - 1
-# are its rows; a token's position is its index in the batch + SHIFT; BEGIN .. END - 1 are the keys, with BEGIN a
-# multiple of the key tile; PARTIAL is the first of its rows in the partial results, or -1 for an item that is a whole
-# unit.
+# Words of an item by index. TABLE is the offset of its block table in the record; ROW .. ROW + ROWS - 1 are its rows; a
+# token's position is its index in the batch + SHIFT; BEGIN .. END - 1 are the keys, with BEGIN a multiple of the key
+# tile; PARTIAL is the first of its rows in the partial results, or -1 for an item that is a whole unit.
 TABLE, ROW, ROWS, SHIFT, HEAD, BEGIN, END, PARTIAL = range(8)
-# A merge has ROW, ROWS, HEAD and PARTIAL at the same indices, and PARTS is the number of partial
-# results that it adds up, whose rows are consecutive.
+# Of a merge, which has ROW, ROWS, HEAD and PARTIAL at the same indices: the number of partial results that it adds up,
+# whose rows are consecutive.
 PARTS = 5
 ITEM_WORDS = 8
-# Block tables are copied with their padding if they are then at most this many times as long as without it.
+# Max ratio of padded to unpadded block tables for copying them with their padding.
 PADDED_TABLES = 2
-# The last words of a window's record hold the number of decode merges and their offset in the record, and the same for
-# chunk merges.
+# Last words of a window's record: the number of decode merges and their offset in the record, and the same for chunk
+# merges.
 COUNT_WORDS = 4
-# Where units are cut into parts of a fixed number of keys (Tiling.part_keys), there is room for the results of so many
-# parts for each program. A unit may be cut if it is more than one of so many pieces of a program's share.
+# For units cut into parts of a fixed number of keys (Tiling.part_keys): parts whose results are allocated per program,
+# and the fraction of a program's share above which a unit may be cut.
 PARTS_A_PROGRAM, PIECES_A_PROGRAM = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The sizes by which one kernel's work is cut.
+    """The sizes by which one kernel's work is divided.
 
     Attributes:
         rows: rows of a row tile.
         keys: keys of a key tile.
         programs: number of programs that share the work.
         unit_tiles: overhead of a unit (queries, results, an empty pipeline), in key tiles.
-        part_keys: units are cut at multiples of so many keys, a multiple of ``keys``, and nowhere else
+        part_keys: units are cut at multiples of this many keys, a multiple of ``keys``, and nowhere else
             (:mod:`pillion.kernels.gpu.attention.parted_attention`); 0: at any key tile.
     """
 
@@ -72,29 +71,28 @@ class Tiling:
 
     @property
     def max_partials(self) -> int:
-        """How many items cut units can have at most: there are programs - 1 cuts at most, and c cuts make c + 1
-        <= 2c items of a unit. Of units in parts as many are cut as there is room for."""
+        """Max items of cut units: there are at most programs - 1 cuts, and c cuts make c + 1 <= 2c items of a unit.
+        Units in parts are cut only while results can be allocated."""
         return PARTS_A_PROGRAM * self.programs if self.part_keys else 2 * (self.programs - 1)
 
     @property
     def max_merges(self) -> int:
-        """How many units can be cut at most, each of which needs a merge."""
+        """Max units that are cut, each of which needs a merge."""
         return self.max_partials // 2
 
     @property
     def own_rows(self) -> int:
-        """How many rows of results programs have for units in parts that they do not cut."""
+        """Rows of results of programs for units in parts that they do not cut."""
         return self.programs * self.rows if self.part_keys else 0
 
     def max_items(self, units: int) -> int:
-        """Return into how many items ``units`` units can be cut at most."""
+        """Return the max items of ``units`` units."""
         return units + self.max_partials // (1 if self.part_keys else 2)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Some sequences of a step: first token in the batch, number of tokens, context, and offset of the block
-    table."""
+    """Some sequences of a step: first token in the batch, number of tokens, context, and offset of the block table."""
 
     begins: Int64
     counts: Int64
@@ -111,7 +109,7 @@ class GpuAttentionPlan:
 
 
 def _changes(values: Int64) -> npt.NDArray[np.bool_]:
-    """Mark those sorted values that differ from the value before them."""
+    """Return the mask of sorted values that differ from their predecessor."""
     changes = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=changes[1:])
     return changes
@@ -121,7 +119,7 @@ def _changes(values: Int64) -> npt.NDArray[np.bool_]:
 class _Units:
     """Units in order, each with its row tile, its head and its number of key tiles.
 
-    Row tiles have rows [R, ITEM_WORDS], an item with all keys that the rows see, and lows, the index of the first key
+    Row tiles have rows [R, ITEM_WORDS], an item with all visible keys of the rows, and lows, the index of the first key
     tile.
     """
 
@@ -133,8 +131,8 @@ class _Units:
 
 
 def _owners(merges: Int32, at: int) -> Int32:
-    """Return the offset of each partial result's merge, and zeros up to the next multiple of an item's words.
-    ``merges`` begin at offset ``at``."""
+    """Return the offset of each partial result's merge, padded with zeros to a multiple of an item's words. ``merges``
+    begin at offset ``at``."""
     owners = at + np.arange(len(merges)).repeat(merges[:, PARTS]) * ITEM_WORDS
     return np.pad(owners, (0, -len(owners) % ITEM_WORDS)).astype(np.int32)
 
@@ -150,7 +148,7 @@ def _by_head(counts: Int64, firsts: Int64, which: Int64, kv_heads: int) -> tuple
 
 
 def _whole_first(items: Int32, first: Int64, starts: Int64) -> Int32:
-    """Move the rest of a unit that another program began to the end of each program.
+    """Move the rest of a unit that another program began to the end of each program's items.
 
     All programs then begin with the first key tile of some unit, so that those with rows of the same sequence and head
     read the same keys at about the same time, from L2.
@@ -170,9 +168,9 @@ def _whole_first(items: Int32, first: Int64, starts: Int64) -> Int32:
 
 
 def _in_parts(units: _Units, tiling: Tiling, first_partial: int) -> tuple[Int32, Int64, Int32]:
-    """Share units out whole, or cut at all multiples of ``tiling.part_keys``: the longest ones are cut, as long as
-    there is room for their results. Returns items, starts and merges like ``_share_out``; loads differ from the mean by
-    an item at most."""
+    """Assign units whole, or cut at all multiples of ``tiling.part_keys``: the longest ones are cut, while their
+    results can be allocated. Returns items, starts and merges like ``_share_out``; loads differ from the mean by at
+    most an item."""
     tiles, lows = units.tiles, units.lows[units.row_tiles]
     depth = tiling.part_keys // tiling.keys
     first_parts = lows // depth
@@ -199,7 +197,7 @@ def _in_parts(units: _Units, tiling: Tiling, first_partial: int) -> tuple[Int32,
 
 
 class GpuAttentionPlanner:
-    """Plans a model's steps. It holds limits and sizes, and no state of a step."""
+    """Planner of a model's steps. Contains limits and sizes, and no state of a step."""
 
     def __init__(
         self,
@@ -217,7 +215,7 @@ class GpuAttentionPlanner:
     ) -> None:
         """Compute the sizes of records and partial results. ``group`` is the number of query heads of a KV head. The
         windows and the limits are those of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
-        ``decode_tokens``: sequences of at most so many tokens are decodes; 0: those whose rows fit one row tile."""
+        ``decode_tokens``: max tokens of a sequence that counts as a decode; 0: those whose rows fit one row tile."""
         self._kv_heads, self._group, self._block_size = kv_heads, group, block_size
         self.decode, self.chunk, self.windows = decode, chunk, windows
         self._decode_rows = decode_tokens * group or decode.rows
@@ -231,18 +229,18 @@ class GpuAttentionPlanner:
         owners = decode.max_partials + chunk.max_partials + 2 * ITEM_WORDS
         tables = seqs * max_context_blocks + ITEM_WORDS
         self.max_record_words = len(windows) * (self._window_words + lists * ITEM_WORDS + owners) + tables
-        # Behind the results of units that are cut each program has rows of its own.
+        # After the results of cut units each program has its own rows.
         self._own_at = decode.max_partials * decode.rows + chunk.max_partials * chunk.rows
         self.partial_rows = self._own_at + decode.own_rows + chunk.own_rows
 
     def starts_at(self, window: int, chunk: bool) -> int:
-        """Return the offset, in words, at which each record has the list of every program's first work item, for
-        layers with this ``window``."""
+        """Return the offset, in words, of the list of every program's first work item in each record, for layers with
+        this ``window``."""
         return self.windows.index(window) * self._window_words + (self.decode.programs + 1 if chunk else 0)
 
     def counts_at(self, window: int, chunk: bool) -> int:
-        """Return where a record has the number of a kernel's merges of a window, and behind it their offset; it is the
-        same in every record."""
+        """Return the offset of the number of a kernel's merges of a window, followed by their offset; the same in every
+        record."""
         return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS + 2 * chunk
 
     def first_partial(self, chunk: bool) -> int:
@@ -264,7 +262,7 @@ class GpuAttentionPlanner:
         head = len(self.windows) * self._window_words
         words, table_starts = self._tables(batch.block_tables, contexts)
         tables = table_starts + head
-        # Items are aligned, so that a cache line holds a whole item.
+        # Aligned, so that an item is in one cache line.
         fill = -(head + sum(part.size for part in words)) % ITEM_WORDS
         parts: list[Int32] = [np.zeros(head, np.int32), *words, np.zeros(fill, np.int32)]
         at = sum(part.size for part in parts)
@@ -290,7 +288,7 @@ class GpuAttentionPlanner:
     def _share_out(
         self, sequences: SequenceRows, tiling: Tiling, window: int, first_partial: int
     ) -> tuple[Int32, Int64, Int32]:
-        """Cut all units of a kernel evenly among its programs.
+        """Divide all units of a kernel evenly among its programs.
 
         Returns items [N, ITEM_WORDS], of which program p has starts[p] .. starts[p + 1]; these starts; and merges
         [M, ITEM_WORDS]. A program's load is the key tiles of its items, and ``unit_tiles`` for each unit that it
@@ -311,7 +309,7 @@ class GpuAttentionPlanner:
         cut_begins = begins[ends[:-1].searchsorted(cuts[:-1], "right")]
         inside = cuts[:-1] - cut_begins > overhead
         cuts[:-1] = np.where(inside, cuts[:-1], cut_begins)
-        # Where there are fewer key tiles than programs, several programs end at the same cut.
+        # With fewer key tiles than programs, several programs end at the same cut.
         inner = cuts[:-1][inside]
         inner = inner[_changes(inner)]
         # No cut is at a unit's beginning, so its index among cuts and beginnings is the sum of its ranks in both.
@@ -353,7 +351,7 @@ class GpuAttentionPlanner:
         first, end = row // group + shift, (row + count - 1) // group + shift + 1
         lows = np.zeros_like(end)
         if window:
-            # A tile's first row sees the lowest keys, also where its last one is in another chunk of positions.
+            # A tile's first row sees the lowest keys, even if its last one is in another chunk of positions.
             lows = (first // -window * -window if window < 0 else np.maximum(first + 1 - window, 0)) // tiling.keys
         items = np.empty((len(which), ITEM_WORDS), np.int32)
         items[:, TABLE], items[:, ROW], items[:, ROWS] = sequences.tables[which], row, count
@@ -363,8 +361,8 @@ class GpuAttentionPlanner:
         return _Units(row_tiles, heads, tiles[row_tiles], items, lows)
 
     def _tables(self, block_tables: Int32, contexts: Int64) -> tuple[list[Int32], Int64]:
-        """Return the words of block tables and each sequence's offset in them; the tables keep their
-        padding if they are not much longer with it."""
+        """Return the words of block tables and each sequence's offset in them; the tables are padded if they are not
+        much longer then."""
         blocks = -(-contexts // self._block_size)
         width = int(blocks.max(initial=0))
         used = int(blocks.sum())

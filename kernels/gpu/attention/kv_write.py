@@ -1,11 +1,10 @@
-"""Does all work between the projection of queries, keys and values and attention in one pass: it norms, rotates and
-stores.
+"""All work between the projection of queries, keys and values and attention in one pass: norm, rotation, KV write.
 
     qkv --[norm of each head]--[rotary embedding]--+--> queries, in place
                                                    +--> keys and values, into the pool's rows
 
-Values are never rotated, and normed in few models. A layer that sees the keys and values of an earlier one has queries
-alone.
+Values are never rotated, and normed in few models. A layer that shares the keys and values of an earlier one has only
+queries.
 
 Arithmetic is in float32 and rounded once, when a value is stored, which is closer to the exact result than a rounding
 after every operation. So "plain" and "wide" norms only differ in the type of their weights here.
@@ -13,11 +12,10 @@ after every operation. So "plain" and "wide" norms only differ in the type of th
 A block is not cleared before its first write. Rows after a sequence's last token keep old contents, possibly NaN;
 attention excludes them by position, from values as well as from scores.
 
-Pools are [slots, layers, 2, kv_heads, block_size, head_dim], K before V; slots and layers may be any number of values
-apart, so that a pool may have layers of several shapes. In one of "fp8-rows-1", a piece (one layer's
-keys or values of one head) is block_size rows of head_dim e4m3 codes, and after them one float32 scale for each row:
-block_size * (head_dim + 4) bytes. A value is its code's times its row's scale, which is the row's largest by size over
-448, and at least 2**-100.
+Pools are [slots, layers, 2, kv_heads, block_size, head_dim], K before V; slots and layers may have any stride, so that
+a pool may have layers of several shapes. In one of "fp8-rows-1", a piece (one layer's keys or values of one head) is
+block_size rows of head_dim e4m3 codes, and after them one float32 scale for each row: block_size * (head_dim + 4)
+bytes. A value is its code's times its row's scale, which is the row's largest magnitude over 448, and at least 2**-100.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
 
 class HeadNorm(NamedTuple):
-    """The RMS norm of each query and key head: weight [heads + kv_heads, head_dim], of qkv's type or
-    float32. ``last``: it comes after the rotation. ``centred``: it is a LayerNorm without biases, which subtracts a
-    head's mean first. ``values``: each head of values is normed, too, without weights."""
+    """The RMS norm of each query and key head: weight [heads + kv_heads, head_dim], of qkv's type or float32.
+    ``last``: it comes after the rotation. ``centred``: it is a LayerNorm without biases, which first subtracts a head's
+    mean. ``values``: heads of values are normed as well, without weights."""
 
     weight: torch.Tensor
     eps: float
@@ -105,8 +103,8 @@ def _store_fp8(low, high, pool, scales, piece, offset, column, inside, stored, B
 
 @triton.jit
 def _place(head, KV_HEADS: tl.constexpr, POOL_HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr):
-    """Return the pieces of a layer that are those of heads of keys and values, of which there may be more in the pool.
-    Heads of values follow those of keys, in the pool and in projections."""
+    """Return the index of heads' pieces in a layer, which may have more heads of keys and values. Heads of values
+    follow those of keys, in the pool and in projections."""
     place = FIRST_HEAD + head
     if POOL_HEADS != KV_HEADS:
         place += tl.where(head < KV_HEADS, 0, POOL_HEADS - KV_HEADS)
@@ -151,7 +149,7 @@ def _kv_write(
     inside = (head < TOTAL) & (column < HALF)
     source = qkv + token * (TOTAL * HEAD_DIM) + head * HEAD_DIM + column
     if ROPE:
-        # Tables and positions are constant during the step, so they may be read before the projections are there.
+        # Tables and positions are constant during the step, so they may be read before the projections are ready.
         at = tl.load(positions + token).to(tl.int64) * HALF + column
         c = tl.load(cos + at, mask=column < HALF, other=0.0).to(tl.float32)
         s = tl.load(sin + at, mask=column < HALF, other=0.0).to(tl.float32)
@@ -196,12 +194,12 @@ def kv_write(
     norm: HeadNorm | None = None,
     rotary: Rotary | None = None,
 ) -> None:
-    """Norm and rotates queries in place, and writes normed and rotated keys, and values, into rows of ``pool``.
+    """Norm and rotate queries in place, and write normed and rotated keys, and values, into rows of ``pool``.
 
     Args:
-        qkv: [T, (heads + 2 * len(kv_heads)) * head_dim], queries, keys, values; its keys and values do not change.
-        kv_heads: the pool's heads whose keys and values ``qkv`` has; None: all of them. The others are not touched. Of
-            range(0) ``qkv`` has queries alone.
+        qkv: [T, (heads + 2 * len(kv_heads)) * head_dim], queries, keys, values; its keys and values are not modified.
+        kv_heads: the pool's heads whose keys and values are in ``qkv``; None: all of them. The others are unchanged.
+            With range(0) ``qkv`` has only queries.
         pool: as the module's docstring describes, of 16 or 32 bits, or, for "fp8-rows-1", uint8
             [slots, layers, 2, kv_heads, block_size * (head_dim + 4)].
         rows: int32 [T], slot * block_size + row in the block, each at most once; -1 writes nothing to the pool.

@@ -1,10 +1,10 @@
-"""Computes attention over a pool of latents (multi-head latent attention): the kernel, and its interface to the engine.
+"""Attention over a pool of latents (multi-head latent attention): the kernel, and its interface to the engine.
 
 A token's row of a layer is ``rank`` latents and ``rotary`` rotated values, for all heads. All of it is the key, and its
-latents are the value, too, so a tile of rows is loaded once for both products. Widths such as 512 + 64 are no power of
-two, which Triton's tiles need, so latents and rotated values have tiles of their own.
+latents are also the value, so a tile of rows is loaded once for both products. Widths such as 512 + 64 are no power of
+two, which Triton's tiles need, so latents and rotated values have separate tiles.
 
-Work is planned and partial results are joined as in :mod:`pillion.kernels.gpu.attention.paged_attention`. As there,
+Work is planned and partial results are merged as in :mod:`pillion.kernels.gpu.attention.paged_attention`. As there,
 loads of rows are not masked, and rows after a sequence's end are never read. There is one KV head, whose query heads
 are all heads of a token: the rows of a decode fill several tiles, whose programs read the same keys at about the same
 time.
@@ -37,11 +37,11 @@ from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Latents and rotated values are multiples of the first number; there are at most so many of each.
+# Latents and rotated values are multiples of the first number; max of each.
 LEAST_WIDTH, MOST_LATENTS, MOST_ROTARY = 16, 512, 128
-# In 8 bits a row has so many scales: that of its latents, and that of its rotated key.
+# Scales of a row in 8 bits: of its latents, and of its rotated key.
 LATENT_SCALES = 2
-# An item has so many words, and maxima begin with this number, as in attention_rows.py.
+# Words per item; initial value of running maxima, as in attention_rows.py.
 _WORDS, _LOWEST = tl.constexpr(8), tl.constexpr(-1.0e30)
 
 
@@ -54,7 +54,7 @@ def _tiles(
     BLOCK_N: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, MASKED: tl.constexpr,
 ):
     # fmt: on
-    """Fold tokens ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last one that any row may see."""
+    """Fold tokens ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last one visible to any row."""
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
     none = tl.zeros((query.shape[0], BLOCK_N), tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -99,10 +99,10 @@ def _attend_latents(
     NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr, JOINED: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
-    """Run a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks."""
+    """Run a program's items in sequence. With EDGES, key tiles that all rows see completely need no masks."""
     mine = record + starts_at + tl.program_id(0)
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
-    # What the compiler would take out of this loop fills registers during those over keys, where it widens 8 bits.
+    # Where 8 bits are widened, code hoisted out of this loop fills registers during those over keys.
     for at in tl.range(tl.load(mine), tl.load(mine + 1), _WORDS, disable_licm=FP8):
         table, row, rows, shift, _, begin, end, _ = _words(record, at)
         places = tl.arange(0, BLOCK_M)
@@ -114,7 +114,7 @@ def _attend_latents(
 
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         top, total = _beginning(queries, packed, False, False)
-        # In a pool of float8, the scales of a block's latents follow its rows, and then those of its rotated keys.
+        # In a float8 pool, the scales of a block's latents follow its rows, then those of its rotated keys.
         scale_offset = scale_layer_offset + BLOCK_SIZE * (RANK + ROTARY) // 4
         last = end - 1
         whole_end = begin
@@ -152,7 +152,7 @@ def _attend_latent_parts(
     own = own_at + tl.program_id(0) * BLOCK_M
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
     scale_offset = scale_layer_offset + BLOCK_SIZE * (RANK + ROTARY) // 4
-    # What the compiler would take out of this loop fills registers during those over keys, where it widens 8 bits.
+    # Where 8 bits are widened, code hoisted out of this loop fills registers during those over keys.
     for at in tl.range(tl.load(mine), tl.load(mine + 1), _WORDS, disable_licm=FP8):
         item = record + at
         table, row, rows, shift, _, begin, end, _ = _words(record, at)
@@ -186,8 +186,8 @@ def _attend_latent_parts(
 
 
 class LatentAttention:
-    """Computes attention over one pool of latents for all layers of a model, as
-    :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention` does over one of keys and values."""
+    """Attention over one pool of latents for all layers of a model, like
+    :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention` over one of keys and values."""
 
     def __init__(
         self,
@@ -208,18 +208,18 @@ class LatentAttention:
         invariant: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """Allocate the partial results. Raises Internal for a pool or numbers that do not fit.
+        """Allocate the partial results. Raises Internal for an inconsistent pool or numbers.
 
         Args:
-            pool: contiguous [slots, num_layers, 1, 1, block_size, rank + rotary] of ``dtype``, or, where it is
-                ``fp8``, uint8 [slots, num_layers, 1, 1, block_size * (rank + rotary + 8)]: a block's e4m3 rows, a
-                float32 scale for the latents of each, and one for its rotated key.
+            pool: contiguous [slots, num_layers, 1, 1, block_size, rank + rotary] of ``dtype``, or, if ``fp8``, uint8
+                [slots, num_layers, 1, 1, block_size * (rank + rotary + 8)]: a block's e4m3 rows, a float32 scale for
+                the latents of each, and one for its rotated key.
             dtype: of queries and results.
             scale: factor of the scores; positive.
             max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
-            decode_rows: most tokens of a decode (more than one if drafts are verified).
+            decode_rows: max tokens of a decode (more than one if drafts are verified).
             invariant: whether a row's bits depend on its sequence alone.
-            device: what computes; None: the device of the pool.
+            device: device of the kernels; None: that of the pool.
         """
         check_widths(rank, rotary)
         check(scale > 0 and dtype in DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
@@ -262,7 +262,7 @@ class LatentAttention:
     def attend(
         self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, *, with_chunks: bool
     ) -> None:
-        """Write weighted sums of latents into ``out``; rows beyond the batch stay as they are.
+        """Write weighted sums of latents into ``out``; rows beyond the batch are unchanged.
 
         Args:
             queries: contiguous [T, heads, rank + rotary].
@@ -295,20 +295,20 @@ class LatentAttention:
 
 
 def widths_fit(rank: int, rotary: int) -> bool:
-    """Says whether the kernels attend over rows of so many latents and rotated values."""
+    """Return whether the kernels support rows of these latents and rotated values."""
     fits = LEAST_WIDTH <= rank <= MOST_LATENTS and LEAST_WIDTH <= rotary <= MOST_ROTARY
     return fits and rank % LEAST_WIDTH == 0 and rotary % LEAST_WIDTH == 0
 
 
 def check_widths(rank: int, rotary: int) -> None:
-    """Raise Internal for rows over which the kernels cannot attend."""
+    """Raise Internal for rows that the kernels do not support."""
     check(widths_fit(rank, rotary), "rows of {} latents and {} rotated values", rank, rotary)
 
 
 def _constants(
     kernel: str, arch: int, shape: dict[str, int], fp8: bool, item_bytes: int, processors: int = 1
 ) -> tuple[dict[str, Any], Tiling]:
-    """Return the constants of the decode or the chunk kernel by name, and how its work is cut."""
+    """Return the constants of the decode or the chunk kernel by name, and the division of its work."""
     use = tuned(kernel, arch, kv="fp8_e4m3" if fp8 else "plain", bytes=item_bytes)
     constants = {
         **shape,
@@ -329,11 +329,11 @@ def _constants(
 def _parted_constants(
     arch: int, shape: dict[str, int], fp8: bool, item_bytes: int, max_keys: int, processors: int = 1
 ) -> tuple[tuple[dict[str, Any], Tiling], tuple[dict[str, Any], Tiling], dict[str, int]]:
-    """Return the constants and the cutting of attention in parts, for decodes and for chunks, and constants of the
-    merge. ``max_keys`` are those of the longest sequence."""
+    """Return the constants and the division of attention in parts, for decodes and for chunks, and constants of the
+    merge. ``max_keys``: of the longest sequence."""
     native = fp8 and arch >= NATIVE_FP8_ARCH and not interpreting()
     widths = {"BLOCK_D": padded_head_dim(shape["RANK"]), "BLOCK_R": padded_head_dim(shape["ROTARY"])}
-    # A token's rows of all heads fill several tiles, each of which needs room for its parts.
+    # A token's rows of all heads fill several tiles, each of which needs results of its parts.
     tiles = -(-shape["HEADS"] // 16)
     facts = {"kv": "fp8_e4m3" if fp8 else "plain", "bytes": item_bytes}
     constants = {**shape, **widths, "FP8": fp8, "NATIVE_FP8": native}

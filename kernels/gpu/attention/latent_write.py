@@ -1,11 +1,11 @@
-"""Writes rows of latents into the pool, and rotates what is rotated of queries, in one pass.
+"""Write of rows of latents into the pool, with their norm and rotation, and rotation of queries, in one pass.
 
     latents     [T, rank + rotary] --[norm of the latents]--[rotary embedding of the rest]--> the pool's rows
     projected   [T, heads, still + rotary] --[rotary embedding of the rest]--> queries [T, heads, rank + rotary]
 
-The first ``rank`` values of queries are the product of the others with what makes keys of latents, which is not made
-here. Arithmetic is in float32; a plain norm is rounded before its weight multiplies, and everything else once, when it
-is stored. A block is not cleared before its first write: attention reads no row after a sequence's last token.
+The first ``rank`` values of queries, the absorbed product with the keys' up-projection, are computed elsewhere.
+Arithmetic is in float32; a plain norm is rounded before its weight multiplies, and everything else once, when it is
+stored. A block is not cleared before its first write: attention reads no row after a sequence's last token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCALE_BYTES = tl.constexpr(_SCALES)
 
 @triton.jit
 def _turned(source, c, s, column, inside, HALF: tl.constexpr):
-    """Return both halves of rotated values from ``source``, of which a pair is HALF apart."""
+    """Return both halves of rotated values from ``source``; a pair is HALF apart."""
     low = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF + column, mask=inside, other=0.0).to(tl.float32)
     return low * c - high * s, high * c + low * s
@@ -43,7 +43,7 @@ def _latent_write(
     BLOCK_HALF: tl.constexpr,
 ):
     # fmt: on
-    """The first program of a token writes its row of the pool, and the others TILE query heads each."""
+    """Write a token's row of the pool (first program of a token), or rotate TILE query heads (the others)."""
     WIDTH: tl.constexpr = RANK + ROTARY
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
@@ -105,15 +105,15 @@ def latent_write(
     eps: float,
     wide: bool,
 ) -> None:
-    """Norm and rotates rows into ``rows`` of ``pool``, and rotates the last values of each query.
+    """Norm and rotate rows into ``rows`` of ``pool``, and rotate the last values of each query.
 
     Args:
-        latents: [T, rank + rotary]; it does not change.
-        weight: of the norm [rank], float32 where ``wide``, else of the type of the latents.
+        latents: [T, rank + rotary], not modified.
+        weight: of the norm [rank], float32 if ``wide``, else of the type of the latents.
         projected: [T, heads, still + rotary].
         queries: [T, heads, rank + rotary], of which the last ``rotary`` values are written.
         pool: contiguous [slots, layers, 1, 1, block_size, rank + rotary], or, in 8 bits, uint8 [slots, layers, 1, 1,
-            block_size * (rank + rotary + 8)], as ``LatentAttention`` has it.
+            block_size * (rank + rotary + 8)], as in ``LatentAttention``.
         rows: int32 [T], slot * block_size + row in the block, each at most once; -1 writes nothing to the pool.
         wide: whether the norm rounds only after its weight.
 

@@ -1,23 +1,23 @@
-"""Computes attention of chunks on Hopper in Gluon: a tile's softmax runs while the tensor cores multiply.
+"""Attention of chunks on Hopper in Gluon: a tile's softmax overlaps the products on the tensor cores.
 
 Triton's pipeliner waits for all products before a softmax, so tensor cores idle meanwhile (2,050 of 5,000 cycles of a
-tile are products). Here a program says itself when it waits. A turn of the loop, with scores S, weights P, results O:
+tile are products). Here the waits are explicit. An iteration of the loop, with scores S, weights P, results O:
 
-    wait until copies of K(n+1) and V(n) have landed; a barrier
+    wait for the copies of K(n+1) and V(n); a barrier
     S(n+1) = Q K(n+1)    begin
-    P = softmax(S(n)); O *= what the new maximum makes of it      <-- while S(n+1) multiplies
+    P = softmax(S(n)); O *= the factor of the new maximum         <-- while S(n+1) multiplies
     O += P V(n)          begin
-    ask for K(n+BUFFERS) and V(n+BUFFERS-1), into the buffers that tiles n and n-1 left
+    request K(n+BUFFERS) and V(n+BUFFERS-1), into the buffers of tiles n and n-1
     wait for both products
 
-So QK of a tile is under way during the softmax of the tile before it (FlashAttention 3: Shah et al., arXiv 2407.08608,
-section 3.2); there are no specialized warps, and the two warp groups of a program share its tiles. The other order, PV
-during the next softmax, is no use here: nothing keeps the assembler from waiting for PV before that softmax, and it
-does. K and V are gathered by cp.async, row by row, so that slots of any size will do.
+So QK of a tile overlaps the softmax of the previous tile (FlashAttention 3: Shah et al., arXiv 2407.08608, section
+3.2); there are no specialized warps, and the two warp groups of a program share its tiles. The other order, PV during
+the next softmax, is useless here: nothing keeps the assembler from waiting for PV before that softmax, and it does. K
+and V are gathered by cp.async, row by row, so slots may have any size.
 
-What is computed is what :mod:`pillion.kernels.gpu.attention.attention_kernel` computes, from the same record, by the
-same functions for masks, the softmax and partial results. That kernel is the reference. It serves other architectures,
-pools in float8, float32 and other widths of heads.
+It computes the same as :mod:`pillion.kernels.gpu.attention.attention_kernel`, from the same record, by the same
+functions for masks, the softmax and partial results. That kernel is the reference. It serves other architectures, pools
+in float8, float32 and other widths of heads.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from pillion.kernels.gpu.attention.attention_rows import (
 )
 from pillion.kernels.gpu.dependent import wait_for_earlier
 
-# The architecture whose instructions these are, and the widths of heads whose tiles fit.
+# The architecture of these instructions, and the widths of heads whose tiles fit.
 ARCH, HEAD_DIMS = 90, (64, 128, 256, 512)
-# An item has so many words. Jitted functions only see constants of their own module.
+# Words per item. Jitted functions only see constants of their own module.
 _WORDS = tl.constexpr(8)
 
 
@@ -52,7 +52,7 @@ def _copy(
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, LOADS: tl.constexpr,
 ):
     # fmt: on
-    """Begin to copy rows of ``tokens`` that lie in ``slots`` into a tile."""
+    """Begin to copy the rows of ``tokens`` in ``slots`` into a tile."""
     rows = slots.to(tl.int64) * slot_stride + offset + (tokens % BLOCK_SIZE) * HEAD_DIM
     cells = pool + (rows[:, None] + gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOADS))[None, :])
     async_copy.async_copy_global_to_shared(tile, cells)
@@ -66,12 +66,12 @@ def _ask(
     V_STEP: tl.constexpr, LOADS: tl.constexpr, FIRST: tl.constexpr,
 ):
     # fmt: on
-    """Ask, in one group of copies, for the keys from ``start`` on and for the values of the tile before them, which
-    lie in ``slots``. An item's FIRST tile has none before it. Nothing is asked for from ``end`` on. Returns the slots
-    of the keys."""
+    """Request, in one group of copies, the keys from ``start`` on and the values of the tile before them, whose slots
+    are ``slots``. An item's FIRST tile has none before it. Nothing is requested from ``end`` on. Returns the slots of
+    the keys."""
     places = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LOADS))
     tile = start // BLOCK_N
-    if not FIRST:  # noqa: SIM102  (this is decided when the kernel is compiled)
+    if not FIRST:  # noqa: SIM102  (decided when the kernel is compiled)
         if start - BLOCK_N < end:
             tokens = tl.minimum(start - BLOCK_N + places, end - 1)
             into = values.index((tile - 1) % BUFFERS)
@@ -105,7 +105,7 @@ def _softmax(
 
 @gluon.jit
 def _landed(BUFFERS: tl.constexpr):
-    """Wait until all threads' copies of the next tile have landed; all warps are then done with the tile before."""
+    """Wait for all threads' copies of the next tile; afterwards all warps have finished the previous tile."""
     async_copy.wait_group(BUFFERS - 2)
     tl.debug_barrier()
     fence_async_shared()
@@ -121,8 +121,8 @@ def _fold(
     SCORES: tl.constexpr, RESULTS: tl.constexpr,
 ):
     # fmt: on
-    """Compute the scores of keys ``first`` .. ``behind`` - 1, and folds each time the tile before them, whose
-    ``scores`` are given, into the rows' state. Keys that were asked for last are in ``slots``."""
+    """Compute the scores of keys ``first`` .. ``behind`` - 1, each time folding the previous tile, given its
+    ``scores``, into the rows' state. ``slots``: those of the keys requested last."""
     for start in range(first, behind, BLOCK_N):
         tile = start // BLOCK_N
         _landed(BUFFERS)
@@ -132,7 +132,7 @@ def _fold(
             BLOCK_N, WINDOW, SOFTCAP, MASKED, SCORES, RESULTS,
         )  # fmt: skip
         acc = warpgroup_mma(weights, values.index((tile - 1) % BUFFERS), acc, is_async=True)
-        # Here registers are free. The compiler adds a barrier, because it does not see that these are other buffers.
+        # Registers are free here. The compiler adds a barrier, because it does not see that these are other buffers.
         slots = _ask(
             pool, table, start + (BUFFERS - 1) * BLOCK_N, end, slots, slot_stride, offset, keys, values,
             BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, False,
@@ -151,9 +151,8 @@ def _fold_all(
     RESULTS: tl.constexpr,
 ):
     # fmt: on
-    """Fold all tiles of an item, the first of which has its ``scores``; those between the whole bounds need no
-    masks."""
-    # A tile is folded when the scores of the next one have begun, so bounds of these are one tile further.
+    """Fold all tiles of an item, given the ``scores`` of the first; those between the whole bounds need no masks."""
+    # A tile is folded when the scores of the next one have begun, so their bounds are one tile further.
     if WINDOW:
         acc, scores, top, total, slots = _fold(
             acc, scores, top, total, slots, begin + BLOCK_N, tl.minimum(whole_begin + BLOCK_N, end), query, keys,
@@ -188,7 +187,7 @@ def _bring(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, LOADS: tl.constexpr,
 ):
     # fmt: on
-    """Bring the queries of an item's rows into shared memory."""
+    """Load the queries of an item's rows into shared memory."""
     places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LOADS))
     token, _, heads = _rows_of(row, rows, 0, head, places, GROUP)
     query.store(_queries(queries, token, heads, columns, query_stride, HEAD_DIM, HEAD_DIM))
@@ -205,12 +204,12 @@ def _attend_overlapped(
     WARPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Run a program's items, one after the other. Its arguments are those of
+    """Run a program's items in sequence. Its arguments are those of
     :func:`pillion.kernels.gpu.attention.attention_kernel._attend`, whose scales it does not read."""
-    # Sums of 512 columns would fill all registers of a warp group, so each has half of the keys, and then of the
-    # columns, of the same rows. Weights go from one to the other through shared memory.
+    # Sums of 512 columns would fill all registers of a warp group, so each has half of the keys, then half of the
+    # columns, of the same rows. Weights are exchanged through shared memory.
     HALVES: tl.constexpr = 2 if HEAD_DIM > 256 else 1
-    # A row of K or V is 8 values for each of some lanes.
+    # A row of K or V is 8 values in each of some lanes.
     LANES: tl.constexpr = HEAD_DIM // HALVES // 8
     LOADS: tl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS // HALVES, HALVES], [1, 0])
     SCORES: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS // HALVES, HALVES], [16, BLOCK_N // HALVES, 16])
@@ -225,11 +224,11 @@ def _attend_overlapped(
     mine = record + starts_at + tl.program_id(0)
     start, stop = tl.load(mine), tl.load(mine + 1)
     wait_for_earlier(DEPENDENT)
-    # What the compiler would take out of this loop fills registers during those over keys.
+    # Code hoisted out of this loop fills registers during those over keys.
     for at in tl.range(start, stop, _WORDS, disable_licm=True):
         table, row, rows, shift, head, begin, end, partial = _words(record, at)
         offset = layer_offset + head * (BLOCK_SIZE * HEAD_DIM)
-        # All warps are done with the item before, whose tiles are overwritten.
+        # All warps must finish the previous item, whose tiles are overwritten.
         tl.debug_barrier()
         slots = gl.zeros([BLOCK_N], gl.int32, gl.SliceLayout(1, LOADS))
         for ahead in gl.static_range(BUFFERS - 1):

@@ -1,13 +1,13 @@
-"""Computes attention of ragged batches over the paged pool: the interface to the engine.
+"""Attention of ragged batches over the paged pool: the interface to the engine.
 
     plan (host, once per step) --record, one copy--> device --attend (each layer)--> decodes; chunks
 
-Decodes and chunks are two launches, one after the other, each with tiles and programs of its own. One launch for both
-would have to use the tiles of the longest query: in vLLM's Triton kernel one chunk in the batch keeps every decode's
-context from being split, and a few long decodes then occupy only a few processors.
+Decodes and chunks are two launches, in sequence, with separate tiles and programs. One launch for both would have to
+use the tiles of the longest query: in vLLM's Triton kernel one chunk in the batch keeps every decode's context from
+being split, and a few long decodes then occupy only a few processors.
 
-``attend`` neither allocates nor waits, and its grids depend on the limits alone, so that a graph can capture it and
-replay it over another record at the same address. A graph without chunks serves all steps without chunks.
+``attend`` neither allocates nor synchronizes, and its grids depend on the limits alone, so that a graph can capture it
+and replay it over another record at the same address. A graph without chunks serves all steps without chunks.
 
 With ``invariant`` other kernels cut a sequence's keys at fixed places
 (:mod:`pillion.kernels.gpu.attention.parted_attention`); the launches are the same.
@@ -41,16 +41,15 @@ from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 PlainOrFloat8 = Literal["plain", "fp8_e4m3"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A decode tile has this many rows: the fewest that tensor cores multiply, and the most with which memory still limits
-# attention.
+# Rows of a decode tile: the fewest that tensor cores multiply, and the most with which attention is still memory-bound.
 LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 512
-# Heads of this width leave a decode's tile registers for all of its rows; wider ones for fewer.
+# Max width of heads whose decode tiles have registers for all rows; wider ones have fewer rows.
 ALL_ROWS_HEAD_DIM = 128
-# With heads of this width a chunk's tile fills all registers. Where KV has 8 bits, or where the softmax runs beside
-# products, so many bytes of values that the loops over keys do not use are spilled.
+# Heads of this width fill all registers in a chunk's tile. With 8-bit KV, or where the softmax overlaps products, this
+# many bytes of values that the loops over keys do not use are spilled.
 WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 80
-# A value of bfloat16 or float16 has so many bytes.
+# Bytes of a bfloat16 or float16.
 HALF_BYTES = 2
 
 
@@ -62,7 +61,7 @@ def padded_head_dim(head_dim: int) -> int:
 def decode_tile_rows(rows: int, width: int) -> int:
     """Return a decode tile's rows for ``rows`` query rows per sequence and KV head, and heads padded to ``width``.
 
-    With heads of 256 registers suffice for 32 rows, with heads of 512 for 16.
+    Registers suffice for 32 rows with heads of 256, and 16 with heads of 512.
     """
     most = MOST_DECODE_ROWS * ALL_ROWS_HEAD_DIM // max(width, ALL_ROWS_HEAD_DIM)
     return min(max(next_power_of_2(rows), LEAST_DECODE_ROWS), most)
@@ -75,7 +74,7 @@ def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
 
 def window_of(tokens: int, chunked: bool, longest: int) -> int:
     """Return the window of layers whose queries see their last ``tokens`` tokens, themselves included: that number, or
-    0 for all tokens, as where the ``longest`` text has no more. For queries that see those since the last multiple of
+    0 (all tokens) if the ``longest`` text has no more. For queries that see the tokens since the last multiple of
     ``tokens`` it is -``tokens``."""
     if tokens >= longest:
         return 0
@@ -83,7 +82,7 @@ def window_of(tokens: int, chunked: bool, longest: int) -> int:
 
 
 class PagedAttention:
-    """Computes attention over one pool for all layers of a model. It is called from the step loop's thread."""
+    """Attention over one pool for all layers of a model, called from the step loop's thread."""
 
     def __init__(
         self,
@@ -108,21 +107,21 @@ class PagedAttention:
         invariant: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        """Allocate the partial results. Raises Internal for a pool or numbers that do not fit.
+        """Allocate the partial results. Raises Internal for an inconsistent pool or numbers.
 
         Args:
-            pool: [slots, num_layers, 2, pool_heads, block_size, head_dim] of ``dtype``, whose slots and layers may be
-                any number of values apart; or, for float8, uint8 [slots, num_layers, 2, pool_heads, block_size *
-                (head_dim + 4)]: a piece's e4m3 rows, then a float32 scale for each.
+            pool: [slots, num_layers, 2, pool_heads, block_size, head_dim] of ``dtype``, whose slots and layers may have
+                any stride; or, for float8, uint8 [slots, num_layers, 2, pool_heads, block_size * (head_dim + 4)]: a
+                piece's e4m3 rows, then a float32 scale for each.
             dtype: of queries and results.
             scale: factor of the scores; positive.
             softcap: scaled scores become softcap * tanh(score / softcap); 0: no cap.
-            windows: the distinct windows of the layers, as :func:`window_of` gives them.
+            windows: the distinct windows of the layers, by :func:`window_of`.
             max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
-            decode_rows: most tokens of a decode (more than one if drafts are verified).
-            first_kv_head: of the pool's heads, the first that is attended; there may be more than ``num_kv_heads``.
+            decode_rows: max tokens of a decode (more than one if drafts are verified).
+            first_kv_head: first of the pool's heads to attend to; there may be more than ``num_kv_heads``.
             sinks: whether the layers have sinks. invariant: whether a row's bits depend on its sequence alone.
-            device: what computes; None: the device of the pool.
+            device: device of the kernels; None: that of the pool.
         """
         _check_heads(num_heads, num_kv_heads, head_dim, scale, dtype)
         mine = range(first_kv_head, first_kv_head + num_kv_heads)
@@ -152,7 +151,7 @@ class PagedAttention:
         )
         results = torch.empty((self.planner.partial_rows, padded_head_dim(head_dim)), device=self._device)
         self._partials, self._partial_logs = results, torch.empty(len(results), device=self._device)
-        # A unit's ticket is that of its first partial row. Whoever joins its parts sets the ticket back.
+        # A unit's ticket is that of its first partial row. The program that merges its parts resets it.
         self._tickets = torch.zeros(len(results), dtype=torch.int32, device=self._device)
 
     def attend(
@@ -166,7 +165,7 @@ class PagedAttention:
         with_chunks: bool,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Write attention of ``queries`` into ``out``; rows beyond the batch stay as they are.
+        """Write attention of ``queries`` into ``out``; rows beyond the batch are unchanged.
 
         Args:
             queries: [T, heads, head_dim], rows with any stride, such as a slice of a fused projection.
@@ -174,14 +173,14 @@ class PagedAttention:
             record: int32 on the device, beginning with the words of the plan's record.
             window: one of the ``windows``.
             with_chunks: the plan's field, or True, which is slower for a step without chunks.
-            sinks: float32 [heads], a score that each head's softmax counts beside those of the tokens, without a value;
-                given where the layers have sinks.
+            sinks: float32 [heads], a score per head that counts in its softmax and has no value; given if the layers
+                have sinks.
 
         Raises Internal for misshapen tensors.
         """
         self._check(layer, queries, out, record, window)
         check((sinks is not None) == self._chunk["SINKS"], "sinks are missing, or not expected")
-        # A kernel without sinks reads nothing there.
+        # Any pointer: a kernel without sinks does not read it.
         terms = self._partial_logs if sinks is None else sinks
         if sinks is not None:
             check_tensor("sinks", sinks, (self._heads,), torch.float32, self._device)
@@ -217,7 +216,7 @@ class PagedAttention:
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype) -> None:
-    """Raise Internal for numbers or sizes of heads for which the kernels cannot compute attention."""
+    """Raise Internal for numbers or sizes of heads that the kernels do not support."""
     check(num_heads % num_kv_heads == 0, "{} heads over {} KV heads", num_heads, num_kv_heads)
     check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, "heads of {}", head_dim)
     check(scale > 0 and dtype in DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
@@ -233,7 +232,7 @@ def _check_pool(
     kv: PlainOrFloat8,
     device: torch.device,
 ) -> None:
-    """Raise Internal for a pool of another shape or type, without these heads, or out of the reach of ``device``."""
+    """Raise Internal for a pool of another shape or type, without these heads, or inaccessible to ``device``."""
     piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
     check_pool(pool, (None, num_layers, 2, None, *piece), dtype if kv == "plain" else torch.uint8, device)
     fits = 0 <= kv_heads.start < kv_heads.stop <= pool.shape[3]
@@ -250,8 +249,8 @@ def _attend_constants(
     decode_rows: int = 1,
     processors: int = 1,
 ) -> tuple[dict[str, int], Tiling]:
-    """Return the constants of the decode or the chunk kernel by name, without the window, and how its work is cut.
-    ``windowed`` says whether there are windows."""
+    """Return the constants of the decode or the chunk kernel by name, without the window, and the division of its work.
+    ``windowed``: whether there are windows."""
     width, chunk, fp8 = padded_head_dim(shape["HEAD_DIM"]), kernel == "attention_chunk", kv == "fp8_e4m3"
     # Masks and sinks need registers.
     more = windowed or bool(shape["SINKS"])
@@ -276,12 +275,12 @@ def _attend_constants(
 
 
 def overlaps(arch: int, head_dim: int, kv: PlainOrFloat8, item_bytes: int) -> bool:
-    """Says whether the kernel whose softmax runs beside products can attend to chunks."""
+    """Return whether the kernel whose softmax overlaps products supports these chunks."""
     return arch == ARCH and head_dim in HEAD_DIMS and kv == "plain" and item_bytes == HALF_BYTES
 
 
 def overlapped_constants(constants: dict[str, int]) -> dict[str, int]:
-    """Return the constants of that kernel, given those of Triton's."""
+    """Return the constants of the overlapped kernel, given those of Triton's."""
     others = ("BLOCK_D", "FP8", "NATIVE_FP8", "EDGES", "num_stages")
     kept = {name: value for name, value in constants.items() if name not in others}
     return {**kept, "BUFFERS": constants["num_stages"], "WARPS": constants["num_warps"]}
@@ -296,8 +295,8 @@ def _cut_anywhere(
     decode_rows: int,
     processors: int,
 ) -> tuple[tuple[dict[str, int], Tiling], tuple[dict[str, int], Tiling], dict[str, int]]:
-    """Return the constants and the cutting of attention that is cut by the work of the batch, for decodes and for
-    chunks; the merge has no constants of its own."""
+    """Return the constants and the division of attention that is cut by the work of the batch, for decodes and for
+    chunks; the merge has no additional constants."""
     decode, chunk = (
         _attend_constants(f"attention_{kernel}", arch, shape, kv, item_bytes, windowed, decode_rows, processors)
         for kernel in ("decode", "chunk")
@@ -314,8 +313,8 @@ def _parted_constants(
     max_keys: int,
     processors: int = 1,
 ) -> tuple[tuple[dict[str, int], Tiling], tuple[dict[str, int], Tiling], dict[str, int]]:
-    """Return the constants and the cutting of attention in parts, for decodes and for chunks, and constants of the
-    merge. ``max_keys`` are those of the longest sequence."""
+    """Return the constants and the division of attention in parts, for decodes and for chunks, and constants of the
+    merge. ``max_keys``: of the longest sequence."""
     width, fp8 = padded_head_dim(shape["HEAD_DIM"]), kv == "fp8_e4m3"
     native = fp8 and arch >= NATIVE_FP8_ARCH and not interpreting()
     constants = {**shape, "BLOCK_D": width, "FP8": fp8, "NATIVE_FP8": native, **dependent(arch)}
@@ -324,19 +323,19 @@ def _parted_constants(
 
 
 def merge_tiles(arch: int, head_dim: int) -> dict[str, int]:
-    """Return the tuned constants by which parts of rows of ``head_dim`` values are merged."""
+    """Return the tuned constants of the merge of parts of rows of ``head_dim`` values."""
     return tuned("attention_merge", arch, head_dim=padded_head_dim(head_dim))
 
 
 def merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_rows: int) -> dict[str, int]:
-    """Return the constants of the kernel that merges parts of tiles of so many rows, of ``heads`` by their constants'
-    names."""
+    """Return the constants of the kernel that merges parts of tiles of ``decode_rows`` and ``chunk_rows``; ``heads``
+    are the constants of heads, by name."""
     use = merge_tiles(arch, heads["HEAD_DIM"])
     tiles = {"BLOCK_D": padded_head_dim(heads["HEAD_DIM"]), "DECODE_M": decode_rows, "CHUNK_M": chunk_rows}
     return {**heads, **tiles, "PARTS": use["parts"], "num_warps": use["num_warps"], **dependent(arch)}
 
 
 def joining(kernel: str, arch: int, **facts: int | str) -> dict[str, int]:
-    """Return the constants by which a kernel joins partial results; the tuning files are asked with ``facts``."""
+    """Return the constants by which a kernel merges partial results, from the tuning files by ``facts``."""
     use = tuned("attention_join", arch, of=kernel, **facts)
     return {"JOINED": use["rows"], "PARTS": use["parts"]}

@@ -1,23 +1,22 @@
-"""Computes attention in parts of a fixed number of keys, so that a row's bits depend on its own sequence alone
+"""Attention in parts of a fixed number of keys, so that a row's bits depend on its own sequence alone
 (``--batch-invariant``).
 
     keys of a sequence    0 ......... P ......... 2P ......... 3P ....      P: PART, a multiple of a key tile
 
     a whole unit          one item: its program folds part after part, and joins each one's result with those before
-    a unit that is cut    one item for each part --partial results--> the merge joins them in the same order
+    a cut unit            one item for each part --partial results--> the merge joins them in the same order
 
 The kernels of :mod:`pillion.kernels.gpu.attention.attention_kernel` cut a unit where the work of the batch falls, and
 the roundings of a row's fold follow the cut. Here a fold begins at every multiple of P, and :func:`_join` alone, which
 leaves no rounding to the compiler, joins two results. So it changes no bit which units are cut, and the planner chooses
 them by the batch (``_in_parts`` in gpu_attention_plan.py).
 
-Beside that, a row must meet the same key tiles in the same order, whichever tile of rows it is in. Key tiles that it
-does not see change nothing: their weights are 0, its maximum stays, and a part of such keys alone has the logarithm
--infinity. Decodes and chunks may have tiles of different rows and warps, as long as each warp has 16 rows with all
-keys of a tile: the instructions that multiply for a row and add up its weights are then the same.
+In addition, a row must see the same key tiles in the same order, whichever tile of rows it is in. Invisible key tiles
+change nothing: their weights are 0, its maximum stays, and a part of such keys alone has the logarithm -infinity.
+Decodes and chunks may have tiles of different rows and warps, provided that each warp has 16 rows with all keys of a
+tile: the instructions that multiply for a row and add up its weights are then the same.
 
-The results that a program adds to lie in the program's own rows of the partial results, because its registers hold one
-tile of them.
+A program accumulates results in its own rows of the partial results, because its registers fit only one tile of them.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from pillion.kernels.gpu.attention.gpu_attention_plan import PARTS_A_PROGRAM, Ti
 from pillion.kernels.gpu.dependent import wait_for_earlier
 from pillion.kernels.gpu.tuned import tuned
 
-# These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan.
+# Words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan.
 _ROW, _ROWS, _HEAD, _PARTIAL = map(tl.constexpr, (1, 2, 4, 7))
 _PARTS, _WORDS = tl.constexpr(5), tl.constexpr(8)
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# With heads of these widths so many bytes are spilled where parts end, once for each part.
+# Bytes spilled by heads of these widths where parts end, once per part.
 SPILL_BYTES = {128: 16, 256: 152}
 
 
@@ -56,7 +55,7 @@ def _join(sums, top, total, piece, log):
 
 @triton.jit
 def _before_all(sinks, heads, SINKS: tl.constexpr):
-    """Return the maxima and the totals of rows to which no part was joined yet; sinks are counted here."""
+    """Return the initial maxima and totals of rows; sinks are counted here."""
     if SINKS:
         top = tl.maximum(tl.load(sinks + heads) * _LOG2_E, _LOWEST)
         total = tl.full(heads.shape, 1.0, tl.float32)
@@ -71,10 +70,9 @@ def _end_part(
     acc, top, total, all_top, all_total, joined, last, item, own, out, partials, partial_logs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """End a part: stores its result where the unit is cut, or else adds it to what was ``joined`` before, if anything
-    was, and stores the sum of all parts after the ``last`` one. Returns the joined maxima and totals."""
-    # The item is read again, because addresses that the compiler knew before would fill registers in the loop over
-    # keys.
+    """End a part: store its result if the unit is cut; else add it to the ``joined`` parts before it, if any, and store
+    the sum of all parts after the ``last`` one. Returns the joined maxima and totals."""
+    # Read the item again: its addresses would occupy registers in the loop over keys.
     row, rows = tl.load(item + _ROW, volatile=True), tl.load(item + _ROWS, volatile=True)
     partial = tl.load(item + _PARTIAL, volatile=True)
     columns, places = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_M)
@@ -86,7 +84,7 @@ def _end_part(
         tl.store(partials + (place.to(tl.int64)[:, None] * BLOCK_D + columns), piece, mask=kept[:, None])
         tl.store(partial_logs + place, log, mask=kept)
     else:
-        # A partial of -1 stands for the program's own rows.
+        # A partial of -1 means the program's own rows.
         held = partials + ((own + 1 + partial + places).to(tl.int64)[:, None] * BLOCK_D + columns)
         sums = tl.load(held, mask=(kept & joined)[:, None], other=0.0)
         sums, all_top, all_total = _join(sums, all_top, all_total, piece, log)
@@ -98,7 +96,7 @@ def _end_part(
             tl.store(out + cells, (sums / all_total[:, None]).to(out.dtype.element_ty), mask=shown)
         else:
             tl.store(held, sums, mask=kept[:, None])
-        # Other threads may read what this one has stored.
+        # Other threads may read this thread's stores.
         tl.debug_barrier()
     return all_top, all_total
 
@@ -114,15 +112,15 @@ def _attend_parts(
     DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Run a program's items, one after the other, part by part; its own rows begin at ``own_at``. Key tiles that all
-    rows see whole need no masks."""
+    """Run a program's items in sequence, part by part; its own rows begin at ``own_at``. Key tiles that all rows see
+    completely need no masks."""
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
     start, stop = _early(
         record, starts_at, pool, slot_stride, layer_offset, POOL_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, FP8, DEPENDENT
     )
     own = own_at + tl.program_id(0) * BLOCK_M
     columns = tl.arange(0, BLOCK_D)
-    # What the compiler would take out of a loop fills registers during the one over keys; small tiles have them.
+    # Code hoisted out of a loop fills registers during the one over keys; small tiles have enough.
     WIDE: tl.constexpr = BLOCK_D >= 128 and queries.dtype.element_ty != tl.float32
     for at in tl.range(start, stop, _WORDS, disable_licm=True):
         item = record + at
@@ -170,8 +168,8 @@ def _merge_parts(
     CHUNK_M: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Join the parts of units that were cut, in order. A task is one row of such a unit; programs run tasks in turn.
-    PARTS loads are under way at a time."""
+    """Join the parts of cut units, in order. A task is one row of such a unit; programs run tasks in turn, with PARTS
+    loads in flight."""
     decodes = tl.load(record + counts_at) * DECODE_M
     decode_merges = tl.load(record + counts_at + 1)
     tasks = decodes + tl.load(record + counts_at + 2) * CHUNK_M
@@ -206,14 +204,14 @@ def _merge_parts(
 def in_parts(
     kernel: str, arch: int, shape: dict[str, Any], kv_heads: int, max_keys: int, processors: int, **facts: int | str
 ) -> tuple[tuple[dict[str, Any], Tiling], tuple[dict[str, Any], Tiling], dict[str, int]]:
-    """Return the constants of the kernel for decodes, and how its work is cut, both for chunks, and constants of the
-    merge.
+    """Return the constants of the kernel for decodes, and the division of its work, both for chunks, and constants of
+    the merge.
 
     Args:
-        kernel: the name in the tuning files, which are asked with ``facts``.
+        kernel: name in the tuning files, which are searched by ``facts``.
         shape: the constants that do not depend on tiles.
-        kv_heads: of a token. max_keys: of the longest sequence, whose parts must fit into the partial results; parts
-            are as long as that needs.
+        kv_heads: of a token. max_keys: of the longest sequence; parts are long enough that all of its parts fit the
+            partial results.
         processors: of the device.
     """
     use = tuned(kernel, arch, **facts)

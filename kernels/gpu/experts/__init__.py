@@ -1,4 +1,4 @@
-"""Kernels of mixtures of experts: the router, pairs of rows and experts in order, and weighted sums.
+"""Kernels of mixtures of experts: the router, ordered pairs of rows and experts, and weighted sums.
 
     expert_routing.py    the router's product, scores and the best experts of each row, in one launch
     pair_sorting.py      pairs of a row and one of its experts, sorted by expert, and cut into tiles
@@ -7,5 +7,5 @@
     expert_sums.py       each row's sum over its experts' results
 
 Grids follow the number of rows alone, so that a CUDA graph runs any step of its size. Rows that pad a step, and pairs
-that are another process's, have expert -1, which no kernel reads.
+of another process, have expert -1, which no kernel reads.
 """

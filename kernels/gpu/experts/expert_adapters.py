@@ -1,22 +1,22 @@
-"""Computes what the adapters of a step's rows add to the products of their experts (LoRA), before activation and sums.
+"""Contributions of the adapters of a step's rows to the products of their experts (LoRA), before activation and sums.
 
-    shrink: shrunk[place] = A[adapter, expert] x    a launch of its own before the product
+    shrink: shrunk[place] = A[adapter, expert] x    a separate launch before the product
     expand: sums += B[adapter, expert] shrunk       a part of the product (grouped_product.py), before its bias
 
-Both go over the tiles of the product, whose rows have one expert, in the order that sorting has given them, so pairs
-need no second order by adapter. In a tile a program goes through the adapters that its rows have, from the lowest slot
-to the highest, and multiplies the matrix of each by the tile's rows, of which those with another adapter count as
-zeros. A decode's tile has few rows, and that of a chunk mostly one adapter, so little is multiplied for nothing; rows
-without an adapter are not read, and neither are matrices that no row of the tile has.
+Both iterate over the tiles of the product, whose rows have one expert, in sorted order, so pairs need no second order
+by adapter. In a tile a program iterates over the adapters of its rows, from the lowest slot to the highest, and
+multiplies the matrix of each by the tile's rows, with zeros for those of another adapter. A decode's tile has few rows,
+and that of a chunk mostly one adapter, so little work is wasted; rows without an adapter are not read, and neither are
+matrices of no row of the tile.
 
 The matrices are the left operands, as in the product, and each sum is one chain of additions over the inputs, or the
-ranks, in order. What other rows' adapters add to a row's sums are zeros. So a row's bits do not depend on its tile.
+ranks, in order. Other rows' adapters add zeros to a row's sums. So a row's bits do not depend on its tile.
 
-In a slot (:class:`pillion.kernels.gpu.products.low_rank_product.LayerSlot`) the matrices of a layer lie as
+In a slot (:class:`pillion.kernels.gpu.products.low_rank_product.LayerSlot`) the matrices of a layer are
 
     A [experts, slices, max_rank, inputs]      B [experts, outputs, max_rank]
 
-Grids follow the most tiles of so many rows, as the product's do, and slots never move: a CUDA graph serves any step.
+Grids follow the max tiles of the rows, like the product's, and slots never move: a CUDA graph serves any step.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from pillion.kernels.gpu.launch import check, check_tensor
 from pillion.kernels.gpu.products.low_rank_product import LayerSlot, padded_rank
 from pillion.kernels.gpu.tuned import tuned
 
-# A greater number than that of any slot.
+# Above the number of any slot.
 _NO_SLOT = tl.constexpr(2**30)
-# So many ranks are multiplied at a time, whatever the number of rows: it decides which instruction multiplies.
+# Ranks multiplied at a time, for any number of rows, because this determines the multiplying instruction.
 BLOCK_RANKS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PairAdapters:
-    """Says what adapters add to a product of rows by their experts' matrices.
+    """The adapters of a product of rows with their experts' matrices.
 
     Attributes:
         slots: [S, values], one adapter after another, of the type of the rows.
-        layer: where the matrices of the layer's experts lie in a slot.
-        row_slots: int32 [T], the slot of each row's adapter, -1 where it has none.
+        layer: offsets of the matrices of the layer's experts in a slot.
+        row_slots: int32 [T], the slot of each row's adapter, -1 without one.
         per_token: pair p is one of row ``p // per_token``.
-        shrunk: [P or more, slices * rank] of the type of the rows, which is overwritten.
+        shrunk: scratch [P or more, slices * rank] of the type of the rows.
     """
 
     slots: torch.Tensor
@@ -71,19 +71,19 @@ class PairAdapters:
 
     @property
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """Gives the tensors that the product reads; B by a pointer of its own, as A has one."""
+        """The tensors that the product reads; B by a separate pointer, as A has one."""
         return self.row_slots, self.shrunk, self.slots[0, self.layer.b_at :]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Gives the numbers that the product reads: pairs of a row, where the second slice begins, values of a slot."""
+        """The numbers that the product reads: pairs of a row, begin of the second slice, values of a slot."""
         return self.per_token, self.layer.ends[0], self.slots.shape[1]
 
 
 @triton.jit
 def slots_of(row_slots, pair, inside, per_token):
-    """Return the adapter slot of each pair of a tile, -1 where there is none, and the lowest and highest of them; a
-    lowest one above the highest where no pair has one."""
+    """Return the adapter slot of each pair of a tile, -1 without one, and the lowest and highest of them; a lowest one
+    above the highest if no pair has one."""
     slot = tl.load(row_slots + pair // per_token, mask=inside, other=-1)
     return slot, tl.min(tl.where(slot < 0, _NO_SLOT, slot), 0), tl.max(slot, 0)
 
@@ -133,7 +133,7 @@ def expanded(
     RANK: tl.constexpr, SLICES: tl.constexpr, BLOCK_RANKS: tl.constexpr,
 ):
     # fmt: on
-    """Return float32 sums [outputs, places] with the products of the places' shrunk rows by B. Outputs before
+    """Return float32 sums [outputs, places] plus the products of the places' shrunk rows with B. Outputs before
     ``first_end`` use the ranks of the first slice, others those of the second one."""
     ranks = tl.arange(0, BLOCK_RANKS)
     left = b + (expert * outputs + output[:, None]) * RANK + ranks[None, :]
@@ -165,14 +165,14 @@ def shrink_pairs(
     tile_rows: int,
     arch: int,
 ) -> None:
-    """Write the products of rows [R, K] by A of their adapters into ``adapters.shrunk``, by place. The arguments are
+    """Write the products of rows [R, K] with A of their adapters into ``adapters.shrunk``, by place. The arguments are
     those of :class:`pillion.kernels.gpu.experts.grouped_product.GroupedProduct`, which has checked them."""
     layer = adapters.layer
     assert order is not None, "adapters are those of pairs, which have no order"
     check(len(adapters.shrunk) >= len(order), "shrunk rows are {}, for {} pairs", len(adapters.shrunk), len(order))
     constants = shrink_constants(layer, tile_rows, rows.element_size(), arch)
     blocks = constants["RANKS"] // constants["BLOCK_RANKS"]
-    # A pointer of its own, for offsets may exceed 32 bits, which would need another kernel.
+    # A separate pointer: offsets may exceed 32 bits, which would need another kernel.
     a = adapters.slots[0, layer.a_at :]
     _shrink_pairs[(len(tiles), blocks)](
         rows, order, tiles, count, adapters.row_slots, a, adapters.shrunk, choices, adapters.per_token, layer.inputs,
@@ -181,7 +181,7 @@ def shrink_pairs(
 
 
 def shrink_constants(layer: LayerSlot, tile_rows: int, item_bytes: int, arch: int) -> dict[str, Any]:
-    """Return the constants of a shrink, but for that which says whether rows are gathered."""
+    """Return the constants of a shrink, except GATHERED."""
     use = tuned("shrink_pairs", arch, rows=tile_rows, bytes=item_bytes)
     ranks = len(layer.ends) * layer.rank
     return {
@@ -196,7 +196,7 @@ def shrink_constants(layer: LayerSlot, tile_rows: int, item_bytes: int, arch: in
 
 
 def expand_constants(layer: LayerSlot | None) -> dict[str, Any]:
-    """Return those constants of a grouped product that say what adapters add; nothing where ``layer`` is None."""
+    """Return the constants of the adapters' part of a grouped product; zeros if ``layer`` is None."""
     if layer is None:
         return {"RANK": 0, "SLICES": 0, "BLOCK_RANKS": 0}
     return {"RANK": layer.rank, "SLICES": len(layer.ends), "BLOCK_RANKS": min(BLOCK_RANKS, layer.rank)}

@@ -1,22 +1,21 @@
-"""Chooses the experts of each row: the router's product, scores, the best experts, and few pairs' order, in one launch.
+"""Choice of the experts of each row: router product, scores, top-k, and the order of few pairs, in one launch.
 
     rows [T, H] --router [E, H]--> products --softmax or sigmoid--> scores --best k--> scores [T, k], chosen [T, k]
 
-The router is small, so the product of few rows waits for latency, not for memory: its inputs are cut into PARTS, and
-its experts into blocks, and each is a program's. The program that arrives last at its tile of 16 rows, which a ticket
-tells it, adds up the parts in order, and chooses. Of many rows there are as many tiles as the device has room for, and
-a program computes all parts of its tile itself, and adds them up in the same order. So a row's bits depend on the
-router's shape alone. The router is the left operand of the products of tiles, as in
-:mod:`pillion.kernels.gpu.products.quantized_product`.
+The router is small, so the product of few rows is latency-bound: its inputs are cut into PARTS, and its experts into
+blocks, each for one program. The last program to arrive at its tile of 16 rows, by a ticket, adds up the parts in
+order, and chooses. Many rows have enough tiles to fill the device, and a program computes all parts of its tile itself,
+and adds them up in the same order. So a row's bits depend on the router's shape alone. The router is the left operand
+of the products of tiles, as in :mod:`pillion.kernels.gpu.products.quantized_product`.
 
-Beside the experts that the router chooses, a row may have some that every row has, with a score of 1 or that of a gate:
-the sigmoid of the row's product with one vector, which is computed as the router's products are.
+In addition to the routed experts, a row may have experts common to all rows (shared experts), with a score of 1 or that
+of a gate: the sigmoid of the row's product with one vector, which is computed like the router's products.
 
-Few pairs of a row and an expert are sorted here, too (:mod:`pillion.kernels.gpu.experts.pair_sorting`), by the program
-that has chosen last, which another ticket tells it.
+Few pairs of a row and an expert are also sorted here (:mod:`pillion.kernels.gpu.experts.pair_sorting`), by the last
+program to choose, by another ticket.
 
-The last program of a tile, and of all, resets its ticket, so a graph that is replayed finds it as it was. Of equal
-scores that of the lowest expert wins, which torch.topk does not promise.
+The last program of a tile, and of all, resets its ticket for the next replay of a graph. Of equal scores that of the
+lowest expert wins, which torch.topk does not guarantee.
 """
 
 from __future__ import annotations
@@ -35,38 +34,37 @@ from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_
 from pillion.kernels.gpu.tuned import tuned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A tile has this many rows, the least that tensor cores multiply.
+# Rows of a tile, the least that tensor cores multiply.
 ROWS = 16
-# Launches of at most this many rows share the parts of the product among programs.
+# Max rows of launches that share the parts of the product among programs.
 SHARED_ROWS = 256
-# The inputs are cut into at most so many parts, of a multiple of so many inputs.
+# Max parts of the inputs, and the multiple of inputs of a part.
 MOST_PARTS, PART_UNIT = 8, 128
-# So many tiles have a ticket at most. The ticket behind theirs is that of all tiles.
+# Max tiles with a ticket, before the ticket of all tiles.
 TICKETS = max(SHARED_ROWS, FEW_PAIRS) // ROWS
-# A block of a product has at most this many experts.
+# Max experts of a block of a product.
 BLOCK_EXPERTS = 64
-# So many experts' scores of 16 rows fit into the registers of the usual threads, and so many into those of a program,
-# which has a warp for each row at most.
+# Max experts whose scores of 16 rows fit into the registers of the usual threads, and of a program with a warp per row.
 WARPS_EXPERTS, MAX_EXPERTS = 256, 1024
-# A row's scores are divided into slabs of this many columns: each of a warp's 32 threads holds four of a slab.
+# Columns of a slab of a row's scores, four for each of a warp's 32 threads.
 SLAB_COLUMNS = tl.constexpr(128)
-# This key is below those of all scores. What is chosen has it, and what cannot be.
+# Key below those of all scores, for experts that are chosen or cannot be.
 _CHOSEN = tl.constexpr(-(2**31))
 
 
 @dataclass(frozen=True, slots=True)
 class RouteOptions:
-    """Says how experts are chosen.
+    """How experts are chosen.
 
     Attributes:
-        experts, per_token: how many there are, and how many of them a row gets.
+        experts, per_token: number of experts, and of those of a row.
         normalize: whether the scores of a row's experts are scaled to a sum of 1.
         sigmoid: whether scores are sigmoids of the router's products, not their softmax.
         exact: whether the products are not rounded to the type of the rows.
         scale: the factor of the scores.
-        always: how many further experts every row has; the first one's number is ``experts``.
-        groups, kept_groups, group_best: the number of groups of neighbouring experts, of which a row's best
-            ``kept_groups`` are left, by the sum of the best ``group_best`` scores of each.
+        always: number of additional experts of every row (shared experts), from number ``experts`` on.
+        groups, kept_groups, group_best: number of groups of neighbouring experts; a row's experts are chosen from its
+            best ``kept_groups`` of them, by the sum of the best ``group_best`` scores of each.
     """
 
     experts: int
@@ -82,17 +80,17 @@ class RouteOptions:
 
     @property
     def choices(self) -> int:
-        """How many experts a row has in all."""
+        """Number of experts of a row in total."""
         return self.per_token + self.always
 
     @property
     def group_columns(self) -> int:
-        """The columns of a group in the kernel's tile, a power of 2."""
+        """Columns of a group in the kernel's tile, a power of 2."""
         return next_power_of_2(self.experts // self.groups)
 
     @property
     def columns(self) -> int:
-        """The columns of the kernel's tile of scores, at least as many as tensor cores multiply."""
+        """Columns of the kernel's tile of scores, at least as many as tensor cores multiply."""
         return max(ROWS, self.group_columns * next_power_of_2(self.groups))
 
 
@@ -122,21 +120,21 @@ def _part(rows, router, row, expert, begin, end, hidden, BLOCK_INPUTS: tl.conste
 
 @triton.jit
 def _keys(values):
-    """Return int32 numbers in the order of float32 ``values``; zeros of both signs have one. A warp finds the greatest
-    of its lanes' integers by one instruction, where floats and their places take ten exchanges."""
+    """Return int32 numbers ordered like the float32 ``values``; zeros of both signs are equal. A warp reduces the
+    maximum of its lanes' integers by one instruction, while floats and their indices take ten exchanges."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _values(keys):
-    """Return the float32 values that have these keys."""
+    """Return the float32 values of keys, the inverse of _keys."""
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _first_best(keys, place):
-    """Return for each row of keys [SLABS, ROWS, LANES] the first place of the greatest, and that key. ``place``
+    """Return for each row of keys [SLABS, ROWS, LANES] the first index of the maximum, and the maximum. ``place``
     [SLABS, 1, LANES] numbers the keys of a row."""
     best = tl.max(tl.max(keys, 0), 1)
     places: tl.constexpr = keys.shape[0] * keys.shape[2]
@@ -206,7 +204,7 @@ def _choose(
         at, best = _first_best(keys, column)
         here = column == at[None, :, None]
         if CHOICE_BIAS:
-            # Scores are not negative, so that of the expert is the greatest beside zeros.
+            # Scores are not negative, so that of the expert is the maximum among zeros.
             best = tl.max(tl.max(tl.where(here, _keys(every), 0), 0), 1)
         number = at // GROUP_COLUMNS * (EXPERTS // GROUPS) + at % GROUP_COLUMNS
         scores = tl.where(place == turn, _values(best)[:, None], scores)
@@ -236,7 +234,7 @@ def _every_share(
     DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile's products, and those by the gate, whose parts are added up in order."""
+    """Compute a tile's products, and those with the gate, whose parts are added up in order."""
     for block in range(COLUMNS // BLOCK_EXPERTS):
         column = block * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
         expert, _ = _expert_of(column, EXPERTS, GROUPS, GROUP_COLUMNS)
@@ -255,7 +253,8 @@ def _every_share(
 
 @triton.jit
 def _gate_part(rows, gate, row, begin, end, hidden, ROWS: tl.constexpr, BLOCK_INPUTS: tl.constexpr):
-    """Sum inputs ``begin`` .. ``end`` - 1 of the products by the gate's vector, as those of a router's least tile."""
+    """Sum inputs ``begin`` .. ``end`` - 1 of the products with the gate's vector, like those of a router's least
+    tile."""
     number = tl.arange(0, ROWS)
     acc = _part(rows, gate, row, number * 0, begin, end, hidden, BLOCK_INPUTS)
     return tl.sum(tl.where((number == 0)[:, None], acc, 0.0), 0)
@@ -266,8 +265,8 @@ def _always(
     gates, scores, chosen, row, tokens, counted, plane, own_begin, own_end, TYPE: tl.constexpr, EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr, ALWAYS: tl.constexpr, MORE: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write scores and numbers of the experts that every row has, behind those that the router has chosen. Parts of
-    the gate's products are ``plane`` values apart."""
+    """Write scores and numbers of the experts of every row, after the routed ones. Parts of the gate's products are
+    ``plane`` values apart."""
     weight = tl.full((row.shape[0],), 1.0, tl.float32)
     if GATE:
         product = tl.zeros((row.shape[0],), tl.float32)
@@ -294,11 +293,11 @@ def _settle(
     BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
-    """Add up the parts of a tile's products, ``plane`` values apart, and writes scores and experts of its rows."""
-    # A warp has whole rows, the lanes of all slabs, so that it finds their best experts on its own. Every release of
-    # the compiler shares a vector out from its begin on, a slab's rows to all warps; of a load with more dimensions
-    # Triton 3.6 shares the slabs out. What is loaded for all rows is such a vector, too: from a load of fewer values
-    # the compiler would take another division.
+    """Add up the parts of a tile's products, ``plane`` values apart, and write scores and experts of its rows."""
+    # A warp has whole rows, the lanes of all slabs, so that it finds their best experts alone. Every release of the
+    # compiler distributes a vector from its begin on, a slab's rows to all warps; with a load of more dimensions Triton
+    # 3.6 distributes the slabs. Loads common to all rows are such vectors as well: from a load of fewer values the
+    # compiler would choose another distribution.
     lanes: tl.constexpr = min(COLUMNS, SLAB_COLUMNS)
     slabs: tl.constexpr = COLUMNS // lanes
     rows: tl.constexpr = row.shape[0]
@@ -309,7 +308,7 @@ def _settle(
     counted, shown = row + first < many, each + first < many
     products = tl.zeros(cell.shape, tl.float32)
     for part in tl.static_range(PARTS):
-        # Other programs wrote them, so the processor's own cache may not be asked.
+        # Written by other programs: bypass the processor's own cache.
         at = parts + each.to(tl.int64) * COLUMNS + part * plane + column
         products += tl.load(at, mask=shown, other=0.0, cache_modifier=".cg")
     kind: tl.constexpr = tl.float32 if EXACT else TYPE
@@ -345,7 +344,7 @@ def _sort_last(
     ticket, programs, chosen, order, pair_tiles, tile_count, pairs, tile_rows,
     OWN_COLUMNS: tl.constexpr, SORTED: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Sort the pairs of all tiles, in the program that finishes last of the ``programs`` that write pairs."""
+    """Sort the pairs of all tiles, in the last to finish of the ``programs`` that write pairs."""
     tl.debug_barrier()
     before = programs * 0
     if programs > 1:
@@ -371,22 +370,22 @@ def _route(
 ):
     # fmt: on
     """Choose the experts of one tile of rows. With SHARED, a program computes one part of the tile's product, for one
-    block of experts. The launch sorts its pairs, which are at most SORTED, unless SORTED is 0."""
+    block of experts. If SORTED is not 0, the launch sorts its pairs, at most SORTED."""
     blocks: tl.constexpr = COLUMNS // BLOCK_EXPERTS
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     row = tile * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(row, tokens - 1)
-    # Products lie as [parts, rows of all tiles, COLUMNS].
+    # Products are [parts, rows of all tiles, COLUMNS].
     mine = parts + row.to(tl.int64) * COLUMNS
     plane = tiles * ROWS * COLUMNS
     planes: tl.constexpr = PARTS if SHARED else 1
-    # Behind them lie the gate's, [parts, rows of all tiles].
+    # Followed by the gate's, [parts, rows of all tiles].
     gates = parts + planes * plane + row
     ended = True
     wait_for_earlier(DEPENDENT)
     if SHARED:
         part, block = tl.program_id(1), tl.program_id(2)
-        # The gate has the block behind the last one.
+        # The gate is the block after the last one.
         if GATE and block == blocks:
             begin, end = part * DEPTH, tl.minimum(part * DEPTH + DEPTH, hidden)
             product = _gate_part(rows, gate, read, begin, end, hidden, ROWS, BLOCK_INPUTS)
@@ -426,22 +425,23 @@ def _route(
 
 
 def parts_of(hidden: int) -> tuple[int, int]:
-    """Return into how many parts a router's inputs are cut, and how many inputs a part has."""
+    """Return the number of parts of a router's inputs, and the inputs of a part."""
     depth = cdiv(hidden, MOST_PARTS * PART_UNIT) * PART_UNIT
     return cdiv(hidden, depth), depth
 
 
 class ExpertRouter:
-    """Chooses experts, for all layers of a model. Owns the workspace: products, and tickets of tiles.
+    """Choice of experts, for all layers of a model. Owns the workspace: products, and tickets of tiles.
 
-    A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph.
+    A call neither allocates nor synchronizes, so that it can be captured in a CUDA graph.
     """
 
     def __init__(self, columns: int, hidden: int, max_rows: int, device: torch.device) -> None:
-        """Reserve the workspace for rows [max_rows, hidden], and routers of so many ``RouteOptions.columns``."""
+        """Reserve the workspace for rows [max_rows, hidden], and routers of up to ``columns``
+        (RouteOptions.columns)."""
         tiles = cdiv(max_rows, ROWS)
         shared = min(tiles, SHARED_ROWS // ROWS) * parts_of(hidden)[0]
-        # Each row has a place for the gate's product, too.
+        # One more column for the gate's product.
         self._parts = torch.zeros(max(tiles, shared) * ROWS * (columns + 1), dtype=torch.float32, device=device)
         self._tickets = torch.zeros(TICKETS + 1, dtype=torch.int32, device=device)
 
@@ -466,13 +466,12 @@ class ExpertRouter:
         """Write ``scores`` float32 [T, k] and the numbers of experts ``chosen`` int32 [T, k] of rows [T, H], by
         router [E, H] of their type; k is ``how.choices``.
 
-        count: int32 [1], how many rows the step has; from there on experts are -1, and scores 0. first: the number of
-        the first row in its step. own: the experts that this process has, all by default: they are numbered from 0 on
-        in ``chosen``, where others are -1. bias, choice_bias, factors: float32 [E], or None: what is added to products,
-        what is added to scores where experts are chosen, and what multiplies scores. added: float32 [T, E] or None:
-        what adapters add to products. gate: [1, H] of the type of the rows, what makes the score of the experts that
-        every row has; None where it is 1. into: where at most FEW_PAIRS pairs are sorted to, None where they are not.
-        Raises Internal for misshapen tensors.
+        count: int32 [1], rows of the step; from there on experts are -1, and scores 0. first: the number of the first
+        row in its step. own: the experts of this process, all by default: they are numbered from 0 on in ``chosen``,
+        where others are -1. bias, choice_bias, factors: float32 [E], or None: added to products, added to scores for
+        the choice, and factor of scores. added: float32 [T, E] or None: the adapters' part of products. gate: [1, H] of
+        the type of the rows, the vector of the score of the experts of every row; None for a score of 1. into: output
+        of the sort of at most FEW_PAIRS pairs, None for no sort. Raises Internal for misshapen tensors.
         """
         tokens, hidden = rows.shape
         vector, pairs = (how.experts,), (tokens, how.choices)
@@ -497,7 +496,7 @@ class ExpertRouter:
         parts, blocks = constants["PARTS"], how.columns // constants["BLOCK_EXPERTS"] + (gate is not None)
         needed = tiles * ROWS * (how.columns + 1) * (parts if shared else 1)
         check(needed <= len(self._parts), "more rows than the workspace holds")
-        # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
+        # The kernel does not read omitted tensors, so any pointer may be passed.
         given = (scores if tensor is None else tensor for tensor in optional.values())
         flags: dict[str, int] = {name: tensor is not None for name, tensor in optional.items()}
         own = range(how.experts + how.always) if own is None else own
@@ -514,7 +513,7 @@ class ExpertRouter:
 
 
 def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int, arch: int) -> dict[str, Any]:
-    """Return the kernel's constants, without those that say which vectors there are."""
+    """Return the kernel's constants, except flags of optional vectors."""
     use = tuned("route_experts", arch, bytes=item_bytes)
     parts, depth = parts_of(hidden)
     return {
@@ -539,7 +538,7 @@ def route_constants(how: RouteOptions, hidden: int, tokens: int, item_bytes: int
         "BLOCK_INPUTS": use["inputs"],
         "COMPARED": COMPARED,
         "TICKETS": TICKETS,
-        # Scores of more experts need more threads, whose registers hold all parts of them.
+        # Scores of more experts need more threads, whose registers contain all parts of them.
         "num_warps": min(ROWS, use["num_warps"] * max(1, how.columns // WARPS_EXPERTS)),
         "num_stages": use["num_stages"],
         **dependent(arch),

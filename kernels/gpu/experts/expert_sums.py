@@ -1,12 +1,13 @@
-"""Adds up what a row's experts have found: out[t] = sum of scores[t, i] * found[t * k + i], in the order of choices.
+"""Sums of the experts' results of a row: out[t] = sum of scores[t, i] * found[t * k + i], in the order of choices.
 
-Sums are in float32, with scores as the router has them, and the result is rounded once. transformers rounds each score
-and each product to the rows' type, and mostly each sum, too: so results differ from its own by some units of that type,
-and are nearer to exact ones. A choice with expert -1 is not read, and adds nothing: a row that pads a step is zeros.
+Sums are in float32, with the router's scores, and the result is rounded once. transformers rounds each score and each
+product to the rows' type, and mostly each sum: so results differ from it by some units of that type, and are nearer to
+exact ones. A choice with expert -1 is not read, and adds nothing: a row that pads a step is zeros.
 
-The MLP that all rows pass beside their experts may be the last summand, by the score of a choice that no expert has.
+The MLP of all rows beside their experts (shared experts) may be the last summand, with the score of an additional
+choice.
 
-Where the sums go to the residual stream next, its kernel (:mod:`pillion.kernels.gpu.rows.norms`) computes them.
+If the sums go to the residual stream next, its kernel (:mod:`pillion.kernels.gpu.rows.norms`) computes them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from pillion.kernels.gpu.tuned import tuned
 
 
 class PairResults(NamedTuple):
-    """What experts have found: results [T * k, H], their scores float32 [T, k], and the numbers of the experts
-    int32 [T, k], -1 where there is no result; and rows [T, H] of an MLP beside them, whose score is the last, or
-    None."""
+    """Results of experts [T * k, H], their scores float32 [T, k], and the numbers of the experts int32 [T, k], -1
+    without a result; and rows [T, H] of an MLP beside them, with the last score, or None."""
 
     found: torch.Tensor
     scores: torch.Tensor
@@ -33,11 +33,11 @@ class PairResults(NamedTuple):
 
     @property
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """Gives the tensors that kernels read; where there are no rows beside, any."""
+        """The tensors that kernels read; without rows beside, any pointer."""
         return self.found, self.scores, self.chosen, self.found if self.beside is None else self.beside
 
     def check(self, tokens: int, hidden: int, like: torch.Tensor) -> None:
-        """Raise Internal unless these are results of so many rows [tokens, hidden], of the type of ``like``."""
+        """Raise Internal unless these are results of rows [tokens, hidden], of the type of ``like``."""
         check_tensor("scores", self.scores, (tokens, None), torch.float32, like.device)
         check_tensor("chosen", self.chosen, tuple(self.scores.shape), torch.int32, like.device)
         check_tensor("found", self.found, (self.scores.numel(), hidden), like.dtype, like.device)
@@ -75,7 +75,7 @@ def _add_up(
 
 
 def add_up(results: PairResults, out: torch.Tensor) -> None:
-    """Write into ``out`` [T, H] the sums of each row's results, weighed by their scores. It may be the memory of the
+    """Write into ``out`` [T, H] the sums of each row's results, weighted by their scores. It may be the memory of the
     rows beside. Raises Internal for misshapen tensors."""
     check_tensor("out", out, (None, None), (torch.bfloat16, torch.float16, torch.float32))
     tokens, hidden = out.shape
@@ -88,6 +88,5 @@ def add_up(results: PairResults, out: torch.Tensor) -> None:
 
 
 def sum_constants(per_token: int, arch: int) -> dict[str, int]:
-    """Return the kernel's constants."""
     use = tuned("expert_sums", arch)
     return {"PER_TOKEN": per_token, "BLOCK": use["block"], "num_warps": use["num_warps"]}

@@ -1,19 +1,19 @@
-"""Multiplies rows by the matrices of their experts, all experts of a layer in one launch.
+"""Products of rows with the matrices of their experts, all experts of a layer in one launch.
 
     tiles (expert, first place, rows) --> rows of a tile: rows[order[first + i] // choices]
                                           --dot with the expert's matrix--> [bias, activation] --> out
 
-A tile has rows of one expert. Programs are as many as the device runs at once, and each goes through its share of
-tiles and blocks of outputs; how many tiles there are is read on the device, so that the grid follows the device and
-the shapes alone, and a CUDA graph serves any routing. Blocks are numbered so that programs which run at the same time
-read the same rows and, where an expert has several tiles, the same weights, which are then in the cache.
+A tile has rows of one expert. There are as many programs as the device runs at once, and each iterates over its share
+of tiles and blocks of outputs; the number of tiles is read on the device, so that the grid follows the device and the
+shapes alone, and a CUDA graph serves any routing. Blocks are numbered so that concurrent programs read the same rows
+and, if an expert has several tiles, the same weights, which are then in the cache.
 
-Where N holds gates and then values to be gated, a block of outputs has both of its outputs, so that the activation
-needs no launch of its own and no memory in between.
+If N contains gates and then values to be gated, a block of outputs has both, so that the activation needs no separate
+launch and no memory in between.
 
 A row's bits do not depend on its tile: the matrix is the left operand of the products of tiles, as in
 products/quantized_product.py, and an output is one chain of additions over the inputs in order, whatever the number of
-rows of a tile. What rows' adapters add (:mod:`pillion.kernels.gpu.experts.expert_adapters`) is added last.
+rows of a tile. The part of rows' adapters (:mod:`pillion.kernels.gpu.experts.expert_adapters`) is added last.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from pillion.kernels.gpu.rows.gated import NAMED, _activated
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import CODINGS
 
-# A clamped SwiGLU (gpt-oss) is named by its alpha and its limit.
+# A clamped SwiGLU (gpt-oss) is given as its alpha and its limit.
 Activation = str | tuple[float, float]
 _CLAMPED = "clamped"
-# A tile has three int32 words: its expert, the place of its first row, and its number of rows.
+# int32 words of a tile: its expert, the place of its first row, and its number of rows.
 TILE_WORDS = 3
-# Gates and values alternate in blocks of so many outputs: a thread that has one of the sums of a product of tiles has
-# the one 8 outputs further, too.
+# Gates and values alternate in blocks of this many outputs: a thread that has one of the sums of a product of tiles
+# also has the one 8 outputs further.
 _TURN = tl.constexpr(8)
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The constants of packed matrices, of a plain one.
+# Placeholders for the constants of packed matrices.
 _PLAIN: dict[str, Any] = {
     "CODING": "", "BIAS": 0.0, "GROUP": 0, "SCALE": "float32", "SHIFT": "none", "EXACT": False, "DEPTH": 1,
     "PLACES": 1, "PER_WORD": 1, "TAIL": 0, "ORDERED": False, "NATIVE_FP8": False,
@@ -66,7 +66,7 @@ def _plain_part(
     """Sum the products of all inputs: float32 [outputs, tokens]."""
     columns = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    # Offsets into a matrix have 32 bits, because no matrix has 2**31 weights.
+    # 32-bit offsets suffice, because no matrix has 2**31 weights.
     cells = weights + output[:, None] * inputs + columns[None, :]
     row = rows + token.to(tl.int64)[None, :] * inputs + columns[:, None]
     for begin in range(0, inputs, BLOCK_K):
@@ -115,7 +115,7 @@ def _grouped(
     ``width`` is the number of columns of ``out``."""
     MADE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     wide = tl.cdiv(width, MADE)
-    # Which experts have rows, and so whose weights are read, the kernel before may still be finding out.
+    # No prefetch of weights: the previous kernel may still be choosing the experts.
     wait_for_earlier(DEPENDENT)
     many = tl.load(count)
     for item in range(tl.program_id(0), many * wide, tl.num_programs(0)):
@@ -140,7 +140,7 @@ def _grouped(
                 rows, words + expert * word_stride, token, output, inputs, RAGGED, BLOCK_N, BLOCK_T, BLOCK_K
             )
         else:
-            # Offsets are as many as scales, and those of signed numbers half as large.
+            # There are as many offsets as scales; those of signed numbers are half as large.
             offset_stride = scale_stride // 2 if SCALE == "two_halves" else scale_stride
             total = packed_part(
                 rows, words + expert * word_stride, scales + expert * scale_stride, offsets + expert * offset_stride,
@@ -170,17 +170,16 @@ def _grouped(
 
 @cache
 def most_rows(kind: PackedKind | None, dtype: torch.dtype, arch: int) -> int:
-    """Return how many rows a tile has at most, for packed matrices of a kind or plain ones (None): with more, each
-    warp would make all weights of the tile."""
+    """Return the max rows of a tile, for packed matrices of a kind or plain ones (None): with more, each warp would
+    compute all weights of the tile."""
     return _tuned(kind, ROW_TILES[-1], dtype, arch).get("most_rows", ROW_TILES[-1])
 
 
 class GroupedProduct:
-    """Multiplies rows by stacks of experts' matrices: plain tensors [E, N, K], and packed ones whose parts are stacked
-    along a first dimension.
+    """Product of rows with stacks of experts' matrices: plain tensors [E, N, K], and packed ones whose parts are
+    stacked along a first dimension. One for a model.
 
-    A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph. There is one for a
-    model.
+    A call neither allocates nor synchronizes, so that it can be captured in a CUDA graph.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -209,17 +208,17 @@ class GroupedProduct:
         """Multiply rows [R, K] by the matrices of their experts into ``out``; return it.
 
         Args:
-            order: int32 [P]: place i has row ``order[i] // choices``. None where place i has row i.
+            order: int32 [P]: place i has row ``order[i] // choices``. None if place i has row i.
             tiles: int32 [C, 3]: expert, first place, and number of rows, at most ``tile_rows``.
             count: int32 [1]: the number of tiles; those after them are not read.
             bias: [E, N] of the rows' type, added before the activation, or None.
             activation: one of NAMED, (alpha, limit) of a clamped SwiGLU, or None.
             gated: whether outputs are gates and then values, of which act(gate) * value is written.
-            out: of the rows' type, [..., N], or [..., N / 2] where gated. Rows of no tile stay as they are.
+            out: of the rows' type, [..., N], or [..., N / 2] if gated. Rows of no tile are unchanged.
             scatter: whether the result of place i goes to row ``order[i]`` of ``out``, not to row i.
             tile_rows: one of ROW_TILES.
-            gathered: whether rows are read by ``order``, where there is one; else place i has row i.
-            adapters: what the rows' adapters add before bias and activation, which needs an ``order``; None for none.
+            gathered: whether rows are read by ``order``, if there is one; else place i has row i.
+            adapters: the rows' adapters, whose part is added before bias and activation; needs an ``order``.
 
         Raises Internal for misshapen tensors and unknown activations.
         """
@@ -273,7 +272,7 @@ def _check_tiles(
 
 
 def _sizes(matrix: torch.Tensor | PackedMatrix, gated: bool) -> tuple[int, int]:
-    """Return inputs and columns of the result of a stack of matrices. Raises Internal where there are none."""
+    """Return inputs and columns of the result of a stack of matrices. Raises Internal for an inconsistent stack."""
     if isinstance(matrix, PackedMatrix):
         outputs, inputs = matrix.kind.outputs, matrix.kind.inputs
     else:
@@ -292,8 +291,8 @@ def _constants(
     dtype: torch.dtype,
     arch: int,
 ) -> tuple[dict[str, Any], int]:
-    """Return the constants of the kernel, and how many programs a processor runs at a time. ``kind`` is that of packed
-    matrices, or the number of inputs of plain ones; ``ordered`` says whether the former have an order of inputs."""
+    """Return the constants of the kernel, and its programs per processor at a time. ``kind`` is that of packed
+    matrices, or the number of inputs of plain ones; ``ordered``: the former have an order of inputs."""
     name = _CLAMPED if isinstance(activation, tuple) else activation or ""
     check(name in ("", _CLAMPED, *NAMED), "activation {!r} is not known", activation)
     check(bool(name) or not gated, "gates need an activation")

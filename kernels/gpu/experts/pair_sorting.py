@@ -1,16 +1,16 @@
-"""Sorts pairs of a row and one of its experts by expert, and cuts those of each expert into tiles.
+"""Sort of pairs of a row and one of its experts by expert, and their division into tiles of one expert.
 
     chosen [T, k] --> order [P]: numbers of pairs, by expert, and by number within one; P = T * k
-                  --> tiles [C, 3]: expert, first place in ``order``, rows;  count [1]: tiles that are in use
+                  --> tiles [C, 3]: expert, first index in ``order``, rows;  count [1]: tiles that are in use
 
 Pair t * k + i is row t and its choice i. Pairs with expert -1 are in no tile. A tile has at most B pairs of one expert,
-so there are at most min(E, P) + P // B tiles: a capacity that the shape fixes, so that launches over tiles do not ask
-how many there are.
+so there are at most min(E, P) + P // B tiles: a capacity fixed by the shape, so that launches over tiles need not read
+the number.
 
 Up to FEW_PAIRS are sorted in the launch that chooses the experts, by its last program: a pair's place is the number of
 smaller keys, (expert, pair). More are sorted in three launches: each block of pairs counts its experts, one program
-sums the counts up over blocks and experts, and each block puts its pairs to their places. Places are sums of counts,
-never the order in which programs come, so a row finds the same neighbours in every run.
+sums the counts over blocks and experts, and each block places its pairs. Places are sums of counts, never the order in
+which programs arrive, so a row has the same neighbours in every run.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 from pillion.kernels.gpu.tuned import tuned
 
-# So many pairs one program sorts at most.
+# Max pairs sorted by one program.
 FEW_PAIRS = 512
-# Keys are compared with so many others at a time.
+# Keys compared at a time.
 COMPARED = 32
-# A block of pairs that counts and places, and the sizes of the tile in which counts are summed up.
+# Pairs of a block that counts and places, and the size of the tile in which counts are summed up.
 BLOCK_PAIRS = 256
 SUMMED_COUNTS = 4096
-# A tile has three words: the expert, its first place, its rows.
+# Words of a tile: the expert, its first place, its rows.
 TILE_WORDS = 3
 
 
 @triton.jit
 def _cut(totals, expert, tiles, count, tile_rows):
-    """Write the tiles of experts [EXPERTS] that have ``totals`` pairs; return the first place of each."""
+    """Write the tiles of experts [EXPERTS] with ``totals`` pairs; return the first place of each."""
     first = tl.cumsum(totals, 0) - totals
     needed = (totals + tile_rows - 1) // tile_rows
     number = tl.cumsum(needed, 0) - needed
@@ -62,7 +62,7 @@ def sort_few(
     expert = tl.load(chosen + pair, mask=pair < pairs, other=-1, cache_modifier=".cg")
     counted = expert >= 0
     _cut(tl.histogram(expert, EXPERTS, mask=counted), tl.arange(0, EXPERTS), tiles, count, tile_rows)
-    # Pairs without an expert come behind all others. A thread has its pairs' comparisons, and adds them up on its own.
+    # Pairs without an expert sort last. A thread has all comparisons of its pairs, and adds them up alone.
     key = expert * PAIRS + pair
     place = tl.zeros((PAIRS,), tl.int32)
     for begin in range(0, pairs, COMPARED):
@@ -84,7 +84,7 @@ def _count(chosen, counts, pairs, EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constex
 
 @triton.jit(do_not_specialize=["blocks", "tile_rows"])
 def _sum_up(counts, tiles, count, blocks, tile_rows, EXPERTS: tl.constexpr, SUMMED: tl.constexpr):
-    """Turn counts [blocks, EXPERTS] into the place of each block's first pair of each expert, and writes tiles."""
+    """Replace counts [blocks, EXPERTS] by the place of each block's first pair of each expert, and write tiles."""
     expert = tl.arange(0, EXPERTS)
     cell = tl.arange(0, SUMMED)[:, None] * EXPERTS + expert[None, :]
     totals = tl.zeros((EXPERTS,), tl.int32)
@@ -94,7 +94,7 @@ def _sum_up(counts, tiles, count, blocks, tile_rows, EXPERTS: tl.constexpr, SUMM
         tl.store(counts + begin * EXPERTS + cell, totals[None, :] + tl.cumsum(found, 0) - found, mask=inside)
         totals += tl.sum(found, 0)
     first = _cut(totals, expert, tiles, count, tile_rows)
-    # The places of experts lie behind the counts.
+    # The places of experts follow the counts.
     tl.store(counts + blocks * EXPERTS + expert, first)
 
 
@@ -102,14 +102,14 @@ def _sum_up(counts, tiles, count, blocks, tile_rows, EXPERTS: tl.constexpr, SUMM
 def _place(
     chosen, counts, order, pairs, blocks, EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, COMPARED: tl.constexpr
 ):
-    """Put the pairs of one block to their places."""
+    """Write the pairs of one block to their places."""
     begin = tl.program_id(0) * BLOCK_PAIRS
     pair = begin + tl.arange(0, BLOCK_PAIRS)
     expert = tl.load(chosen + pair, mask=pair < pairs, other=-1)
     counted = expert >= 0
     place = tl.load(counts + blocks * EXPERTS + expert, mask=counted, other=0)
     place += tl.load(counts + tl.program_id(0) * EXPERTS + expert, mask=counted, other=0)
-    # A pair of the same expert before this one has one of so many keys.
+    # Earlier pairs of the same expert have keys in a range of this length.
     least, earlier = expert * BLOCK_PAIRS, (pair - begin).to(tl.uint32)
     for turn in range(0, BLOCK_PAIRS, COMPARED):
         other = turn + tl.arange(0, COMPARED)
@@ -121,19 +121,19 @@ def _place(
 
 
 def tile_rows_of(experts: int, pairs: int) -> int:
-    """Return how many rows a tile has at most: as many as an expert has on average of so many pairs, with padding."""
+    """Return the max rows of a tile: the expert's average number of these pairs, padded."""
     return next((rows for rows in ROW_TILES if pairs <= rows * experts), ROW_TILES[-1])
 
 
 def most_tiles(experts: int, pairs: int, tile_rows: int) -> int:
-    """Return how many tiles of ``tile_rows`` pairs there are at most."""
+    """Return the max number of tiles of ``tile_rows`` pairs."""
     return min(experts, pairs) + pairs // tile_rows
 
 
 @dataclass(frozen=True, slots=True)
 class PairOrder:
-    """Says where pairs are sorted to: ``order`` int32 [P], ``tiles`` int32 [C, 3] of at most ``tile_rows`` pairs, and
-    ``count`` int32 [1]. What is behind the last pair and the last tile is left as it was."""
+    """Output of the sort: ``order`` int32 [P], ``tiles`` int32 [C, 3] of at most ``tile_rows`` pairs, and ``count``
+    int32 [1]. Memory after the last pair and the last tile is unchanged."""
 
     order: torch.Tensor
     tiles: torch.Tensor
@@ -141,7 +141,7 @@ class PairOrder:
     tile_rows: int
 
     def check(self, chosen: torch.Tensor, experts: int) -> None:
-        """Raise Internal unless there is room for pairs ``chosen`` int32 [T, k] of so many experts."""
+        """Raise Internal unless this fits pairs ``chosen`` int32 [T, k] of ``experts`` experts."""
         pairs, tiles = chosen.numel(), self.tiles
         check_tensor("chosen", chosen, (None, None), torch.int32)
         check_tensor("order", self.order, (pairs,), torch.int32, chosen.device)
@@ -152,9 +152,9 @@ class PairOrder:
 
 
 class PairSorter:
-    """Sorts many pairs by expert. Owns the workspace: counts of blocks.
+    """Sort of many pairs by expert. Owns the workspace: counts of blocks.
 
-    A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph.
+    A call neither allocates nor synchronizes, so that it can be captured in a CUDA graph.
     """
 
     def __init__(self, experts: int, max_pairs: int, device: torch.device) -> None:
@@ -179,10 +179,10 @@ class PairSorter:
 
 
 def columns_of(experts: int) -> int:
-    """Return the experts of a kernel's tile, a power of 2, and at least as many as a warp has threads."""
+    """Return the experts of a kernel's tile, a power of 2, and at least the threads of a warp."""
     return max(32, next_power_of_2(experts))
 
 
 def _summed(columns: int) -> int:
-    """Return how many blocks' counts are summed up at a time."""
+    """Return the blocks whose counts are summed up at a time."""
     return max(1, SUMMED_COUNTS // columns)

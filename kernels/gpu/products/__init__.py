@@ -1,4 +1,4 @@
-"""Multiplies rows by quantized matrices, by adapters, and, where cuBLAS is slow, by plain matrices.
+"""Products with quantized matrices, with adapters, and, where cuBLAS is slow, with plain matrices.
 
 Read gpu_packing.py first.
 """

@@ -1,18 +1,18 @@
-"""Takes weights out of their codes, in the registers of a product of tiles.
+"""Dequantization of codes to weights, in the registers of a product of tiles.
 
 There are two ways, chosen by the matrix and the rows' type, never by the number of rows:
 
-*Exact* weights, for rows of bfloat16: whole numbers, less their zero, and floats of 4 or 8 bits, times a scale of a
-byte, have at most 8 significant bits, so they are bfloat16's without rounding. Scales and factors of float32 multiply
-sums of a group's products, or of all products. Whole numbers times scales of bfloat16 or float16 are made in the same
-way, and rounded once. Signed numbers, for other scales and offsets, are off by little more (gpu_packing._signed).
+*Exact* weights, for rows of bfloat16: integers, less their zero, and floats of 4 or 8 bits, times a scale of a byte,
+have at most 8 significant bits, so they are bfloat16 without rounding. Scales and factors of float32 multiply sums of a
+group's products, or of all products. Integers times scales of bfloat16 or float16 are made the same way, and rounded
+once. Signed numbers, for other scales and offsets, are off by little more (gpu_packing._signed).
 
 *Rounded* weights, for everything else: value * scale + offset in float32, rounded once to the rows' type. NF4's are
-rounded before they are looked up, for the codes of a group have 16 weights in all.
+rounded before they are looked up, for the codes of a group have 16 weights in total.
 
 Exact weights of two columns are made at once, in the halves of a register, by instructions that Triton has no
 operations for: so they are PTX, one piece for each place of a word (gpu_packing.py). A word's half has several places;
-the halves of two words are brought together first, and the assembler does that once for all places of it.
+the halves of two words are first brought together, which the assembler does once for all places of it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from pillion.kernels.torch.quantized_matrix import CODINGS
 
 _INTERPRETED = tl.constexpr(interpreting())
 _LEAST_GROUP, _ZERO_BASE = tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
-# Bits of signed numbers stand for the number times 2**-130 and 2**-133, and their scales are so much larger. A float32
-# holds these powers in two steps.
+# Bits of signed numbers mean the number times 2**-130 and 2**-133, and their scales are larger by that. A float32 can
+# represent these powers only in two steps.
 _SIGNED_SCALE_STEP, _SIGNED4_STEP, _SIGNED8_STEP = (tl.constexpr(2.0**power) for power in (-100, -30, -33))
-# The bits of a half of a word that has the smaller part of a scale of float16, and those of its zero.
+# Bits of a half word with the smaller part of a float16 scale, and those of its zero.
 _PART_BITS, _ZERO_BITS = tl.constexpr(0xFFFF - FREE_BITS), tl.constexpr(0xF)
 # _MAGIC is the bits of 2**23, whose last digit is 1: a number below 2**23 in its low bits is added to it. They are
 # among those of _ABOVE, which are above all codes of half a word.
 _ABOVE = tl.constexpr(0x7FFF0000)
 _MAGIC, _MAGIC_VALUE = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
-# Bits of floats of 4 and 8 bits, where they are a bfloat16's, stand for the value times 2**-126 and 2**-120. Bits of
-# scales of a byte stand for the scale times 2**126: so their product with the former is the weight.
+# Bits of floats of 4 and 8 bits, placed as a bfloat16's, mean the value times 2**-126 and 2**-120. Bits of scales of a
+# byte mean the scale times 2**126: so their product with the former is the weight.
 _SCALE_STEP = tl.constexpr(2.0**-126)
 # The lookup tables of lop3 for (a & b) | c, (a & b) ^ c, and b where a is set, else c.
 _AND_OR, _AND_XOR, _CHOICE = 0xEA, 0x6A, 0xCA
@@ -49,8 +49,8 @@ _NF4 = [f"0f{struct.pack('>f', value).hex().upper()}" for value in CODINGS["nf4"
 
 @triton.constexpr_function
 def _halves_of(first, second, upper, target):
-    """Return the PTX that joins the lower or the upper halves of two registers. Where they are one register, this is
-    no instruction, because those of bfloat16 choose a half of a register for both of theirs."""
+    """Return the PTX that joins the lower or the upper halves of two registers. For one register it is no instruction,
+    because bfloat16 instructions can use a half of a register for both of theirs."""
     return [
         f"mov.b32 {{l, h}}, {first};",
         f"mov.b32 {{n, m}}, {second};",
@@ -60,17 +60,17 @@ def _halves_of(first, second, upper, target):
 
 @triton.constexpr_function
 def _assembly(coding, place, shift, scale, byte, half=0):
-    """Return the PTX that makes two bfloat16 of the codes at one place of two words, $1 and $2. With scales of float32
-    $3 has what is added to codes, where there are zeros. $3 and $4 hold other scales of the two: those of a byte or two
-    in their byte or half number ``byte``. $5 and $6 hold offsets in the half of this number."""
+    """Return the PTX that makes two bfloat16 from the codes at one place of two words, $1 and $2. With float32 scales
+    $3 is added to codes, if there are zeros. $3 and $4 contain other scales of the two: those of a byte or two in byte
+    or half ``byte``. $5 and $6 contain offsets in half ``half``."""
     if scale == "two_halves":
         return _signed_assembly(coding, place, shift == "offsets", half)
     zeros = shift == "zeros"
     bits = 8 if coding in ("int8", "fp8_e4m3") else 4
     half, inner = divmod(place, 16 // bits)
     lines = [f"prmt.b32 w, $1, $2, {0x7632 if half else 0x5410};"]
-    # Shifts to the left (below 0: to the right) that bring the bits of floats to their places, and masks of these, for
-    # both halves of a register: as gpu_packing._half has laid them out.
+    # Left shifts (negative: right shifts) that bring the bits of floats to their places, and masks of these, for both
+    # halves of a register, inverse to gpu_packing._half.
     parts = {
         "fp4_e2m1": (
             ((0, 0x81C0),),
@@ -88,8 +88,8 @@ def _assembly(coding, place, shift, scale, byte, half=0):
             lines.append(f"lop3.b32 v, {'t' if shift else 'w'}, {mask * 0x10001}, v, {_AND_OR};")
         # The product with a scale, or with 2**120; adding -0 changes no number.
         if coding == "fp4_e2m1":
-            # Both halves of a word get the scale of one of their bytes each; the half that is wanted is doubled. Of the
-            # four scales of a word, two are brought to their places at once, and the assembler does that once.
+            # Both halves of a word get the scale of one of their bytes each; the wanted half is doubled. Of the four
+            # scales of a word, two are brought to their places at once, which the assembler does once.
             top, mask, above = (7, 0x7F80, 0) if scale == "e8m0" else (4, 0xFF0, 0x7000)
             move = f"shr.b32 t, $9, {8 - top};" if byte % 2 else f"shl.b32 t, $9, {top};"
             for operand, target in (("$3", "c"), ("$4", "f")):
@@ -105,7 +105,7 @@ def _assembly(coding, place, shift, scale, byte, half=0):
         # 128 + the low bits of the code, of which a bfloat16 has 7 beside its leading one.
         lines.append(f"lop3.b32 v, w, {0x7F007F if bits == 8 else 0xF000F}, {0x43004300}, {_AND_OR};")
         if bits == 8:
-            # -128 where the code's highest bit is set, for which 128 more are added, else -256.
+            # -128 if the code's highest bit is set, for which 128 more are added, else -256.
             lines.append(f"lop3.b32 c, w, {0x800080}, {0xC380C380}, {_AND_XOR};")
         else:
             lines.append(f"mov.b32 c, {0xC308C308 if coding == 'int4' else 0xC300C300};")
@@ -119,8 +119,8 @@ def _assembly(coding, place, shift, scale, byte, half=0):
 
 @triton.constexpr_function
 def _scaled(zeros, scale, byte):
-    """Return the end of the PTX of whole numbers with scales in halves of $3 and $4 (gpu_packing._scales_in_halves): v
-    has what c is added to, or a zero, and then the product with the scale is $0. f has ones."""
+    """Return the end of the PTX of integers with scales in halves of $3 and $4 (gpu_packing._scales_in_halves): v is
+    the number to which c is added, or a zero, and then $0 is the product with the scale. f contains ones."""
     lines, parts = [], ("$3", "$4")
     if zeros:
         if scale == "float16":
@@ -129,7 +129,7 @@ def _scaled(zeros, scale, byte):
     lines += ["fma.rn.bf16x2 v, v, f, c;", *_halves_of(*parts, scale == "float16" or zeros or byte, "t")]
     lines.append(f"mov.b32 c, {0x80008000};")
     if scale == "float16":
-        # What is rounded is the sum of both products, of which the smaller one is exact.
+        # The sum of both products is rounded; the smaller one is exact.
         if zeros:
             lines += [f"and.b32 {to}, {of}, {0xFFE0};" for to, of in (("a", "$3"), ("b", "$4"))]
         lines += [*_halves_of(*(("a", "b") if zeros else parts), False, "f"), "fma.rn.bf16x2 c, v, f, c;"]
@@ -138,10 +138,10 @@ def _scaled(zeros, scale, byte):
 
 @triton.constexpr_function
 def _signed_assembly(coding, place, offsets, upper):
-    """Return the PTX of :func:`_assembly` for signed numbers, whose bits are a bfloat16's where they lie, or a shift
-    or an exchange of bytes away (gpu_packing._half). Offsets are in the upper or the lower halves of $5 and $6."""
+    """Return the PTX of :func:`_assembly` for signed numbers, whose bits are a bfloat16's in place, or a shift or a
+    byte swap away (gpu_packing._half). Offsets are in the upper or the lower halves of $5 and $6."""
     if coding == "signed8":
-        # Each code stands twice in its half, above for its sign and below for its size.
+        # Each code is twice in its half, above for its sign and below for its magnitude.
         lines = [f"prmt.b32 v, $1, $2, {0x4400 + 0x1111 * place};", f"and.b32 v, v, {0x807F807F};"]
     else:
         upper_codes, exchanged, shifted = place // 4, place % 4 // 2, place % 2
@@ -157,12 +157,12 @@ def _signed_assembly(coding, place, offsets, upper):
 
 @triton.constexpr_function
 def _nf4_table(half):
-    """Return the PTX that makes NF4's 16 weights with the scale $8, rounded to a type of 16 bits (``half``: PTX's name
-    of two of them): their lower bytes in $0 to $3, and their upper ones in $4 to $7."""
+    """Return the PTX that makes NF4's 16 weights with the scale $8, rounded to a 16-bit type (``half``: PTX's name of
+    two of them): their lower bytes in $0 to $3, and their upper ones in $4 to $7."""
     lines = []
     for at in range(4):
         for lane, value in zip("abcd", _NF4[4 * at : 4 * at + 4], strict=True):
-            # 1 and -1 take no product; that with 0 keeps its sign.
+            # 1 and -1 need no product; that with 0 keeps its sign.
             plain = {"0f3F800000": f"mov.f32 {lane}, $8;", "0fBF800000": f"neg.f32 {lane}, $8;"}
             lines.append(plain.get(value, f"mul.rn.f32 {lane}, $8, {value};"))
         lines += [f"cvt.rn.{half}.f32 l, b, a;", f"cvt.rn.{half}.f32 h, d, c;"]
@@ -176,7 +176,7 @@ def _nf4_lookup(place):
     from $3 to $17 is a word of :func:`_nf4_table`.
 
     Bytes of a register are looked up by the lower three bits of four codes, among the first and among the last eight
-    weights, and the fourth bits choose. So two places are made at once, and the assembler does that once for both.
+    weights, and the fourth bits choose. So two places are made at once, which the assembler does once for both.
     """
     half, inner = divmod(place, 4)
     lines = [
@@ -198,7 +198,7 @@ def _nf4_lookup(place):
 
 @triton.jit
 def nf4_table(scale, BFLOAT16: tl.constexpr):
-    """Return words that have NF4's 16 weights with each scale, rounded to bfloat16, or else to float16."""
+    """Return words with NF4's 16 weights for each scale, rounded to bfloat16, or else to float16."""
     ASSEMBLY: tl.constexpr = _nf4_table("bf16x2" if BFLOAT16 else "f16x2")
     return tl.inline_asm_elementwise(
         ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,f", [scale],
@@ -208,7 +208,7 @@ def nf4_table(scale, BFLOAT16: tl.constexpr):
 
 @triton.jit
 def nf4_weights(words, table, PLACE: tl.constexpr, BFLOAT16: tl.constexpr):
-    """Return the weights of the codes at one place of each word, out of their groups' words of :func:`nf4_table`."""
+    """Return the weights of the codes at one place of each word, from their groups' words of :func:`nf4_table`."""
     ASSEMBLY: tl.constexpr = _nf4_lookup(PLACE)
     CONSTRAINTS: tl.constexpr = "=r" + ",r" * 18
     operands = (words, table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7])
@@ -224,13 +224,14 @@ def exact(
     words, beside, scales, PLACE: tl.constexpr, CODING: tl.constexpr, SHIFT: tl.constexpr, GROUPS: tl.constexpr,
     SCALE: tl.constexpr, BYTE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of the codes at one place of each word, bfloat16, without scales of float32.
+    """Return the weights of the codes at one place of each word, bfloat16, without float32 scales.
 
-    beside: for zeros the bfloat16 that are added to ZERO_BASE + code, where scales do not have them; for offsets words
-        that have them in the half HALF; else not used.
-    scales: the words that hold scales, those of a byte or two at BYTE. With GROUPS the scales of the sums, which the
-        weights do not need: Triton loads ahead, turns of a loop before, what the operands of a product of tiles are
-        made of, and nothing else.
+    beside: for zeros, the bfloat16 added to ZERO_BASE + code, unless scales contain them; for offsets, words with them
+        in the half HALF; else unused.
+    scales: the words of scales, those of a byte or two at BYTE. With GROUPS the scales of the sums, which the weights
+    do
+        not need: Triton prefetches, iterations ahead, only values from which the operands of a product of tiles are
+        made.
     """
     if _INTERPRETED:
         return _interpreted(words, beside, scales, PLACE, CODING, SHIFT, SCALE, BYTE, HALF)
@@ -255,7 +256,7 @@ def _interpreted(
     words, beside, scales, PLACE: tl.constexpr, CODING: tl.constexpr, SHIFT: tl.constexpr, SCALE: tl.constexpr,
     BYTE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Return what :func:`exact` does, where no PTX can be run."""
+    """Return the result of :func:`exact` without PTX."""
     BIAS: tl.constexpr = 8.0 if CODING == "int4" else 128.0 if CODING == "int8" else 0.0
     values = code_values(words, words, PLACE, CODING, BIAS, False, True) * code_step(PLACE, CODING, False)
     if SHIFT == "zeros":
@@ -269,12 +270,12 @@ def _interpreted(
 
 @triton.jit
 def _signed_values(words, PLACE: tl.constexpr, CODING: tl.constexpr):
-    """Return the signed numbers at one place of each word, float32: gpu_packing._half backwards."""
+    """Return the signed numbers at one place of each word, float32, the inverse of gpu_packing._half."""
     if CODING == "signed8":
         bits = words >> (8 * PLACE)
         sign, size = bits & 0x80, bits & 0x7F
     else:
-        # The sign and the bits below it lie in nibbles of their own.
+        # The sign and the bits below it are in separate nibbles.
         half = words >> (16 * (PLACE // 4))
         SIGN: tl.constexpr = 15 - 4 * (PLACE % 2) - 8 * (PLACE % 4 // 2)
         SIZE: tl.constexpr = 4 - 4 * (PLACE % 2) + 8 * (PLACE % 4 // 2)
@@ -284,7 +285,7 @@ def _signed_values(words, PLACE: tl.constexpr, CODING: tl.constexpr):
 
 @triton.jit
 def _float_code(words, PLACE: tl.constexpr, CODING: tl.constexpr):
-    """Return the code of a float at one place of each word as int32: gpu_packing._half backwards."""
+    """Return the code of a float at one place of each word as int32, the inverse of gpu_packing._half."""
     if CODING == "fp8_e4m3":
         half = words >> (16 * (PLACE // 2))
         if PLACE % 2 == 0:
@@ -305,8 +306,8 @@ def code_values(
     words, table, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.constexpr, NATIVE_FP8: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Return the float32 values of the codes at one place of each word, as multiples of the result of
-    :func:`code_step`. ``table`` has the values of NF4."""
+    """Return the float32 values of the codes at one place of each word, too small by :func:`code_step`. ``table`` has
+    the values of NF4."""
     if CODING == "fp8_e4m3":
         return decode_e4m3(_float_code(words, PLACE, CODING).to(tl.uint8), tl.float32, NATIVE_FP8)
     if CODING == "nf4":
@@ -314,14 +315,14 @@ def code_values(
     if CODING == "signed4" or CODING == "signed8":
         return _signed_values(words, PLACE, CODING)
     if CODING == "fp4_e2m1":
-        # Exponent and mantissa become those of a float16, whose bias differs by 14, also for subnormals. This takes
-        # fewer instructions than to look a value up.
+        # Exponent and mantissa become those of a float16, whose bias differs by 14, also for subnormals: fewer
+        # instructions than a lookup.
         code = _float_code(words, PLACE, CODING)
         bits = ((code & 0x8) << 12) | ((code & 0x7) << 9)
         return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    # A code stays at its place in its half of the word, where it is a multiple of a power of 2: one instruction masks
-    # its neighbours and leaves the bits of a float, which all codes of the half get at once. A conversion of integers
-    # would take longer than that sum, which is exact.
+    # A code stays at its place in its half of the word, as a multiple of a power of 2: one instruction masks its
+    # neighbours and leaves the bits of a float, common to all codes of the half. An integer conversion would take
+    # longer than that sum, which is exact.
     if CODING == "int8":
         half, shift, mask = words >> (16 * (PLACE // 2)), 8 * (PLACE % 2), 0xFF
     else:
@@ -333,8 +334,8 @@ def code_values(
 
 @triton.jit
 def code_step(PLACE: tl.constexpr, CODING: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Return the factor by which the results of :func:`code_values` are too small; it is a power of 2, so that scales
-    are multiplied by it exactly."""
+    """Return the factor by which the results of :func:`code_values` are too small, a power of 2, so that scales are
+    multiplied by it exactly."""
     if CODING == "fp8_e4m3":
         return 1.0 if NATIVE_FP8 else 256.0
     if CODING == "nf4":
@@ -380,7 +381,7 @@ def small_scale(words, BYTE: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def small_zero(words, SCALE: tl.constexpr):
-    """Return what is added to ZERO_BASE + code, where the words of scales have it, float32."""
+    """Return the number added to ZERO_BASE + code, if the words of scales contain it, float32."""
     if SCALE == "float16":
         return -(words & _ZERO_BITS).to(tl.float32) - _ZERO_BASE
     return (words << 16).to(tl.float32, bitcast=True)

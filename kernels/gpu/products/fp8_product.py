@@ -1,16 +1,16 @@
-"""Multiplies rows by a matrix of FP8 (e4m3) in FP8, for checkpoints whose producer rounds the rows, too.
+"""Products of rows with a matrix of FP8 (e4m3) in FP8, for checkpoints whose producer also rounds the rows.
 
     rows [T, K] --scale of each row, or of its blocks of 128--> codes --'
-    matrix [N, K], codes as the checkpoint has them --products in FP8-----> times both scales, bias --> out [T, N]
+    matrix [N, K], codes as in the checkpoint --products in FP8-----> times both scales, bias --> out [T, N]
 
-A row's scale is its largest size over 448, so that no row depends on the others (dynamic activations). Where the matrix
-has a scale for each output, a row has one for all of its inputs; where it has one for each block of 128 x 128
+A row's scale is its largest magnitude over 448, so that no row depends on the others (dynamic activations). If the
+matrix has a scale for each output, a row has one for all of its inputs; if it has one for each block of 128 x 128
 (DeepSeek-V3, arXiv 2412.19437, section 3.3), a row has one for each 128 inputs.
 
-Many rows are cuBLASLt's (``torch._scaled_mm``). Few rows wait for the matrix: a kernel here multiplies them, whose
-programs share the inputs as those of :mod:`pillion.kernels.gpu.products.quantized_product` do. It adds up 128 inputs on
-the tensor cores, whose own sums keep 14 bits, and these in float32. It also takes the many rows that cuBLASLt refuses.
-Both read the codes where they lie, in rows of K bytes.
+Many rows go to cuBLASLt (``torch._scaled_mm``). Few rows wait for the matrix: they go to a kernel here, whose programs
+share the inputs like those of :mod:`pillion.kernels.gpu.products.quantized_product`. It adds up 128 inputs on the
+tensor cores, whose own sums have 14 bits, and these in float32. It also serves the many rows that cuBLASLt refuses.
+Both read the codes in place, in rows of K bytes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from pillion.kernels.gpu.products.quantized_product import _sum
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# Blocks of the matrix, and groups of a row's inputs, have this many of each; kernels multiply so many inputs at once.
+# Sides of the matrix's blocks, and inputs of a row's groups; also the inputs that kernels multiply at once.
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
-# cuBLASLt takes matrices whose sides are multiples of this, and scales of blocks in rows of a multiple of SCALE_ROW.
+# cuBLASLt requires matrices whose sides are multiples of this, and scales of blocks in rows of a multiple of SCALE_ROW.
 SIDES, SCALE_ROW = 16, 4
-# A tile has one of these numbers of rows. More rows than SHARED_ROWS are cuBLASLt's.
+# Rows of a tile. More rows than SHARED_ROWS go to cuBLASLt.
 ROW_TILES = (16, 32, 64, 128)
 SHARED_ROWS = 64
-# The inputs are cut into as many parts as fill two programs for each of an H200's 132 multiprocessors.
+# Target number of parts of the inputs: two programs for each of an H200's 132 multiprocessors.
 _PROGRAMS, _MOST_SPLITS, _LEAST_BLOCKS = 264, 16, 2
 
 
@@ -61,17 +61,17 @@ class Fp8Matrix:
 
     @property
     def in_blocks(self) -> bool:
-        """Says whether each block has a scale."""
+        """True if each block has a scale."""
         return self.scales.dim() == 2
 
 
 def computes_in_fp8(device: torch.device) -> bool:
-    """Says whether a device multiplies FP8."""
+    """Return whether a device multiplies FP8."""
     return arch_of(device) >= NATIVE_FP8_ARCH
 
 
 def fp8_matrix(matrix: QuantizedMatrix) -> Fp8Matrix | None:
-    """Return a matrix for products in FP8; None for one that they do not take."""
+    """Return a matrix for products in FP8; None if they do not support it."""
     (outputs, inputs), scales = matrix.shape, matrix.scales
     plain = matrix.coding == "fp8_e4m3" and matrix.offsets is None and matrix.order is None
     if not plain or outputs % SIDES or inputs % SIDES:
@@ -86,7 +86,7 @@ def fp8_matrix(matrix: QuantizedMatrix) -> Fp8Matrix | None:
 
 @triton.jit
 def _round_rows(rows, codes, scales, tokens, inputs, IN_BLOCKS: tl.constexpr, WIDE: tl.constexpr):
-    """Round one row; with IN_BLOCKS, WIDE inputs of it, whose scales lie at block * tokens + row."""
+    """Round one row; with IN_BLOCKS, WIDE inputs of it, whose scales are at block * tokens + row."""
     token = tl.program_id(0)
     row, coded = rows + token.to(tl.int64) * inputs, codes + token.to(tl.int64) * inputs
     if IN_BLOCKS:
@@ -114,7 +114,7 @@ def _round_rows(rows, codes, scales, tokens, inputs, IN_BLOCKS: tl.constexpr, WI
 
 @triton.jit
 def _numbers(codes, NATIVE: tl.constexpr):
-    """Turn codes into what a product of tiles takes: FP8, or in Triton's interpreter their values in float32."""
+    """Convert codes to operands of a product of tiles: FP8, or in Triton's interpreter their values in float32."""
     return codes.to(tl.float8e4nv, bitcast=True) if NATIVE else decode_e4m3(codes, tl.float32, False) * 256.0
 
 
@@ -126,12 +126,12 @@ def _product(
     BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
 ):
     # fmt: on
-    """Compute one tile of outputs and rows; with SHARED one part of it, of ``depth`` inputs, into ``out``
-    [parts, T, N]."""
+    """Compute one tile of outputs and rows; with SHARED one part of it, of ``depth`` inputs, into ``out`` [parts, T,
+    N]."""
     wide, long = tl.cdiv(outputs, BLOCK_N), tl.cdiv(tokens, BLOCK_T)
     n, t = tl.swizzle2d(tl.program_id(0) // long, tl.program_id(0) % long, wide, long, GROUP_N)
     output, token = n * BLOCK_N + tl.arange(0, BLOCK_N), t * BLOCK_T + tl.arange(0, BLOCK_T)
-    # A place after the last output, or after the last row, computes that last one again, and stores nothing.
+    # Indices after the last output or row compute that one again, and store nothing.
     output_read, token_read = tl.minimum(output, outputs - 1), tl.minimum(token, tokens - 1)
     column = tl.arange(0, _BLOCK)
     left = matrix + output_read.to(tl.int64)[:, None] * inputs + column[None, :]
@@ -157,19 +157,19 @@ def _product(
 
 
 def splits_of(outputs: int, inputs: int) -> int:
-    """Return into how many parts the inputs are cut for few rows."""
+    """Return the number of parts of the inputs for few rows."""
     blocks, tiles = -(-inputs // BLOCK), -(-outputs // BLOCK)
     wanted = max(1, min(_PROGRAMS // tiles, blocks // _LEAST_BLOCKS, _MOST_SPLITS))
     return -(-blocks // -(-blocks // wanted))
 
 
 class Fp8Product:
-    """Multiplies rows by matrices in FP8. Owns the workspace: rows' codes and scales, and the sums of parts."""
+    """Product of rows with matrices in FP8. Owns the workspace: rows' codes and scales, and the sums of parts."""
 
     def __init__(
         self, matrices: Iterable[Fp8Matrix], max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Reserve the workspace for products of rows [max_rows, K] of ``dtype`` by these matrices."""
+        """Reserve the workspace for products of rows [max_rows, K] of ``dtype`` with these matrices."""
         shapes = [tuple(matrix.codes.shape) for matrix in matrices]
         inputs = max((each for _, each in shapes), default=0)
         few = min(max_rows, SHARED_ROWS)
@@ -178,11 +178,11 @@ class Fp8Product:
         self._scales = torch.zeros(max_rows * -(-inputs // BLOCK), dtype=torch.float32, device=device)
         self._partials = torch.zeros(parts, dtype=torch.float32, device=device)
         self._max_rows, self._dtype, self._arch = max_rows, dtype, arch_of(device)
-        # cuBLASLt refuses these matrices, by shape and whether they have blocks.
+        # Matrices that cuBLASLt refuses, by shape and whether they have blocks.
         self._refused: set[tuple[int, int, bool]] = set()
 
     def compile(self, matrix: Fp8Matrix, bias: torch.Tensor | None) -> None:
-        """Compile every kernel that products by a matrix need, and finds out whether cuBLASLt takes it."""
+        """Compile every kernel that products with a matrix need, and find out whether cuBLASLt supports it."""
         outputs, inputs = matrix.codes.shape
         for count in sorted({min(tile, self._max_rows) for tile in ROW_TILES}):
             rows = matrix.scales.new_zeros(count, inputs, dtype=self._dtype)

@@ -1,21 +1,21 @@
-"""Lays out a quantized matrix in GPU memory.
+"""Layout of a quantized matrix in GPU memory.
 
     words[unit, output, column] : int32, PER_WORD codes: code i is that of input unit * UNIT + i * COLUMNS + column
     scales, offsets[group, output] : float32
     or scales[unit, word, output] : int32, a byte for each group, and factors[output] : float32
     or scales[unit, word, output] : int32, two bytes for each group, or four
 
-A *unit* is as many inputs as COLUMNS words of a row hold: 256 in 4 bits, 128 in 8. So a kernel that loads a tile
-[outputs, COLUMNS] of words, which is one contiguous piece of memory, has PER_WORD tiles of codes by a shift and a mask
-each, and every tile belongs to COLUMNS inputs that follow each other. Where inputs fill no whole number of units, the
-last unit has fewer codes in a column, and several columns share a word. Outputs are padded to multiples of OUTPUTS, and
-inputs as far as words need it, with codes and scales of 0.
+A *unit* is the inputs of COLUMNS words of a row: 256 in 4 bits, 128 in 8. So a kernel that loads a tile [outputs,
+COLUMNS] of words, one contiguous piece of memory, gets PER_WORD tiles of codes by a shift and a mask each, and every
+tile belongs to COLUMNS consecutive inputs. If inputs are no whole number of units, the last unit has fewer codes in a
+column, and several columns share a word. Outputs are padded to multiples of OUTPUTS, and inputs as far as words need
+it, with codes and scales of 0.
 
-The bits of codes that are floats lie in a word so that kernels take a float out by few instructions (``_half``).
-Scales that are numbers of 8 bits stay so: powers of two (MXFP4) and floats (NVFP4), each times its output's factor.
-Those of small groups of whole numbers stay in 16 bits, where a checkpoint has them in bfloat16. Where it has zeros or
-scales of float16, a group has a word (``_scales_in_halves``). For rows of bfloat16 other small groups of whole numbers,
-and all with any offsets, are signed numbers with a word for each scale and half a word for each offset (``_signed``).
+The bits of float codes are arranged in a word so that kernels extract a float by few instructions (``_half``). 8-bit
+scales stay in 8 bits: powers of two (MXFP4) and floats (NVFP4), each times its output's factor. Scales of small groups
+of integers stay in 16 bits, if a checkpoint has them in bfloat16. If it has zeros or float16 scales, a group has a word
+(``_scales_in_halves``). For rows of bfloat16 other small groups of integers, and all with arbitrary offsets, are signed
+numbers with a word for each scale and half a word for each offset (``_signed``).
 """
 
 from __future__ import annotations
@@ -29,50 +29,50 @@ from torch.nn.functional import pad
 
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# A row has this many words in a unit; it is also the depth of the kernels' products of tiles.
+# Words of a row per unit; also the depth of the kernels' products of tiles.
 COLUMNS = 32
 # Outputs are padded to a multiple of this.
 OUTPUTS = 64
-# A code has this many bits, by coding (pillion.kernels.torch.quantized_matrix.CODINGS). Those of signed numbers have a
-# sign above a size: 0 .. 127 in 8 bits, and in 4 an odd number 1 .. 15 without its lowest bit, which is twice the
-# distance of a code from the middle of all.
+# Bits of a code, by coding (pillion.kernels.torch.quantized_matrix.CODINGS). Signed numbers have a sign above a
+# magnitude: 0 .. 127 in 8 bits, and in 4 an odd number 1 .. 15 without its lowest bit, which is twice the distance of a
+# code from the middle of all.
 BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8, "signed4": 4, "signed8": 8}
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
 LEAST_GROUP = 16
-# Scales are float32, or bytes b that stand for a power of two, 2**(b - 253), or for a float with 3 bits of mantissa,
-# (1 + b % 8 / 8) * 2**(b // 8 - 29), at most 2**2. Neither has a 0. Or they are numbers of bfloat16, or of float16,
-# each of which is kept as the sum of two numbers of bfloat16, as are those of signed numbers, with 16 bits in all.
+# Types of scales: float32; bytes b for a power of two, 2**(b - 253), or for a float with 3 bits of mantissa, (1 + b % 8
+# / 8) * 2**(b // 8 - 29), at most 2**2, neither with a 0; bfloat16; float16, and those of signed numbers, with 16 bits
+# in total, each stored as the sum of two bfloat16.
 SCALES = ("float32", "e8m0", "e5m3", "bfloat16", "float16", "two_halves")
-# Those of an output are multiplied by a power of two with which the largest of them is below 2**127, because a signed
-# number's bits are those of a bfloat16 without an exponent, and stand for the number times 2**-133 or 2**-130.
+# An output's scales are multiplied by a power of two that keeps the largest of them below 2**127, because a signed
+# number's bits are those of a bfloat16 without an exponent, i.e. the number times 2**-133 or 2**-130.
 _MOST_POWER, _SIZE_POWERS = 127, {"signed4": 3, "signed8": 6}
-# Offsets that are more than this times as large as an output's scales lower them all, so that no product overflows.
+# Offsets above an output's scales times the inverse of this lower all its scales, so that no product overflows.
 _OFFSET_SHARE = 2.0**-7
-# A code of 8 bits less a whole number is at most so large; an output's largest scale is within these powers of two.
+# Max magnitude of an 8-bit code less an integer; bounds of the power of two of an output's largest scale.
 _MOST_SIZE, _POWERS = 127, (-100, 100)
-# Groups of so many inputs or more have scales of float32, which multiply sums and not weights.
+# Min inputs of a group with float32 scales, which multiply sums and not weights.
 LEAST_SUM = 64
 _POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 29, 8
-# Weights are shifted by nothing, by offsets, or by whole numbers z from 0 to 15 that are subtracted from codes: then
-# the offsets are -ZERO_BASE - z.
+# Shifts of weights: none, offsets, or integers z from 0 to 15 that are subtracted from codes: then the offsets are
+# -ZERO_BASE - z.
 SHIFTS = ("none", "offsets", "zeros")
 ZERO_BASE, _MOST_ZERO = 128, 15
-# The smaller bfloat16 of a float16 has 3 significant bits, so that its product with a code less its zero is exact.
-# These of its bits are 0, and a zero stands in the lowest of them.
+# Bits of the smaller bfloat16 of a float16 that are 0, since it has 3 significant bits, so that its product with a code
+# less its zero is exact. A zero is stored in the lowest of them.
 FREE_BITS = 0x1F
-# E4M3's numbers are divided by this power of two, and are then below 2**2. Products of scales with a factor are off by
-# this share at most.
+# E4M3 numbers are divided by this power of two, and are then below 2**2; max relative error of scales' products with a
+# factor.
 _E4M3_SHIFT, _ROUNDED = 7, 2.0**-22
 
 
 @dataclass(frozen=True, slots=True)
 class PackedKind:
-    """A packed matrix [outputs, inputs] as far as its size in memory depends on it.
+    """The properties of a packed matrix [outputs, inputs] that determine its size in memory.
 
     Attributes:
-        group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale for each output. Scales
-            of a byte or two have LEAST_GROUP or COLUMNS, those of a word beside others than float32's COLUMNS; those of
-            signed numbers have at most half a unit.
+        group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale per output. Scales of a
+            byte or two have LEAST_GROUP or COLUMNS; those of a word, other than float32, have COLUMNS; those of signed
+            numbers have at most half a unit.
         scale: one of SCALES.
         shift: one of SHIFTS.
     """
@@ -86,34 +86,34 @@ class PackedKind:
 
     @property
     def per_word(self) -> int:
-        """How many codes are in a word of 32 bits."""
+        """Codes in a word of 32 bits."""
         return 32 // BITS[self.coding]
 
     @property
     def unit(self) -> int:
-        """How many inputs of the matrix one unit has."""
+        """Inputs of a unit."""
         return COLUMNS * self.per_word
 
     @property
     def units(self) -> int:
-        """The number of units, with the last one where it is not whole."""
+        """Number of units, including a partial last one."""
         return -(-self.inputs // self.unit)
 
     @property
     def tail(self) -> int:
-        """How many codes a column has in the last unit where it is not whole, padding included; else 0."""
+        """Codes per column in a partial last unit, padding included; else 0."""
         codes = -(-(self.inputs % self.unit) // COLUMNS)
         return next(size for size in (0, 2, 4, 8) if codes <= size)
 
     @property
     def per_scale_word(self) -> int:
-        """How many scales are in a word of 32 bits."""
+        """Scales in a word of 32 bits."""
         halves = 2 if self.shift == "none" else 1
         return {"bfloat16": halves, "e8m0": 4, "e5m3": 4}.get(self.scale, 1)
 
     @property
     def padded(self) -> int:
-        """How many outputs the packed matrix has, with padding."""
+        """Outputs of the packed matrix, with padding."""
         return -(-self.outputs // OUTPUTS) * OUTPUTS
 
 
@@ -122,12 +122,12 @@ class PackedMatrix:
     """A packed matrix.
 
     Attributes:
-        words: int32 [N]: whole units [units, padded outputs, COLUMNS], and then what is left.
+        words: int32 [N]: whole units [units, padded outputs, COLUMNS], then the partial one.
         scales: float32 [groups, padded outputs], or int32 [units, words, padded outputs] of smaller numbers.
-        offsets: float32 [groups, padded outputs], or int32 [units, words, padded outputs] of two bfloat16 each beside
-            signed numbers; None where all are 0 or beside scales of bfloat16 and float16.
-        factors: float32 [padded outputs], which multiply scales of a byte, and signed numbers; None beside others.
-        order: int32 [inputs], the input of each column, or None where columns are in order.
+        offsets: float32 [groups, padded outputs], or int32 [units, words, padded outputs] of two bfloat16 each with
+            signed numbers; None if all are 0 or with scales of bfloat16 and float16.
+        factors: float32 [padded outputs], which multiply scales of a byte, and signed numbers; else None.
+        order: int32 [inputs], the input of each column, or None if columns are in order.
     """
 
     kind: PackedKind
@@ -145,7 +145,7 @@ class PackedMatrix:
 
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
-    """Return whether the kernels multiply by this matrix: its groups have all of its inputs, or a multiple of
+    """Return whether the kernels support this matrix: its groups are all of its inputs, or a multiple of
     LEAST_GROUP."""
     return matrix.group % LEAST_GROUP == 0 or matrix.group >= matrix.shape[1]
 
@@ -153,9 +153,9 @@ def can_pack(matrix: QuantizedMatrix) -> bool:
 def pack(matrix: QuantizedMatrix, dtype: torch.dtype, *, least: int = 0) -> PackedMatrix:
     """Pack a matrix for which :func:`can_pack` holds, for products with rows of a type.
 
-    There are three forms, and the first that holds the matrix is taken: exact weights of a type's products, signed
-    numbers for rows of bfloat16, and scales and offsets of float32, which hold every matrix. Those before number
-    ``least`` are left out.
+    Uses the first of three forms that represents the matrix: exact weights of a type's products, signed numbers for
+    rows of bfloat16, and scales and offsets of float32, which represent every matrix. Forms before number ``least`` are
+    skipped.
     """
     assert can_pack(matrix)
     group = matrix.group if matrix.group % COLUMNS == 0 else LEAST_GROUP
@@ -167,8 +167,8 @@ def pack(matrix: QuantizedMatrix, dtype: torch.dtype, *, least: int = 0) -> Pack
 
 
 def pack_alike(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> list[PackedMatrix]:
-    """Pack matrices of one shape, such as those of experts, in one kind where there is one for all: one of them, whose
-    numbers are all 0, may be of another kind by itself."""
+    """Pack matrices of one shape, such as those of experts, in one kind if there is one for all: a matrix of zeros
+    alone might get another kind by itself."""
     for least in range(3):
         found = [pack(matrix, dtype, least=least) for matrix in matrices]
         if len({(each.kind, *each.parts) for each in found}) == 1:
@@ -182,7 +182,7 @@ def _exact(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
     if small is not None:
         scale, numbers, factors = small
         kind = PackedKind(matrix.coding, outputs, inputs, min(group, COLUMNS), scale)
-        # No number of a byte is 0.
+        # Scales of a byte have no 0, so codes become 0 instead.
         codes = torch.where(_spread(matrix.scales == 0, matrix.group, inputs), 0, matrix.codes)
         scales = _scale_words(numbers, matrix.group, kind, kind.per_scale_word)
         return _packed(matrix, codes, kind, scales, factors=factors)
@@ -221,9 +221,9 @@ def _packed(
     offsets: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
 ) -> PackedMatrix:
-    """Join the parts of a packed matrix; codes [outputs, inputs] and factors [outputs] are still to be laid out."""
+    """Assemble a packed matrix; codes [outputs, inputs] and factors [outputs] are still to be laid out."""
     if kind.coding == "int8":
-        # A code is stored as a number from 0 on, as all whole numbers are here; the kernel subtracts 128.
+        # Stored from 0 on, like all integers here; the kernel subtracts 128.
         codes = codes ^ 0x80
     factors = None if factors is None else pad(factors, (0, kind.padded - kind.outputs))
     order = None if matrix.order is None else matrix.order.int()
@@ -245,8 +245,8 @@ def _grouped(values: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor
 
 
 def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Tensor] | None:
-    """Return one of SCALES, scales as numbers of a byte, uint8 [outputs, G], and the outputs' factors; None where
-    they cannot be kept so. Products of these scales with codes of other codings would have to be rounded."""
+    """Return one of SCALES, scales as one-byte numbers, uint8 [outputs, G], and the outputs' factors; None if they
+    cannot be stored so. Products of these scales with codes of other codings would have to be rounded."""
     scales = matrix.scales
     if matrix.coding != "fp4_e2m1" or matrix.offsets is not None:
         return None
@@ -268,12 +268,12 @@ def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Ten
 def _scales_in_halves(
     matrix: QuantizedMatrix, group: int, zeros: torch.Tensor | None
 ) -> tuple[str, torch.Tensor | None]:
-    """Return one of SCALES, and scales of small groups of whole numbers in halves of words, int32 [outputs, G]: each
-    in 16 bits, or with what is beside it in 32. They are None, and the scales float32, where halves do not hold them.
+    """Return one of SCALES, and scales of small groups of integers in halves of words, int32 [outputs, G]: each in 16
+    bits, or in 32 with an additional number. None, with float32 scales, if halves cannot represent them.
 
-    A scale of bfloat16 is in 16 bits, or in the upper half of a word whose lower half has -ZERO_BASE - zero. A scale of
-    float16 is the sum of the upper half and of the lower one, whose lowest bits have the zero. A weight, its number
-    times its scale, is rounded once there as well as in float32.
+    A bfloat16 scale is in 16 bits, or in the upper half of a word whose lower half is -ZERO_BASE - zero. A float16
+    scale is the sum of the upper half and of the lower one, whose lowest bits are the zero. A weight, its number times
+    its scale, is rounded once, as in float32.
     """
     shifted = matrix.offsets is not None
     if not (0 < group < LEAST_SUM and matrix.coding in ("uint4", "int4", "int8")) or (shifted and zeros is None):
@@ -292,7 +292,7 @@ def _scales_in_halves(
 
 
 def _half_bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of numbers of bfloat16, int32."""
+    """Return the bits of bfloat16 numbers, int32."""
     return values.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
 
 
@@ -303,12 +303,12 @@ def _scale_words(numbers: torch.Tensor, group: int, kind: PackedKind, per_word: 
 
 
 def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
-    """Pack whole numbers as signed ones, whose bits are those of a bfloat16, sign and all; None for other numbers, and
-    where 8 bits do not hold them.
+    """Pack integers as signed numbers, whose bits are those of a bfloat16, sign and all; None for other numbers, and if
+    8 bits do not suffice.
 
-    A weight is n * scale + offset, with what a middle of the codes takes from n added to the offset, which is then
-    small: half a scale at most in 8 bits, where each group has a middle of its own. It is rounded twice, and the sum
-    once, so that a weight is off by 2**-8 of its size and 2**-7 of that offset at most, and by 2**-16 of n * scale.
+    A weight is n * scale + offset; subtracting a middle of the codes from n adds to the offset, which is then small:
+    half a scale at most in 8 bits, where each group has its own middle. It is rounded twice, and the sum once, so that
+    a weight is off by at most 2**-8 of its size and 2**-7 of that offset, and by 2**-16 of n * scale.
     """
     if matrix.coding not in ("uint4", "int4", "int8"):
         return None
@@ -331,7 +331,7 @@ def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
         return None
     outputs, inputs = matrix.shape
     shift = "none" if matrix.offsets is None and coding == "signed8" else "offsets"
-    # A group is so small that a unit has two or more, because a word of offsets holds those of two groups.
+    # A group is so small that a unit has two or more, because a word of offsets contains those of two groups.
     kept = group if group == LEAST_GROUP else gcd(group, COLUMNS * 16 // BITS[coding])
     kind = PackedKind(coding, outputs, inputs, kept, "two_halves", shift)
     spread = matrix.group if group else kind.units * kind.unit
@@ -349,8 +349,8 @@ def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
 def _moved(
     matrix: QuantizedMatrix, scales: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return codes of int8, less a whole number for each group, as signed ones, and these numbers, float64; None where
-    there are none. Those of a matrix without offsets are 0."""
+    """Return codes of int8, less an integer per group, as signed numbers, and these integers, float64; None if there
+    are none. Those of a matrix without offsets are 0."""
     inputs = matrix.shape[1]
     size = min(matrix.group, inputs)
     numbers = matrix.codes.view(torch.int8).short()
@@ -365,7 +365,7 @@ def _moved(
 
 
 def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
-    """Return the whole numbers that offsets subtract from codes, float32; None where there are none."""
+    """Return the integers that offsets subtract from codes, float32; None if there are none."""
     if coding != "uint4":
         return None
     zeros = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(0, _MOST_ZERO)
@@ -373,7 +373,7 @@ def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Te
 
 
 def _packed_codes(codes: torch.Tensor, kind: PackedKind) -> torch.Tensor:
-    """Pack codes uint8 [outputs, inputs] into int32 words, one after the other."""
+    """Pack codes uint8 [outputs, inputs] into consecutive int32 words."""
     whole = kind.inputs // kind.unit
     codes = pad(codes, (0, whole * kind.unit + kind.tail * COLUMNS - kind.inputs, 0, kind.padded - kind.outputs))
     units = codes[:, : whole * kind.unit].reshape(kind.padded, whole, kind.per_word, COLUMNS).transpose(0, 1)
@@ -386,7 +386,7 @@ def _packed_codes(codes: torch.Tensor, kind: PackedKind) -> torch.Tensor:
 
 
 def _columns(places: Sequence[torch.Tensor], kind: PackedKind) -> torch.Tensor:
-    """Join the codes of each column: two of them in order, or half a word or a word of them as :func:`_half` does."""
+    """Join the codes of each column: two of them in order, or half a word or a word of them by :func:`_half`."""
     half = kind.per_word // 2
     if len(places) < half:
         return _joined(places, BITS[kind.coding])
@@ -395,8 +395,8 @@ def _columns(places: Sequence[torch.Tensor], kind: PackedKind) -> torch.Tensor:
 
 
 def _half(places: Sequence[torch.Tensor], coding: str) -> torch.Tensor:
-    """Join the codes of half a word. The first float has its sign at bit 15 and the others where they are those of a
-    bfloat16, up to its exponent's bias; the others lie in what is left, so that few shifts move them there."""
+    """Join the codes of half a word. The first float has its sign at bit 15 and its other bits as in a bfloat16, up to
+    its exponent's bias; the others fill the rest, so that few shifts move them there."""
     if coding == "fp8_e4m3":
         first, second = (place.int() for place in places)
         found = (first & 0x80) << 8 | (first & 0x7F) << 4
@@ -408,7 +408,7 @@ def _half(places: Sequence[torch.Tensor], coding: str) -> torch.Tensor:
         return found | (fourth & 8) << 8 | (fourth & 6) << 12 | (fourth & 1) << 10
     if coding == "signed4":
         first, second, third, fourth = ((place.int() & 8) << 12 | (place.int() & 7) << 4 for place in places)
-        # What is a shift to the left, an exchange of bytes, or both away from where a bfloat16 has it.
+        # A left shift, a byte swap, or both away from the bfloat16's bits.
         return first | second >> 4 | _exchanged(third) | _exchanged(fourth >> 4)
     return _joined(places, BITS[coding])
 
@@ -418,7 +418,7 @@ def _exchanged(halves: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
-    """Join numbers of so many bits to int32, the first one lowest."""
+    """Join ``bits``-bit numbers to int32, the first one lowest."""
     found = parts[0].int()
     for place, part in enumerate(parts[1:], 1):
         found = found | part.int() << (bits * place)

@@ -1,13 +1,13 @@
-"""Multiplies rows of heads by a matrix for each head, so that a row's bits do not depend on how many rows there are
+"""Products of rows of heads with a matrix per head, whose bits do not depend on the number of rows
 (``--batch-invariant``).
 
     rows [T, H, K] --tiles [inputs, tokens]---dot--> sums in registers --> out [T, H, N]
     matrices [H, N, K] --tiles [outputs, inputs]--'
 
-A program computes one tile of tokens and outputs of a head. Tiles have one size, whatever the number of rows, and
-their inputs are added up in order. So it is slower than torch.bmm, which chooses another kernel for each number of
-rows. All strides but those of the inputs of rows, and of the results, are free: attention over latents has its
-matrices one way for queries, and the other way for values.
+A program computes one tile of tokens and outputs of a head. Tiles have one size, whatever the number of rows, and their
+inputs are added up in order. So it is slower than torch.bmm, which chooses another kernel for each number of rows. All
+strides but those of the inputs of rows, and of the results, are free: attention over latents stores its matrices one
+way for queries, and the other way for values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _head_product(
     output = tl.program_id(0) % wide * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (tl.program_id(0) // wide * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
-    # Outputs and tokens after the last ones are computed as those, and not stored.
+    # Indices after the last output and token compute those again, and are not stored.
     output_read, token_read = tl.minimum(output, outputs - 1), tl.minimum(token, tokens - 1)
     left = matrices + (head * matrix_head + output_read[:, None] * matrix_output + column[None, :] * matrix_input)
     right = rows + (head * row_head + token_read[None, :] * row_stride + column[:, None])
@@ -51,7 +51,7 @@ def _head_product(
 def head_product(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Multiply ``rows`` [T, H, K] by ``matrices`` [H, N, K] into ``out`` [T, H, N], all of one type; return it.
 
-    The values of a head are contiguous in rows and results. Raises Internal for tensors that do not fit.
+    The values of a head are contiguous in rows and results. Raises Internal for misshapen tensors.
     """
     count, heads, inputs = rows.shape
     outputs = matrices.shape[1]

@@ -1,20 +1,19 @@
-"""Adds what the adapters of a step's rows contribute to a product (LoRA), by a shrink and an expand kernel (Punica's
-SGMV).
+"""Contributions of the adapters of a step's rows to a product (LoRA), by a shrink and an expand kernel (Punica's SGMV).
 
     shrink: shrunk = A x for each row that has an adapter      expand: out += B shrunk
 
-Rows of one adapter are in runs of at most 16, a tile of the tensor cores, whoever stands between them in the batch. The
-runs come in the step's record, padded by runs of no rows, and both grids depend on the padded number alone; matrices
-stay where they are when another adapter takes a slot. So CUDA graphs replay both kernels for any step.
+Rows of one adapter are in runs of at most 16, a tile of the tensor cores, wherever they are in the batch. The runs are
+in the step's record, padded by runs of no rows, and both grids depend on the padded number alone; matrices keep their
+addresses when another adapter takes a slot. So CUDA graphs replay both kernels for any step.
 
-An adapter's matrices of a layer lie in its slot's slice of one buffer, at an offset that all slots share:
+An adapter's matrices of a layer are in its slot's slice of one buffer, at an offset common to all slots:
 
     A [slices, max_rank, inputs]      B [outputs, max_rank]
 
-A slice is one projection of a fused layer, such as the keys of QKV. The outputs of a slice are computed from the rows
-of A that belong to this slice only. In a product with a matrix for each head, heads share A or B, each has its own of
-the other one, and a row's shrunk values are those of its heads. Matrices of routers and gates, which choose or weigh
-whole rows, are float32, and lie in a buffer of their own.
+A slice is one projection of a fused layer, such as the keys of QKV. The outputs of a slice are computed only from the
+rows of A of this slice. In a product with a matrix for each head, heads share A or B, each has its own of the other
+one, and a row's shrunk values are those of its heads. Matrices of routers and gates, which choose or weigh whole rows,
+are float32, in a separate buffer.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ import triton.language as tl
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import cdiv, check, check_tensor, next_power_of_2
 
-# A run has this many rows, the least that tensor cores multiply.
+# Rows of a run, the least that tensor cores multiply.
 RUN_ROWS = 16
-# Ranks are padded to a multiple of this, because it is the least that tensor cores multiply.
+# Ranks are padded to a multiple of this, the least that tensor cores multiply.
 RANK_MULTIPLE = 16
-# A run has three int32 words: its adapter slot (-1 for padding), the place of its first row in the list of rows, and
-# its number of rows.
+# int32 words of a run: its adapter slot (-1 for padding), the index of its first row in the list of rows, and its
+# number of rows.
 RUN_WORDS = 3
 MAX_SLICES = 4
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -84,7 +83,7 @@ def _expand(
         begin = tl.program_id(1) * BLOCK_OUTPUTS
         columns = begin + tl.arange(0, BLOCK_OUTPUTS)
         ranks = tl.arange(0, BLOCK_RANKS)
-        # A block of outputs lies in one slice, and uses the ranks of that slice.
+        # A block of outputs is in one slice, and uses the ranks of that slice.
         part = (
             (begin >= first_end).to(tl.int32) + (begin >= second_end).to(tl.int32) + (begin >= third_end).to(tl.int32)
         )
@@ -104,18 +103,17 @@ def _expand(
 
 @dataclass(frozen=True, slots=True)
 class LayerSlot:
-    """Says where the matrices of a fused layer lie in each slot.
+    """Offsets of the matrices of a fused layer in each slot.
 
     Attributes:
-        a_at, b_at: values from the begin of a slot to A [slices * rank, inputs] and to B [outputs, rank]; of the layers
-            of all experts, to those of one expert after another; of heads, to those of one head after another where
-            they do not share it.
+        a_at, b_at: values from the begin of a slot to A [slices * rank, inputs] and to B [outputs, rank]; for layers of
+            experts, to those of one expert after another; for heads, to those of one head after another unless shared.
         inputs, outputs: sizes of the layer.
-        ends: for each slice, the number of the output after its last one; the last slice ends at ``outputs``.
-        rank: the rank that slots have room for, a multiple of RANK_MULTIPLE.
-        experts: how many experts have such a layer; 0 for a layer that all rows pass.
-        exact: whether the matrices are float32 in every type of the model, and lie in slots of that type.
-        heads: how many heads have such a product; 0 for one matrix.
+        ends: for each slice, the output after its last one; the last slice ends at ``outputs``.
+        rank: max rank of slots, a multiple of RANK_MULTIPLE.
+        experts: number of experts with such a layer; 0 for a layer of all rows.
+        exact: whether the matrices are float32 in every type of the model, in slots of that type.
+        heads: number of heads with such a product; 0 for one matrix.
         shares_b: whether heads share B; else they share A.
     """
 
@@ -132,19 +130,19 @@ class LayerSlot:
 
     @property
     def a_values(self) -> int:
-        """The number of values of A in a slot, of all experts or heads."""
+        """Values of A in a slot, of all experts or heads."""
         every = self.experts or (self.heads if self.shares_b else 1)
         return every * self.rank * len(self.ends) * self.inputs
 
     @property
     def values(self) -> int:
-        """The number of values of both matrices in a slot, of all experts or heads."""
+        """Values of both matrices in a slot, of all experts or heads."""
         every = self.experts or (1 if self.shares_b else max(1, self.heads))
         return self.a_values + every * self.rank * self.outputs
 
     @property
     def block_outputs(self) -> int:
-        """The number of outputs of an expand program, so many that no block spans two slices."""
+        """Outputs of an expand program, few enough that no block spans two slices."""
         block = 128
         while any(end % block for end in self.ends[:-1]):
             block //= 2
@@ -162,12 +160,11 @@ class RunRecord:
 def add_low_rank(
     x: torch.Tensor, slots: torch.Tensor, layer: LayerSlot, record: RunRecord, shrunk: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Add to ``out`` [T, outputs] the products of ``x`` [T, inputs] with the adapters of the rows in ``record``; of
+    """Add to ``out`` [T, outputs] the products of ``x`` [T, inputs] with the adapters of the rows in ``record``; with
     heads, both are [T, heads, ...], and only the values of a head need be contiguous.
 
-    slots: [P, values], one slot after another, of x's type or float32, which is the type of ``shrunk`` [T or more, at
-    least heads * slices * rank], too, that is overwritten; ``out`` is of either type. Raises Internal for misshapen
-    tensors.
+    slots: [P, values], one slot after another, of x's type or float32. shrunk: scratch of the same type, [T or more, at
+    least heads * slices * rank]. ``out`` is of either type. Raises Internal for misshapen tensors.
     """
     heads = max(1, layer.heads)
     if layer.heads:
@@ -191,7 +188,7 @@ def add_low_rank(
         rows.stride()[:2] if layer.heads else (size, 0) for rows, size in ((x, layer.inputs), (out, layer.outputs))
     )
     of_a, of_b = (ranks * layer.inputs, 0) if layer.shares_b else (0, layer.outputs * layer.rank)
-    # Matrices have pointers of their own, for offsets may exceed 32 bits, which would need other kernels.
+    # Separate pointers for the matrices: offsets may exceed 32 bits, which would need other kernels.
     constants = _shrink_constants()
     _shrink[(len(record.runs), ranks // constants["BLOCK_RANKS"], heads)](
         x, slots[0, layer.a_at :], record.runs, record.rows, shrunk, layer.inputs, width, slot_values,
@@ -212,7 +209,7 @@ def _shrink_constants() -> dict[str, int]:
 def _expand_constants(layer: LayerSlot, item_bytes: int) -> dict[str, int]:
     check(padded_rank(layer.rank) == layer.rank, "the kernels need ranks of 16, 32, 64 ..., not {}", layer.rank)
     ranks = min(layer.rank, 64)
-    # Weights of float32 take more registers than those of 16 bits, so that fewer outputs fit into a tile.
+    # float32 weights take more registers than 16-bit ones, so that fewer outputs fit into a tile.
     outputs = min(layer.block_outputs, 128 if item_bytes == 2 else max(RUN_ROWS, 2048 // ranks))
     return {
         "RUN_ROWS": RUN_ROWS,
@@ -224,5 +221,5 @@ def _expand_constants(layer: LayerSlot, item_bytes: int) -> dict[str, int]:
 
 
 def padded_rank(max_rank: int) -> int:
-    """Return the rank that slots have room for: a power of two, at least RANK_MULTIPLE."""
+    """Return the allocated rank of slots: a power of two, at least RANK_MULTIPLE."""
     return max(RANK_MULTIPLE, next_power_of_2(max_rank))

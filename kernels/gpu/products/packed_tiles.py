@@ -1,10 +1,10 @@
-"""Sums the products of one tile of a packed matrix with a tile of rows, for every kernel that has such products.
+"""Sums of the products of one tile of a packed matrix with a tile of rows, for every kernel with such products.
 
     words --shift, mask--> weights (code_values.py) --dot with rows--> sums [outputs, rows] of float32
 
-Where weights are exact, a group's products are summed by themselves, and its scale of float32 multiplies that sum:
-fewer roundings, and one multiplication for a group where there was one for each weight. A row's bits follow from the
-matrix and the order of its inputs alone.
+With exact weights, a group's products are summed separately, and its float32 scale multiplies that sum: fewer
+roundings, and one multiplication per group instead of one per weight. A row's bits follow from the matrix and the order
+of its inputs alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pillion.kernels.gpu.products.gpu_packing import (
     PackedKind,
 )
 
-# For each coding, this is by how much the bits of a code, read as a number, exceed the number that the code stands for.
+# Excess of the bits of a code, read as a number, by coding.
 _BIAS = {"uint4": 0.0, "int4": 8.0, "int8": 128.0}
 _COMPILED = tl.constexpr(not interpreting())
 _COLUMNS, _ZERO_BASE = tl.constexpr(COLUMNS), tl.constexpr(ZERO_BASE)
@@ -70,14 +70,14 @@ def packed_part(
     for unit in range(begin, whole):
         for piece in tl.static_range(_COLUMNS // DEPTH):
             columns = piece * DEPTH + tl.arange(0, DEPTH)
-            # Offsets into the matrix have 32 bits, because no matrix has 2**31 words.
+            # 32-bit offsets suffice, because no matrix has 2**31 words.
             packed = tl.load(words + output[:, None] * _COLUMNS + columns[None, :] + unit * padded * _COLUMNS)
             acc = _unit(
                 acc, packed, unit, row, scales, offsets, factor, columns_of, table, output, columns, inputs, padded,
                 CODING, BIAS, GROUP, SCALE, SHIFT, EXACT, DEPTH, piece, PLACES, PER_WORD, PER_WORD, False, ORDERED,
                 NATIVE_FP8,
             )  # fmt: skip
-    if TAIL:  # noqa: SIM102  (a kernel knows it when it is compiled, and the other one when it runs)
+    if TAIL:  # noqa: SIM102  (decided when the kernel is compiled, unlike the next condition)
         if end > whole:
             SHARE: tl.constexpr = PER_WORD // TAIL
             shared = words + whole * padded * _COLUMNS + output[:, None] * (_COLUMNS // SHARE)
@@ -85,7 +85,7 @@ def packed_part(
                 columns = piece * DEPTH + tl.arange(0, DEPTH)
                 packed = tl.load(shared + (columns // SHARE)[None, :]) >> (columns % SHARE * (32 // SHARE))[None, :]
                 if CODING == "fp4_e2m1" and TAIL == 2:
-                    # Two codes in a byte are in order; they are moved to where the first two of half a word lie.
+                    # Two codes in a byte are in order: move them to the first two places of half a word.
                     high = ((packed & 8) << 12) | ((packed & 0x80) << 5)
                     packed = high | ((packed & 7) << 6) | ((packed & 0x70) >> 1)
                 elif CODING == "signed4" and TAIL == 2:
@@ -103,7 +103,7 @@ def packed_part(
 
 @triton.constexpr_function
 def _scales_in_word(scale, shift):
-    """Return how many scales are in a word (PackedKind.per_scale_word)."""
+    """Return the scales per word (PackedKind.per_scale_word)."""
     if scale == "bfloat16" and shift == "none":
         return 2
     return 4 if scale == "e8m0" or scale == "e5m3" else 1
@@ -114,15 +114,14 @@ def _words(
     values, unit, PLACE: tl.constexpr, COLUMN: tl.constexpr, output, padded, PER_WORD: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Load the words of scales or offsets that SHARED inputs of a unit have together, one of them at a place's
-    COLUMN."""
+    """Load the words of scales or offsets common to SHARED inputs of a unit, one of them at a place's COLUMN."""
     number = unit * (PER_WORD * _COLUMNS // SHARED) + (PLACE * _COLUMNS + COLUMN) // SHARED
     return tl.load(values + number * padded + output)
 
 
 @triton.constexpr_function
 def _byte_of(place, piece, group, per_scale_word):
-    """Return which scale of a word of them a tile has, by the place of its codes and its piece of the columns. A scale
+    """Return the index of a tile's scale in its word, by the place of its codes and its piece of the columns. A scale
     with another number beside it is the upper half of its word."""
     if per_scale_word == 1:
         return 1
@@ -204,7 +203,7 @@ def _unit(
 
 @triton.constexpr_function
 def _is_looked_up(coding, group, shift, float32):
-    """Return whether weights are looked up: those of NF4 with 16 bits, where a tile's outputs have one scale each."""
+    """Return whether weights are looked up: those of NF4 with 16 bits, if a tile's outputs have one scale each."""
     return coding == "nf4" and group != LEAST_GROUP and shift == "none" and not float32
 
 
@@ -213,7 +212,7 @@ def _small_scales(
     words, columns, PLACE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SCALES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales of a tile's codes out of words of SCALES of them, float32."""
+    """Return the scales of a tile's codes from words of SCALES of them, float32."""
     scale = small_scale(words, _byte_of(PLACE, 0, GROUP, SCALES), SCALE)[:, None]
     if GROUP < DEPTH:
         second = small_scale(words, _byte_of(PLACE, 1, GROUP, SCALES), SCALE)[:, None]
@@ -226,8 +225,8 @@ def _in_float32(
     packed, table, scale, beside, factor, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.constexpr,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, NATIVE_FP8: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of the codes at one place of each word, value * scale + offset in float32. FLOAT32 says
-    whether rows are float32, too."""
+    """Return the weights of the codes at one place of each word, value * scale + offset in float32. FLOAT32: rows are
+    float32."""
     values = code_values(packed, table, PLACE, CODING, BIAS, NATIVE_FP8, FLOAT32)
     by = scale * code_step(PLACE, CODING, NATIVE_FP8)
     if SCALE == "e8m0" or SCALE == "e5m3":
@@ -240,7 +239,7 @@ def _in_float32(
 
 
 def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: bool = False) -> dict[str, Any]:
-    """Return the constants of :func:`packed_part` beside the sizes of a tile, for rows of a type."""
+    """Return the constants of :func:`packed_part` except the sizes of a tile, for rows of a type."""
     exact_weights = _is_exact(kind, dtype)
     check(exact_weights or kind.scale != "two_halves", "signed numbers multiply rows of bfloat16, not {}", dtype)
     return {
@@ -262,13 +261,13 @@ def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: 
 
 
 def _places_of(kind: PackedKind) -> int:
-    """Return how many places of a word, one after the other, have the same scale."""
+    """Return the number of consecutive places of a word with the same scale."""
     return gcd(max(1, kind.group // COLUMNS), kind.per_word) if kind.group else kind.per_word
 
 
 def _is_exact(kind: PackedKind, dtype: torch.dtype) -> bool:
-    """Return whether weights without their scales of float32 are made as numbers of ``dtype``, two at a time.
-    Float32's are not, for they are for comparisons, and float16 holds no powers of two as far apart as scales."""
+    """Return whether weights without their float32 scales are made as numbers of ``dtype``, two at a time. Not for
+    float32, which is for comparisons, nor float16, whose powers of two have too small a range for scales."""
     if kind.scale == "two_halves":
         return dtype == torch.bfloat16
     if dtype != torch.bfloat16 or kind.coding == "nf4" or kind.shift == "offsets":
@@ -279,7 +278,7 @@ def _is_exact(kind: PackedKind, dtype: torch.dtype) -> bool:
 
 
 def _places_held(kind: PackedKind, item_bytes: int, arch: int) -> int:
-    """Return for how many places of a word, one after the other, the kernel loads a scale of each output once."""
+    """Return the number of consecutive places of a word for which the kernel loads a scale of each output once."""
     if kind.group % kind.unit == 0:
         return kind.per_word
     # The exact products of float32, and those of an sm_80, leave no registers for scales.

@@ -1,19 +1,19 @@
-"""Multiplies rows by a plain matrix, where cuBLAS is slow, or where a row's bits may not depend on the other rows.
+"""Products of rows with a plain matrix, where cuBLAS is slow, or where a row's bits may not depend on the other rows.
 
     weights [N, K] --tiles [outputs, inputs]--'
     rows [T, K]    --tiles [inputs, rows]-----dot--> sums of parts --added in order, bias--> out [T, N]
 
 Few rows wait for the weights. A matrix of 4096 outputs has 64 tiles of 64, too few for 132 processors, so the inputs
-are cut into parts too, as many as fill two programs for each processor: all of them run at once, and each has several
-tiles of weights under way. The last program of a tile to arrive adds up the parts' sums, in the order of the parts, and
-so needs no second kernel. Which one that is an integer ticket tells, and it clears the ticket for the next launch.
+are also cut into parts, enough for two programs per processor: all of them run at once, and each has several tiles of
+weights in flight. The last program of a tile to arrive adds up the parts' sums, in the order of the parts, so no second
+kernel is needed. An integer ticket determines which one that is; it resets the ticket for the next launch.
 
-A row's bits do not depend on the other rows, nor on how many there are. Every output is one chain of additions: the
-number of parts is :func:`splits_of` the matrix's shape alone, a part is one accumulator over its inputs in order, and
-parts are added in order. Of many rows a program computes all parts itself, and adds them in the same way. The matrix is
-the left operand of the products of tiles, so that tiles of any number of rows use the same instruction.
+A row's bits do not depend on the other rows, nor on their number. Every output is one chain of additions: the number of
+parts is :func:`splits_of` the matrix's shape alone, a part is one accumulator over its inputs in order, and parts are
+added in order. For many rows a program computes all parts itself, and adds them the same way. The matrix is the left
+operand of the products of tiles, so that tiles of any number of rows use the same instruction.
 
-In a step, weights are brought into the L2 while the kernel before still runs
+In a step, weights are prefetched into the L2 while the previous kernel still runs
 (:mod:`pillion.kernels.gpu.dependent`).
 """
 
@@ -31,19 +31,18 @@ from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A tile has one of these numbers of rows; a launch takes the smallest tile that holds its rows, or several of the
-# largest.
+# Rows of a tile; a launch uses the smallest tile that fits its rows, or several of the largest.
 ROW_TILES = (16, 32, 64, 128)
-# Launches of at most this many rows share the parts of a matrix among programs. Of more rows, tiles alone are enough.
+# Max rows of launches that share the parts of a matrix among programs. With more rows, tiles alone are enough.
 SHARED_ROWS = 256
-# The inputs of a matrix are cut at multiples of so many, into as many parts as fill two programs for each of an H200's
-# 132 multiprocessors with 64 outputs each.
+# The inputs of a matrix are cut at multiples of this, into enough parts for two programs of 64 outputs for each of an
+# H200's 132 multiprocessors.
 UNIT_INPUTS = 128
 _PROGRAMS, _PROGRAM_OUTPUTS = 264, 64
 _LEAST_UNITS, _MOST_SPLITS = 2, 16
-# A tile of weights has so many inputs, by the bytes of one: in float32, products of tiles are computed in registers.
+# Inputs of a tile of weights, by the bytes of one: in float32, products of tiles are computed in registers.
 _TILE_INPUTS = {2: 128, 4: 32}
-# The matrices whose parts are shared have at most this many tiles of outputs and rows.
+# Max tiles of outputs and rows of matrices whose parts are shared.
 _MOST_TICKETS = 4 * _PROGRAMS
 
 
@@ -92,7 +91,7 @@ def _product(
     wide = tl.cdiv(outputs, BLOCK_N)
     long = tl.cdiv(tokens, BLOCK_T)
     tile = tl.program_id(0)
-    # Programs are numbered so that those which run at the same time read the same rows and weights.
+    # Swizzled so that concurrent programs read the same rows and weights.
     n, t = tl.swizzle2d(tile // long, tile % long, wide, long, GROUP_N)
     output = n * BLOCK_N + tl.arange(0, BLOCK_N)
     token = t * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -113,12 +112,12 @@ def _product(
         mine = partials + tile * (SPLITS * BLOCK_N * BLOCK_T) + cell
         found = _part(cells, row, seen, begin, end, RAGGED, BLOCK_N, BLOCK_T, BLOCK_K)
         tl.store(mine + tl.program_id(1) * (BLOCK_N * BLOCK_T), found)
-        # One thread takes the ticket, after the stores of all threads of this program.
+        # The barrier orders the stores of all threads before the ticket, which one thread increments.
         tl.debug_barrier()
         if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == SPLITS - 1:
             total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
             for part in tl.static_range(SPLITS):
-                # Other processors wrote these values, so they are read from the L2.
+                # Written by other processors: read from the L2.
                 total += tl.load(mine + part * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
             _store(total, bias, out, output, token, outputs, tokens, ADDED)
             tl.store(tickets + tile, 0)
@@ -134,31 +133,31 @@ def _product(
 
 
 def splits_of(inputs: int, outputs: int) -> int:
-    """Return into how many parts the inputs are cut, by the matrix's shape alone: a row's bits depend on them."""
+    """Return the number of parts of the inputs, by the matrix's shape alone: a row's bits depend on it."""
     units, tiles = -(-inputs // UNIT_INPUTS), -(-outputs // _PROGRAM_OUTPUTS)
     wanted = max(1, min(_PROGRAMS // tiles, units // _LEAST_UNITS, _MOST_SPLITS))
-    # The number of parts is rounded so that each part has at least one unit of inputs.
+    # Rounded so that each part has at least one unit of inputs.
     return -(-units // -(-units // wanted))
 
 
 class PlainProduct:
-    """Multiplies rows by plain matrices of one type. Owns the workspace: sums of parts, and tickets.
+    """Product of rows with plain matrices of one type. Owns the workspace: sums of parts, and tickets.
 
-    A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph. Calls follow each
-    other on one stream.
+    A call neither allocates nor synchronizes, so that it can be captured in a CUDA graph. Calls must be ordered on one
+    stream.
     """
 
     def __init__(self, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Reserve the workspace for rows [max_rows, K] of ``dtype``: at most 17 MB."""
         self._dtype, self._arch = dtype, arch_of(device)
         rows = next((tile for tile in ROW_TILES if max_rows <= tile), SHARED_ROWS)
-        # A matrix whose parts are shared has _PROGRAMS tiles and parts at most, and a tile may be one of 128 outputs.
+        # A matrix whose parts are shared has at most _PROGRAMS tiles and parts, and a tile may be one of 128 outputs.
         columns = (_PROGRAMS + _MOST_SPLITS) * _PROGRAM_OUTPUTS
         self._partials = torch.zeros(columns * rows, dtype=torch.float32, device=device)
         self._tickets = torch.zeros(_MOST_TICKETS, dtype=torch.int32, device=device)
 
     def most_rows(self, weight: torch.Tensor) -> int:
-        """Return up to how many rows this is used for a matrix [N, K] in place of cuBLAS, by the tuning file."""
+        """Return the max rows for which this replaces cuBLAS for a matrix [N, K], by the tuning file."""
         if weight.dtype != self._dtype:
             return 0
         outputs, inputs = weight.shape
@@ -166,8 +165,8 @@ class PlainProduct:
         return use["rows"] if weight.nbytes <= use["most_mb"] * 10**6 else 0
 
     def compile(self, weight: torch.Tensor, bias: torch.Tensor | None, most_rows: int) -> None:
-        """Compile every kernel that products of up to ``most_rows`` rows by a matrix need, by running them over zeros:
-        a compilation takes seconds, which no step may wait for."""
+        """Compile every kernel that products of up to ``most_rows`` rows with a matrix need, by running them over
+        zeros: compiling takes seconds, which no step may wait for."""
         for count in sorted({min(tile, most_rows) for tile in (*ROW_TILES, SHARED_ROWS + 1)} - {0}):
             self(weight.new_zeros(count, weight.shape[1]), weight, bias, weight.new_zeros(count, weight.shape[0]))
 

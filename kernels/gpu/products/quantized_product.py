@@ -1,16 +1,16 @@
-"""Multiplies rows by a quantized matrix, whose weights a kernel computes from the codes in its registers.
+"""Products of rows with a quantized matrix, dequantized by the kernel in registers.
 
-    rows [T, K] --gathered in the matrix's order, where it has one--> tiles --'
+    rows [T, K] --gathered in the matrix's order, if it has one--> tiles --'
     words --> weights (code_values.py) ---------------------------------dot, scales of groups--> out [T, N]
 
-Weights are exact, or rounded once, as if the matrix had been widened when it was loaded: in bfloat16 by 2**-8 of their
-size at most, and by little more where they are signed numbers. float32 rows are multiplied by float32 weights.
+Weights are exact, or rounded once, as if the matrix had been dequantized at load: in bfloat16 by 2**-8 of their size at
+most, and by little more for signed numbers. float32 rows are multiplied by float32 weights.
 
 A row's bits do not depend on the other rows. Every output is one chain of additions: the inputs are cut into
-``splits_of`` parts, by the matrix's shape alone, a part is one accumulator over its units in order, and the parts'
-sums are added in order. Few rows leave the device idle and wait for memory, so programs share the parts and a
-second kernel adds them; of many rows a program computes all parts itself, and adds them in the same way. The matrix is
-the left operand of the products of tiles, so that tiles of any number of rows use the same instruction.
+``splits_of`` parts, by the matrix's shape alone, a part is one accumulator over its units in order, and the parts' sums
+are added in order. Few rows leave the device idle and wait for memory, so programs share the parts and a second kernel
+adds them; for many rows a program computes all parts itself, and adds them the same way. The matrix is the left operand
+of the products of tiles, so that tiles of any number of rows use the same instruction.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constant
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import CODINGS
 
-# A tile has one of these numbers of rows; a launch takes the smallest tile that holds its rows, or several of the
-# largest.
+# Rows of a tile; a launch uses the smallest tile that fits its rows, or several of the largest.
 ROW_TILES = (16, 32, 64, 128)
-# Launches of at most this many rows share the parts of a matrix among programs.
+# Max rows of launches that share the parts of a matrix among programs.
 SHARED_ROWS = 64
-# The parts of a matrix are as many as fill two programs for each of an H200's 132 multiprocessors, 64 outputs each.
+# Target number of parts: two programs of 64 outputs for each of an H200's 132 multiprocessors.
 _PROGRAMS, _PROGRAM_OUTPUTS = 264, 64
 _LEAST_UNITS, _MOST_SPLITS = 2, 16
-# So many units of a program's words, of 8 to 16 KB, are brought into the L2 while the kernel before still runs.
+# Units of a program's words, 8 to 16 KB each, prefetched into the L2 while the previous kernel still runs.
 _EARLY_UNITS = tl.constexpr(4)
 _COLUMNS = tl.constexpr(COLUMNS)
 
@@ -53,13 +52,12 @@ def _product(
     DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Compute one tile of outputs and tokens. With SHARED it takes one part of the inputs, and writes to ``out``
-    [SPLITS, T, N]."""
+    """Compute one tile of outputs and tokens. With SHARED, compute one part of the inputs, into ``out`` [SPLITS, T,
+    N]."""
     wide = tl.cdiv(outputs, BLOCK_N)
     long = tl.cdiv(tokens, BLOCK_T)
     part = tl.program_id(1)
-    # Programs are numbered so that those which run at the same time read the same rows and words, which are then in the
-    # cache.
+    # Swizzled so that concurrent programs read the same rows and words, which are then in the cache.
     n, t = tl.swizzle2d(tl.program_id(0) // long, tl.program_id(0) % long, wide, long, GROUP_N)
     output = n * BLOCK_N + tl.arange(0, BLOCK_N)
     token = t * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -121,21 +119,21 @@ def _sum(
 
 
 def splits_of(kind: PackedKind) -> int:
-    """Return into how many parts the inputs are cut, by the matrix's shape alone: a row's bits depend on them."""
+    """Return the number of parts of the inputs, by the matrix's shape alone: a row's bits depend on it."""
     tiles = -(-kind.outputs // _PROGRAM_OUTPUTS)
     wanted = max(1, min(_PROGRAMS // tiles, kind.units // _LEAST_UNITS, _MOST_SPLITS))
-    # The number of parts is rounded so that each part has at least one unit of inputs.
+    # Rounded so that each part has at least one unit of inputs.
     return -(-kind.units // -(-kind.units // wanted))
 
 
 class QuantizedProduct:
-    """Multiplies rows by packed matrices. Owns the workspace: gathered rows, and the sums of parts.
+    """Product of rows with packed matrices. Owns the workspace: gathered rows, and the sums of parts.
 
-    A call allocates nothing and does not synchronise, so that it can be captured in a CUDA graph.
+    A call neither allocates nor synchronizes, so that it can be captured in a CUDA graph.
     """
 
     def __init__(self, matrices: Iterable[PackedMatrix], max_rows: int, dtype: torch.dtype, device: torch.device):
-        """Reserve the workspace. ``matrices`` are all those by which rows [max_rows, K] of ``dtype`` will be
+        """Reserve the workspace. ``matrices``: all those by which rows [max_rows, K] of ``dtype`` will be
         multiplied."""
         kinds, ordered = set(), [0]
         for matrix in matrices:
@@ -148,8 +146,8 @@ class QuantizedProduct:
         self._max_rows, self._dtype, self._arch = max_rows, dtype, arch_of(device)
 
     def compile(self, matrix: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
-        """Compile every kernel that products by a matrix need, by running them over zeros: a compilation takes
-        seconds, which no step may wait for."""
+        """Compile every kernel that products with a matrix need, by running them over zeros: compiling takes seconds,
+        which no step may wait for."""
         kind, made = matrix.kind, matrix.scales.new_zeros
         for count in sorted({min(tile, self._max_rows) for tile in ROW_TILES}):
             rows, out = made(count, kind.inputs, dtype=self._dtype), made(count, kind.outputs, dtype=out_dtype)
@@ -224,6 +222,6 @@ def _constants(kind: PackedKind, rows: int, dtype: torch.dtype, arch: int) -> di
         "GROUP_N": use["group"],
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
-        # Large tiles compute for long, and have no registers for it.
+        # Large tiles compute for long, and have no registers left for a prefetch.
         **(dependent(arch) if rows <= SHARED_ROWS else {"DEPENDENT": False}),
     }

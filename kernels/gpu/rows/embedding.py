@@ -1,12 +1,11 @@
-"""Embeds a step's tokens, some of which only the device knows yet.
+"""Embedding of a step's tokens, some of which only the device knows yet.
 
 A step may be launched before the host knows the tokens that the previous step chose. Such a token is ``-1 - row`` in
-the batch: it stands for ``sampled[row]`` on the device, the token of row ``row`` of the previous step's samples, or for
-token 0 where that row chose none.
+the batch: it means ``sampled[row]`` on the device, the token of row ``row`` of the previous step's samples, or token 0
+if that row chose none.
 
-A table may have the rows of some tokens only, as one rank of a worker has; rows of the others are then zeros, and the
-sum over the ranks is the embedding. Where positions have embeddings, too, the rank that has a token adds that of its
-position.
+A table may have the rows of some tokens only, as on one rank of a worker; rows of the others are then zeros, and the
+sum over the ranks is the embedding. With position embeddings, the rank that has a token adds that of its position.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ def _embed(
     DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0)
-    # The record is constant during a step. The step before may still choose tokens, or read the rows of ``out``.
+    # The record is constant during a step. The previous step may still choose tokens, or read the rows of ``out``.
     token = tl.load(ids + row)
     wait_for_earlier(DEPENDENT)
     if token < 0:
-        # A row without a finite logit chose -1. Its request fails when the host learns that; until then any id will do.
+        # A row without a finite logit chose -1. Its request fails when the host learns of it; until then any id will
+        # do.
         token = tl.maximum(tl.load(sampled + (-1 - token)), 0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -73,7 +73,7 @@ def embed(
 
     positions: int32 [T], rows of a table [positions, hidden] that are added; indices are not checked.
     ids: int32 [T], tokens or ``-1 - row`` of ``sampled``, int32 [R]; indices are not checked.
-    table: [vocab, hidden], or [len(tokens), hidden], where only rows with these tokens are not zeros.
+    table: [vocab, hidden], or [len(tokens), hidden] for these tokens only; rows of others become zeros.
     Raises Internal for misshapen tensors.
     """
     check_tensor("ids", ids, (None,), torch.int32)

@@ -1,4 +1,4 @@
-"""Activates an MLP: act(gate) * up, with act(gate) rounded before the product, as in transformers; without a gate,
+"""MLP activation: act(gate) * up, with act(gate) rounded before the product, as in transformers; without a gate,
 act(up)."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
-# These follow from their name alone; xIELU has two factors, too.
+# Activations without parameters; xIELU has two factors.
 NAMED = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 ACTIVATIONS = (*NAMED, "xielu")
-# These are sqrt(8 / pi) and the cubic term of gelu's tanh approximation (arXiv 1606.08415).
+# sqrt(8 / pi), and the cubic term of gelu's tanh approximation (arXiv 1606.08415).
 _GELU_SLOPE = tl.constexpr(1.5957691216057308)
 _GELU_CUBE = tl.constexpr(0.044715)
 _ROOT_HALF = tl.constexpr(0.7071067811865476)
@@ -38,7 +38,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 @triton.jit
 def _xielu(x, above, below):
     """Return xIELU (arXiv 2411.13010) of float32 values, whose slope at 0 is 0.5: ``above`` times x squared above 0,
-    and ``below`` times exp(x) - 1 - x elsewhere, which near 0 is its series, because the difference cancels there."""
+    and ``below`` times exp(x) - 1 - x elsewhere, as a series near 0, because the difference cancels there."""
     low = tl.minimum(x, 0.0)
     series = low * low * (0.5 + low * (1 / 6 + low * (1 / 24 + low * (1 / 120 + low * (1 / 720 + low * (1 / 5040))))))
     curve = tl.where(low < -0.5, tl.exp(low) - 1.0 - low, series)
@@ -84,9 +84,9 @@ def gated(
     *,
     up: torch.Tensor | None = None,
 ) -> None:
-    """Write act(gate) * up of ``gate_up`` [T, 2 * inner], gate first, into ``out`` [T, inner] of the same type; of
-    ``gate_up`` [T, inner] act(up), or with other rows ``up`` [T, inner], which may be columns of wider ones, act(gate)
-    * up.
+    """Write act(gate) * up of ``gate_up`` [T, 2 * inner], gate first, into ``out`` [T, inner] of the same type. For
+    ``gate_up`` [T, inner] write act(up), or act(gate) * up with separate rows ``up`` [T, inner], which may be columns
+    of wider ones.
 
     activation: one of ACTIVATIONS. bends: xIELU's factors above and below 0.
     Raises Internal for misshapen tensors and unknown activations.

@@ -1,12 +1,11 @@
-"""Computes RMS norms (arXiv 1910.07467) and LayerNorms (arXiv 1607.06450), alone or fused with the sum of the residual
-stream.
+"""RMS norms (arXiv 1910.07467) and LayerNorms (arXiv 1607.06450), alone or fused with the residual addition.
 
 The end of one layer and the beginning of the next are one pass over the rows:
 
     found --[post norm]--> * scale --+
     residual ------------------------+--[* factor]--> residual --[norm]--> out
 
-What a layer found may be results of its rows' experts, which are added up first (experts/expert_sums.py).
+``found``, a layer's output, may be results of its rows' experts, which are added up first (experts/expert_sums.py).
 Both norms and the factor are optional. Sums are in float32; roundings are where transformers has them: after a
 post norm, after the sum, after its product with the factor, and in a norm either before its weight multiplies ("plain")
 or only after ("wide").
@@ -26,17 +25,16 @@ from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_
 from pillion.kernels.gpu.tuned import tuned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A kernel holds a whole row in registers, so rows of more values than this are refused.
+# Max values of a row, which a kernel holds in registers.
 MAX_COLUMNS = 16384
-# A tile is at least wide enough for every thread to have a value, because in a norm in place no two threads may read
-# the same value.
+# Tiles have a value for every thread at least, because in an in-place norm no two threads may read the same value.
 _MIN_TILE_COLUMNS = 32
 
 
 @triton.jit
 def _normed(values, weight, inside, columns, eps, CENTERED: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr):
-    """Norm values [rows, columns] by weight [1, columns], float32, with zeros after the last column, and converts to
-    TYPE. CENTERED takes each row's mean from its values."""
+    """Norm values [rows, columns], padded with zeros, by weight [1, columns], in float32; convert to TYPE. CENTERED
+    subtracts each row's mean."""
     if CENTERED:
         values = tl.where(inside, values - (tl.sum(values, 1) / columns)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(values * values, 1) / columns + eps)
@@ -73,10 +71,10 @@ def _rms_norm(
     DEPENDENT: tl.constexpr,
 ):
     row, column, inside = _tile(rows, columns, ROWS, BLOCK)
-    # Weights are constant, so they may be read before the values are there.
+    # Weights are constant, so they may be read before the values are ready.
     factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     if BIAS:
-        # The bias is read before the sums: else the compiler for sm_80 puts an address on the stack.
+        # Read before the sums: else the compiler for sm_80 puts an address on the stack.
         shift = tl.load(bias + column, mask=column < columns, other=0.0)
     wait_for_earlier(DEPENDENT)
     loaded = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
@@ -118,7 +116,7 @@ def _add_rms_norm(
     row, column, inside = _tile(rows, columns, ROWS, BLOCK)
     at = row * columns + column
     if NORM and not POST:
-        # Weights are constant, so they may be read before the values are there. Two of them would fill the registers.
+        # Weights are constant, so they may be read before the values are ready. Two of them would fill the registers.
         factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     wait_for_earlier(DEPENDENT)
     stream = tl.load(residual + at, mask=inside, other=0.0)
@@ -158,8 +156,8 @@ def rms_norm(
     """Norm every row of ``values`` [T, columns] into ``out``, of the same shape and type; both may be the same memory.
 
     Both may be columns of wider rows: each row is contiguous, and rows are ``stride(0)`` apart.
-    weight: [columns], float32 where ``wide``, else of the type of the values. Raises Internal for misshapen tensors.
-    centered: takes the mean from each row, a LayerNorm. bias: float32 [columns], added at the end.
+    weight: [columns], float32 if ``wide``, else of the type of the values. Raises Internal for misshapen tensors.
+    centered: subtract each row's mean, as a LayerNorm. bias: float32 [columns], added at the end.
     """
     rows, columns = _check_rows("values", values)
     check(out.shape == values.shape and out.dtype == values.dtype, "out is not like values")
@@ -188,7 +186,7 @@ def add_rms_norm(
     centered: bool = False,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Add to the residual stream and norms it: residual = factor * (residual + scale * post_norm(found)), in place,
+    """Add to the residual stream and norm it: residual = factor * (residual + scale * post_norm(found)), in place,
     and out = norm(residual). All are [T, columns] and of one type; ``found`` may be results of experts, which are added
     up.
 
@@ -211,7 +209,7 @@ def add_rms_norm(
     if factor is not None:
         check_tensor("factor", factor, (1,), (residual.dtype, torch.float32), residual.device)
     tile = _row_tile(columns, arch_of(residual.device))
-    # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
+    # The kernel does not read omitted tensors, so any pointer may be passed.
     optional = (residual if tensor is None else tensor for tensor in (post_weight, weight, bias, factor, out))
     flags: dict[str, int] = {"POST": post_weight is not None, "NORM": weight is not None, "WIDE": wide}
     flags |= {"CENTERED": centered, "BIAS": bias is not None, "FACTOR": factor is not None}

@@ -1,4 +1,4 @@
-"""Chooses tokens on the device, with the same results as engine/sampling.
+"""Choice of tokens on the device, with the same results as engine/sampling.
 
 Read gpu_sampling.py first.
 """

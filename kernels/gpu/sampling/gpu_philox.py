@@ -1,7 +1,7 @@
-"""Draws stateless random numbers on the device: Philox-4x32-10 (Salmon et al., 2011), bit for bit those of the CPU.
+"""Stateless random numbers on the device: Philox-4x32-10 (Salmon et al., 2011), bit for bit those of the CPU.
 
-These are device functions for other kernels. The key is a row's seed (low word, high word); the counter is (position
-low, position high, index, stream).
+Device functions for other kernels. The key is a row's seed (low word, high word); the counter is (position low,
+position high, index, stream).
 
 An exponential number is -log1p(-u) for u in (0, 1). Triton's interpreter has no log1p, so it is computed from log:
 log(y) * u / (1 - y) with y = 1 - u as rounded, where y's rounding error cancels (Kahan; see Higham, Accuracy and
@@ -19,7 +19,7 @@ MULTIPLIER_0: tl.constexpr = tl.constexpr(0xD2511F53)
 MULTIPLIER_1: tl.constexpr = tl.constexpr(0xCD9E8D57)
 KEY_STEP_0: tl.constexpr = tl.constexpr(0x9E3779B9)
 KEY_STEP_1: tl.constexpr = tl.constexpr(0xBB67AE85)
-# This is the largest float32 below 1.
+# The largest float32 below 1.
 LARGEST_UNIFORM: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 
 
@@ -49,7 +49,7 @@ def random_words(seed_low, seed_high, place_low, place_high, number, STREAM: tl.
 
 @triton.jit
 def exponential(words, BITS: tl.constexpr):
-    """Turn uniform words of BITS bits into Exp(1) numbers, float32, none of them 0 or infinite."""
+    """Convert uniform words of BITS bits to Exp(1) numbers, float32, none of them 0 or infinite."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-BITS), LARGEST_UNIFORM)
     rest = 1.0 - uniform
     lost = 1.0 - rest

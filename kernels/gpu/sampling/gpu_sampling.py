@@ -1,17 +1,17 @@
-"""Chooses tokens on the device like the sampler on the CPU: a pure function of (logits, seed, position) (I6).
+"""Choice of tokens on the device like by the CPU's sampler: a pure function of (logits, seed, position) (I6).
 
     sampling_masks.py   before this module: tokens that a grammar forbids
-    sampling_edits.py   and changes of single logits
+    sampling_edits.py   and edits of single logits
     _survey             of each slice of each row: its largest logit; of drawn rows, each group's, and its mass
     _settle             for each row: its token, by these
       sampling_cuts.py    its cut, if it has top_k, top_p or min_p
-      sampling_race.py    the winner among the tokens that the cut leaves
+      sampling_race.py    the winner among the tokens above the cut
 
-engine/sampling (sampler.py, gumbel.py, cuts.py) explains what is computed.
+engine/sampling (sampler.py, gumbel.py, cuts.py) explains the algorithm.
 
-Two launches serve rows of every kind, and each row's record says what it wants, so a CUDA graph that holds them serves
-every step. All of a row's logits are read once, by many programs. What follows reads a few of its groups, so one
-program does it, which draws only in slices that can have the row's winner.
+Two launches serve rows of every kind, parametrized by each row's record, so a CUDA graph of them serves every step. All
+of a row's logits are read once, by many programs. The rest reads a few of its groups, so one program does it, which
+draws only in slices that can have the row's winner.
 
 Rows are independent: a program reads one row, in an order that depends on the row alone, and there are no atomic
 operations. No logits raise: a row whose largest logit is NaN or infinite yields -1, as on the CPU.
@@ -46,10 +46,10 @@ from pillion.kernels.gpu.sampling.sampling_race import race
 from pillion.kernels.gpu.sampling.sampling_record import FIELD_OF, RECORD_FIELDS
 from pillion.kernels.gpu.tuned import tuned
 
-# This tolerance of totals is absolute, in units of scores: totals that can win are between -30 and 30, where float32
-# has steps of 2^-19.
+# Absolute tolerance of totals, in units of scores: totals that can win are between -30 and 30, where float32 has steps
+# of 2^-19.
 TOTAL_TOLERANCE = 2e-5
-# This tolerance of masses is relative: sums of up to 2^18 float32 weights are added in different orders.
+# Relative tolerance of masses: sums of up to 2^18 float32 weights are added in different orders.
 MASS_TOLERANCE = 2e-5
 
 _LOGIT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -108,7 +108,7 @@ def _drawn(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Draw the token of one row and writes its cut. All pointers point at this row's values."""
+    """Draw the token of one row and write its cut. All pointers point at this row's values."""
     groups = tl.arange(0, GROUPS)
     there = groups < num_groups
     largest = tl.load(maxima + groups, mask=there, other=float("-inf"))
@@ -133,7 +133,7 @@ def _drawn(
         else:
             wide += 1
     token = tl.full((), NO_TOKEN, tl.int32)
-    # A wide row's nucleus is sought in the second turn, after a draw without it, and its top_k in the first.
+    # A wide row's nucleus is searched in the second turn, after a draw without it, and its top_k in the first.
     turn = tl.where((wide > 0) & (top_k == 0), 0, 1)
     while turn < 2:
         if (wide > 0) & ((turn > 0) | (top_k > 0)):
@@ -181,7 +181,7 @@ def _settle(
         odd = tl.max(tl.load(base + 2 * num_slices, mask=inside, other=0), axis=0)
         top = tl.max(tops, axis=0)
         sound = (odd == 0) & (top > float("-inf")) & (top < float("inf"))
-        # Where several tokens have the greatest value, the one with the lowest id is chosen.
+        # The lowest id among equal maxima.
         chosen = tl.where(sound, tl.min(tl.where(tops == top, leaders, NO_TOKEN), axis=0), -1)
         if (temperature > 0.0) & sound:
             own = row * num_groups
@@ -209,8 +209,8 @@ def _settle(
 def choose(logits: torch.Tensor, record: torch.Tensor, out: torch.Tensor, scratch: SamplerScratch) -> None:
     """Write the tokens of edited logits [R, V] (bfloat16, float16 or float32) into ``out``, int32 [R].
 
-    record: int32 [R, RECORD_FIELDS], made by sampling_record.pack_rows; nothing is written for padding rows. Launches
-    depend on R and V alone. Raises Internal for misshapen tensors.
+    record: int32 [R, RECORD_FIELDS] of sampling_record.pack_rows; nothing is written for padding rows. Launches depend
+    on R and V alone. Raises Internal for misshapen tensors.
     """
     check_tensor("logits", logits, (None, scratch.vocab_size), _LOGIT_TYPES)
     rows, vocab = logits.shape

@@ -1,7 +1,7 @@
-"""What the sampler's kernels share: groups and slices of a vocabulary, scratch memory, and device functions.
+"""Common parts of the sampler's kernels: groups and slices of a vocabulary, scratch memory, and device functions.
 
-A group is 128 tokens, as on the CPU, where one random word gives a group's noise. A slice is the groups of one program
-of a kernel. A vocabulary's last group and last slice need not be full.
+A group is 128 tokens, as on the CPU, where one random word determines a group's noise. A slice is the groups of one
+program of a kernel. A vocabulary's last group and last slice need not be full.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ GROUP: tl.constexpr = tl.constexpr(128)
 NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 FIELDS: tl.constexpr = tl.constexpr(RECORD_FIELDS)
 KEY: tl.constexpr = tl.constexpr(KEY_FIELD)
-# Each slice of each row reports the largest logit's bits, its token, and whether there is a NaN.
+# Report of a slice of a row: the largest logit's bits, its token, and whether there is a NaN.
 REPORT_FIELDS = 3
 # Counts are summed in float32, which is exact up to this number.
 MAX_VOCAB_TOKENS = 2**24
 
 GROUP_TOKENS = 128
-# Logits of a row that reach a first bound are copied together if there are at most this many, and searched there.
+# Max logits of a row that reach a first bound and are copied together, to be searched there.
 HEAD_TOKENS = 1024
 
 
@@ -34,11 +34,11 @@ class SamplerScratch:
     report: int32 [R, REPORT_FIELDS, slices]. maxima, masses: float32 [R, groups], each group's largest logit and its
     sum of exp((logit - largest) / temperature). able: int32 [R, groups], the groups that a program lists. heads:
     float32 [R, HEAD_TOKENS], logits that reach a bound of the cut. cut: float32 [R], the least logit that the last
-    choice let a drawn row have, -inf for any.
+    choice allowed a drawn row, -inf for any.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        """Allocate scratch memory for a vocabulary. Raises Internal for one that is too large."""
+        """Allocate scratch memory for a vocabulary. Raises Internal if it is too large."""
         check(0 < vocab_size <= MAX_VOCAB_TOKENS, "{} tokens are no vocabulary", vocab_size)
         self.vocab_size = vocab_size
         self.slice_groups = tuned("sample_survey", arch_of(device))["slice_groups"]
@@ -57,7 +57,6 @@ class SamplerScratch:
 
 @triton.jit
 def float_field(fields, PLACE: tl.constexpr):
-    """Load a floating-point field of a row's record."""
     return tl.load(fields + PLACE).to(tl.float32, bitcast=True)
 
 
@@ -73,8 +72,8 @@ def noise_key(fields):
 
 @triton.jit
 def slice_tile(source, groups, vocab):
-    """Load the logits of ``groups`` [N] of one row: returns tokens [N, 128], float32 values, -inf for NaN and after
-    the vocabulary, and whether there is a NaN (1 or 0)."""
+    """Load the logits of ``groups`` [N] of one row: return tokens [N, 128], float32 values, -inf for NaN and after the
+    vocabulary, and whether there is a NaN (1 or 0)."""
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(source + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     broken = values != values
@@ -84,8 +83,8 @@ def slice_tile(source, groups, vocab):
 
 @triton.jit
 def listed(able, groups, wanted):
-    """Write the ``wanted`` ones of ``groups`` [N] to ``able``, rising; return their number."""
-    # Other threads of this program read what is stored here, and may still read what was, hence the barriers.
+    """Write the ``wanted`` ones of ``groups`` [N] to ``able``, ascending; return their number."""
+    # Barriers: other threads read these stores, and may still be reading the previous values.
     tl.debug_barrier()
     place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
     tl.store(able + place, groups, mask=wanted)
@@ -95,8 +94,8 @@ def listed(able, groups, wanted):
 
 @triton.jit
 def group_tile(source, able, start, count, vocab, CHUNK: tl.constexpr):
-    """Load the logits of CHUNK groups from place ``start`` of the ``count`` in ``able`` on: returns the groups
-    [CHUNK], and tokens, float32 values and which are there [CHUNK, 128]."""
+    """Load the logits of CHUNK groups from place ``start`` of the ``count`` in ``able`` on: return the groups [CHUNK],
+    and tokens, float32 values and their mask [CHUNK, 128]."""
     which = start + tl.arange(0, CHUNK)
     groups = tl.load(able + which, mask=which < count, other=0)
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

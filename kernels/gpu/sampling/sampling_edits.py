@@ -1,4 +1,4 @@
-"""Applies bias, penalties and banned ids on the device: changes of single logits, in place.
+"""Bias, penalties and banned ids on the device: edits of single logits, in place.
 
 The number of edits differs from step to step, so they are launched outside graphs, between the model and the sampler.
 Log probabilities are those of masked logits without edits. So the order of a step is:
@@ -9,7 +9,7 @@ Log probabilities are those of masked logits without edits. So the order of a st
     choose         kernels/gpu/sampling/gpu_sampling.py
 
 Each number is rounded as on the CPU (bias added, divided or multiplied, subtracted, each in float32), so edited logits
-are equal to the CPU's bit by bit, but for the sign of a zero.
+equal the CPU's bit by bit, except for the sign of a zero.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _edit(logits, edits, count, num_rows, vocab, FIELDS: tl.constexpr, BLOCK: tl
 def apply_edits(logits: torch.Tensor, edits: torch.Tensor) -> None:
     """Apply ``edits``, int32 [N, EDIT_FIELDS] of EditPacker, to logits [R, V] float32 in place.
 
-    Ids are not checked to be inside the vocabulary. Raises Internal for misshapen tensors.
+    Ids are not checked against the vocabulary. Raises Internal for misshapen tensors.
     """
     check_tensor("logits", logits, (None, None), torch.float32)
     check_tensor("edits", edits, (None, EDIT_FIELDS), torch.int32, logits.device)

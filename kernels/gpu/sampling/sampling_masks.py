@@ -1,9 +1,9 @@
-"""Applies grammar masks on the device: the logits of tokens that a row may not choose become minus infinity, in place,
-before anything else is done.
+"""Grammar masks on the device: the logits of tokens that a row may not choose become minus infinity, in place, before
+everything else.
 
 A mask is a bit for each token of the vocabulary, 32 to a word, the lowest bit first; a token whose bit is 0 is
 forbidden. Only forbidden logits are written and none is read, so a mask that allows nearly everything costs nearly
-nothing, and what a forbidden logit was before, even NaN, has no effect.
+nothing, and the previous value of a forbidden logit, even NaN, has no effect.
 
 Masked logits are those of the whole vocabulary, so every later stage works on them unchanged: edits, cuts, the race
 and log probabilities. ``masked`` of lab/testbed/gpu_reference.py is the same in plain torch.
@@ -37,8 +37,8 @@ def _mask(logits, masks, rows, num_rows, vocab, words, BLOCK: tl.constexpr):
 def apply_masks(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
     """Forbid tokens of rows of logits [R, V] float32, in place.
 
-    masks: int32 [M, ceil(V / 32)]. rows: int32 [M], the row that each mask is for, at most one mask a row; masks of
-    rows outside 0 .. R do nothing. Raises Internal for misshapen tensors.
+    masks: int32 [M, ceil(V / 32)]. rows: int32 [M], the row of each mask, at most one mask per row; masks of rows
+    outside 0 .. R do nothing. Raises Internal for misshapen tensors.
     """
     check_tensor("logits", logits, (None, None), torch.float32)
     count, vocab = logits.shape

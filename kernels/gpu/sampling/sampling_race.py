@@ -1,11 +1,11 @@
-"""Draws a row's token on the device: the one with the largest score + noise, by the noise of the CPU's sampler
+"""Gumbel-max draw of a row's token on the device: the largest score + noise, with the noise of the CPU's sampler
 (engine/sampling/gumbel.py).
 
-One random word gives a group of 128 tokens its largest noise and the token that has it. So a program that knows a
-row's largest logits by group has, from one word for each group, the totals of these tokens, and a bound for all others.
-The largest of these totals must be exceeded to win. Groups that may do so are listed, mostly one to three of 1,002
-(some 20 where the distribution is flat), and only their tokens cost a random word each. Several groups are looked at
-together, with one reduction at the end, because none has to wait for another one's result.
+One random word determines a group of 128 tokens' largest noise and its token. So a program with a row's largest logits
+by group gets, from one word per group, the totals of these tokens, and a bound for all others. The largest of these
+totals must be exceeded to win. Groups that may do so are listed, mostly one to three of 1,002 (some 20 in a flat
+distribution), and only their tokens cost a random word each. Several groups are processed together, with one reduction
+at the end, because none depends on another one's result.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import triton.language as tl
 from pillion.kernels.gpu.sampling.gpu_philox import exponential, random_words
 from pillion.kernels.gpu.sampling.sampling_device import GROUP, NO_TOKEN, group_tile, listed, noise_key
 
-# This margin, in units of scores, is far more than the difference in rounding between a bound and what it bounds.
+# Margin, in units of scores, far above the difference in rounding between a bound and the bounded totals.
 SLACK: tl.constexpr = tl.constexpr(1e-3)
 TOKEN_STREAM: tl.constexpr = tl.constexpr(0)
 GROUP_STREAM: tl.constexpr = tl.constexpr(1)
-# The lower bits of a group's word choose the token with the largest noise, the upper ones give its wait.
+# The lower bits of a group's word choose the token with the largest noise, the upper ones determine its wait.
 GROUP_BITS: tl.constexpr = tl.constexpr(7)
 WAIT_BITS: tl.constexpr = tl.constexpr(25)
 
@@ -34,8 +34,8 @@ def _group_wait(words):
 def race(source, fields, able, vocab, top, largest, groups, temperature, cut, CHUNK: tl.constexpr):
     """Return the token of a row with the largest total among those that reach ``cut``, of equals the lowest.
 
-    ``largest`` [N] are the largest logits of ``groups`` [N], -inf where there is no group, and ``top`` is the largest
-    of all. ``able`` is memory for the numbers of N groups.
+    ``largest`` [N] are the largest logits of ``groups`` [N], -inf without a group, and ``top`` is the largest of all.
+    ``able`` is memory for the numbers of N groups.
     """
     s0, s1, p0, p1 = noise_key(fields)
     words = random_words(s0, s1, p0, p1, groups, GROUP_STREAM)
@@ -54,7 +54,7 @@ def race(source, fields, able, vocab, top, largest, groups, temperature, cut, CH
         is_first = tokens % GROUP == (word % GROUP).to(tl.int32)
         noise = -tl.log(_group_wait(word) + tl.where(is_first, 0.0, own))
         totals = tl.div_rn(values - top, temperature) + noise
-        # Groups rise, so of equal totals at one place of the tile the first one has the lowest token.
+        # Groups ascend, so of equal totals at one place of the tile the first one has the lowest token.
         better = inside & (values >= cut) & (totals > best)
         best, winners = tl.where(better, totals, best), tl.where(better, tokens, winners)
     total = tl.max(tl.max(best, axis=1), axis=0)

@@ -1,4 +1,4 @@
-"""Packs the parameters of the sampler's kernels as arrays of int32. Imports no torch.
+"""Parameters of the sampler's kernels, packed as arrays of int32. Imports no torch.
 
 A row's record has RECORD_FIELDS numbers, floats by their bits: each option that is ``of_rows`` in the order of its
 declaration (FIELD_OF), then the seed and the position, each as low and high word. Options are written as they are, but:
@@ -53,6 +53,7 @@ def write_rows(table: Int32, rows: SamplingRows | None) -> None:
         return
     for name, place, whole in _COPIED:
         if whole:
+            # A top_k beyond int32 exceeds any vocabulary.
             table[:count, place] = np.minimum(rows[name], _MAX_INT32)
         else:
             floats[:count, place] = rows[name]
@@ -67,15 +68,15 @@ def write_rows(table: Int32, rows: SamplingRows | None) -> None:
 
 
 class EditPacker:
-    """Flattens a step's edits. It keeps scratch memory for each id of the vocabulary and is not thread-safe."""
+    """Packer of a step's edits, with scratch memory for each id of the vocabulary. Not thread-safe."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # By id, this is the index of its last occurrence. It is written before it is read, and so never cleared.
+        # Index of the last occurrence, by id. Written before it is read, and so never cleared.
         self._slots = np.zeros(vocab_size, np.int32)
 
     def pack(self, edits: Sequence[RowEdit]) -> Int32:
-        """Pack the records [N, EDIT_FIELDS] of a step's edits, at most one of each row; N may be 0.
+        """Pack the records [N, EDIT_FIELDS] of a step's edits, at most one per row; N may be 0.
 
         The time is proportional to the lengths of the histories, which are not sorted.
         """
@@ -86,7 +87,7 @@ class EditPacker:
         banned = edit.banned[edit.banned < self._vocab_size]
         ids = np.concatenate((edit.biased, edit.seen, edit.answered, banned)).astype(np.int64, copy=False)
         order = np.arange(len(ids), dtype=np.int32)
-        # The last occurrence of an id stays in its slot and makes the record.
+        # The last occurrence of an id stays in its slot and becomes the record.
         self._slots[ids] = order
         kept = self._slots[ids] == order
         record = (np.cumsum(kept) - 1)[self._slots[ids]]
