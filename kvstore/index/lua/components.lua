@@ -1,6 +1,6 @@
 -- Lists live components. ARGV: a time in ms.
 -- Returns now, the number of live components, and a line for each whose heartbeat is not older than that time: its id,
-a -- tab, and "heartbeat-ms record". A record is JSON without line breaks.
+-- a tab, and "heartbeat-ms record". A record is JSON without line breaks.
 local CHUNK = 1000  -- arguments of one call
 local since = ARGV[1]
 local now = now_ms()

@@ -1,7 +1,7 @@
 -- Finds the longest prefix of (a part of) a chain per entry. KEYS: the bucket of each segment of the part.
 -- ARGV: the part's fields, packed; blocks per segment; max entries to return.
 -- A node with a block has all blocks before it. So bisection finds the deepest block of any node, and then, for each
-entry -- met on the way, how far it reaches. Values are cached. A hole makes the hint too long, no more (I3).
+-- entry met on the way, how far it reaches. Values are cached. A hole makes the hint too long, no more (I3).
 -- Returns entry, blocks, entry, blocks...; nothing if no node has the first block.
 local fields, per, limit = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local values, read = {}, {}

@@ -1,8 +1,8 @@
 -- Shares small values by name: the later stamp wins, on a tie the greater value, byte by byte. Beyond the max number of
 -- names, those emptied first make room for new values.
 -- KEYS: the names. ARGV: the caller's version, max names, the age in ms at which an empty value is forgotten; then
-name, -- stamp in ms, value of each that the caller brings. Returns the version and, if it differs from the caller's,
-all names -- and values, each value after its stamp and a space.
+-- name, stamp in ms, value of each that the caller brings. Returns the version and, if it differs from the caller's,
+-- all names and values, each value after its stamp and a space.
 local function less(one, other)
   -- The operator < on strings depends on the server's locale.
   for at = 1, math.min(#one, #other) do

@@ -1,10 +1,10 @@
 -- Takes from token buckets. KEYS: the hash of one owner's buckets.
 -- ARGV, per bucket: capacity and refill per minute (0: no such bucket), amount spent earlier and reported now
-(negative: -- returned), amount wanted (-1: nothing).
+-- (negative: returned), amount wanted (-1: nothing).
 -- Takes all that is wanted, or nothing if any bucket has too little. More than a bucketful needs a full bucket.
 -- Returns the first bucket with too little (0: none) and the time in ms until it has enough.
 -- Same arithmetic as gateway/admission/quotas.py: Bucket. A field has the level, the time in ms of that level, the
-size.
+-- size.
 local MINUTE = 60000
 local now, fields, longest = now_ms(), {}, 0
 own(KEYS[1], 'hash')

@@ -1,6 +1,6 @@
 -- Writes the work that a gateway has under way. KEYS: its hash.
 -- ARGV: ttl of the hash in ms; 1 if the rest is complete, 0 if it has the changes only; then component and value of
-each, -- '' to remove it.
+-- each, '' to remove it.
 local mine, set, drop = KEYS[1], {}, {}
 own(mine, 'hash')
 if ARGV[2] == '1' then
