@@ -6,7 +6,7 @@ MODEL ?= demo
 export MODEL
 ARGS ?=
 MINUTES ?= 10
-BENCH ?= cluster
+BENCH ?= cpu_service
 # Test files that run side by side: one more than two cores, for many tests wait for processes that they start or kill.
 TEST_PROCESSES ?= 3
 # Seconds after which a run of tests is ended, and has failed.
@@ -110,10 +110,10 @@ parity: setup-dev ## The full matrices of greedy tokens against transformers, an
 	$(IN_VENV) $(BIN)/python -m tests.cluster.parity $(ARGS)
 	$(IN_VENV) $(BIN)/python -m tests.cluster.structured
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, capacity, cold_prompts, cpu_profile, cpu_service, drafts, edge, kernel_share, kvstore, lora, pauses, pooling, quantization, ranks, structured, tiers, tracing, upgrade or warm_restart
+bench: setup-dev ## One benchmark: BENCH=capacity, capacity_sim, cold_prompts, cpu_attention, cpu_products, cpu_service, drafts, kernel_share, kv_node, pauses, quantization, replays, tiers or warm_restart
 	$(BIN)/python -m lab.benchmarks.$(BENCH) $(ARGS)
 
-bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, mixtures, prefill, line, ranks, mps, e2e, peer, --time-s 560)
+bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, mixtures, prefill, line, products, e2e, --time-s 560)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
 	$(GPU_PYTHON) -m lab.benchmarks.gpu $(ARGS)
 

@@ -19,7 +19,6 @@ import torch
 import uvicorn
 from google.rpc import status_pb2
 from grpc_status import rpc_status
-from transformers import LlamaConfig
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -75,10 +74,6 @@ def interpreter() -> Any:
     return pytest.importorskip("triton.runtime.interpreter")
 
 
-def batching() -> Any:
-    return importlib.import_module("transformers.generation.continuous_batching.utils")
-
-
 # The library, what it is called there, how a test finds it, and its names.
 RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("uvicorn", "H11Protocol", connection, ("client", "conn", "connections", "cycle", "limit_concurrency", "loop")),
@@ -126,8 +121,6 @@ RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ),
     ("triton", "JITFunction", lambda: pytest.importorskip("triton.runtime.jit").JITFunction, ("cache_key",)),
     ("triton", "knobs.compilation", lambda: pytest.importorskip("triton").knobs.compilation, ("listener",)),
-    ("transformers", "continuous_batching.utils", batching, ("WorkloadHints",)),
-    ("transformers", "LlamaConfig()", lambda: LlamaConfig(), ("_attn_implementation",)),
 ]
 
 

@@ -23,10 +23,8 @@ from functools import partial
 from typing import Any
 
 from lab.benchmarks.capacity import OBJECTIVES, CapacitySearch, OpenLoad, loads, run_figures
-from lab.benchmarks.report import save
-from lab.benchmarks.split_sim import show
+from lab.benchmarks.report import save, show
 from lab.fleets.clock import Clock
-from lab.fleets.host_cores import OwnCores
 from lab.fleets.sim_worker import SimWorker, WorkerJob, WorkerSettings
 from lab.fleets.world import CALL_S, NOISE
 from pillion.config import AUTO, StepFlags
@@ -41,9 +39,9 @@ from pillion.wire.registry import ComponentRecord
 BLOCK_SIZE = 16
 BUDGET_TOKENS, PEER_TOKENS, PEER_SEQS = 256, 2048, 256
 PLAIN_STREAMS, PLAIN_CONTEXT = 8, 112
-# Seconds of a step, token, sequence, KV token read and query-key pair on both cores. avx512: fitted by the workers of
-# `simulation_error` (an AMD EPYC, Zen 4), over the speed of two cores. avx2: float32, whose products take about twice
-# as long (`cpu_service_avx2`). amx: prompts and decodes at three times the rate of avx512, the fixed part as it is.
+# Seconds per step, token, sequence, KV token read and query-key pair on both cores. avx512: fitted by workers of
+# `simulation_error` at 31f4af5c (AMD EPYC, Zen 4), over the speed of two cores. avx2: float32, products about twice as
+# slow (`cpu_service_avx2`). amx: prompts and decodes at three times the rate of avx512, the same fixed part.
 AVX512 = StepModel(6.6e-3, 1.22e-3, 4.0e-4, 6.1e-7, 4.5e-7).at_speed(1.9)
 MACHINES = {
     "avx512": AVX512,
@@ -86,7 +84,7 @@ class Contender:
             call_s=CALL_S,
             first_come=self.first_come,
         )
-        return SimWorker(clock, OwnCores(clock), record, settings, number)
+        return SimWorker(clock, record, settings, number)
 
 
 @dataclass(slots=True)

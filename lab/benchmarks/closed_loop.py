@@ -14,7 +14,7 @@ from typing import Protocol
 
 from pillion.loadgen.drive import LoadDriver
 from pillion.loadgen.figures import Run, summarize
-from pillion.loadgen.load import LoadConfig, LoadSession, Turn, make_sessions
+from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.target import LoadTarget
 
 # Ordinary token ids of the demo model; special tokens come first in its vocabulary.
@@ -59,11 +59,6 @@ class ClosedLoad:
             seed=own,
         )
         return make_sessions(config)
-
-
-def one_turn(prompt: Sequence[int], output_tokens: int) -> LoadSession:
-    """Returns a session of one request."""
-    return LoadSession(0.0, (Turn(output_tokens, ids=prompt),))
 
 
 async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurrency: int | None) -> Run:

@@ -9,7 +9,7 @@ import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -54,6 +54,16 @@ def save(name: str, result: dict[str, Any]) -> pathlib.Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **result}, indent=2, sort_keys=True) + "\n")
     return path
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows with the same keys as a table."""
+    table = Table(title=title)
+    for heading in rows[0]:
+        table.add_column(heading.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    show_table(table)
 
 
 def show_table(table: Table) -> None:

@@ -3,16 +3,12 @@
     command.py        `python -m lab.fleets`: options to studies, tables and files
     studies.py        what a change of a flag costs, and how many workers it takes
     figures.py        what clients saw, in numbers
-    pictures.py       the same drawn
-    measured.py       costs of steps, from the registry of a running cluster
-    world.py          FleetWorld: gateways, workers and nodes, which may come and go; runs a load
+    world.py          FleetWorld: gateways, workers and nodes; runs a load
     traffic.py        requests, and how their clients saw them
     sim_gateway.py    a gateway: production admission, candidates and planner
     fleet_request.py  a request: the production machine, and the calls that it asks for
     sim_worker.py     a worker: the production scheduler; runs of plain steps as one event
-    host_cores.py     the cores that steps run on
     prefix_store.py   the blocks of KV nodes, and the index
-    state_store.py    the blocks and states of a KV node, in the production ledger
     site.py           what all gateways reach
     clock.py          the queue of events
 

@@ -15,10 +15,6 @@ from pillion.cli.flags import FlagCommand, option, options
 FILE = click.Path(dir_okay=False, path_type=Path)
 COSTS = "STEP,TOKEN,SEQUENCE,READ,PAIR"
 COST_HELP = "Seconds of a step, and of each token, sequence, KV token read and query-key pair in it"
-OUTPUT = (
-    option("--json", "Write the result there.", type=FILE, metavar="PATH"),
-    option("--plot", "Draw it there: .png, .svg or .pdf.", type=FILE, metavar="PATH"),
-)
 
 
 def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[float, ...]:
@@ -35,21 +31,6 @@ def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> t
     return found
 
 
-def scale_downs(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[tuple[float, int], ...]:
-    """Parses times and numbers of nodes: "600:2" for two nodes after 600 s."""
-    found = []
-    for text in texts:
-        at_s, _, nodes = text.partition(":")
-        try:
-            one = float(at_s), int(nodes)
-        except ValueError:
-            one = -1.0, 0
-        if not (math.isfinite(one[0]) and one[0] >= 0 and one[1] > 0):
-            raise click.BadParameter(f"{text!r} is not SECONDS:NODES, such as 600:2", ctx, param)
-        found.append(one)
-    return tuple(found)
-
-
 @click.command(cls=FlagCommand)
 @options(
     option("--trace", "File: Mooncake's JSON lines, BurstGPT's or Azure's CSV.", type=FILE, required=True),
@@ -58,27 +39,16 @@ def scale_downs(ctx: click.Context, param: click.Parameter, texts: tuple[str, ..
         "A flag of `pillion serve` with a value, or with several to compare: max-num-seqs=32,64. Repeat it for more.",
         (), multiple=True, metavar="NAME=VALUE[,VALUE...]",
     ),
-    option("--step-cost", f"{COST_HELP}.", callback=step_cost, metavar=COSTS),
+    option("--step-cost", f"{COST_HELP}.", callback=step_cost, required=True, metavar=COSTS),
     option("--prefill-step-cost", "The same for prefill workers, where it differs.", callback=step_cost, metavar=COSTS),
-    option("--redis-url", "Take these costs from the workers of this Redis' cluster, which have fitted them.", ""),
     option(
         "--block-bytes",
         "Bytes of a KV block, for pools and transfers. 0: transfers take no time.",
         0, type=click.IntRange(min=0),
     ),
-    option(
-        "--state-bytes",
-        "Bytes of what a hybrid model's layers carry from token to token. 0: a model without states.",
-        0, type=click.IntRange(min=0),
-    ),
     option("--gigabytes-per-s", "Pace of blocks between nodes.", 1.0, type=click.FloatRange(min=0.001)),
     option("--speed", "Replay the trace so many times as fast.", 1.0, type=click.FloatRange(min=1e-6)),
     option("--requests", "The first so many requests of the trace; 0: all.", 0, type=click.IntRange(min=0)),
-    option(
-        "--scale-down",
-        "Drain so many decode workers, with their nodes, after so many seconds: 600:2. Repeat it for more.",
-        (), multiple=True, callback=scale_downs, metavar="SECONDS:NODES",
-    ),
     option("--ttft-ms", "Objective: the longest time to the first token; 0: none.", 0.0, type=click.FloatRange(min=0)),
     option(
         "--itl-ms", "Objective: the 99th percentile of a request's gaps between tokens; 0: none.", 0.0,
@@ -87,7 +57,7 @@ def scale_downs(ctx: click.Context, param: click.Parameter, texts: tuple[str, ..
     option("--attainment", "Share of requests that must meet them.", 0.9, type=click.FloatRange(0.01, 1.0)),
 )  # fmt: skip
 @click.option("--capacity", is_flag=True, help="Find the fewest workers of each kind that meet the objectives.")
-@options(*OUTPUT)
+@options(option("--json", "Write the result to PATH.", type=FILE, metavar="PATH"))
 def simulate(**values: Any) -> int:
     """Replays a trace on a simulated fleet.
 

@@ -12,8 +12,6 @@ import click
 from rich.table import Table
 
 from lab.fleets.figures import GoodBounds
-from lab.fleets.measured import measured_costs
-from lab.fleets.pictures import check_plot, plot_capacity, plot_comparison
 from lab.fleets.studies import CapacityPoint, FleetVariant, capacity, compare, with_flags
 from lab.fleets.traffic import Request, requests_of
 from lab.fleets.world import FleetConfig
@@ -49,8 +47,6 @@ def run_simulate(values: dict[str, Any]) -> int:
     changes = parse_changes(values["flags"])
     if values["capacity"] and not (objectives.ttft_s or objectives.itl_s):
         raise ConfigError("--capacity needs an objective: --ttft-ms, --itl-ms or both")
-    if values["plot"]:
-        check_plot(values["plot"])
     config, requests = fleet_of(values, changes), load_of(values)
     title = f"{values['trace'].name}, {len(requests)} requests, {values['speed']:g} times as fast"
     study = Study(config, requests, objectives, changes, values, title)
@@ -103,23 +99,13 @@ def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]
     """Returns the fleet, with the flags that have one value. Raises ConfigError, also for flags that cannot work
     together."""
     decode, prefill = values["step_cost"], values["prefill_step_cost"]
-    if values["redis_url"]:
-        measured = measured_costs(values["redis_url"])
-        decode, prefill = decode or measured.decode_cost_s, prefill or measured.prefill_cost_s
-        values["block_bytes"] = values["block_bytes"] or measured.block_bytes
-    if not decode:
-        raise ConfigError(
-            "the cost of a step is not known: give --step-cost, or --redis-url of a cluster that has served"
-        )
     config = FleetConfig(
         flags=replace(ServeFlags(), prefill_workers=1, decode_workers=1),
         prefill_cost_s=prefill or decode,
         decode_cost_s=decode,
         block_bytes=values["block_bytes"],
         bytes_per_s=values["gigabytes_per_s"] * 1e9,
-        state_bytes=values["state_bytes"],
         known_costs=True,
-        scale_down=values["scale_down"],
         macro_steps=True,
     )
     single = {name: listed[0][1] for name, listed in changes.items()}
@@ -138,8 +124,6 @@ def run_comparison(study: Study) -> int:
     if values["json"]:
         rows = [{"fleet": variant.name, **asdict(variant.figures)} for variant in found]
         write_json(values["json"], {"objectives": asdict(objectives), "load": title, "fleets": rows})
-    if values["plot"]:
-        plot_comparison(values["plot"], found, objectives, title)
     return 0
 
 
@@ -169,8 +153,6 @@ def run_capacity(study: Study) -> int:
         ]
         chosen = None if best is None else {"prefills": best.prefills, "decodes": best.decodes}
         write_json(values["json"], {"objectives": asdict(objectives), "load": title, "best": chosen, "tried": rows})
-    if values["plot"]:
-        plot_capacity(values["plot"], found, objectives, title)
     return int(best is None)
 
 
@@ -196,9 +178,6 @@ def comparison_tables(found: list[FleetVariant], title: str) -> Iterator[Table]:
         "sooner than in the first fleet": ["", *(f"{one.faster_share:.0%}" for one in shares[1:])],
         "later than in the first fleet": ["", *(f"{one.slower_share:.0%}" for one in shares[1:])],
     }
-    if any(one.states_kept for one in shares):
-        figures["states kept / evicted"] = [f"{one.states_kept} / {one.states_evicted}" for one in shares]
-        figures["GB of states at the end"] = [f"{one.state_bytes / 1e9:.3g}" for one in shares]
     for begin in range(0, len(found), FLEETS_OF_A_TABLE):
         table = Table(title=title)
         table.add_column("fleet")

@@ -17,8 +17,6 @@ from lab.fleets.traffic import ClientRecord
 
 # A request counts as faster or slower in another fleet if its time to the first token differs by at least this share.
 NOTICED_SHARE = 0.05
-# The curve of a distribution has at most this many points.
-CURVE_POINTS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,6 @@ class FleetFigures:
         failed: requests that were refused, or not answered in time.
         good_share: share of all requests that met the objectives; ``good_per_s`` of them a second of the load.
         hit_share: share of the prompts' tokens that were found; ``prefilled_share`` that prefill workers computed.
-        states_kept, states_evicted: states that were kept, and that left a pool again; ``state_bytes`` are those of all
-            that nodes have at the end.
         faster_share, slower_share: share of the requests whose first token came sooner, or later, than in the first
             fleet of a comparison.
     """
@@ -54,9 +50,6 @@ class FleetFigures:
     good_per_s: float
     hit_share: float
     prefilled_share: float
-    states_kept: int = 0
-    states_evicted: int = 0
-    state_bytes: int = 0
     faster_share: float = 0.0
     slower_share: float = 0.0
 
@@ -100,15 +93,6 @@ def all_gaps_s(records: Sequence[ClientRecord]) -> npt.NDArray[np.float64]:
     """Returns the seconds between tokens of all requests, float64 [gaps]."""
     found = [np.asarray(record.gaps_s, dtype=np.float64) for record in records]
     return np.concatenate(found) if found else np.zeros(0)
-
-
-def curve_ms(seconds: npt.NDArray[np.float64]) -> tuple[list[float], list[float]]:
-    """Returns times in ms, and for each the share of the values that are no longer, as a picture's curve of at most
-    CURVE_POINTS."""
-    if not len(seconds):
-        return [], []
-    shares = np.linspace(0.0, 1.0, min(CURVE_POINTS, len(seconds) + 1))
-    return (np.quantile(seconds, shares) * 1000).tolist(), shares.tolist()
 
 
 def _percentile_ms(seconds: npt.NDArray[np.float64], percent: float) -> float:

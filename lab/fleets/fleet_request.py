@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from lab.fleets.prefix_store import NodeStore, SimTicket, SlotsOfState
+from lab.fleets.prefix_store import NodeStore, SimTicket
 from lab.fleets.sim_worker import TOKEN, SimWorker, WorkerJob
 from lab.fleets.site import FleetSite
 from lab.fleets.traffic import ClientRecord, Request
@@ -45,9 +45,6 @@ class RequestHost(Protocol):
     def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
         """Plans an attempt; ``then`` is called later, with the plan or the error."""
 
-    def takes(self, flow: FleetRequest, worker: SimWorker, job: WorkerJob) -> bool:
-        """Returns whether a worker takes the prefill range or stream of a request that has come to it."""
-
     def ended(self, flow: FleetRequest) -> None:
         """Notes that a request is over."""
 
@@ -58,9 +55,7 @@ class FleetRequest:
 
     def __init__(self, host: RequestHost, request: Request, arrived_s: float, max_attempts: int, load: AssignedLoad):
         self.request = request
-        # A text with a state goes on from one that is before its last token.
-        whole = (request.prompt_tokens - bool(host.site.state_pages)) // TRACE_BLOCK_TOKENS
-        self.blocks = request.blocks[:whole]
+        self.blocks = request.blocks[: request.prompt_tokens // TRACE_BLOCK_TOKENS]
         self.arrived_s = arrived_s
         self.machine = RequestMachine(
             (TOKEN,) * request.prompt_tokens, request.answer_tokens, frozenset(), max_attempts, arrived_s
@@ -91,10 +86,6 @@ class FleetRequest:
         """Starts the request, which the gateway has admitted."""
         self._perform(self.machine.start())
 
-    def pass_deadline(self) -> None:
-        """Ends the request, if it has not ended yet, because its client's time is over."""
-        self._post(ev.DeadlinePassed())
-
     def record(self, patience_s: float) -> ClientRecord:
         """Returns what the client has seen; a client without a first token has waited for ``patience_s``."""
         timings, plan = self.machine.timings(self._site.clock.now), self.machine.plan
@@ -108,15 +99,6 @@ class FleetRequest:
     def begun(self) -> bool:
         """Returns whether a worker has begun the request's prompt in this attempt."""
         return self._prefill_range is not None or self._blocks_here > 0
-
-    def lacking_tokens(self, component_id: str) -> int:
-        """Returns how many tokens of the request's prompt a worker has to compute, as its plan says."""
-        plan = self.machine.plan
-        if plan is None:
-            return 0
-        if component_id == plan.decode.component_id:
-            return plan.prompt_tokens - plan.split_tokens
-        return sum(plan.chunks)
 
     def _post(self, event: ev.Event) -> None:
         self._perform(self.machine.handle(event, self._site.clock.now))
@@ -196,13 +178,10 @@ class FleetRequest:
         if store is None:
             return False
         total = (self.request.prompt_tokens + self.request.answer_tokens) // site.block_size + 1
-        sequences = 1 if plan.prefill is None or plan.remote else 2
         opened = SimTicket(
             self.blocks,
-            total + sequences * site.working_pages,
+            total,
             lambda ticket: granted(ticket.pinned * TRACE_BLOCK_TOKENS // site.block_size),
-            sequences=sequences,
-            known=self._known_to_index(plan),
         )
         self._store, self._ticket = store, opened
         store.open(opened)
@@ -212,18 +191,15 @@ class FleetRequest:
         """Fetches the blocks that the sources still have when the fetch begins."""
         here, took_s, blocks = action.plan.cached_blocks, *self._brought(action.wanted)
         count = max(0, min(action.wanted.blocks, blocks) - here)
-        moved = count + self._site.state_pages if count else 0
-        seconds = took_s + moved * self._site.block_s
+        seconds = took_s + count * self._site.block_s
 
         def brought() -> None:
             # Nobody else is asked where only this node had the blocks, and has evicted them since the plan was made.
             if sources := action.wanted.source_node_ids:
                 now = self._site.clock.now
-                self._host.routes.fetch_paces.observe(sources[0], action.plan.node_id, moved, seconds, now)
+                self._host.routes.fetch_paces.observe(sources[0], action.plan.node_id, count, seconds, now)
             self._commit((here + count) * self._site.block_size)
-            tokens = (here + count) * self._site.block_size
-            kept = not count or _keep(self._store, self._ticket, tokens, SlotsOfState.FETCHED)
-            self._post(ev.BlocksFetched(action.attempt, here + count if kept else here))
+            self._post(ev.BlocksFetched(action.attempt, here + count))
 
         self._later(seconds, brought)
 
@@ -243,15 +219,12 @@ class FleetRequest:
         elif plan.remote:
             self._open_remote(action, worker)
         else:
-            store, ticket = self._store, self._ticket
-            self._later(self._site.call_s, lambda: self._offer_prefill(worker, action, store, ticket, self._acked))
+            self._later(self._site.call_s, lambda: self._offer_prefill(worker, action, self._acked))
 
     def _offer_prefill(
         self,
         worker: SimWorker,
         action: ev.RunPrefill,
-        store: NodeStore | None,
-        ticket: SimTicket | None,
         acked: Callable[[ev.RunPrefill, ChunkDone], None],
     ) -> None:
         """Offers the prefill range to its prefill worker, under a ticket at its node."""
@@ -263,13 +236,8 @@ class FleetRequest:
             chunk_ends=tuple(end for end in ends if end > plan.cached_tokens),
             on_chunk=lambda chunk: acked(action, chunk),
             on_lost=lambda: self._prefill_lost(action.attempt),
-            known_blocks=self._known_blocks(ticket),
-            on_place=lambda tokens: _keep(store, ticket, tokens, SlotsOfState.RUNNING),
             flow=flow_of(self.request.tenant, ""),
         )
-        if not self._host.takes(self, worker, job):
-            self._prefill_lost(action.attempt)
-            return
         self._prefill_range = worker, job
         worker.add(job)
 
@@ -277,9 +245,6 @@ class FleetRequest:
         """Notes that the KV of a chunk has arrived at the decode worker's node."""
         plan, last = action.plan, chunk.end_tokens == action.plan.split_tokens
         self._commit(chunk.end_tokens)
-        if last:
-            slots = SlotsOfState.FETCHED if plan.remote else SlotsOfState.ENDED
-            _keep(self._store, self._ticket, chunk.end_tokens, slots)
         self._blocks_here = chunk.end_tokens // plan.block_size
         if last:
             self._prefill_range, self._prefill_open = None, False
@@ -315,7 +280,7 @@ class FleetRequest:
         def carry() -> None:
             """Carries the oldest chunk to the decode worker's node, then the next one."""
             end = carried[0].end_tokens
-            blocks = end // site.block_size - self._blocks_here + (site.state_pages if end == plan.split_tokens else 0)
+            blocks = end // site.block_size - self._blocks_here
 
             def here() -> None:
                 if closed:
@@ -331,8 +296,6 @@ class FleetRequest:
 
         def computed(_: ev.RunPrefill, chunk: ChunkDone) -> None:
             store.commit(ticket, chunk.end_tokens // TRACE_BLOCK_TOKENS)
-            if chunk.end_tokens == plan.split_tokens:
-                _keep(store, ticket, chunk.end_tokens, SlotsOfState.ENDED)
             carried.append(chunk)
             if len(carried) == 1:
                 carry()
@@ -340,15 +303,12 @@ class FleetRequest:
         def granted(ticket: SimTicket) -> None:
             there = min(ticket.pinned * TRACE_BLOCK_TOKENS, plan.cached_tokens)
             lacking = (plan.cached_tokens - there) // site.block_size
-            brought_s = FETCH_CALL_S + (lacking + site.state_pages) * site.block_s if lacking else 0.0
+            brought_s = FETCH_CALL_S + lacking * site.block_s if lacking else 0.0
             store.commit(ticket, plan.cached_tokens // TRACE_BLOCK_TOKENS)
-            if lacking:
-                _keep(store, ticket, plan.cached_tokens, SlotsOfState.FETCHED)
-            self._later(brought_s + site.call_s, lambda: self._offer_prefill(worker, action, store, ticket, computed))
+            self._later(brought_s + site.call_s, lambda: self._offer_prefill(worker, action, computed))
 
         whole = self.blocks[: plan.split_tokens // TRACE_BLOCK_TOKENS]
-        total = plan.split_blocks + 1 + site.working_pages
-        ticket = SimTicket(whole, total, granted, known=self._known_to_index(plan))
+        ticket = SimTicket(whole, plan.split_blocks + 1, granted)
         self._close_remote = close
 
         def gave_up() -> None:
@@ -413,13 +373,8 @@ class FleetRequest:
             on_tokens=lambda times, gaps: self._told(attempt, times, gaps),
             on_end=lambda ending: self._stream_ended(attempt, ending),
             on_lost=lambda: self._stream_lost(attempt),
-            known_blocks=self._known_blocks(self._ticket),
-            on_place=lambda tokens: _keep(self._store, self._ticket, tokens, SlotsOfState.RUNNING),
             flow=flow_of(self.request.tenant, ""),
         )
-        if not self._host.takes(self, worker, job):
-            self._stream_lost(attempt)
-            return
         self._stream, self._submitted = (worker, job), None
         self._post(ev.TicketAdopted(attempt, self._blocks_here))
         worker.add(job)
@@ -439,9 +394,6 @@ class FleetRequest:
 
     def _stream_ended(self, attempt: int, ending: Ending) -> None:
         self._stream = None
-        if ending.reason is not None and self._ticket is not None and self._store is not None:
-            # The last token of an answer has no KV.
-            self._store.finish(self._ticket, self.request.prompt_tokens + self.request.answer_tokens - 1)
         self._close_ticket()
         if ending.reason is not None:
             self._post(ev.DecodeFinished(attempt, ending.reason, None))
@@ -475,14 +427,6 @@ class FleetRequest:
         if self._ticket is not None and self._store is not None and self._ticket.open:
             self._store.commit(self._ticket, tokens // TRACE_BLOCK_TOKENS)
 
-    def _known_to_index(self, plan: RequestPlan) -> int:
-        """Returns how many blocks of the trace, of this prompt, the index knew at any node when it was planned."""
-        return plan.known_blocks * self._site.block_size // TRACE_BLOCK_TOKENS
-
-    def _known_blocks(self, ticket: SimTicket | None) -> int:
-        """Returns after how many KV blocks other texts part from this one, as far as a ticket's node knows."""
-        return ticket.known * TRACE_BLOCK_TOKENS // self._site.block_size if ticket is not None else 0
-
     def _close_ticket(self) -> None:
         if self._ticket is not None and self._store is not None:
             self._store.close(self._ticket)
@@ -495,12 +439,3 @@ class FleetRequest:
         self._close_remote()
         self._close_ticket()
         self._host.ended(self)
-
-
-def _keep(store: NodeStore | None, ticket: SimTicket | None, tokens: int, slots: SlotsOfState) -> bool:
-    """Keeps the state of a prompt after its first ``tokens`` tokens at a ticket's node, at the end of a whole block of
-    the trace. Returns False where there is no memory for it."""
-    if store is None or ticket is None or not ticket.open:
-        return True
-    store.commit(ticket, tokens // TRACE_BLOCK_TOKENS)
-    return store.keep(ticket, tokens // TRACE_BLOCK_TOKENS, slots)

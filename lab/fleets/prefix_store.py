@@ -16,16 +16,11 @@ of which 0.9 s are spent here; the ledger takes 10.2 s for the same tickets (202
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from pillion.kvstore.index.index import MAX_ENTRIES_PER_LOOKUP
-from pillion.kvstore.transfer.hand_over import warm_tips
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
-
-# An endless pool takes this many trace blocks from a node that leaves.
-ENDLESS_BLOCKS = 2**40
 
 
 class PrefixIndex:
@@ -45,15 +40,6 @@ class PrefixIndex:
         holders.discard(node_id)
         if not holders:
             del self._holders[block]
-
-    def holders_of(self, block: int) -> Collection[str]:
-        """Returns the ids of the nodes that have a block."""
-        return self._holders.get(block, ())
-
-    def known_blocks(self, blocks: Sequence[int]) -> int:
-        """Returns how many leading blocks of the chain any node has, with or without a state after them. Returns 0 for
-        a model without states, whose hits say that already."""
-        return 0
 
     def longest_prefix(self, blocks: Sequence[int]) -> dict[str, int]:
         """Returns how many leading blocks of the chain nodes have, by node id: of MAX_ENTRIES_PER_LOOKUP nodes at most,
@@ -81,33 +67,12 @@ class PrefixIndex:
         return found
 
 
-class SlotsOfState(Enum):
-    """Says whose memory a state takes that is kept."""
-
-    RUNNING = "a running sequence's, which goes on with other slots if there are some"
-    ENDED = "a sequence's that has ended"
-    FETCHED = "memory that nobody has promised, because the state comes from another node"
-
-
-@dataclass(frozen=True, slots=True)
-class StateCounts:
-    """Counts a node's states: those that were kept, those for which there was no memory, those that left, and the KV
-    blocks that they take now."""
-
-    kept: int = 0
-    lacking: int = 0
-    evicted: int = 0
-    blocks: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class SimTicket:
     """Represents a request's ticket at a node: it pins the first ``pinned`` blocks of the prompt's ``blocks``, and
     reserves memory for the rest.
 
     The ticket has ``total`` KV blocks in all, pinned or reserved; ``own`` of them are reserved and not shared yet.
-    Where a model has states, as many ``sequences`` run under it, and other texts part from its prompt after ``known``
-    blocks, as far as the index and, once the ticket is granted, the node know.
     """
 
     blocks: tuple[int, ...]
@@ -117,8 +82,6 @@ class SimTicket:
     own: int = 0
     open: bool = True
     waiting: bool = False
-    sequences: int = 1
-    known: int = 0
 
 
 class NodeStore:
@@ -135,16 +98,13 @@ class NodeStore:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._pins: dict[int, int] = {}
         self._own = 0
-        self._parents: dict[int, int | None] = {}
-        # After the node has left, closing its tickets changes nothing any more.
-        self._gone = False
         self._waiting: deque[SimTicket] = deque()
         self.evicted = 0
 
     @property
     def used(self) -> int:
         """Returns how many KV blocks are shared or reserved."""
-        return self._shared() * self._each + self._own
+        return (len(self._idle) + len(self._pins)) * self._each + self._own
 
     @property
     def waiting(self) -> int:
@@ -174,90 +134,22 @@ class NodeStore:
         if not ticket.open:
             return
         ticket.open = False
-        if self._gone:
-            return
         if ticket.waiting:
             self._waiting.remove(ticket)
         else:
             self._own -= ticket.own
-            self._unpin_all(ticket)
+            for block in reversed(ticket.blocks[: ticket.pinned]):
+                self._unpin(block)
         self._grant()
 
     def commit(self, ticket: SimTicket, count: int) -> None:
         """Shares the first ``count`` blocks of the ticket's chain, which are computed or were fetched; the ticket pins
-        them. A node that has left shares nothing any more."""
-        if self._gone:
-            return
+        them."""
         for block in ticket.blocks[ticket.pinned : count]:
-            self._share(ticket, block)
+            self._pin(block)
             ticket.own -= self._each
             self._own -= self._each
             ticket.pinned += 1
-
-    def keep(self, ticket: SimTicket, count: int, slots: SlotsOfState) -> bool:
-        """Keeps the state after the first ``count`` blocks of the ticket's chain, which are shared. Returns False where
-        there is no memory for it. A model without states has none to keep."""
-        return True
-
-    def finish(self, ticket: SimTicket, tokens: int) -> None:
-        """Shares what a text of so many ``tokens`` has of its own when its answer has ended, with the state at its end.
-        Nobody finds an answer in a trace, so a node without states shares none."""
-
-    @property
-    def states(self) -> StateCounts:
-        """Returns what became of states, nothing for a model without them."""
-        return StateCounts()
-
-    @property
-    def cached(self) -> int:
-        """Returns how many trace blocks the node has that no ticket pins."""
-        return len(self._idle)
-
-    @property
-    def free(self) -> int:
-        """Returns for how many more trace blocks there is memory, of an endless pool for ENDLESS_BLOCKS."""
-        return max(0, self._capacity - self.used) // self._each if self._capacity else ENDLESS_BLOCKS
-
-    def warm_chains(self) -> Iterator[tuple[int, ...]]:
-        """Yields the chains that the node has, in the order in which it would hand them over, as they are when it is
-        their turn."""
-        hot_first = [*self._pins, *reversed(self._idle)]
-        for tip in warm_tips(hot_first, self._parents.get, lambda block: False):
-            chain: list[int] = []
-            at: int | None = tip
-            while at is not None and (at in self._idle or at in self._pins):
-                chain.append(at)
-                at = self._parents.get(at)
-            if at is None:
-                yield tuple(reversed(chain))
-
-    def take(self, chain: Sequence[int], most: int) -> tuple[int, int]:
-        """Takes up to ``most`` further blocks of a chain from another node; returns how many of it are here then, and
-        how many came. Room is made as for a prompt."""
-        here = self.prefix(chain)
-        came = 0 if self._gone else min(most, len(chain) - here)
-        for at in range(here, here + came):
-            self._idle[chain[at]] = None
-            self._parents[chain[at]] = chain[at - 1] if at else None
-            self._index.add(chain[at], self.node_id)
-        self.touch(chain[: here + came])
-        self._evict()
-        return here + came, came
-
-    def touch(self, chain: Sequence[int]) -> None:
-        """Makes those blocks of a chain that the node has the last to be evicted."""
-        for block in reversed(chain):
-            if block in self._idle:
-                self._idle.move_to_end(block)
-
-    def leave(self) -> None:
-        """Empties the node, which is gone with everything that it had, tickets included."""
-        self._gone = True
-        for block in (*self._idle, *self._pins):
-            self._index.remove(block, self.node_id)
-        self._idle.clear()
-        self._pins.clear()
-        self._parents.clear()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless pins and memory add up."""
@@ -270,47 +162,19 @@ class NodeStore:
         while self._waiting:
             ticket = self._waiting[0]
             here = self.prefix(ticket.blocks)
-            pinned_only = self._own + self._pinned() * self._each
-            newly = self._idle_among(ticket.blocks[:here]) * self._each
+            pinned_only = self._own + len(self._pins) * self._each
+            newly = sum(block in self._idle for block in ticket.blocks[:here]) * self._each
             fits = pinned_only + newly + ticket.total - here * self._each <= self._capacity
-            if self._capacity and not fits and (self._pinned() or self._own):
+            if self._capacity and not fits and (self._pins or self._own):
                 return
             self._waiting.popleft()
             ticket.waiting = False
-            self._pin_all(ticket, here)
+            for block in ticket.blocks[:here]:
+                self._pin(block)
             ticket.pinned, ticket.own = here, max(0, ticket.total - here * self._each)
             self._own += ticket.own
             self._evict()
             ticket.granted(ticket)
-
-    # The methods below know how blocks are kept. Others may take their place (make_store of FleetWorld).
-
-    def _shared(self) -> int:
-        """Returns the number of blocks of the trace that are here."""
-        return len(self._idle) + len(self._pins)
-
-    def _pinned(self) -> int:
-        """Returns how many of them tickets pin."""
-        return len(self._pins)
-
-    def _idle_among(self, blocks: Sequence[int]) -> int:
-        """Returns how many of some blocks that are here no ticket pins."""
-        return sum(block in self._idle for block in blocks)
-
-    def _pin_all(self, ticket: SimTicket, count: int) -> None:
-        """Pins the first blocks of a ticket, which are here."""
-        for block in ticket.blocks[:count]:
-            self._pin(block)
-
-    def _share(self, ticket: SimTicket, block: int) -> None:
-        """Pins the next block of a ticket, which may be new here."""
-        self._pin(block)
-        self._parents[block] = ticket.blocks[ticket.pinned - 1] if ticket.pinned else None
-
-    def _unpin_all(self, ticket: SimTicket) -> None:
-        """Takes all pins of a ticket back, the end of its chain first."""
-        for block in reversed(ticket.blocks[: ticket.pinned]):
-            self._unpin(block)
 
     def _pin(self, block: int) -> None:
         count = self._pins.get(block, 0)
@@ -330,12 +194,7 @@ class NodeStore:
             self._idle[block] = None
 
     def _evict(self) -> None:
-        while self._capacity and self.used > self._capacity and self._shared() > self._pinned():
-            self._index.remove(self._victim(), self.node_id)
+        while self._capacity and self.used > self._capacity and self._idle:
+            block, _ = self._idle.popitem(last=False)
+            self._index.remove(block, self.node_id)
             self.evicted += 1
-
-    def _victim(self) -> int:
-        """Takes out the block that leaves next, and returns it."""
-        block, _ = self._idle.popitem(last=False)
-        self._parents.pop(block, None)
-        return block

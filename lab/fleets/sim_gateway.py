@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lab.fleets.fleet_request import FleetRequest
-from lab.fleets.sim_worker import SimWorker, WorkerJob
 from lab.fleets.site import FleetSite
 from lab.fleets.traffic import ClientRecord, Request
 from pillion.errors import Overloaded, PillionError, Unavailable
@@ -94,8 +93,7 @@ class SimGateway:
             self._admission.leave(permit)
             self._refuse(request, error)
             return
-        permit.deadline_s = now + request.timeout_s if request.timeout_s else None
-        permit.allowed_tokens = request.allowed_tokens or request.answer_tokens
+        permit.allowed_tokens = request.answer_tokens
         flow = FleetRequest(self, request, now, self._settings.max_attempts, AssignedLoad(self.load))
         try:
             self._turns.wait(permit, now)
@@ -109,8 +107,6 @@ class SimGateway:
         self._grant()
         if permit.number in self._waiting:
             self._turns.began(permit, now)
-        if permit.deadline_s is not None:
-            self.clock.at(permit.deadline_s, lambda: flow.pass_deadline() if flow in self.open else None)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
         """Frees the slots of a request that had its turn."""
@@ -123,7 +119,6 @@ class SimGateway:
         permit = self.open.pop(flow)
         self._waiting.pop(permit.number, None)
         self._turns.give_up(permit)
-        permit.ended_itself = flow.error is None and flow.request.allowed_tokens > flow.request.answer_tokens
         self._admission.leave(permit, len(flow.machine.emitted))
         self.records.append(flow.record(PATIENCE_S))
         self.site.running[self.number] = self._admission.requests
@@ -215,10 +210,6 @@ class SimGateway:
             self.site.talk.tell(self.number, name, self.load)
         self._changed.clear()
 
-    def takes(self, flow: FleetRequest, worker: SimWorker, job: WorkerJob) -> bool:
-        """Returns whether a worker takes the prefill range or stream of a request that has come to it."""
-        return True
-
     def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
         """Plans an attempt: first the index is asked, then the other gateways' work is read."""
         self._arrivals += 1
@@ -232,14 +223,13 @@ class SimGateway:
         known = flow.blocks if self._settings.enable_prefix_caching or action.attempt > 1 else ()
         each = TRACE_BLOCK_TOKENS // site.block_size
         hits = {name: count * each for name, count in site.index.longest_prefix(known).items()}
-        known_blocks = site.index.known_blocks(known) * each
         components = self.components(len(flow.machine.tokens()), hits, spread)
         loads = self.loads(components)
 
         def decide() -> None:
             begun = time.perf_counter()
             try:
-                decided = self._decide(flow, action, spread, hits, known_blocks, components, loads)
+                decided = self._decide(flow, action, spread, hits, components, loads)
             except Unavailable as error:
                 then(error)
                 return
@@ -257,7 +247,6 @@ class SimGateway:
         action: ev.LookUp,
         spread: int,
         hits: Mapping[str, int],
-        known_blocks: int,
         components: Sequence[ComponentRecord],
         loads: Loads,
     ) -> RequestPlan:
@@ -275,8 +264,5 @@ class SimGateway:
             sent_tokens=loads[1],
             avoid=action.avoid,
             spread=spread,
-            state_pages=self.site.state_pages,
-            working_pages=self.site.working_pages,
-            known_blocks=known_blocks,
         )
         return self.routes.plan(seen, self.clock.now)

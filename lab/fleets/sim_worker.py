@@ -18,19 +18,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from lab.fleets.clock import Clock
-from lab.fleets.host_cores import OwnCores, SharedCores
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Ending, SequenceState
+from pillion.engine.scheduling.sequence import Ending
 from pillion.engine.scheduling.sequence import Sequence as Stream
-from pillion.engine.scheduling.state_places import StatePlaces
 from pillion.engine.scheduling.step_cost import SCALES, Features, StepCost, features
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ScheduledChunk, StepPlan, Update
@@ -70,13 +67,10 @@ class WorkerSettings:
     Attributes:
         cost_s: seconds of a step, token, sequence, KV token read and query-key pair (StepCost.weights_s).
         noise: relative standard deviation of a step's time.
-        residuals_s: what measured steps took beside their cost, less than nothing where they took less; one is drawn
-            for each step. No other core makes it shorter.
         call_s: seconds of a call to the KV node.
         known_cost: the worker knows ``cost_s``, instead of learning it from its steps.
         first_come: the worker knows no cost, and so serves prompts in order of arrival.
         macro_steps: see the module; needs ``known_cost`` and cores of its own.
-        states: what keeps states where prompts end and part, for a model whose layers carry one.
     """
 
     cost_s: tuple[float, ...]
@@ -85,11 +79,9 @@ class WorkerSettings:
     noise: float
     heartbeat_s: float
     call_s: float
-    residuals_s: tuple[float, ...] = ()
     known_cost: bool = False
     first_come: bool = False
     macro_steps: bool = False
-    state_pages: int = 0
 
 
 # This function is called with the times of a stream's next tokens, and the gaps before all of them but the first.
@@ -107,9 +99,6 @@ class WorkerJob:
         on_committed: told how many tokens of its text are at the node, as a stream's prompt is computed.
         on_chunk, on_tokens, on_end: told of a prefill range's chunks, a stream's tokens, and the end of either.
         on_lost: told that the worker stops before the job's end.
-        known_blocks: in a model with states, the blocks after which other texts part from this one.
-        on_place: told after how many tokens the text's state is kept.
-        places: where that is.
         flow: its tenant's share of the worker.
     """
 
@@ -122,24 +111,8 @@ class WorkerJob:
     on_tokens: TokensTold = lambda times, gaps: None
     on_end: Callable[[Ending], None] = lambda ending: None
     on_lost: Callable[[], None] = lambda: None
-    known_blocks: int = 0
-    on_place: Callable[[int], object] = lambda tokens: None
-    places: StatePlaces | None = None
     flow: Flow = NO_FLOW
     seq_id: int = 0
-
-
-class StepNoise(NamedTuple):
-    """Holds what is drawn for a step: the factor by which its cost is multiplied, and the time that it takes beside
-    it."""
-
-    factor: float
-    beside_s: float
-
-    def seconds(self, cost_s: float) -> tuple[float, float]:
-        """Returns the seconds that the step takes on its cores, and those that it takes after that without a core."""
-        on_cores_s = cost_s * self.factor + min(0.0, self.beside_s)
-        return max(cost_s * LEAST_NOISE, on_cores_s), max(0.0, self.beside_s)
 
 
 @dataclass(slots=True)
@@ -149,7 +122,7 @@ class StepRun:
 
     plan: StepPlan
     ends_s: list[float]
-    noises: list[StepNoise]
+    noises: list[float]
 
     def ended(self, now: float) -> int:
         """Returns how many of the steps have ended."""
@@ -158,27 +131,23 @@ class StepRun:
 
 class SimWorker:
     """Simulates a worker around a real scheduler. ``record`` is that of its last heartbeat; heartbeats come ``phase_s``
-    after whole periods. An idle worker sends none until it has work: nobody could tell the difference. ``worked_s`` is
-    the time that its steps have taken."""
+    after whole periods. An idle worker sends none until it has work: nobody could tell the difference."""
 
     def __init__(
         self,
         clock: Clock,
-        cores: OwnCores | SharedCores,
         record: ComponentRecord,
         settings: WorkerSettings,
         number: int,
         phase_s: float = 0.0,
     ) -> None:
         self._clock = clock
-        self._cores = cores
-        self._number = number
         self._settings = settings
         self._phase_s = phase_s
         self._weights: list[float] = list(map(mul, settings.cost_s, SCALES))
         self._draw = random.Random(number)
         # This noise was drawn for steps of a joined run that was cut short; the next steps use it.
-        self._noises: deque[StepNoise] = deque()
+        self._noises: deque[float] = deque()
         cost = StepModel._make(settings.cost_s)
         self._scheduler = Scheduler(
             blocks=BlockManager(settings.block_size),
@@ -205,9 +174,6 @@ class SimWorker:
         self._load = WorkerLoad(step_cost_s=self._scheduler.budget.cost.weights_s())
         self._beating = False
         self.steps = 0
-        self.worked_s = 0.0
-        self._began_s = 0.0
-        self.draining = False
         self.record = self.earlier = msgspec.structs.replace(
             record, step_cost_s=self._load.step_cost_s, free_seqs=settings.max_num_seqs
         )
@@ -255,10 +221,7 @@ class SimWorker:
         return len(self._jobs)
 
     def add(self, job: WorkerJob) -> None:
-        """Adds a prefill range or a stream, whose ticket it now holds. A worker that drains loses it at once."""
-        if self.draining:
-            job.on_lost()
-            return
+        """Adds a prefill range or a stream, whose ticket it now holds."""
         self._catch_up()
         job.seq_id, size = next(self._ids), self._settings.block_size
         prefill_range = not job.answer_tokens
@@ -267,7 +230,7 @@ class SimWorker:
             # One slot more than needed is given, so that the scheduler never looks short of free slots.
             total = (job.tokens + job.answer_tokens) // size + 2
         chain, leased = self._take(job.computed_blocks), self._take(total - job.computed_blocks)
-        holding = Holding(job.seq_id, chain, leased, known_blocks=job.known_blocks)
+        holding = Holding(job.seq_id, chain, leased)
         stream = Stream(
             holding,
             size,
@@ -282,9 +245,6 @@ class SimWorker:
             flow=job.flow,
             hashes=bytes(job.tokens // size * HASH_BYTES),
         )
-        if self._settings.state_pages:
-            # The slots of states are the node's to count (lab/fleets/state_store.py), so a sequence has none here.
-            job.places = StatePlaces(stream, self._settings.state_pages)
         self._jobs[job.seq_id] = job
         self._begin_beating()
         self._scheduler.add(stream, self._clock.now)
@@ -296,18 +256,6 @@ class SimWorker:
             self._catch_up()
             self._cancelled.append(job.seq_id)
             self._step()
-
-    def drain(self) -> None:
-        """Makes the worker refuse all jobs from now on."""
-        self.draining = True
-
-    def stop(self) -> None:
-        """Stops the worker: its jobs are lost, after the tokens that were generated until now."""
-        self.drain()
-        self._catch_up()
-        for job in list(self._jobs.values()):
-            self.cancel(job)
-            job.on_lost()
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the scheduler's own accounts do not add up, or the worker has jobs that
@@ -332,11 +280,9 @@ class SimWorker:
             self._begin(plan)
 
     def _begin(self, plan: StepPlan) -> None:
-        self._began_s = self._clock.now
         count, found = self._plain_steps(plan), list(features(plan.scheduled))
         if count < 2:
-            seconds, after_s = self._noise().seconds(self._cost_s(found))
-            self._cores.run(self._number, seconds, lambda borrowed: self._landed(plan, borrowed, after_s))
+            self._clock.after(self._cost_s(found) * self._noise(), lambda: self._done(plan))
             return
         now, streams = self._clock.now, len(plan.scheduled)
         run = StepRun(plan, [], [])
@@ -345,8 +291,7 @@ class SimWorker:
         more_reads, more_pairs = streams / SCALES[3], streams / SCALES[4]
         for _ in range(count):
             noise = self._noise()
-            for part_s in noise.seconds(self._cost_s(found)):
-                now += part_s
+            now += self._cost_s(found) * noise
             run.ends_s.append(now)
             run.noises.append(noise)
             found[3] += more_reads
@@ -359,12 +304,10 @@ class SimWorker:
         step, token, row, read, pair = self._weights
         return step * found[0] + token * found[1] + row * found[2] + read * found[3] + pair * found[4]
 
-    def _noise(self) -> StepNoise:
+    def _noise(self) -> float:
         if self._noises:
             return self._noises.popleft()
-        residuals_s = self._settings.residuals_s
-        beside_s = self._draw.choice(residuals_s) if residuals_s else 0.0
-        return StepNoise(self._draw.gauss(1.0, self._settings.noise), beside_s)
+        return max(LEAST_NOISE, self._draw.gauss(1.0, self._settings.noise))
 
     def _plain_steps(self, plan: StepPlan) -> int:
         """Returns how many steps from this one on only decode, and end no stream. It is 0 where steps may not be
@@ -407,7 +350,7 @@ class SimWorker:
             self._hear(self._scheduler.flush(began_s))
         self._run, self._version = None, self._version + 1
         self._noises.extendleft(reversed(run.noises[count + 1 :]))
-        self._clock.at(run.ends_s[count], lambda: self._done(plan, 0.0))
+        self._clock.at(run.ends_s[count], lambda: self._done(plan))
 
     def _commit_run(self, run: StepRun, count: int) -> None:
         """Commits the first ``count`` steps of the run under way, as one whose tokens were known."""
@@ -421,36 +364,16 @@ class SimWorker:
         plan = replace(run.plan, scheduled=scheduled)
         gaps = array("d", [after - before for before, after in itertools.pairwise(ends_s)])
         self.steps += count
-        self._note_work(ends_s[-1])
         outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(scheduled)), ends_s[-1])
-        self._note_places(plan)
         self._hear(outcome, ends_s, gaps)
 
-    def _landed(self, plan: StepPlan, borrowed_s: float, after_s: float) -> None:
-        self._clock.after(after_s, lambda: self._done(plan, borrowed_s))
-
-    def _done(self, plan: StepPlan, borrowed_s: float) -> None:
+    def _done(self, plan: StepPlan) -> None:
         self._busy = False
         self.steps += 1
-        self._note_work(self._clock.now)
-        sampled = Sampled((TOKEN,) * sum(chunk.samples for chunk in plan.scheduled), borrowed_s=borrowed_s)
+        sampled = Sampled((TOKEN,) * sum(chunk.samples for chunk in plan.scheduled))
         outcome = self._scheduler.commit(plan, sampled, self._clock.now)
-        self._note_places(plan)
         self._hear(outcome)
         self._step()
-
-    def _note_work(self, until_s: float) -> None:
-        self.worked_s += until_s - self._began_s
-        self._began_s = until_s
-
-    def _note_places(self, plan: StepPlan) -> None:
-        """Has the states kept that stand after a step where they are to be kept."""
-        for sequence in (chunk.sequence for chunk in plan.scheduled) if self._settings.state_pages else ():
-            job = self._jobs.get(sequence.seq_id)
-            if job is None or job.places is None or sequence.state is not SequenceState.RUNNING:
-                continue
-            if job.places.reached(sequence.num_computed):
-                self._kept(sequence.seq_id, sequence.num_computed)
 
     def _hear(self, outcome: Outcome, times: Sequence[float] = (), gaps: array[float] = NO_GAPS) -> None:
         if outcome.empty:
@@ -480,16 +403,6 @@ class SimWorker:
         job = self._jobs.get(chunk.seq_id)
         if job is not None:
             job.on_chunk(chunk)
-
-    def _kept(self, seq_id: int, tokens: int) -> None:
-        """Has the state of a sequence kept that stands after so many tokens."""
-
-        def kept() -> None:
-            job = self._jobs.get(seq_id)
-            if job is not None:
-                job.on_place(tokens)
-
-        self._clock.after(self._settings.call_s, kept)
 
     def _committed(self, order: CommitOrder) -> None:
         self._catch_up()

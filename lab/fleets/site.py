@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from lab.fleets.clock import Clock
 from lab.fleets.prefix_store import NodeStore, PrefixIndex
 from lab.fleets.sim_worker import SimWorker
-from pillion.engine.scheduling.states import STATES
 from pillion.gateway.links.load_exchange import OwnLoad
 from pillion.kvstore.index.shared_loads import UnderWay
 from pillion.wire.registry import ComponentRecord
@@ -58,7 +57,6 @@ class FleetSite:
         sharing: whether gateways tell each other what they have under way.
         rosters: of now and of a moment ago, the oldest first; a gateway sees that of its last look at the registry.
         running: requests in each gateway.
-        state_pages: how many KV blocks a state takes, 0 for a model without states.
     """
 
     clock: Clock
@@ -73,12 +71,6 @@ class FleetSite:
     nodes: dict[str, ComponentRecord] = field(default_factory=dict)
     rosters: list[Roster] = field(default_factory=list)
     running: dict[int, int] = field(default_factory=dict)
-    state_pages: int = 0
-
-    @property
-    def working_pages(self) -> int:
-        """Returns how many KV blocks the states of a running sequence take."""
-        return STATES * self.state_pages
 
     def roster(self, seen_s: float) -> Roster:
         """Returns the workers that the registry listed at the time ``seen_s``."""

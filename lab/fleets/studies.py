@@ -26,8 +26,7 @@ SIMULATED_FLAGS = (
     *("prefill_workers", "decode_workers", "gateway_workers", "block_size", "kv_pool_bytes", "max_model_len", "device"),
     *("max_num_batched_tokens", "max_num_batched_prefill_tokens", "max_num_seqs", "target_itl_ms", "split_policy"),
     *("chunk_size", "max_inflight_requests", "max_inflight_tokens", "max_running_requests", "max_attempts"),
-    *("enable_prefix_caching", "heartbeat_ms", "drain_timeout_s"),
-    *("hand_over_timeout_s", "hand_over_bytes_per_s", "state_percent"),
+    *("enable_prefix_caching", "heartbeat_ms"),
 )
 MAX_FLEET_WORKERS = 10_000
 MAX_FLEET_GATEWAYS = 64
@@ -87,8 +86,6 @@ def with_flags(config: FleetConfig, values: Mapping[str, Any]) -> FleetConfig:
         raise ConfigError("--kv-pool-bytes needs the size of a block: --block-bytes")
     if flags.kv_pool_bytes:
         blocks = flags.kv_pool_bytes // config.block_bytes
-    if "state_percent" in values and not config.state_bytes:
-        raise ConfigError("--state-percent changes nothing without states: give --state-bytes")
     return replace(config, flags=flags, node_blocks=blocks)
 
 
@@ -116,16 +113,9 @@ def compare(
     for fleet, one in zip(fleets, chosen, strict=True):
         words = [f"{name.replace('_', '-')}={text}" for name, (text, _) in zip(names, one, strict=True)
                  if len(changes[name]) > 1]  # fmt: skip
-        records, world = simulate(fleet, fitting(requests, fleet.flags.max_model_len))
+        records, _ = simulate(fleet, fitting(requests, fleet.flags.max_model_len))
         same = found[0].records if found and len(found[0].records) == len(records) else ()
-        counts = [store.states for store in world.site.stores.values()]
-        figures = replace(
-            figures_of(records, objectives, same),
-            states_kept=sum(one.kept for one in counts),
-            states_evicted=sum(one.evicted for one in counts),
-            state_bytes=sum(one.blocks for one in counts) * fleet.block_bytes,
-        )
-        found.append(FleetVariant(" ".join(words) or "as given", records, figures))
+        found.append(FleetVariant(" ".join(words) or "as given", records, figures_of(records, objectives, same)))
         told(found[-1])
     return found
 

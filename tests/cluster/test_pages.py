@@ -89,7 +89,7 @@ SMALL = {"random": "--input-len 8 --output-len 4", "chats": "--turns 2 --think-s
 FOREIGN_FLAGS = {
     *("--scale", "--build-arg", "--build", "--profile"),  # docker
     *("--namespace", "--create-namespace", "--set", "--timeout"),  # helm, kubectl
-    *("--strict", "--all", "--time-s"),  # mypy; lab.gpu_builds; lab.benchmarks.gpu
+    *("--strict", "--all", "--few", "--time-s", "--csv"),  # mypy; lab.gpu_builds; lab.benchmarks.gpu, traces
     *("--careful", "--mutate"),  # lab.simulator
     *("--worker-start-s", "--ignored-fields", "--eviction-policy"),  # Pillion 0.2.0
     "--chat-template-path",  # vLLM's example of a chat

@@ -1,4 +1,4 @@
-"""The real cluster under a saturating load, by split policy, without and with MPS: output tokens/s, ITL, TTFT.
+"""The real cluster under a saturating load, by split policy: output tokens/s, ITL, TTFT.
 
 The section needs the servers' packages (Redis, gRPC, OpenTelemetry ...); where some are missing, a row names them.
 """
@@ -9,18 +9,17 @@ import asyncio
 import contextlib
 import os
 import random
-import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.benchmarks.gpu.bench import Bench, Row
 from lab.benchmarks.gpu.line import rank
-from lab.benchmarks.gpu.mps import CONTROL, daemon
 from lab.benchmarks.gpu.needs import missing_packages
 from lab.benchmarks.gpu.shapes import shape_of, write_model
 
@@ -49,24 +48,14 @@ FULL, SMOKE = ClusterLoad(128, 3, 1024, 256), ClusterLoad(1, 1, 24, 2)
 
 
 def run(bench: Bench) -> None:
-    """Measures each policy without MPS and, where two processes share the GPU, with it."""
+    """Measure each policy."""
     missing = missing_packages()
     if missing:
         bench.report(Row("end to end", None, "", note=f"not measured: needs {', '.join(missing)}"))
         return
     for policy in ("colocated",) if bench.smoke and not bench.only else POLICIES:
-        for mps in (False,) if bench.smoke or policy == "colocated" else (False, True):
-            name = f"end to end, {policy}{', MPS' if mps else ''}"
-            if mps and shutil.which(CONTROL) is None:
-                bench.report(Row(name, None, "", note=f"not measured: needs {CONTROL}"))
-                continue
-
-            def measure(policy: str = policy, mps: bool = mps, name: str = name) -> None:
-                with contextlib.ExitStack() as stack:
-                    environment = stack.enter_context(daemon()) if mps else _pretended(bench.smoke)
-                    _measure(bench, name, policy, environment)
-
-            bench.attempt(name, measure)
+        name = f"end to end, {policy}"
+        bench.attempt(name, partial(_measure, bench, name, policy, _pretended(bench.smoke)))
 
 
 def _pretended(smoke: bool) -> dict[str, str]:

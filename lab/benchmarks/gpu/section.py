@@ -25,10 +25,7 @@ SECTIONS = {
     "products": 240,
     "grouped": 150,
     "line": 150,
-    "ranks": 90,
-    "mps": 270,
     "e2e": 580,
-    "peer": 400,
 }
 
 
@@ -40,7 +37,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=(), help="measures what has one of these words in its name")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
-    # SIGTERM raises here, so that MPS or a cluster of the section ends with it.
+    # SIGTERM raises here, so that a cluster of the section ends with it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.smoke:
         from lab.testbed.triton_interpreter import replace_once

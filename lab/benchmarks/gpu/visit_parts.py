@@ -84,8 +84,8 @@ _LATER = (
 # These start processes, which choose for themselves where kernels run.
 _PROCESSES = ("test_hybrid_ranks.py",)
 # Sections with a place of their own, and those that come after the search of constants. Others are new.
-_NAMED = ("mixtures", "step", "small", "attention", "mps", "e2e", "peer")
-_USUAL = ("prefill", "line", "products", "ranks")
+_NAMED = ("mixtures", "step", "small", "attention", "e2e")
+_USUAL = ("prefill", "line", "products")
 # What is compiled ahead has names (lab/gpu_builds/cache.py): this is the model of most sections.
 _DENSE = ("model: Llama 3 8B",)
 _LAUNCHES = ("attention", "grouped", "products", "small", "states")
@@ -196,7 +196,6 @@ def visit_parts() -> list[VisitPart]:
         section("small", 40, (*_SAMPLING, *_TUNING), ("top_p", "temperature 1"), "drawing a token"),
         section("attention", 40, (*_ATTENTION, *_TUNING), ("fp8",), "attention over KV in 8 bits"),
         section("products", 90, _STEPS, ("fp4", "int4", "nf4"), "products by 4 bits"),
-        section("mps", 150, _STEPS, (), "two processes, without and with MPS"),
         section("e2e", 110, _CLUSTER, ("colocated",), "end to end: co-located"),
         section("e2e", 200, _CLUSTER, ("auto",), "end to end: auto"),
         section("e2e", 200, _CLUSTER, ("disaggregated",), "end to end: disaggregated"),
@@ -204,7 +203,6 @@ def visit_parts() -> list[VisitPart]:
             section("mixtures", 100, _STEPS, tuple(FURTHER), "further mixtures"),
             kernels=tuple(f"model: {name}" for name in FURTHER),
         ),
-        section("peer", 280, (*_STEPS, "lab/benchmarks/gpu/peer_loop.py")),
     ]
     tuned = tuning("tuning of all kernels", (), 240, _EVERY_KERNEL)
     usual = [section(name, SECTIONS[name], _STEPS) for name in _USUAL]

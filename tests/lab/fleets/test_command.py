@@ -10,10 +10,6 @@ import pytest
 
 from lab.benchmarks.traces import generate, write_trace
 from lab.fleets.__main__ import main
-from lab.fleets.measured import costs_of
-from lab.fleets.pictures import check_plot
-from pillion.errors import ConfigError
-from pillion.wire.registry import ComponentRecord
 
 COST = "--step-cost=5e-3,4e-5,5e-5,2e-8,1e-9"
 
@@ -35,26 +31,20 @@ def run(*words: str) -> int:
 def test_a_flag_is_compared_for_the_same_requests(
     trace: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tokens a step: first tokens come sooner. The table, the file and the picture agree that there are two."""
+    """More tokens a step: first tokens come sooner. The table and the file agree that there are two."""
     monkeypatch.setenv("COLUMNS", "80")
-    found, picture = tmp_path / "found.json", tmp_path / "picture.svg"
+    found = tmp_path / "found.json"
     flags = ("--flag=max-num-batched-tokens=64,2048", "--flag=split-policy=colocated", "--speed=20")
-    assert run(f"--trace={trace}", COST, *flags, f"--json={found}", f"--plot={picture}", "--ttft-ms=900") == 0
+    assert run(f"--trace={trace}", COST, *flags, f"--json={found}", "--ttft-ms=900") == 0
     small, large = json.loads(found.read_text())["fleets"]
     assert (small["fleet"], large["fleet"]) == ("max-num-batched-tokens=64", "max-num-batched-tokens=2048")
     assert small["requests"] == large["requests"] == 16
     assert large["ttft_p50_ms"] < small["ttft_p50_ms"]
     assert large["faster_share"] > 0.5
-    assert "max-num-batched-tokens=2048" in picture.read_text()
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     (sooner,) = re.findall(r"sooner than .*", shown)
     assert f"{large['faster_share']:.0%}" in sooner
-
-
-def test_a_picture_of_an_unknown_form_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match=r"\.png"):
-        check_plot(tmp_path / "x.bmp")
 
 
 def test_the_fewest_workers_are_found(
@@ -62,7 +52,7 @@ def test_the_fewest_workers_are_found(
 ) -> None:
     found = tmp_path / "found.json"
     monkeypatch.setenv("COLUMNS", "80")
-    words = (f"--trace={trace}", COST, "--speed=60", "--ttft-ms=1500", f"--json={found}", f"--plot={tmp_path}/p.svg")
+    words = (f"--trace={trace}", COST, "--speed=60", "--ttft-ms=1500", f"--json={found}")
     assert run(*words, "--capacity", "--attainment=0.8") == 0
     result = json.loads(found.read_text())
     tried = {(one["prefills"], one["decodes"]): one for one in result["tried"]}
@@ -80,7 +70,7 @@ def test_the_fewest_workers_are_found(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "--step-cost, or --redis-url"),
+        ((), "Missing option '--step-cost'"),
         ((COST, "--flag=max-num-sqs=3"), "no such flag; did you mean max_num_seqs?"),
         ((COST, "--flag=http-port=3"), "--http-port changes nothing in the simulation"),
         ((COST, "--flag=max-num-seqs=x"), "max-num-seqs=x"),
@@ -114,18 +104,3 @@ def test_a_file_that_is_no_trace(tmp_path: pathlib.Path, capsys: pytest.CaptureF
     assert run(f"--trace={path}", COST) == 2
     assert "row 1" in capsys.readouterr().err
     assert run(f"--trace={tmp_path}/none", COST) == 2
-
-
-def test_costs_of_a_measured_cluster() -> None:
-    """The worker in the middle of each kind; a kind that has not served takes the other's."""
-    cost = (1e-3, 1e-4, 1e-5, 1e-7, 1e-8)
-    fits = [tuple(factor * weight for weight in cost) for factor in (1, 3, 2)]
-    records = [
-        ComponentRecord(component_id=f"d-{n}", role="decode", address="x", step_cost_s=fit, block_bytes=4096)
-        for n, fit in enumerate(fits)
-    ]
-    prefill = ComponentRecord(component_id="p", role="prefill", address="x")
-    found = costs_of([*records, prefill])
-    assert found.decode_cost_s == found.prefill_cost_s == fits[2]
-    assert found.block_bytes == 4096
-    assert costs_of([prefill]).decode_cost_s == ()

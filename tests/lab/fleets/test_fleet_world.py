@@ -1,4 +1,4 @@
-"""A simulated fleet under a trace's load: runs of steps as one event, hits, memory, and workers that come and go."""
+"""A simulated fleet under a trace's load: runs of steps as one event, hits and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from lab.benchmarks.traces import generate
 from lab.fleets.prefix_store import SimTicket
 from lab.fleets.traffic import ClientRecord, Request, requests_of
-from lab.fleets.world import DECODE, PREFILL, FleetConfig, FleetWorld, simulate
+from lab.fleets.world import FleetConfig, FleetWorld, simulate
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 
@@ -127,30 +127,6 @@ def test_a_prefill_workers_node_without_memory_is_waited_for_two_seconds() -> No
     world.check_integrity()
 
 
-def test_workers_come_and_go_and_nothing_is_lost() -> None:
-    requests = trace(60, 40.0)
-    last_s = requests[-1].at_s
-    world = FleetWorld(fleet(1, 2, 2))
-    world.send(requests)
-    born = world.start_worker(DECODE, after_s=last_s / 4)
-    world.start_worker(PREFILL, after_s=last_s / 4)
-    world.clock.run(last_s / 5)
-    assert [len(world.workers(role)) for role in (PREFILL, DECODE)] == [1, 2]
-    world.clock.run(last_s / 2)
-    assert born in world.site.workers
-    first = world.workers(DECODE)[0]
-    assert first.jobs
-    # Its streams go on elsewhere after a moment.
-    world.drain_worker(first.record.component_id, within_s=0.1)
-    world.drain_worker(world.workers(PREFILL)[0].record.component_id)
-    world.clock.run(last_s + 100.0)
-    assert world.open_requests() == 0
-    assert first.record.component_id not in world.site.workers
-    assert whole(world.records())
-    assert [len(world.workers(role)) for role in (PREFILL, DECODE)] == [1, 2]
-    world.check_integrity()
-
-
 def test_a_full_gateway_refuses() -> None:
     config = fleet(0, 1)
     config = dataclasses.replace(config, flags=dataclasses.replace(config.flags, max_inflight_requests=3))
@@ -161,42 +137,7 @@ def test_a_full_gateway_refuses() -> None:
 
 def test_what_cannot_be_simulated_is_refused() -> None:
     with pytest.raises(ConfigError, match="one event"):
-        FleetWorld(fleet(0, 1, shared_cores=1))
+        FleetWorld(fleet(0, 1, known_costs=False))
     config = fleet(0, 1)
     with pytest.raises(ConfigError, match="--block-size 100"):
         FleetWorld(dataclasses.replace(config, flags=dataclasses.replace(config.flags, block_size=100)))
-
-
-def conversation(turns: int, first: int, begin_s: float, tokens: int = 2048) -> list[Request]:
-    """Turns of one chat, a minute apart, each of which begins with all that was said before."""
-    blocks = tuple(range(first, first + turns * tokens // 512))
-    return [
-        Request(0, begin_s + 60.0 * turn, (turn + 1) * tokens + 4, 8, blocks[: (turn + 1) * tokens // 512])
-        for turn in range(turns)
-    ]
-
-
-@pytest.mark.parametrize("seconds", [0.0, 20.0])
-def test_a_node_that_leaves_hands_over_what_later_turns_find(seconds: float) -> None:
-    chats = [conversation(2, 1000 * chat, 0.2 * chat) for chat in range(12)]
-    requests = sorted((one for chat in chats for one in chat), key=lambda one: one.at_s)
-    requests = [dataclasses.replace(one, number=number) for number, one in enumerate(requests)]
-    config = fleet(0, 3, scale_down=((30.0, 2),))
-    flags = dataclasses.replace(config.flags, hand_over_timeout_s=seconds, hand_over_bytes_per_s=2**30)
-    records, world = simulate(dataclasses.replace(config, flags=flags), requests)
-    world.check_integrity()
-    assert whole(records)
-    assert list(world.site.stores) == ["kv-0"]
-    second = [one.cached_tokens for one in records if one.request.at_s >= 60.0]
-    if seconds:
-        assert second == [2048] * 12
-        assert world.handed_over > 0
-    else:
-        # One of the three nodes is left, with its chats.
-        assert 0 < sum(second) < 12 * 2048
-        assert world.handed_over == 0
-
-
-def test_one_node_has_to_stay() -> None:
-    with pytest.raises(ConfigError, match="one has to stay"):
-        FleetWorld(fleet(1, 2, scale_down=((1.0, 1), (2.0, 1))))

@@ -142,9 +142,9 @@ def test_a_forked_program_has_its_own_output_errors_and_status(tmp_path: pathlib
     with (tmp_path / "output").open("w") as output, (tmp_path / "errors").open("w") as errors:
         files = output.fileno(), errors.fileno()
         programs = [
-            component_forks().program("lab.benchmarks.kv_node", [word], os.environ, *files)
+            component_forks().program("lab.benchmarks.replays", [word], os.environ, *files)
             for word in ("--help", "--no-such-flag")
         ]
         assert [program.wait(WITHIN_S) for program in programs] == [0, 2]
-    assert "--rounds" in (tmp_path / "output").read_text()
+    assert "--requests" in (tmp_path / "output").read_text()
     assert "--no-such-flag" in (tmp_path / "errors").read_text()
