@@ -92,8 +92,8 @@ class Queue(NamedTuple):
         """Returns how many seconds it costs to have ``tokens`` tokens of a prompt computed there.
 
         The prompt waits for those before it; it overtakes longer ones (:func:`pillion.rules.priority.prompt_order`),
-        and they wait for it. With the whole queue as the price, the simulated mixes of `split_sim` (at 31f4af5c) have up to 13 %
-        fewer good requests.
+        and they wait for it. With the whole queue as the price, simulated mixes (`split_sim` at
+        31f4af5c) have up to 13 % fewer good requests.
         """
         if self.prompts_s <= 0 or not self.prompts:
             return self.wait_s
