@@ -8,8 +8,8 @@ T's four once T is gone, or the pages of an incomplete state. Useless blocks lea
 their heads. Next is the state with the smallest product of three numbers: its rank, 1 for the one that lost its
 protection first (recent use predicts reuse); the square of the blocks that it saves per block that it frees; and the
 share of states of its kind that texts resumed from. Marconi (arXiv 2411.19379) weights the first two as well.
-The simulation ``state_hits`` (at 31f4af5c) chose the square. A state frees its pages and, at a chain's end, its gap. States
-that no request uses leave in this order before useless blocks while they exceed their share of the pool.
+The simulation ``state_hits`` (at 31f4af5c) chose the square. A state frees its pages and, at a chain's end, its gap.
+States that no request uses leave in this order before useless blocks while they exceed their share of the pool.
 
 There are four kinds: whether the chain continues after a state, and whether a text has already resumed from it. A
 request leaves a state at its prompt's end and one at its answer's. By the kinds the pool learns which of the two the
