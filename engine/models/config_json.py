@@ -1,7 +1,5 @@
-"""Reads values of a ``config.json``; each function raises one clear ConfigError for a value that is not what it should
-be.
-
-Imports no torch.
+"""Validated values of a ``config.json``; each function raises one clear ConfigError for an invalid value. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -14,17 +12,17 @@ from typing import Any
 
 from pillion.errors import ConfigError
 
-# Published models have 126 layers and 512 experts at most. Lists as long as these numbers are made before a weight is
-# read, so a number that is a mistake or an attack must not fill the memory.
+# Published models have at most 126 layers and 512 experts. Lists of this length are made before weights are read, so a
+# mistake or an attack must not fill the memory.
 MAX_LAYERS, MAX_EXPERTS = 4096, 16_384
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(_EXPERTS, MAX_EXPERTS)}
-# At most so many tokens end a text. No vocabulary has more than the second number.
+# Max EOS ids, and an upper bound of vocabularies.
 MAX_IDS, MAX_TOKENS = 1024, 2**24
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ConfigError for a file that is missing or holds something else."""
+    """Return the JSON object in a file. Raises ConfigError for a missing file or another content."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -37,17 +35,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Return the ids in a value such as ``eos_token_id``: null, one number, or a list of numbers."""
+    """Return the ids in a value such as ``eos_token_id``: null, a number, or a list of numbers."""
     items = value if isinstance(value, list) else [value]
     return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
 
 
 def vocabulary_ids(raw: Mapping[str, Any], key: str, vocab_size: int, place: str = "config.json") -> tuple[int, ...]:
-    """Return the ids of tokens in a value such as ``eos_token_id``; () for null and a missing key. Ids beyond the
-    vocabulary are left out: they are transformers' defaults for larger ones, and no model chooses them.
-
-    Raises ConfigError, which names ``place``, for what is no id of any vocabulary, and for more than MAX_IDS.
-    """
+    """Return the token ids in a value such as ``eos_token_id``; () for null and a missing key. Ids beyond the
+    vocabulary, such as transformers' defaults for larger ones, are dropped. Raises ConfigError, with ``place``, for
+    invalid ids, and for more than MAX_IDS."""
     value = raw.get(key)
     items = value if isinstance(value, list) else [] if value is None else [value]
     if len(items) > MAX_IDS:
@@ -64,7 +60,7 @@ def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a whole number above 0; null and a missing key give ``default``."""
+    """Return a positive integer; ``default`` for null and a missing key."""
     value = _value(raw, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number above 0, not {value!r}")
@@ -74,7 +70,7 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
 
 
 def number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a finite number; null and a missing key give ``default``."""
+    """Return a finite number; ``default`` for null and a missing key."""
     value = _value(raw, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ConfigError(f"config.json: {key} must be a number, not {value!r}")
@@ -88,8 +84,7 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a finite number above 0; null and a missing key give ``default``, which may be 0 where that means that a
-    model has no such number."""
+    """Return a positive finite number; ``default``, which may be 0 for "none", for null and a missing key."""
     value = number(raw, key, default)
     if value <= 0 and raw.get(key) is not None:
         raise ConfigError(f"config.json: {key} must be above 0, not {value}")
@@ -97,7 +92,7 @@ def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def per_layer(raw: Mapping[str, Any], key: str, num_layers: int) -> list[Any] | None:
-    """Return a list with one entry for each layer, cut as in transformers; None for a missing key or null."""
+    """Return a list with an entry per layer, truncated as in transformers; None for null and a missing key."""
     value = raw.get(key)
     if value is None:
         return None

@@ -1,10 +1,9 @@
-"""Refuses keys of a ``config.json`` that Pillion does not implement, by name and before weights are read. Imports no
-torch.
+"""Rejection of unsupported keys of a ``config.json``, by name and before weights are read. Imports no torch.
 
-A key that a family does not know may change its arithmetic, and a model without a part of it answers nonsense that
-looks like an answer. So each key must be one of these: read for every family, among the defaults of the family's row,
-bookkeeping, or set to a value that changes nothing: null, false, 0, nothing, or a label. What no family at all knows
-is passed over, and :func:`unread` names it. ``--ignore-config-key`` removes a key before it is judged.
+An unknown key may change a family's arithmetic, and a model without it answers plausible nonsense. So each key must be:
+read for every family, among the defaults of the family's row, bookkeeping, or set to a value without effect: null,
+false, 0, empty, or a label. Keys that no family knows are ignored, and :func:`unread` lists them.
+``--ignore-config-key`` removes a key before this check.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from pillion.errors import ConfigError
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text, which are names of keys."""
+    """Split a text into key names."""
     return frozenset(text.split())
 
 
-# These keys are read for every family.
+# Read for every family.
 _READ = words(
     """
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
@@ -30,8 +29,8 @@ _READ = words(
     quantization_config compression_config quantization
     """
 )
-# These keys say nothing about the arithmetic of a forward pass, or only about the arithmetic of training: transformers'
-# own, those that tools for training and conversion add, and sampling, which requests decide.
+# Without effect on the forward pass: transformers' own, those of training and conversion tools, and sampling, which
+# requests decide.
 BOOKKEEPING = words(
     """
     architectures auto_map dtype torch_dtype transformers_version name_or_path attn_implementation
@@ -81,10 +80,10 @@ BOOKKEEPING = words(
     version
     """
 )
-# Keys with one of these parts in their names are about training, whatever else is in them.
+# Name parts of keys about training.
 _OF_TRAINING = words("dropout epoch epochs loss optimizer train trained training")
 _OF_TOKENS = ("_token_id", "_token_ids", "_token_index")
-# Parts of the names of keys that may be about arithmetic, so that their text is no label.
+# Name parts of keys that may be about arithmetic, so that their text values are not labels.
 _ARITHMETIC = words(
     """
     act activation activations arch architecture attention attn backbone bias block blocks conv cross decay delta
@@ -95,8 +94,7 @@ _ARITHMETIC = words(
     window
     """
 )
-# Most families lack these options; with the values here they change nothing. Any other option is switched off by null,
-# false, 0 or an empty value.
+# Values without effect of options that most families lack. Other options are off if null, false, 0 or empty.
 _NEUTRAL = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
@@ -110,12 +108,11 @@ _NEUTRAL = {
     "is_causal": True,
     "causal": True,
 }
-# These keys have no effect unless ``use_sliding_window`` is set.
+# Without effect unless ``use_sliding_window`` is set.
 _OF_WINDOWS = ("sliding_window", "max_window_layers")
-# The key for the number of experts is "num_experts" in the configs of one family, and "num_local_experts" in those of
-# transformers 5.
+# transformers 5 renamed "num_experts" of one family to "num_local_experts".
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
-# These keys of a config for text and images stand around the text model's, and are about images and sounds.
+# Keys of a multimodal config around the text model's, about vision and audio.
 _AROUND_TEXT = words(
     """
     text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
@@ -135,7 +132,7 @@ _AROUND_TEXT = words(
     """
 )
 
-# These are the keys of rotary embeddings that are read, and those of the layers that have one of their own.
+# Supported keys of rotary embeddings, and of layer types with their own.
 _ROPE_READ = words(
     """
     rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
@@ -146,7 +143,7 @@ _ROPE_READ = words(
 _ROPE_BOOKKEEPING = frozenset({"finetuned", "max_position_embeddings"})
 _ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
 
-# These are the keys of an EAGLE-3 head that are read, and those that are about its training or its origin.
+# Keys of an EAGLE-3 head that are read, or about training or origin.
 _OF_EAGLE = words(
     """
     speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size
@@ -157,12 +154,12 @@ _OF_EAGLE = words(
 
 
 def refuse_unknown_head_keys(raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first key of an EAGLE-3 head's config that Pillion does not implement."""
+    """Raise ConfigError for an unsupported key of an EAGLE-3 head's config."""
     _refuse("eagle3", "", raw, _OF_EAGLE | BOOKKEEPING, {}, "remove it only if the head is right without it")
 
 
 def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
-    """Return the keys that a family's configs may have; the arguments are those of :func:`refuse_unknown_keys`."""
+    """Return the keys that a family's configs may have; arguments as in :func:`refuse_unknown_keys`."""
     known = _READ | BOOKKEEPING | own | set(ignored)
     return known.union(_NUM_EXPERTS) if "num_experts_per_tok" in own else known
 
@@ -170,9 +167,11 @@ def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
 def refuse_unknown_keys(
     name: str, own: Set[str], ignored: Iterable[str], fixed: Mapping[str, Any], raw: Mapping[str, Any], others: Set[str]
 ) -> None:
-    """Raise ConfigError for the first key that the family ``name`` does not understand; ``own`` are the keys that it
-    reads beside those of all families, ``ignored`` those that it does not read, ``fixed`` those that may say nothing
-    but what the family does anyway, and ``others`` all keys that other families read."""
+    """Raise ConfigError for a key unknown to the family ``name``.
+
+    ``own``: keys that it reads beyond the common ones; ``ignored``: keys that it does not read; ``fixed``: keys with
+    the only supported value; ``others``: all keys that any family reads.
+    """
     known = known_keys(own, ignored)
     if raw.get("use_sliding_window") is False:
         known = known.union(_OF_WINDOWS)
@@ -187,24 +186,23 @@ def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any], others: Set[str
 
 
 def unread(raw: Mapping[str, Any], others: Set[str]) -> list[str]:
-    """Return the keys of a config that mean nothing here; ``others`` are those that some family knows."""
+    """Return the keys of a config without meaning here; ``others`` are those known to any family."""
     known = _READ | BOOKKEEPING | _AROUND_TEXT | _NEUTRAL.keys() | others
     return sorted(key for key in raw.keys() - known if not key.startswith("_"))
 
 
 def without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config without the keys that are about images and sounds."""
+    """Return a config without the keys about vision and audio."""
     return {key: value for key, value in raw.items() if key not in _AROUND_TEXT}
 
 
 def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first key of a rotary embedding's parameters that Pillion does not implement."""
+    """Raise ConfigError for an unsupported parameter of a rotary embedding."""
     _refuse(name, "the rope parameter ", rope, _ROPE_READ | _ROPE_BOOKKEEPING, _ROPE_NEUTRAL)
 
 
 def _is_label(key: str, value: Any) -> bool:
-    """Return whether a key is about training or names a token, or is one of text whose name has nothing to do with
-    arithmetic."""
+    """Return whether a key is about training, is a token id, or has a text value and a name unrelated to arithmetic."""
     parts, texts = re.split(r"[\W_]+", key.lower()), value if isinstance(value, list) else [value]
     if key.endswith(_OF_TOKENS) or not _OF_TRAINING.isdisjoint(parts):
         return True
@@ -221,11 +219,11 @@ def _refuse(
     *,
     others: Set[str] | None = None,
 ) -> None:
-    """Raise ConfigError for the first unknown key that may change something. Where ``others`` are given, a label of a
-    key that is none of them does not."""
+    """Raise ConfigError for an unknown key that may have an effect. With ``others``, labels of keys outside of it are
+    accepted."""
     for key in sorted(raw.keys() - set(known)):
         value = raw[key]
-        # Keys that begin with an underscore are written and read by transformers for its own purposes.
+        # Internal to transformers.
         if key.startswith("_"):
             continue
         label = others is not None and key not in others | neutral.keys() and _is_label(key, value)

@@ -1,6 +1,6 @@
-"""Reads the ``config.json`` of a Hugging Face folder into a ModelConfig. Imports no torch.
+"""Parser of a Hugging Face folder's ``config.json`` to ModelConfig. Imports no torch.
 
-The table in :mod:`pillion.engine.models.families` has one row for each model family.
+The table in :mod:`pillion.engine.models.families` has one row per model family.
 """
 
 from __future__ import annotations
@@ -49,47 +49,43 @@ from pillion.engine.quantized.quantization import QUANTIZATION_KEYS
 from pillion.engine.quantized.quantization_methods import parse_quantization
 from pillion.errors import ConfigError
 
-# Layers with a window, or with attention in chunks, have these types.
 _WINDOW_KINDS = ("sliding_attention", "chunked_attention")
-# These are activations by their names in configs, with the decoder's names for them.
+# Names in configs -> the decoder's.
 _ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
 }
-# An MLP without a gate may have these, too.
+# Additionally allowed in an MLP without a gate.
 _NOT_GATED = {name: name for name in ("relu2", "gelu", "relu", "xielu")}
 
-# Families call the same numbers by these keys, in this order: how many experts there are; how many of them a token
-# goes to; the factor of the experts' scores. Of the MLP beside the experts, a key holds the width, or how many times
-# that of an expert it is.
+# Keys of the same value in different families, by precedence: number of experts; experts per token; factor of router
+# scores; and of the shared expert, its width as a multiple of an expert's, or in values.
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 _ROUTED_SCALE = ("routed_scaling_factor", "router_scaling_factor")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _SHARED_WIDTH = ("shared_intermediate_size", "shared_expert_intermediate_size")
 
-# The names of architectures of classifiers end like this.
 CLASSIFIER = "ForSequenceClassification"
-# In these files older tools say how they quantized a folder's weights, where the config.json does not say it.
+# Files in which older tools store a folder's quantization instead of config.json.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
-# An error about an unknown architecture names at most so many known ones.
 MOST_NEAR_NAMES = 3
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Return the values of ``model_type`` that can be served."""
+    """Return the supported values of ``model_type``."""
     return tuple(sorted({*FAMILIES, *TEXT_OF, *TEXT_AS, *SAME_AS, *ENCODER_KINDS}))
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Return whether a config is that of an encoder, whose tokens all see each other."""
+    """Return whether a config is of an encoder, i.e. bidirectional."""
     return config.get("model_type") in ENCODER_KINDS
 
 
 def load_config(folder: Path, ignored_keys: Iterable[str] = ()) -> ModelConfig:
-    """Read the config of a folder, without some keys where it is not prepared yet. Raises ConfigError for a missing
-    config or an unsupported model."""
+    """Read the config of a folder, without ``ignored_keys``. Raises ConfigError for a missing config or an unsupported
+    model."""
     config = without_keys(read_config(folder), ignored_keys)
     try:
         return parse_config(config)
@@ -98,8 +94,8 @@ def load_config(folder: Path, ignored_keys: Iterable[str] = ()) -> ModelConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's config.json, and how its weights are quantized where only a file beside it says that. Raises
-    ConfigError for files that are missing or damaged."""
+    """Read a folder's config.json, completed by older tools' quantization files. Raises ConfigError for missing or
+    damaged files."""
     config = read_json(folder / "config.json")
     for name, method in QUANTIZATION_FILES.items():
         if (folder / name).is_file():
@@ -108,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def without_keys(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return a config without the keys of --ignore-config-key, nested ones included. Raises ConfigError for a missing
+    """Return a config without the keys of --ignore-config-key, also nested ones. Raises ConfigError for a missing
     key."""
     kept = dict(config)
     for name in names:
@@ -132,14 +128,14 @@ def _without(value: Any, name: str) -> Any:
 
 
 def passed_over(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config that :func:`parse_config` takes and nothing reads."""
+    """Return the keys of a config that :func:`parse_config` accepts and ignores."""
     text = config.get("text_config")
     every = {**text, **config} if isinstance(text, Mapping) else config
     return unread(every, FAMILY_KEYS | IGNORED_KEYS | ENCODER_KEYS)
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
+    """Parse a config of transformers 4 or 5. Raises ConfigError for an unsupported architecture or option."""
     labels = labels_of(config)
     if is_encoder(config):
         return parse_encoder(config, labels)
@@ -218,20 +214,20 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
 
 
 def _mlp_width(raw: Mapping[str, Any], options: Mapping[str, Any], moe: MoeConfig | None) -> int:
-    """Return the inner width of dense MLPs. A config without any such layer may leave it out."""
+    """Return the inner width of dense MLPs, which may be missing from a config without any."""
     of_experts = moe.intermediate_size if moe is not None and all(moe.layers) else None
     width = size(raw, "intermediate_size", of_experts)
     return size(options, "intermediate_size_mlp", width)
 
 
 def _biases(options: Mapping[str, Any], said: Biases) -> Iterator[bool]:
-    """Yield whether there are biases of queries, keys and values, of attention's results and of MLPs."""
+    """Yield whether qkv, the output projection and MLPs have biases."""
     for one in (said.qkv, said.o, said.mlp):
         yield bool(options.get(one)) if isinstance(one, str) else one
 
 
 def labels_of(config: Mapping[str, Any]) -> int:
-    """Return how many labels a classifier tells apart, 2 where its config does not say; 0 for other models."""
+    """Return the number of a classifier's labels, by default 2; 0 for other models."""
     named = config.get("architectures")
     if not (isinstance(named, list) and named and str(named[0]).endswith(CLASSIFIER)):
         return 0
@@ -240,14 +236,14 @@ def labels_of(config: Mapping[str, Any]) -> int:
 
 
 def _is_headless(config: Mapping[str, Any]) -> bool:
-    """Return whether a config names a class of transformers that has no head, such as LlavaModel."""
+    """Return whether a config names a class of transformers without a head, such as LlavaModel."""
     named = config.get("architectures")
     first = str(named[0]) if isinstance(named, list) and named else ""
     return first.endswith("Model") and not first.endswith("LMHeadModel")
 
 
 def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
-    """Return the family of a config, and its name. Raises ConfigError for one that is not known."""
+    """Return the family of a config, and its name. Raises ConfigError for an unknown one."""
     said = config.get("model_type")
     name = SAME_AS.get(said, said) if isinstance(said, str) else ""
     if name in REMOVED:
@@ -260,7 +256,7 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
 
 
 def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    """Return what the family's own keys say, by the keys of other families."""
+    """Translate the family's own keys to the usual ones."""
     found = {usual: raw[key] for key, usual in family.keys.items() if raw.get(key) is not None}
     if "intermediate_size" in family.keys.values() and "intermediate_size" not in found:
         found["intermediate_size"] = 4 * size({**raw, **found}, "hidden_size")
@@ -272,12 +268,11 @@ def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's config out of a config for text and images, where it stands in it or, in old ones,
-    beside what is about images; any other config as it is. Raises ConfigError for a text model that is not known."""
+    """Return the language model's config in a multimodal config, nested or, in old ones, flat; other configs unchanged.
+    Raises ConfigError for an unknown text model."""
     outer, text = str(config.get("model_type")), config.get("text_config")
     if outer in TEXT_AS:
-        # The text model was saved alone, by a class without a head. Whether the whole one's head is the embedding is
-        # not said.
+        # The text model was saved alone, by a class without a head, so whether the head was tied is unknown.
         return {**_as_family(config, outer), "tie_word_embeddings": False}
     known = TEXT_OF.get(outer)
     if known is None or (text is not None and not isinstance(text, Mapping)):
@@ -295,7 +290,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_family(text: Mapping[str, Any], said: str) -> Mapping[str, Any]:
-    """Return the config of a text model of type ``said`` as its family's configs are."""
+    """Convert the config of a text model of type ``said`` to one of its family."""
     if said not in TEXT_AS:
         return {**text, "model_type": said}
     family, own = TEXT_AS[said]
@@ -303,7 +298,7 @@ def _as_family(text: Mapping[str, Any], said: str) -> Mapping[str, Any]:
 
 
 def _without_places(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config's rotary embedding without what says where pictures stand in a text."""
+    """Return a config's rotary embeddings without mrope, which only affects pictures."""
     found = {}
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key)
@@ -325,16 +320,16 @@ def _activation(name: str, family: ModelFamily, raw: Mapping[str, Any], options:
 
 
 def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
-    """Return the factor of the attention scores: the one that Granite's configs hold; for other families 1 / sqrt of
-    ``query_pre_attn_scalar`` or else of head_dim."""
+    """Return the scale of attention scores: Granite's multiplier, else 1 / sqrt of ``query_pre_attn_scalar`` or
+    head_dim."""
     if "attention_multiplier" in options:
         return above_zero(options, "attention_multiplier", 1.0 / math.sqrt(head_dim))
     return 1.0 / math.sqrt(above_zero(options, "query_pre_attn_scalar", head_dim))
 
 
 def _kv_heads(name: str, raw: Mapping[str, Any], heads: int, latents: LatentConfig | None) -> tuple[int, int]:
-    """Return the number of KV heads, and how many values have a rotary embedding or, where a part of them has one,
-    could have it. Raises ConfigError for numbers of heads that do not fit together."""
+    """Return the number of KV heads, and the width of a head's part that may be rotated. Raises ConfigError for
+    inconsistent numbers of heads."""
     kv_heads = size(raw, "num_key_value_heads", heads)
     if latents is not None and kv_heads != heads:
         raise ConfigError(f"{name}: {heads} heads and num_key_value_heads = {kv_heads} do not fit together")
@@ -345,7 +340,7 @@ def _kv_heads(name: str, raw: Mapping[str, Any], heads: int, latents: LatentConf
 
 
 def _latents(raw: Mapping[str, Any], options: Mapping[str, Any], heads: int) -> LatentConfig | None:
-    """Return how keys and values are made of latents, in families that have them."""
+    """Return the latent attention (MLA), in families that have it."""
     if "kv_lora_rank" not in options:
         return None
     rotary = size(options, "qk_rope_head_dim")
@@ -389,7 +384,7 @@ def _selecting(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 
 def _latent_scale(latents: LatentConfig, rope: RopeConfig) -> float:
-    """Return the factor of scores: 1 / sqrt of a head's values, times YaRN's factor where a config has one for it."""
+    """Return the scale of scores: 1 / sqrt of a head's width, times YaRN's factor if any."""
     scale = 1.0 / math.sqrt(latents.head_dim)
     if rope.kind == "default" or not rope.mscale_all_dim:
         return scale
@@ -397,8 +392,7 @@ def _latent_scale(latents: LatentConfig, rope: RopeConfig) -> float:
 
 
 def _residual_scale(options: Mapping[str, Any], num_layers: int) -> float:
-    """Return the factor of what is added to the residual stream: Granite's, or MiniCPM's, which depends on the number
-    of layers."""
+    """Return the factor of branches added to the residual stream: Granite's, or MiniCPM's, which depends on depth."""
     if options.get("scale_depth") is not None:
         return above_zero(options, "scale_depth", 1.0) / math.sqrt(num_layers)
     return above_zero(options, "residual_multiplier", 1.0)
@@ -411,14 +405,14 @@ def _logit_divisor(options: Mapping[str, Any], hidden_size: int) -> float:
 
 
 def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer has a rotary embedding. SmolLM3 has layers without one: every fourth, or those with a
-    0 in its list."""
+    """Return whether each layer has a rotary embedding. SmolLM3 has layers without one: every fourth, or those with a 0
+    in its list."""
     kind = options.get("position_embedding_type", "rope")
     if kind not in ("rope", "nope", None):
         raise ConfigError(f"config.json: position_embedding_type = {kind!r} is not supported")
     if family.first_position is not None or kind != "rope":
         return (False,) * num_layers
-    # Llama 4's configs may have an empty list in place of none.
+    # Llama 4's configs may have an empty list for none.
     flags = per_layer(options, "no_rope_layers", num_layers) if options.get("no_rope_layers") else None
     if flags is not None:
         return tuple(bool(flag) for flag in flags)
@@ -427,7 +421,7 @@ def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) 
 
 
 def _linear(name: str, raw: Mapping[str, Any], family: ModelFamily, slides: tuple[bool, ...]) -> LinearConfig | None:
-    """Return which layers have states, in families that have such layers."""
+    """Return the layers with states, in families that have them."""
     if family.linear is not None:
         return family.linear(raw)
     _check_layer_types(name, raw, slides)
@@ -435,7 +429,7 @@ def _linear(name: str, raw: Mapping[str, Any], family: ModelFamily, slides: tupl
 
 
 def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ...]) -> None:
-    """Raise ConfigError where the family's rule decides the layer types, and a config lists others."""
+    """Raise ConfigError for layer types that contradict the family's rule."""
     kinds = per_layer(raw, "layer_types", len(slides)) or []
     for layer, (kind, slide) in enumerate(zip(kinds, slides, strict=False)):
         if kind not in (_WINDOW_KINDS if slide else ("full_attention",)):
@@ -445,8 +439,7 @@ def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ..
 
 
 def _kinds(options: Mapping[str, Any], key: str, known: tuple[str, str], num_layers: int) -> list[Any] | None:
-    """Return which of two kinds a config says that each layer is, or None where it says nothing. Raises ConfigError
-    for another kind."""
+    """Return each layer's kind, one of two, or None if the config does not say. Raises ConfigError for another kind."""
     kinds = per_layer(options, key, num_layers)
     unknown = sorted({str(kind) for kind in kinds or ()}.difference(known))
     if unknown:
@@ -459,14 +452,13 @@ def _kinds(options: Mapping[str, Any], key: str, known: tuple[str, str], num_lay
 def _slides(
     options: Mapping[str, Any], family: ModelFamily, num_layers: int, has_rope: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Return whether each layer has the sliding window: by the config's list of layer types, or else by its family's
-    rule."""
+    """Return whether each layer has the sliding window: by the config's layer types, else by the family's rule."""
     windowed = options.get("sliding_window") and options.get("use_sliding_window", True)
     if "attention_chunk_size" in options:
         kinds = _kinds(options, "layer_types", ("full_attention", "chunked_attention"), num_layers)
         chunks = has_rope if kinds is None else (kind == "chunked_attention" for kind in kinds)
         return tuple(bool(options["attention_chunk_size"]) and chunk for chunk in chunks)
-    # Layers with a sliding window may have their own rotary embedding, even where the window is switched off.
+    # Local layers may have their own rotary embedding, even with the window switched off.
     if not windowed and not family.rope.local:
         return (False,) * num_layers
     kinds = _kinds(options, "layer_types", ("full_attention", "sliding_attention"), num_layers)
@@ -499,7 +491,7 @@ def _ropes(
     interleaved = bool(options.get("rope_interleave", family.rope.interleaved))
     rope = replace(rope, interleaved=interleaved)
     bases = per_layer(raw, "layer_rope_theta", len(slides)) or [rope.theta * has for has in has_rope]
-    # A layer whose base is 0 has no rotary embedding.
+    # Base 0 means no rotary embedding.
     thetas = sorted({above_zero({"layer_rope_theta": base}, "layer_rope_theta", 1.0) for base in bases if base})
     ropes = tuple(replace(rope, theta=theta) for theta in thetas or [rope.theta])
     return ropes, tuple(thetas.index(base) if base else None for base in bases)
@@ -508,8 +500,8 @@ def _ropes(
 def _query_growth(
     raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]
 ) -> QueryGrowth | None:
-    """Return how queries grow with their position. Raises ConfigError where rows of the rotary tables are not those of
-    positions, as frequencies that depend on the length of the text have them."""
+    """Return the position-dependent query scale. Raises ConfigError with length-dependent frequencies, for which rows
+    of the rotary tables are not positions."""
     if family.rope.query_growth == "all":
         beta, length = query_scaling(raw)
         found = QueryGrowth(rate=beta, length=length)
@@ -524,8 +516,8 @@ def _query_growth(
 
 
 def _longest(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]) -> int:
-    """Return the number of tokens of the longest text that the config allows. Configs of Gemma 3, Ministral 3, llama3
-    and longrope hold the length after scaling; the other kinds of scaling multiply it by their factor, as in vLLM."""
+    """Return the max length of a text. Configs of Gemma 3, Ministral 3, llama3 and longrope have it after scaling;
+    other kinds of scaling multiply it, as in vLLM."""
     configured = size(raw, "max_position_embeddings")
     after_scaling = len(ropes) > 1 or family.rope.query_growth == "all"
     return configured if after_scaling else max(configured, ropes[0].stretched_max_position)
@@ -533,7 +525,7 @@ def _longest(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfi
 
 def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> MoeConfig | None:
     for key in (*_PER_TOKEN, *_NUM_SHARED):
-        # HunYuan's configs may list a number for each layer.
+        # HunYuan's configs may list a number per layer.
         if isinstance(value := options.get(key), list) and value and value == value[:1] * len(value):
             options = {**options, key: value[0]}
     chosen = next((key for key in _PER_TOKEN if key in options), None)
@@ -543,7 +535,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
     own = next(key for key in _NUM_EXPERTS if key in options)
     own = next((key for key in _NUM_EXPERTS if raw.get(key) is not None), own)
     if raw[own] == 0 and "shared_intermediate_size" in options:
-        # Some of Granite's models have the MLP beside the experts alone.
+        # Some of Granite's models only have the shared expert.
         return None
     num_experts = size(raw, own)
     per_token = size(options, chosen)
@@ -577,7 +569,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
 
 
 def _one_of(options: Mapping[str, Any], key: str, known: tuple[str, str]) -> str:
-    """Return the value of a key, one of two; the first where a family has no such key."""
+    """Return a key's value, one of two; by default the first."""
     found = options.get(key, known[0])
     if found not in known:
         raise ConfigError(f"config.json: {key} = {found!r} is not supported; {known[0]!r} and {known[1]!r} are")
@@ -585,8 +577,8 @@ def _one_of(options: Mapping[str, Any], key: str, known: tuple[str, str]) -> str
 
 
 def _expert_groups(options: Mapping[str, Any], own: str, num_experts: int, per_token: int) -> tuple[int, int]:
-    """Return how many groups of experts there are, and in how many of them a token's experts are. Raises ConfigError
-    for groups that are not of one size, or have too few experts for two best ones or for a token."""
+    """Return the number of groups of experts, and the groups per token. Raises ConfigError for groups of unequal size
+    or too few experts."""
     method = options.get("topk_method")
     if method not in (None, "greedy", "group_limited_greedy"):
         raise ConfigError(f"config.json: topk_method = {method!r} is not supported")
@@ -606,7 +598,7 @@ def _expert_groups(options: Mapping[str, Any], own: str, num_experts: int, per_t
 
 
 def _clamped(options: Mapping[str, Any]) -> ClampedSwiglu | None:
-    """Return the activation of gpt-oss's experts, where a family has its numbers."""
+    """Return the activation of gpt-oss's experts, in families that have it."""
     if "swiglu_limit" not in options:
         return None
     return ClampedSwiglu(
@@ -616,14 +608,13 @@ def _clamped(options: Mapping[str, Any]) -> ClampedSwiglu | None:
 
 
 def _shared(options: Mapping[str, Any], inner: int) -> int:
-    """Return the inner width of the MLP beside the experts, some times that of an expert or a width; 0 for none."""
+    """Return the inner width of the shared expert, given as a width or a multiple of an expert's; 0 for none."""
     count = next((options[key] for key in _NUM_SHARED if key in options), None)
     width = next((options[key] for key in _SHARED_WIDTH if key in options), None)
     return size({"shared experts": count or width}, "shared experts") * (inner if count else 1) if count or width else 0
 
 
 def _with_experts(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer has experts."""
     kinds = _kinds(options, "mlp_layer_types", ("dense", "sparse"), num_layers)
     if kinds is not None:
         return tuple(kind == "sparse" for kind in kinds)

@@ -1,8 +1,7 @@
-"""Runs the forward pass of every model on torch: one decoder over a paged pool, which runs the operations of each
-layer.
+"""Forward pass of every model on torch: one decoder over a paged pool, which runs each layer's operations.
 
     hidden = embedding * embedding_scale
-    each layer:  the operations that its family lists (:mod:`pillion.engine.models.layer_operations`)
+    each layer:  the operations listed by its family (:mod:`pillion.engine.models.layer_operations`)
     logits = soft_cap(lm_head(final_norm(hidden)) / logit_divisor)
 
 Scales of 1 and caps of 0 are skipped.
@@ -76,23 +75,23 @@ from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 
 @dataclass(slots=True)
 class LayerRun:
-    """Runs one step of one layer, and holds what its operations hand on.
+    """One step of one layer, and the intermediate values of its operations.
 
     Attributes:
-        tables: cosines and sines of the step's rows, by the number of the rotary embedding.
-        hidden: the residual stream [T, hidden].
-        growth: the factors [T, 1, 1] of queries that grow with their position; None in a model without them.
-        token_inputs: the rows [T, width] that the layer reads beside the residual stream; None where it reads none.
-        sample_rows: in the last layer, the rows that go on after its attention; None elsewhere.
+        tables: cosines and sines of the step's rows, by index of the rotary embedding.
+        hidden: residual stream [T, hidden].
+        growth: position-dependent query scale [T, 1, 1]; None in a model without.
+        token_inputs: the layer's per-layer token inputs [T, width]; None in a model without.
+        sample_rows: in the last layer, the rows that continue after its attention; None elsewhere.
         rows: the last operation's result [T, ...].
-        kept: the rows that operations keep for later ones, the last ones first to be taken.
-        added_up: the sum of the operations that add up rows.
-        rotated: queries and keys [T, heads, head_dim], where rows were normed or rotated since they are projections.
-        values: values [T, KV heads, head_dim], where these were normed.
-        gate: the gate [T, ...] that an operation keeps for a later one.
-        states: the states of the step's sequences; None in a model without them.
-        mixers: how many operations that write keys and values, or states, are left.
-        ended: whether nothing has to be computed any more, because no row is sampled.
+        kept: stack of rows kept for later operations.
+        added_up: running sum of AddUp operations.
+        rotated: queries and keys [T, heads, head_dim] after a norm or rotation.
+        values: values [T, KV heads, head_dim] after a norm.
+        gate: gate [T, ...] kept for a later operation.
+        states: states of the step's sequences; None in a model without.
+        mixers: remaining operations that write KV or states.
+        ended: True if nothing is left to compute, because no row is sampled.
     """
 
     config: ModelConfig
@@ -116,10 +115,10 @@ class LayerRun:
     ended: bool = False
 
     def run(self, operations: Layer) -> torch.Tensor:
-        """Run the operations of the layer; returns the residual stream."""
+        """Run the layer's operations and return the residual stream."""
         self.mixers = sum(isinstance(operation, _MIXERS) for operation in operations)
         if not self.mixers and self.sample_rows is not None:
-            # Nothing is left to be written, so only sampled rows are computed.
+            # Nothing left to write: only sampled rows matter.
             self.hidden = self.hidden[self.sample_rows]
             self.adapters = None if self.adapters is None else self.adapters.of_rows(self.sample_rows)
             operations = operations if len(self.hidden) else ()
@@ -131,7 +130,7 @@ class LayerRun:
         return self.hidden
 
     def linear(self, tensor: LayerTensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [T, in] -> [T, out], with the products that their adapters add."""
+        """Multiply rows [T, in] -> [T, out], including their adapters."""
         outputs = self.weights.linear(tensor)(rows)
         self._adapt(tensor, rows, outputs)
         return outputs
@@ -144,15 +143,15 @@ class LayerRun:
         numbers: torch.Tensor | None = None,
         expert: int | None = None,
     ) -> None:
-        """Add to a layer's outputs [n, out], or to those of one expert, what the adapters of its rows [n, in] add.
-        Where these are not all rows in their order, ``numbers`` [n] are those that they have."""
+        """Add the adapters' products of rows [n, in] to a layer's outputs [n, out], or to one expert's. ``numbers`` [n]
+        are the rows' indices if they are not all rows in order."""
         if self.adapters is not None:
             adapters = self.adapters if numbers is None else self.adapters.of_rows(numbers)
             adapters.add(f"layers.{self.index}.{tensor.name}", rows, outputs, expert)
 
     def _expert(self, tensor: LayerTensor, number: int, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the rows [n, in] of one expert times its matrix [n, out], with the products that their adapters
-        add; ``numbers`` [n] are those of the rows."""
+        """Multiply the rows [n, in] of one expert by its matrix -> [n, out], including their adapters; ``numbers`` [n]
+        are the rows' indices."""
         outputs = self.weights.experts(tensor)[number](rows)
         self._adapt(tensor, rows, outputs, numbers, number)
         return outputs
@@ -197,8 +196,8 @@ class LayerRun:
         self._go_on_with_sampled()
 
     def _go_on_with_sampled(self) -> None:
-        """Leave, in the last layer, the rows that are sampled; ends where there are none. Where the layer has another
-        state or keys and values to write, all rows go on."""
+        """In the last layer, continue with the sampled rows only, or end if there are none; not before the layer's last
+        write of KV or states."""
         self.mixers -= 1
         wanted = self.sample_rows
         if wanted is None or self.mixers:
@@ -246,7 +245,7 @@ class LayerRun:
         self._go_on_with_sampled()
 
     def _delta_rates(self, operation: DeltaRule) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ``decays`` and ``rates`` of :class:`DeltaRows` of the step's rows."""
+        """Return the ``decays`` and ``rates`` of :class:`DeltaRows` for the step's rows."""
         made, decay = self.linear(operation.rates, self.rows).float(), self.weights.tensor(operation.decay)
         forgets = self._of_few(operation.forget_down, operation.forget_up)
         learns, forgets = made.chunk(2, -1) if forgets is None else (made, forgets.float())
@@ -254,7 +253,7 @@ class LayerRun:
         return -decay.exp()[:, None] * times, learns.sigmoid() * (2.0 if operation.doubled else 1.0)
 
     def _of_few(self, down: LayerTensor | None, up: LayerTensor | None) -> torch.Tensor | None:
-        """Return the products of the rows with one matrix and then with another; None where there are none."""
+        """Multiply the rows by two matrices in sequence; None if there are none."""
         return None if down is None or up is None else self.linear(up, self.linear(down, self.rows))
 
     def state_space(self, operation: StateSpace) -> None:
@@ -305,7 +304,7 @@ class LayerRun:
         return self.states.of_layer(self.index)
 
     def _convolved(self, rows: torch.Tensor, taps: LayerTensor) -> torch.Tensor:
-        """Return float32 rows [T, channels], each convolved with those before it in its sequence."""
+        """Return float32 rows [T, channels], each convolved with its predecessors in the sequence."""
         found, factors = torch.empty_like(rows), self.weights.taps(taps)
         for mine, inputs, _ in self._states():
             found[mine] = convolve(rows[mine], inputs, factors)
@@ -335,7 +334,7 @@ class LayerRun:
         if self.mixers == 1 and wanted is not None and not len(wanted):
             self.ended = True
             return
-        # Each head's part of a key is taken over to its queries.
+        # Absorb each head's key projection into its queries.
         absorbed = torch.bmm(still.transpose(0, 1), key_up).transpose(0, 1)
         up, sizes = f"layers.{self.index}.{operation.up.name}", (latents.still, latents.values)
         if self.adapters is not None:
@@ -353,7 +352,7 @@ class LayerRun:
         self.rows = values.flatten(1)
 
     def _index_keys(self, operation: AttendLatents) -> torch.Tensor:
-        """Return the step's index keys [T, dim]; zeros in a layer that selects nothing itself."""
+        """Return the step's index keys [T, dim]; zeros in a layer without an indexer."""
         if operation.index_key is None or operation.index_norm is None:
             assert operation.index is not None
             return self.rows.new_zeros(len(self.rows), operation.index.dim)
@@ -361,7 +360,7 @@ class LayerRun:
         return self._turned(operation, keys[:, None])[:, 0]
 
     def _select(self, operation: AttendLatents, index: TokenIndex, few: torch.Tensor) -> None:
-        """Select the tokens that the queries of this layer and of those after it see."""
+        """Select the tokens visible to the queries of this layer and of those that share its selection."""
         if operation.index_queries is None or operation.index_weights is None:
             return
         assert self.config.latents is not None
@@ -436,8 +435,8 @@ class LayerRun:
         self.hidden = torch.add(self.hidden, found, alpha=operation.scale)
 
     def _projections(self) -> torch.Tensor:
-        """Return queries, keys and values [T, heads, head_dim]; queries alone in a layer that sees those of another
-        one."""
+        """Return queries, keys and values [T, heads, head_dim]; queries only in a layer that shares another one's
+        KV."""
         return self.rows.view(len(self.rows), -1, self.config.heads_of(self.index).head_dim)
 
     def _values(self) -> torch.Tensor:
@@ -492,13 +491,14 @@ def run_decoder(
     carried: StepStates | None = None,
     pooled: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run T tokens, with their adapters where any has one, and writes their KV. ``states`` gets the inputs [T, hidden]
-    of the layers that are its keys; ``carried`` are the states of the step's sequences, which go on with their tokens.
-    Of the last ``pooled`` sample_rows nobody wants logits.
+    """Run T tokens, with their adapters, and write their KV.
 
-    Takes token_ids and rope_rows [T], which are rows of the rotary tables, and sample_rows [R] (all int64); returns
-    float32 logits [R - pooled, vocab], and the sampled rows after the last norm, [R, hidden]. The last layer computes
-    only what is needed: sampled rows, or nothing but its KV where no row is sampled.
+    Takes token_ids and rope_rows [T], which index the rotary tables, and sample_rows [R], all int64. ``states``
+    receives the inputs [T, hidden] of the layers that are its keys; ``carried`` are the recurrent states of the step's
+    sequences, which are updated. No logits are computed for the last ``pooled`` sample_rows.
+
+    Returns float32 logits [R - pooled, vocab], and the sampled rows after the last norm, [R, hidden]. The last layer
+    only computes sampled rows, or nothing but its KV if there are none.
     """
     hidden = weights.embedding[token_ids]
     if weights.embedding_scale != 1.0:
@@ -507,10 +507,10 @@ def run_decoder(
         hidden = hidden + weights.positions[rope_rows]
     beside = None if weights.token_inputs is None else weights.token_inputs.rows(token_ids, hidden)
     tables = [rope.tables(rope_rows, hidden.dtype) for rope in ropes]
-    # A model whose queries grow has one row of the rotary tables for each position.
+    # Models with growing queries have one row of the rotary tables per position.
     grows = None if config.query_growth is None else growth_factors(config.query_growth, rope_rows)[:, None, None]
     last = len(weights.layers) - 1
-    # Without a sampled row, nothing after the last keys and values is needed but states that are kept.
+    # Without sampled rows, nothing is needed after the last KV write but states to keep.
     kept = last if states else config.last_kept_layer
     for index, (operations, layer) in enumerate(zip(weights.operations, weights.layers, strict=True)):
         if states is not None and index in states:

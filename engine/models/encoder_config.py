@@ -1,4 +1,4 @@
-"""Describes an encoder: a model whose tokens all see each other, and which gives vectors of whole texts alone."""
+"""Config of an encoder: a bidirectional model, which only produces vectors of whole texts."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
-    """Describes an encoder's layers. Widths, tokens and labels are those of its ModelConfig.
+    """Layers of an encoder. Widths, vocabulary and labels are in its ModelConfig.
 
     Attributes:
-        num_layers, num_heads: how many there are.
-        eps: the norms' smallest variance.
-        activation: that of the MLPs: "gelu" with erf, "gelu_tanh", "relu" or "silu".
-        position_offset: how many learned positions come before that of the first token, which is behind the padding's.
-        padding_id: the token that has the padding's position wherever it stands; None where positions are counted.
-        num_positions: how many learned positions there are; 0 for an encoder with rotary embeddings.
-        num_token_types: how many kinds of texts embeddings tell apart, of which a pair has two; 0 for none.
-        thetas: the base of the rotary embedding of each layer; () for learned positions.
-        windows: how far each layer's tokens see to either side; 0 sees everything. () for no windows.
-        attention_bias, mlp_bias, norm_bias: which weights have biases.
-        head: what a classifier does before its last product: "pooler" and "dense" are a product and tanh, named as BERT
-            and RoBERTa do; "normed" is a product, ``head_activation`` and a norm; "" for a model without labels.
-        head_bias: whether the product of "normed" has a bias.
+        eps: epsilon of norms.
+        activation: of MLPs: "gelu" with erf, "gelu_tanh", "relu" or "silu".
+        position_offset: learned positions before the first token's, which follows the padding's.
+        padding_id: token that has the padding's position anywhere; None if positions are counted.
+        num_positions: number of learned positions; 0 with rotary embeddings.
+        num_token_types: segments distinguished by embeddings (two in a pair); 0 for none.
+        thetas: rotary base of each layer; () with learned positions.
+        windows: attention window of each layer, to either side; 0 is unlimited. () for no windows.
+        attention_bias, mlp_bias, norm_bias: True for biases there.
+        head: layers before a classifier's last product: "pooler" and "dense" are a product and tanh, named as in BERT
+        and
+            RoBERTa; "normed" is a product, ``head_activation`` and a norm; "" without labels.
+        head_bias: True if the product of "normed" has a bias.
     """
 
     num_layers: int
@@ -44,5 +44,5 @@ class EncoderConfig:
 
     @property
     def rotary(self) -> bool:
-        """Says whether it is an encoder of ModernBERT's kind: rotated, normed before its layers, with gated MLPs."""
+        """True for encoders like ModernBERT: rotary, pre-norm, gated MLPs."""
         return bool(self.thetas)

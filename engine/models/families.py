@@ -1,10 +1,9 @@
-"""Lists the model families that can be served in a table, one row each: a new family goes here. Imports no torch.
+"""Table of the supported model families, one row each: a new family goes here. Imports no torch.
 
-A row holds how the family differs from Llama, with the function that lists a layer's operations with their tensors
-(:mod:`pillion.engine.models.layer_operations`), from which all backends, the loader and the ranks follow. What
-transformers assumes for keys missing in a config stands in ``family_defaults.json``, which a program writes; a row says
-what its classes of configs do not. A family with a number of its own in its configs also needs that number in
-:class:`pillion.engine.models.model_config.ModelConfig`.
+A row has the differences from Llama, with the function that lists a layer's operations and tensors
+(:mod:`pillion.engine.models.layer_operations`), on which all backends, the loader and the ranks are based.
+transformers' defaults for missing keys are in the generated ``family_defaults.json``; a row has those that its config
+classes lack. A new number in configs also needs a field in :class:`pillion.engine.models.model_config.ModelConfig`.
 """
 
 from __future__ import annotations
@@ -56,22 +55,22 @@ from pillion.engine.models.mimo_layer import mimo_layer
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
 from pillion.errors import ConfigError
 
-# These are the keys of the norms' smallest variance in families that do not call it "rms_norm_eps".
+# Keys of the norms' epsilon, except "rms_norm_eps".
 _EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
-# These keys are about layers that only draft tokens (multi-token prediction).
+# Keys about multi-token prediction.
 _DRAFTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Biases:
-    """Says which parts of a family's models have biases: each is a key of configs that says it, which counts where the
-    family has it among its defaults, or else whether it is so in all models.
+    """Parts of a family's models with biases: True, False, or the config key that decides, if it is among the family's
+    defaults.
 
     Attributes:
-        qkv: the projections of queries, keys and values.
-        o: the projection of attention's results.
-        mlp: the matrices of MLPs.
-        norm: the norms of the residual stream, of which no key speaks.
+        qkv: query, key and value projections.
+        o: output projection.
+        mlp: MLP matrices.
+        norm: norms of the residual stream; never a key.
     """
 
     qkv: str | bool = "attention_bias"
@@ -82,15 +81,15 @@ class Biases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRules:
-    """Says how a family's positions differ from those of Llama.
+    """Differences of a family's positions from Llama's.
 
     Attributes:
-        partial: whether a part of each head may be rotated.
-        interleaved: whether neighbours are rotated with each other (``RopeConfig.interleaved``).
-        local: whether layers with a window have a rotary embedding of their own.
-        nope_if_full: whether layers without a window have no rotary embedding, in a model with windows.
-        query_growth: which layers' queries grow with their position: those of "all", as ``llama_4_scaling_beta`` says,
-            or those without positions, "nope", as ``attn_scale`` and ``floor_scale`` say; "" for none.
+        partial: True if a part of each head may be rotated.
+        interleaved: True if adjacent values are rotated together (``RopeConfig.interleaved``).
+        local: True if layers with a window have their own rotary embedding.
+        nope_if_full: True if layers without a window have no rotary embedding, in a model with windows.
+        query_growth: layers whose queries grow with their position: "all" (``llama_4_scaling_beta``), "nope" for those
+            without positions (``attn_scale`` and ``floor_scale``), or "" for none.
     """
 
     partial: bool = False
@@ -102,43 +101,37 @@ class RopeRules:
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Describes one family, a row of the table, which says only how it differs from Llama.
+    """One family: its differences from Llama.
 
     Attributes:
-        defaults: the values that transformers assumes for missing keys; a row has those that are no fields of its class
-            of configs, and those that are others there. They also switch options on: a key such as
-            ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults, and
-            refused for others (:mod:`pillion.engine.models.config_keys`).
-        layer: lists the operations of a layer, by its number.
-        linear: reads which layers have a state in place of keys and values; None for a family whose layers have none.
-        biases: which parts have biases.
-        rope: how positions differ from Llama's.
-        norm, gated: those of ``ModelConfig``.
-        rms_eps: the key that, where a config has it, makes RMS norms of the family's norms, and is their smallest
-            variance; "" for none.
-        parallel: that of ``ModelConfig``.
-        scaled_embedding: whether embeddings are multiplied by the root of their width.
-        first_position: the row of the first position, in a family that adds embeddings of positions to those of tokens;
-            None for others.
-        window_pattern: where neither a config nor another default says which layers have the window: of so many layers
-            one has none, the last, or the first with ``full_first``; 0 gives all of them the window. A config's
-            ``max_window_layers`` then takes the window from that layer and those after it; in families without a
-            pattern it gives it to them.
-        activations: the decoder's names of activations that the family's configs call otherwise.
-        sigmoid_router: whether the scores of experts are sigmoids.
-        scaled_experts: whether scores multiply the rows that experts read, not their results.
-        ignored: keys that stand in configs of the family although transformers does not read them there, and those
-            about layers that only draft tokens (multi-token prediction).
-        keys: the family's own keys, with those by which other families' configs call the same.
-        derived: returns what follows from a config, by keys as other families' configs have them.
-        fixed: keys that stand in configs of the family, with the one value that says what the family always does.
-        names: what tensors' names in checkpoints have in place of what Llama's have, in the order of replacement.
-        model_names: what modules' names in transformers' class have in place of what those in checkpoints have, in the
-            order of replacement, where both differ. Adapters have the names of the class that they were trained with,
-            and files those of the class that saved them with ``save_original_format=False``.
-        fused: the layers that transformers has in place of their parts, by their names in checkpoints.
-        turned: whether checkpoints have the inputs of layers' matrices as their rows.
-        idle: a pattern of the names of tensors that checkpoints may have although no layer of the model reads them.
+        defaults: defaults for missing keys, in addition to or overriding those of its config classes. They also enable
+            options: a key such as ``attention_bias`` or ``logits_scaling`` is read only in families that have it among
+            their defaults, and rejected in others (:mod:`pillion.engine.models.config_keys`).
+        layer: returns the operations of a layer, by index.
+        linear: parses the layers with a state instead of KV; None for a family without.
+        biases: parts with biases.
+        rope: differences of positions.
+        norm, gated, parallel: as in ``ModelConfig``.
+        rms_eps: key that switches the family's norms to RMS norms if present, and is their epsilon; "" for none.
+        scaled_embedding: True if embeddings are multiplied by the square root of their width.
+        first_position: row of the first position, in a family with learned position embeddings; None for others.
+        window_pattern: default rule for windows: one layer in this many has none, the last, or the first with
+            ``full_first``; 0 gives all layers the window. A config's ``max_window_layers`` then removes the window from
+            that layer on; in families without a pattern it adds it.
+        activations: names of activations specific to the family's configs -> the decoder's.
+        sigmoid_router: True for sigmoid scores of experts.
+        scaled_experts: True if scores multiply the experts' inputs instead of their outputs.
+        ignored: keys in configs of the family that transformers does not read, and those about multi-token prediction.
+        keys: the family's own keys -> the usual ones.
+        derived: returns values derived from a config, by the usual keys.
+        fixed: keys in configs of the family, with the only supported value.
+        names: replacements, in order, from Llama's tensor names to the family's in checkpoints.
+        model_names: replacements, in order, from module names in checkpoints to those in transformers' class, if they
+            differ. Adapters have the names of the class that they were trained with, and files those of the class that
+            saved them with ``save_original_format=False``.
+        fused: layers that transformers fuses, by their names in checkpoints.
+        turned: True if checkpoints store matrices as [inputs, outputs].
+        idle: pattern of tensor names in checkpoints that no layer reads.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -169,29 +162,29 @@ class ModelFamily:
 
     @property
     def own(self) -> frozenset[str]:
-        """Gives the keys that the family reads beside those of all families."""
+        """Keys that the family reads beyond the common ones."""
         return frozenset({*self.defaults, *self.keys, self.eps})
 
     @property
     def eps(self) -> str:
-        """Gives the key of the norms' smallest variance."""
+        """Key of the norms' epsilon."""
         return next((key for key in _EPS if key in self.defaults), "rms_norm_eps")
 
     def in_files(self, name: str) -> str:
-        """Return the name that the family's checkpoints have for a tensor, by that of Llama's."""
+        """Return a tensor's name in the family's checkpoints, from Llama's name."""
         for usual, own in self.names:
             name = name.replace(usual, own, 1)
         return name
 
     def in_models(self, name: str) -> str:
-        """Return the name that transformers' class has for a tensor, by that of the family's checkpoints."""
+        """Return a tensor's name in transformers' class, from its name in the family's checkpoints."""
         for in_files, own in self.model_names:
             name = name.replace(in_files, own, 1)
         return name
 
     @property
     def draft_layers(self) -> bool:
-        """Says whether checkpoints may have layers that only draft tokens, which are not read."""
+        """True if checkpoints may have layers for multi-token prediction, which are not read."""
         return not {*_DRAFTING}.isdisjoint(self.ignored)
 
 
@@ -200,7 +193,7 @@ _QKV_BIASES = Biases(o=False)
 _ONE_KEY = Biases(qkv="use_bias", o="use_bias", mlp="use_bias")
 _QWEN_SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
 _GRANITE_SHARED = ("shared_mlp.input_linear",), "shared_mlp.output_linear"
-# Configs that do not say it have as many KV heads as query heads, not those of transformers' own default.
+# As many KV heads as query heads if missing, unlike transformers' own default.
 _QWEN = {"num_key_value_heads": None}
 _GEMMA_TOKENS = {"bos_token_id": 2, "eos_token_id": 1}
 _GLM = {"partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338]}
@@ -227,7 +220,7 @@ _OLMO = partial(llama_layer, norms=POST_NORMS, qk_norm=QkNorm(kind="projection")
 _FUSED_MLP = ("mlp.gate_up_proj",)
 
 _GRANITE_EXPERTS = partial(llama_layer, experts=ExpertNames(shared=_GRANITE_SHARED))
-# transformers adds these keys to configs of models with latents; the first may say only what ``qk_rope_head_dim`` says.
+# Added by transformers to configs of MLA models; the first repeats ``qk_rope_head_dim``.
 _LATENT_IGNORED = ("head_dim", "qk_head_dim")
 _DEEPSEEK_FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _DEEPSEEK_TRAINING = ("ep_size", "seq_aux", "aux_loss_alpha")
@@ -239,7 +232,7 @@ _HUNYUAN = partial(
     qk_norm=QkNorm(names=("self_attn.query_layernorm", "self_attn.key_layernorm"), after_rotation=True),
 )
 _HUNYUAN_SHARED = (("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj")
-# Most of these are ids of tokens, and about pictures, which these models do not have.
+# Mostly token ids and vision, which these models lack.
 _HUNYUAN_IGNORED = (
     "eod_token_id", "cla_share_factor", "attention_head_dim", "pool_type", "org_vocab_size", "pad_id", "mask_init_id",
     "text_start_id", "text_end_id", "im_start_id", "im_end_id", "im_newline_id", "image_token_id", "video_start_id",
@@ -250,13 +243,13 @@ _HUNYUAN_FIXED = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb":
 
 
 def _indexed_attention(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the layer types of a model whose attention is sparse in every layer."""
+    """Derive the layer types of a model with sparse attention in every layer."""
     kinds = raw.get("layer_types")
     return {"layer_types": ["full_attention" if kind == "indexed_attention" else kind for kind in kinds or ()] or None}
 
 
 def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what follows for families whose query heads have a KV head each, whatever a config says."""
+    """Derive one KV head per query head, whatever a config says."""
     return {"num_key_value_heads": raw["num_attention_heads"]}
 
 
@@ -271,7 +264,7 @@ _DEEPSEEK_SPARSE = ModelFamily(
 
 
 def _minimax_m2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raise ConfigError for MiniMax's layers of linear attention, which the family before M2 has."""
+    """Raise ConfigError for MiniMax's linear attention, which the family before M2 has."""
     kinds = raw.get("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
         raise ConfigError("minimax_m2: config.json has attn_type_list with layers that are not 1, not supported here")
@@ -279,7 +272,7 @@ def _minimax_m2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _cohere2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raise ConfigError where Cohere's own key says otherwise than transformers' which layers have no window."""
+    """Raise ConfigError if Cohere's own key for windows contradicts transformers'."""
     if raw.get("layer_switch") not in (None, raw["sliding_window_pattern"]):
         raise ConfigError(
             f"cohere2: config.json has layer_switch = {raw['layer_switch']!r}, which is not its"
@@ -289,7 +282,7 @@ def _cohere2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _apertus(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary embedding of a config that has none: that of the published models."""
+    """Derive the default rotary embedding, that of the published models."""
     if raw.get("rope_parameters") or raw.get("rope_scaling"):
         return {}
     lengths = {"factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -297,10 +290,9 @@ def _apertus(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _cohere2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return which layers have experts, a window and a rotary embedding. The first layers may be dense, with a pattern
-    of windows and an inner width of their own; where the pattern is 1, they have no window and yet rotate. Where the
-    scores of the chosen experts are a softmax, it is over these alone. All experts together, and the MLP beside
-    them, count half where the two are averaged."""
+    """Derive the layers with experts, windows and rotary embeddings. The first layers may be dense, with their own
+    window pattern and inner width; with pattern 1 they have no window but rotate. A softmax of scores is over the
+    chosen experts only. Averaged, the experts and the shared expert count half each."""
     layers, first = size(raw, "num_hidden_layers"), int(number(raw, "first_k_dense_replace", 0))
     prefix, rest = size(raw, "prefix_dense_sliding_window_pattern"), size(raw, "sliding_window_pattern")
     places = [(n + 1, prefix) if n < first else (n - first + 1, rest) for n in range(layers)]
@@ -327,9 +319,8 @@ def _cohere2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hunyuan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return HunYuan's rotary embedding: what its configs call "dynamic" with an ``alpha`` is a base, multiplied by a
-    power of ``alpha``, whatever the length of the text; nothing else that stands beside it is read. The power is that
-    of transformers, and of HunYuan's own code."""
+    """Derive HunYuan's rotary embedding: "dynamic" with an ``alpha`` means a base multiplied by a power of ``alpha``,
+    whatever the text's length; other parameters are not read. The power is that of transformers and HunYuan's code."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = raw.get(key)
         if not isinstance(rope, Mapping) or not rope.get("alpha"):
@@ -345,8 +336,8 @@ def _hunyuan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mistral4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Mistral 4's rotary embedding, of which transformers' configs say a second time how much of a head it
-    rotates. Raises ConfigError where they say otherwise than the widths of the two parts."""
+    """Derive Mistral 4's rotary embedding, whose rotated share configs may repeat. Raises ConfigError if it contradicts
+    the widths of a head's two parts."""
     rotary = size(raw, "qk_rope_head_dim")
     whole = rotary + size(raw, "qk_nope_head_dim")
     if size(raw, "head_dim", whole) not in (rotary, whole):
@@ -366,8 +357,8 @@ def _mistral4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flint(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what follows for Flint: its first two layers, every fourth and the last one have no window, and the first
-    two no experts, where its config says nothing."""
+    """Derive Flint's defaults: no window in the first two layers, every fourth and the last one, and no experts in the
+    first two."""
     layers = size(raw, "num_hidden_layers")
     full = {0, layers - 1, *range(1, layers, 4)}
     kinds = ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
@@ -376,7 +367,7 @@ def _flint(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _opt(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what follows for OPT. Raises ConfigError for the layers of its smallest models."""
+    """Derive OPT's config. Raises ConfigError for the layers of its smallest models."""
     if raw["word_embed_proj_dim"] not in (None, raw["hidden_size"]):
         raise ConfigError(
             f"opt: config.json has word_embed_proj_dim = {raw['word_embed_proj_dim']}, not supported here"
@@ -387,8 +378,7 @@ def _opt(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _afmoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Embeddings are multiplied by the root of their width in models trained so (muP); all normalize what they take of
-    experts."""
+    """Derive muP's scaled embedding, the layer types, and normalized expert weights."""
     every = size(raw, "global_attn_every_n_layers")
     kinds = [("full" if n % every == 0 else "sliding") for n in range(1, size(raw, "num_hidden_layers") + 1)]
     return {
@@ -399,8 +389,8 @@ def _afmoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mimo(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what follows for MiMo-V2-Flash, whose published configs say with keys of their own which layers have a
-    window or experts. Raises ConfigError where those of layers with a window say otherwise than this family does."""
+    """Derive MiMo-V2-Flash's layers, for which published configs have their own keys. Raises ConfigError for
+    unsupported values in layers with a window."""
     layers, heads, kv_heads = (
         size(raw, f"num_{part}") for part in ("hidden_layers", "attention_heads", "key_value_heads")
     )
@@ -430,13 +420,13 @@ def _mimo(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             )
         },
     }
-    # The window of this key does not count the query's own token.
+    # This key's window does not count the query's own token.
     return found | ({"sliding_window": raw["sliding_window_size"] + 1} if raw.get("sliding_window_size") else {})
 
 
 def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what follows for Gemma 4: a sixth of its layers has no window, and the last one never has. Raises
-    ConfigError for attention to later tokens, which texts have in no published model."""
+    """Derive Gemma 4's layers: one in six has no window, and the last one never. Raises ConfigError for bidirectional
+    attention, which no published model has for texts."""
     if raw["use_bidirectional_attention"] not in (None, "vision"):
         raise ConfigError(
             f"gemma4: config.json has use_bidirectional_attention = {raw['use_bidirectional_attention']!r}, which"
@@ -455,7 +445,7 @@ def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _lfm2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the width of LFM2's MLPs, two thirds of which its configs may mean, rounded up."""
+    """Derive the width of LFM2's MLPs, of which its configs may mean two thirds, rounded up."""
     width = raw["block_ff_dim"] or raw["intermediate_size"]
     if raw["block_auto_adjust_ff_dim"]:
         width = int(2 * width / 3)
@@ -466,7 +456,7 @@ def _lfm2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _lfm3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return which of LFM3's layers attend, and which of these have a window."""
+    """Derive which of LFM3's layers attend, and which of these have a window."""
     layers = size(raw, "num_hidden_layers")
     kinds = per_layer(raw, "layer_types", layers) or [
         "full_attention" if layer % 4 == 2 else "sliding_attention" if layer % 4 == 0 and layer else "conv"
@@ -480,8 +470,7 @@ def _lfm3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary embedding without what says how pictures are placed: a text's positions are the same in all
-    directions."""
+    """Remove mrope parameters: a text's positions are equal in all axes."""
     rope = raw.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return {}
@@ -489,14 +478,14 @@ def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _olmo_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return that OLMo-Hybrid has no positions, where a config says of its rotary embedding that it has no base."""
+    """Derive that OLMo-Hybrid has no positions if the rotary base is null."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     base = rope.get("rope_theta", raw.get("rope_theta", 0.0)) if isinstance(rope, Mapping) else 0.0
     return {} if base is not None else {"position_embedding_type": "nope"}
 
 
 def _nemotron_h(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how many layers Nemotron-H has, and which of them are experts."""
+    """Derive the number of Nemotron-H's layers, and those with experts."""
     kinds = nemotron_h_kinds(raw)
     return {
         "num_hidden_layers": len(kinds),
@@ -505,8 +494,8 @@ def _nemotron_h(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _bamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raise ConfigError for a key of Bamba's own that rotates another part of a head than half of it, as transformers
-    does whatever the key says."""
+    """Raise ConfigError for Bamba's key if it rotates another part than half of a head, which transformers always
+    does."""
     width = size(raw, "head_dim", size(raw, "hidden_size") // size(raw, "num_attention_heads"))
     if 2 * size(raw, "attn_rotary_emb", width // 2) != width:
         raise ConfigError(
@@ -516,8 +505,8 @@ def _bamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _jamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what follows for Jamba: no positions, and experts in one layer of each period, or in none where a layer
-    has one expert, a plain MLP."""
+    """Derive that Jamba has no positions, and experts in one layer per period, or in none if a layer has a single one,
+    i.e. a plain MLP."""
     count, layers = size(raw, "num_experts"), range(size(raw, "num_hidden_layers"))
     period, offset = size(raw, "expert_layer_period"), number(raw, "expert_layer_offset", 0)
     return {
@@ -529,7 +518,7 @@ def _jamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _granite_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what follows for Granite's hybrids without experts, whose MLP is the one beside experts elsewhere."""
+    """Derive the MLP of Granite's hybrids without experts, which is the shared one."""
     return {} if raw["num_local_experts"] else {"intermediate_size": raw["shared_intermediate_size"]}
 
 
@@ -571,7 +560,6 @@ _LFM2 = ModelFamily(
         (".up_proj.", ".w3."),
         (".down_proj.", ".w2."),
     ),
-    # transformers reads none of these.
     ignored=(
         "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
         "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc",
@@ -600,13 +588,13 @@ _QWEN35 = ModelFamily(
 )
 
 ROWS: dict[str, ModelFamily] = {
-    # Falcon 3 names the same activation by another key.
+    # Falcon 3 repeats the activation under another key.
     "llama": ModelFamily(fixed={"activation": "swiglu"}),
     "smollm3": ModelFamily(),
     "mistral": ModelFamily({"layer_types": None}),
     "ministral": ModelFamily(),
     "mixtral": ModelFamily(),
-    # Qwen 2's projections have their biases whatever the key says.
+    # Qwen 2 has qkv biases whatever the key says.
     "qwen2": ModelFamily(_QWEN, biases=Biases(qkv=True), ignored=("attention_bias",)),
     "qwen3": ModelFamily(_QWEN, layer=_WITH_HEAD_NORMS),
     "qwen3_moe": ModelFamily(layer=_WITH_HEAD_NORMS),
@@ -641,7 +629,7 @@ ROWS: dict[str, ModelFamily] = {
         layer=partial(llama_layer, norms=ALL_NORMS),
         norm="offset",
         scaled_embedding=True,
-        # This is an old name of the window, which stands beside the new one.
+        # Old name of the window, beside the new one.
         ignored=("sliding_window_size",),
     ),
     "gemma3_text": ModelFamily(
@@ -714,7 +702,7 @@ ROWS: dict[str, ModelFamily] = {
         layer=partial(llama_layer, sinks=True, experts=ExpertNames(biased=True)),
         norm="wide",
         window_pattern=2,
-        # These say again what other keys say.
+        # Repeat other keys.
         ignored=("experts_per_token", "initial_context_length"),
     ),
     "ernie4_5": ModelFamily(biases=_ONE_KEY, rope=RopeRules(interleaved=True)),
@@ -739,7 +727,7 @@ ROWS: dict[str, ModelFamily] = {
         layer=partial(llama_layer, norms=("attention_layernorm", "", "feedforward_layernorm", ""), qk_norm=QkNorm()),
         gated=False,
         derived=_apertus,
-        # Checkpoints have what the activation's numbers are not, too: its slope and its bound at 0.
+        # Constants of the activation: slope and bound at 0.
         idle=r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)$",
     ),
     "arcee": ModelFamily(gated=False),
@@ -749,7 +737,7 @@ ROWS: dict[str, ModelFamily] = {
         biases=Biases(qkv="use_bias", o="use_bias", mlp="use_bias", norm=True),
         norm="layer",
         gated=False,
-        # Other names of what has a key above.
+        # Repeat other keys.
         ignored=("activation_function", "layer_norm_epsilon"),
         fixed={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
     ),
@@ -799,7 +787,7 @@ ROWS: dict[str, ModelFamily] = {
         derived=_mimo,
         names=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
         model_names=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
-        # The second of these is about kernels.
+        # The second one is about kernels.
         ignored=(*_DRAFTING, "attention_chunk_size"),
         fixed={
             "attention_bias": False,
@@ -826,7 +814,7 @@ ROWS: dict[str, ModelFamily] = {
         rope=RopeRules(partial=True),
         sigmoid_router=True,
         derived=_minimax_m2,
-        # The second of these is the width of an MLP that no layer has.
+        # The second last is about MiniMax's linear attention; the last is the width of an MLP that no layer has.
         ignored=(*_DRAFTING, "mtp_transformer_layers", "use_mtp", "attn_type_list", "mlp_intermediate_size"),
         fixed={
             "use_qk_norm": True,
@@ -844,7 +832,7 @@ ROWS: dict[str, ModelFamily] = {
         model_names=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         biases=_ONE_KEY,
         rope=RopeRules(interleaved=True),
-        # Capacities bound what an expert gets in training.
+        # Expert capacities only apply in training.
         ignored=(*_DRAFTING, "moe_capacity"),
         fixed={"moe_norm_min": 1e-12, "moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
     ),
@@ -898,13 +886,13 @@ ROWS: dict[str, ModelFamily] = {
             experts=ExpertNames(shared=_HUNYUAN_SHARED),
         ),
         derived=_hunyuan,
-        # Experts have the width of ``intermediate_size``, and a capacity in training alone.
+        # Experts have the width of ``intermediate_size``; capacities only apply in training.
         ignored=(*_HUNYUAN_IGNORED, "moe_intermediate_size", "capacity_factor"),
         fixed={**_HUNYUAN_FIXED, "use_mixed_mlp_moe": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
     ),
     "hyperclovax": ModelFamily(
         layer=partial(llama_layer, norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
-        # These models multiply logits by what others divide them by.
+        # Multiplies logits, while others divide.
         derived=lambda raw: {"logits_scaling": 1.0 / above_zero(raw, "logits_scaling", 1.0)},
     ),
     "ministral3": ModelFamily(
@@ -960,7 +948,7 @@ ROWS: dict[str, ModelFamily] = {
         ),
         turned=True,
         first_position=0,
-        # The second half of these is about heads for other tasks.
+        # The second half is about heads for other tasks.
         ignored=(
             *("reorder_and_upcast_attn", "predict_special_tokens"),
             *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
@@ -998,13 +986,13 @@ ROWS: dict[str, ModelFamily] = {
         rope=RopeRules(interleaved=True, query_growth="nope"),
         sigmoid_router=True,
         scaled_experts=True,
-        # All tokens pass an MLP of an expert's width, which no key of its configs says.
+        # A shared expert, for which its configs have no key.
         derived=lambda _: {"n_shared_experts": 1},
     ),
     "deepseek_v2": ModelFamily(
         rope=RopeRules(interleaved=True),
         ignored=(*_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
-        # Otherwise DeepSeek's own code and that of transformers differ.
+        # With other values, DeepSeek's code and transformers differ.
         fixed={"norm_topk_prob": False, "moe_layer_freq": 1, "scoring_func": "softmax"},
     ),
     "deepseek_v3": ModelFamily(
@@ -1041,7 +1029,7 @@ ROWS: dict[str, ModelFamily] = {
         ),
         model_names=((".post_mlp_layernorm.", ".mlp.post_mlp_layernorm."),),
         sigmoid_router=True,
-        # Its published checkpoints have the norm of the sum for dense layers, too, and no bias of the experts' choice.
+        # Published checkpoints have the norm of the sum for dense layers, too, and no e_score_correction_bias.
         idle=r"model\.layers\.\d+\.post_mlp_layernorm\.",
         ignored=(*_DRAFTING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
         fixed=_DEEPSEEK_FIXED,
@@ -1123,7 +1111,7 @@ ROWS: dict[str, ModelFamily] = {
         fused=_FUSED_MLP,
         names=(("mlp.gate_up_proj", "shared_mlp.input_linear"), (".mlp.down_proj", ".shared_mlp.output_linear")),
         linear=mamba_layers,
-        # Chunks round otherwise than tokens, and mean the same.
+        # The chunk size affects rounding only.
         ignored=("mamba_chunk_size", "normalization_function", "init_method"),
     ),
     "bamba": ModelFamily(
@@ -1140,7 +1128,7 @@ ROWS: dict[str, ModelFamily] = {
         linear=jamba_layers,
         derived=_jamba,
         names=(("model.norm.", "model.final_layernorm."), (".mlp.", ".feed_forward.")),
-        # Options of kernels and caches, and a length that another key repeats.
+        # Kernels, caches, and a redundant length.
         ignored=(
             "use_mamba_kernels",
             "use_mambapy",
@@ -1178,7 +1166,7 @@ ROWS: dict[str, ModelFamily] = {
             (".mlp.", ".mixer."),
         ),
         model_names=(("backbone.", "model."),),
-        # These are about training, kernels and caches; attention has no biases, and what is shared its own width.
+        # Training, kernels and caches; attention has no biases, and the shared expert its own width.
         ignored=(
             "attention_bias",
             *_DRAFTING,
@@ -1221,7 +1209,7 @@ ROWS: dict[str, ModelFamily] = {
             "num_experts_per_token": "num_experts_per_tok",
             "num_shared_experts": "n_shared_experts",
         },
-        # No layer has positions, so the base of rotary embeddings that its configs name is none of any.
+        # No layer has positions, although configs have a rotary base.
         derived=lambda raw: {"position_embedding_type": "nope", "head_dim": raw["qk_rope_head_dim"]},
         names=((".linear_attn.", ".self_attn."),),
         model_names=(
@@ -1264,18 +1252,17 @@ ROWS: dict[str, ModelFamily] = {
     ),
 }
 
-# docs/family_defaults.py writes this file: what transformers assumes for missing keys of each family, of each text
-# model of TEXT_AS, and of each model of PICTURES. The row of a new family has no entry there yet.
+# Generated by docs/family_defaults.py: transformers' defaults for each family, each text model of TEXT_AS, and each
+# model of PICTURES. A new family's row has no entry yet.
 DEFAULTS_FILE = Path(__file__).with_name("family_defaults.json")
 DEFAULTS: dict[str, dict[str, Any]] = json.loads(DEFAULTS_FILE.read_text("utf-8"))
 FAMILIES = {name: replace(row, defaults={**DEFAULTS.get(name, {}), **row.defaults}) for name, row in ROWS.items()}
-# Keys that some family reads, or that may say one thing in it.
+# Keys that any family reads, or that may have one value in it.
 FAMILY_KEYS = frozenset().union(*({*row.own, *row.fixed} for row in FAMILIES.values()))
-# Keys in configs of some family that are not read.
 IGNORED_KEYS = frozenset().union(*(row.ignored for row in FAMILIES.values()))
 
-# These models of text and images have a text model that can be served. The text_config of a config has the model_type
-# that transformers assumes where it says nothing, which stands in the same file, or one of the others here.
+# Multimodal models with a supported text model: transformers' default model_type of a text_config, in DEFAULTS, or one
+# of the others here.
 PICTURES = words(
     """
     aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fast_vlm gemma3 gemma4 gemma4_unified glm46v
@@ -1297,10 +1284,9 @@ _OTHER_TEXTS: dict[str, Collection[str]] = {
 TEXT_OF: dict[str, tuple[str, ...]] = {
     name: (DEFAULTS[name]["text_config"], *_OTHER_TEXTS.get(name, ())) for name in sorted(PICTURES & DEFAULTS.keys())
 }
-# Text models of these types are of a family in all but their name, with the values beside it. Pictures in a text move
-# its positions; a text without pictures has those of any text. The key EITHER_WAY, which is Pillion's own, says that
-# matrices of experts, where one tensor has all of them, have inputs as rows in published files, and outputs in those
-# that transformers 5 saves.
+# Text models that equal a family in all but name, with additional defaults. Their mrope only affects texts with
+# pictures. Pillion's own key EITHER_WAY: stacked expert matrices are [inputs, outputs] in published files, and
+# [outputs, inputs] if saved by transformers 5.
 EITHER_WAY = "_experts_either_way"
 TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "exaone4_5_text": ("exaone4", {}),
@@ -1311,9 +1297,9 @@ TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": ("qwen3", {}),
     "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True, EITHER_WAY: True}),
 }
-# Checkpoints of these types are of another type in all but their name.
+# Types that equal another one in all but name.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
-# These were served until release 0.2.
+# Supported until release 0.2.
 REMOVED = (
     *("codegen", "falcon", "fuyu", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nanochat", "nemotron", "olmo"),
     *("persimmon", "phi", "phimoe", "stablelm"),
@@ -1321,6 +1307,6 @@ REMOVED = (
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
-    """Return the operations of all layers of a model, or of a rank's share of it."""
+    """Return the operations of all layers of a model, or of a rank's shard."""
     family = FAMILIES[config.family]
     return tuple(family.layer(config, index) for index in range(config.num_layers))

@@ -1,11 +1,11 @@
-"""Describes the layers of Gemma 4. Imports no torch.
+"""Layers of Gemma 4. Imports no torch.
 
     hidden += norm(attention(norm(hidden)))
     hidden += norm(mlp(norm(hidden)))                        or, with experts, norm(norm(mlp) + norm(experts))
-    hidden += norm(projection(gelu(gate(hidden)) * what the token has for this layer))        in models that have that
-    hidden *= a number of the layer
+    hidden += norm(projection(gelu(gate(hidden)) * per-layer input))        in models that have that
+    hidden *= layer_scalar
 
-The last layers may see the keys and values of earlier ones, and make queries alone.
+The last layers may share the KV of earlier ones, and have queries only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from pillion.engine.models.model_config import ModelConfig
 
 
 def gemma4_layer(config: ModelConfig, index: int) -> Layer:
-    """Return the operations of layer ``index``."""
     writes = config.kv_source(index) == index
     factor = LayerTensor(
         name="layer_scalar", role=Role.VECTOR, rows=(Entries(1),), checkpoint_names=(("layer_scalar",),)
@@ -59,8 +58,8 @@ def gemma4_layer(config: ModelConfig, index: int) -> Layer:
 
 
 def _projections(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor:
-    """Describe the matrix that makes queries and, in a layer that ``writes`` its own, keys and values. Where values
-    are keys before their norm, it has the rows of keys twice."""
+    """Return the qkv matrix; queries only unless the layer ``writes`` its own KV. If values are keys before their norm,
+    it has the key rows twice."""
     heads = config.heads_of(index)
     size, keys = heads.head_dim, Entries(heads.kv_heads * heads.head_dim, Share.KV_HEADS, heads.head_dim)
     values = "self_attn.k_proj" if config.values_are_keys and not config.sliding_windows[index] else "self_attn.v_proj"
@@ -71,7 +70,7 @@ def _projections(config: ModelConfig, index: int, *, writes: bool) -> LayerTenso
 
 
 def _head_norms(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor:
-    """Describe the norms of the heads of queries and, in a layer that ``writes`` its own, of keys."""
+    """Return the norms of query heads and, if the layer ``writes`` its own, key heads."""
     heads, parts = config.heads_of(index), 2 if writes else 1
     rows = Entries(config.num_heads, Share.HEADS), Entries(heads.kv_heads, Share.KV_HEADS)
     names = "self_attn.q_norm", "self_attn.k_norm"
@@ -82,7 +81,7 @@ def _head_norms(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor
 
 
 def _beside(config: ModelConfig) -> Layer:
-    """Return the operations from the dense MLP's rows to their sum with those of the experts beside it."""
+    """Return the operations from the dense MLP's output to its sum with the experts'."""
     return (
         AddUp(norm(config, "mlp_branch_norm", "post_feedforward_layernorm_1")),
         Norm(norm(config, "experts_norm", "pre_feedforward_layernorm_2")),
@@ -92,7 +91,7 @@ def _beside(config: ModelConfig) -> Layer:
 
 
 def _experts(config: ModelConfig) -> Experts:
-    """Describe the experts, whose router reads the residual stream by a norm of its own."""
+    """Return the experts, whose router reads the residual stream with its own norm."""
     mixed, hidden = experts_of(config), Entries(config.hidden_size)
     scale = LayerTensor(
         name="router_norm",
@@ -118,7 +117,7 @@ def _experts(config: ModelConfig) -> Experts:
 
 
 def _token_inputs(config: ModelConfig, width: int) -> Layer:
-    """Return the operations that apply what the token has for this layer."""
+    """Return the operations that apply the per-layer token inputs."""
     hidden, inner = (Entries(config.hidden_size),), (Entries(width),)
     gate, projection = (
         LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, checkpoint_names=((stacked,),))

@@ -1,4 +1,4 @@
-"""Describes attention over latents (multi-head latent attention), by DeepSeek's names. Imports no torch."""
+"""Multi-head latent attention (MLA), with DeepSeek's names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from pillion.engine.models.layer_operations import AttendLatents, Entries, LayerTensor, Role, Share, matrix
 from pillion.engine.models.model_config import LatentConfig, ModelConfig
 
-# transformers gives the norms within attention this number, whatever a config says about the others.
+# transformers hard-codes the epsilon of the norms within attention.
 _EPS = 1e-6
 
 
 def latent_attention(config: ModelConfig, latents: LatentConfig, layer: int) -> AttendLatents:
-    """Describe the operation of a layer from normed rows to the results of all heads."""
+    """Return the attention of a layer, from normed rows to the output of all heads."""
     rotated, interleaved = latents.rotary, config.ropes[0].interleaved
     hidden, rank = (Entries(config.hidden_size),), (Entries(latents.rank),)
     queries = Entries(
@@ -47,7 +47,7 @@ def latent_attention(config: ModelConfig, latents: LatentConfig, layer: int) -> 
 
 
 def _indexer(latents: LatentConfig, hidden: tuple[Entries, ...], few: tuple[Entries, ...]) -> dict[str, Any]:
-    """Return the tensors of an indexer, which reads the residual stream's rows and the ``few`` values of queries."""
+    """Return the tensors of an indexer, which reads the residual stream and the ``few`` values of queries."""
     index, prefix = latents.index, "self_attn.indexer"
     assert index is not None
     turned = Entries(latents.rotary, head=latents.rotary, rotated=latents.rotary, interleaved=index.interleaved)

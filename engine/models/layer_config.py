@@ -1,5 +1,4 @@
-"""Reads what a ``config.json`` says of single layers, in families whose layers differ in their KV heads. Imports no
-torch."""
+"""Per-layer values of a ``config.json``, in families whose layers differ in KV heads. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pillion.engine.models.config_json import above_zero, size
 from pillion.engine.models.model_config import LayerHeads, TokenInputs
 from pillion.errors import ConfigError
 
-# transformers writes what single layers have otherwise than the rest of the config says under this key.
+# transformers' key for deviations of single layers.
 _BY_LAYER = "per_layer_config"
 _HEAD_KEYS = {"head_dim", "num_key_value_heads"}
 
@@ -18,9 +17,8 @@ _HEAD_KEYS = {"head_dim", "num_key_value_heads"}
 def read_layers(
     name: str, raw: Mapping[str, Any], options: Mapping[str, Any], heads: int, slides: Sequence[bool]
 ) -> Mapping[str, Any]:
-    """Read what is said of single layers, in families that have such ``options``; returns fields of ``ModelConfig``,
-    none for other families. ``slides`` says which layers have a window. Raises ConfigError for what does not fit
-    together."""
+    """Return the per-layer fields of ``ModelConfig``, in families that have such ``options``; {} for others.
+    ``slides``: layers with a window. Raises ConfigError on inconsistency."""
     if "attention_value_scale" in options:
         return _narrow_values(name, raw, heads, slides)
     if "global_head_dim" not in options:
@@ -36,8 +34,8 @@ def read_layers(
 
 
 def _narrow_values(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence[bool]) -> Mapping[str, Any]:
-    """Read the heads of values, which may be narrower than those of keys, and the KV heads of layers with a window,
-    which are twice as many as those of others. Raises ConfigError for wider ones."""
+    """Return the heads of values, which may be narrower than keys, and KV heads, doubled in layers with a window.
+    Raises ConfigError for wider values."""
     count, width, values = size(raw, "num_key_value_heads", heads), size(raw, "head_dim"), size(raw, "v_head_dim")
     if values > width or heads % (2 * count):
         raise ConfigError(
@@ -52,7 +50,7 @@ def _narrow_values(name: str, raw: Mapping[str, Any], heads: int, slides: Sequen
 
 
 def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence[bool]) -> tuple[LayerHeads, ...]:
-    """Return each layer's KV heads. Raises ConfigError where layers of one kind have several sizes."""
+    """Return each layer's KV heads. Raises ConfigError if layers of one kind differ."""
     local = LayerHeads(size(raw, "num_key_value_heads", heads), size(raw, "head_dim"))
     if raw[_BY_LAYER] is None:
         count = size(raw, "num_global_key_value_heads", local.kv_heads) if raw["attention_k_eq_v"] else local.kv_heads
@@ -70,7 +68,7 @@ def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence
 
 
 def _said(name: str, by_layer: Any, layer: int, local: LayerHeads) -> LayerHeads:
-    """Return the KV heads of a layer by transformers' list of what layers have otherwise than the others."""
+    """Return the KV heads of a layer from transformers' per-layer deviations."""
     if not isinstance(by_layer, Mapping) or not all(str(key).isdigit() for key in by_layer):
         raise ConfigError(f"{name}: config.json: {_BY_LAYER} must be an object with numbers of layers")
     said: Any = next((said for key, said in by_layer.items() if int(key) == layer), {})
@@ -80,8 +78,8 @@ def _said(name: str, by_layer: Any, layer: int, local: LayerHeads) -> LayerHeads
 
 
 def _kv_sources(name: str, raw: Mapping[str, Any], slides: Sequence[bool]) -> tuple[int, ...]:
-    """Return the layer whose keys and values each layer sees; () where each has its own. Layers without their own see
-    those of the last layer of their kind that has them. Raises ConfigError where there is no such layer."""
+    """Return the layer whose KV each layer reads; () if each has its own. Layers without share that of the last layer
+    of their kind that has it. Raises ConfigError if there is none."""
     if not raw["num_kv_shared_layers"]:
         return ()
     shared = size(raw, "num_kv_shared_layers")
@@ -96,8 +94,8 @@ def _kv_sources(name: str, raw: Mapping[str, Any], slides: Sequence[bool]) -> tu
 
 
 def _layer_widths(raw: Mapping[str, Any], sources: Sequence[int]) -> tuple[int, ...]:
-    """Return the inner width of each layer's MLP; () where all have one. Layers without keys and values of their own
-    may have twice that width."""
+    """Return the inner width of each layer's MLP; () if all are equal. Layers without their own KV may have twice the
+    width."""
     if not raw["use_double_wide_mlp"]:
         return ()
     width = size(raw, "intermediate_size")
@@ -105,7 +103,7 @@ def _layer_widths(raw: Mapping[str, Any], sources: Sequence[int]) -> tuple[int, 
 
 
 def _token_inputs(name: str, raw: Mapping[str, Any]) -> TokenInputs | None:
-    """Return what layers read of a token beside the residual stream. Raises ConfigError where tokens lack that."""
+    """Return the per-layer token inputs. Raises ConfigError if some tokens lack them."""
     if not raw.get("hidden_size_per_layer_input"):
         return None
     tokens, vocab_size = size(raw, "vocab_size_per_layer_input"), size(raw, "vocab_size")

@@ -1,9 +1,9 @@
-"""Defines the classes that describe a decoder layer: its operations, in order, and the tensors that they read.
+"""Vocabulary for describing a decoder layer: its operations, in order, and the tensors that they read.
 
 A family lists the operations of a layer (:mod:`pillion.engine.models.families`), and everything else follows from that
-list: the names and shapes of tensors in checkpoints, how they are loaded, packed and shared out to ranks, and what each
-backend computes. Between :class:`Norm` and :class:`AddToResidual` each operation makes new rows of the last one's.
-Imports no torch.
+list: names and shapes of tensors in checkpoints, how they are loaded, packed and sharded, and what each backend
+computes. Between :class:`Norm` and :class:`AddToResidual` each operation transforms the last one's rows. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 
-# This is the slope of the activation xIELU at 0.
+# Slope of xIELU at 0.
 XIELU_SLOPE = 0.5
 
 
 class Share(Enum):
-    """Names the unit in which the entries along a dimension of a tensor are divided among the processes that share a
-    model."""
+    """Unit by which a dimension of a tensor is sharded among processes."""
 
     WHOLE = "each process has all of them"
     HEADS = "query heads"
@@ -31,20 +30,19 @@ class Share(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Describes entries that follow one another along a dimension of a tensor.
+    """Consecutive entries along a dimension of a tensor.
 
     Attributes:
-        size: how many there are.
-        head: how many of the entries belong to a head, where they are shared out by heads.
-        rotated: how many of a head's entries are rotated, where a family rotates a part of them, or neighbours; 0
-            elsewhere. The decoder has them in another order than checkpoints
-            (:func:`pillion.engine.models.rope.partial_order`).
-        interleaved: whether neighbours are rotated with each other.
-        still: how many of a head's entries stand before those that ``rotated`` is about.
-        convolved: whether a convolution reads the entries, whose last inputs are a part of the layer's state. Such
-            pieces of a tensor follow one another, and a process has whole pieces of the state of them
+        size: number of entries.
+        head: entries per head, if sharded by heads.
+        rotated: rotated entries per head, where a family rotates a part of them, or neighbors; else 0. The decoder
+            reorders them (:func:`pillion.engine.models.rope.partial_order`).
+        interleaved: True if neighbors are rotated together.
+        still: entries of a head before those of ``rotated``.
+        convolved: True for inputs of a convolution, whose last ones are part of the layer's state. Such pieces of a
+            tensor are consecutive, and a process has whole pieces of their state
             (:class:`pillion.engine.models.model_shard.Channels`).
-        stored: how many of a head's entries checkpoints have, the first ones; zeros stand behind them. 0 for all.
+        stored: leading entries of a head that checkpoints have; the rest are zeros. 0 for all.
     """
 
     size: int
@@ -58,12 +56,12 @@ class Entries:
 
     @property
     def in_files(self) -> int:
-        """Gives how many of the entries checkpoints have."""
+        """Number of entries in checkpoints."""
         return self.size // self.head * self.stored if self.stored else self.size
 
 
 class Role(Enum):
-    """Says what a tensor is for, which decides how it is loaded and packed."""
+    """Purpose of a tensor, by which it is loaded and packed."""
 
     NORM = "the weight of a norm, and perhaps its bias"
     HEAD_NORM = "the weights of a norm over each head, one row for each; of a LayerNorm if they are by head, else RMS"
@@ -75,42 +73,41 @@ class Role(Enum):
     EXACT_VECTOR = "numbers that stay float32, because a choice depends on them"
 
 
-# Roles of tensors that are multiplied by rows.
+# Matrices.
 MATRICES = (Role.MATRIX, Role.EXACT_MATRIX, Role.HEAD_MATRICES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTensor:
-    """Describes a tensor of a layer.
+    """A tensor of a layer.
 
     Attributes:
-        name: the name of the tensor within its layer, as the decoder's code has it.
-        rows: the parts, each with its size, that make up its first dimension.
-        inputs: the parts that make up its second dimension; () for a vector.
-        checkpoint_names: its names in checkpoints, relative to the layer and without ".weight" and ".bias": each is a
-            list of tensors which, stacked along their first dimension, are this one. One tensor for each piece of
-            ``rows``, or fewer, of which the first one has the first pieces. In the names of an expert's tensors {}
-            stands for its number. A norm without checkpoint names has a weight of ones, and no tensor.
-        bias: whether a linear layer or a norm has a bias.
-        by_head: whether a norm over each head subtracts the mean first (LayerNorm), and checkpoints have a weight of
-            its own for each head, in one tensor for each piece of ``rows``.
-        experts: the number of experts that each have such a matrix; 0 where the layer has one matrix.
-        stacked: the names that one tensor for all experts has in checkpoints: transformers 5's and a family's own. That
-            of their biases is called NAME_bias.
-        transposed: whether plain stacked tensors are [experts, inputs, outputs] in checkpoints; None where they are so
-            in some, and [experts, outputs, inputs] in others.
-        alternating: whether the rows of the two pieces are in turn in checkpoints: the first of one, the first of the
-            other...
-        eps: a norm's smallest variance where it is not the model's; 0 elsewhere.
-        suffix: how a norm's names in checkpoints end.
-        factor: the factor of a norm's weight.
-        groups: where checkpoints have so many groups, each with its part of every piece of ``rows``; 0 elsewhere.
-        scales: factors of the pieces of ``rows``, with which loading multiplies them; () for none.
-        gated: whether checkpoints have, for each head of the first two pieces, its query and then its gate; the decoder
-            has all gates first.
-        ones: how many dimensions of one entry checkpoints have before a vector's own, and behind it.
-        optional: whether zeros stand for an exact vector that a checkpoint lacks.
-        centered: whether a norm is a LayerNorm although the model's are RMS norms.
+        name: its name within the layer, in the decoder.
+        rows: pieces of its first dimension.
+        inputs: pieces of its second dimension; () for a vector.
+        checkpoint_names: alternatives of names in checkpoints, relative to the layer and without ".weight" and ".bias":
+            each lists tensors that are stacked along their first dimension, one per piece of ``rows``, or fewer, of
+            which the first one has the first pieces. {} stands for an expert's number. A norm without names has a
+            weight of ones, and no tensor.
+        bias: True if a linear layer or a norm has a bias.
+        by_head: True if a norm over each head is a LayerNorm, with a separate weight per head, in one tensor per piece
+            of ``rows``.
+        experts: number of experts with such a matrix each; 0 for a single one.
+        stacked: names of one tensor for all experts in checkpoints: transformers 5's and the family's. Biases are
+            NAME_bias.
+        transposed: True if plain stacked tensors are [experts, inputs, outputs] in checkpoints; None if in some of
+        them. alternating: True if checkpoints interleave the rows of the two pieces.
+        eps: a norm's epsilon if not the model's; else 0.
+        suffix: suffix of a norm's names in checkpoints.
+        factor: factor of a norm's weight.
+        groups: number of groups in checkpoints, each with a part of every piece of ``rows``; else 0.
+        scales: factors of the pieces of ``rows``, applied on load; () for none.
+        gated: True if checkpoints alternate query and gate of each head in the first two pieces; the decoder has all
+        gates
+            first.
+        ones: numbers of dimensions of size 1 before and after a vector's own in checkpoints.
+        optional: True if a missing exact vector means zeros.
+        centered: True for a LayerNorm in a model of RMS norms.
     """
 
     name: str
@@ -135,24 +132,24 @@ class LayerTensor:
     centered: bool = False
 
     def pieces_of(self, names: Sequence[str]) -> list[slice]:
-        """Return which pieces of ``rows`` each tensor of one choice of names holds, in the order of ``names``. Where
-        there are fewer names than pieces, the first tensor holds several pieces, the first ones."""
+        """Return the pieces of ``rows`` in each tensor of an alternative of names. With fewer names than pieces, the
+        first tensor has several pieces."""
         joined = len(self.rows) - len(names) + 1
         return [slice(0, joined), *(slice(number, number + 1) for number in range(joined, len(self.rows)))]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Gives the shape of the tensor, or of one expert's."""
+        """Shape of the tensor, or of one expert's."""
         return tuple(sum(piece.size for piece in dimension) for dimension in (self.rows, self.inputs) if dimension)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Gives the shape of the tensor, or of one expert's, in checkpoints."""
+        """Shape of the tensor, or of one expert's, in checkpoints."""
         return tuple(sum(piece.in_files for piece in dimension) for dimension in (self.rows, self.inputs) if dimension)
 
     @property
     def padded(self) -> bool:
-        """Says whether zeros stand behind some of what checkpoints have."""
+        """True if the tensor is larger than in checkpoints."""
         return self.shape != self.stored_shape
 
 
@@ -163,7 +160,7 @@ def matrix(
     *checkpoint_names: tuple[str, ...],
     bias: bool = False,
 ) -> LayerTensor:
-    """Describe a linear layer's matrix; each of ``checkpoint_names`` names its parts in checkpoints."""
+    """Return a linear layer's matrix; ``checkpoint_names`` are alternatives of its parts."""
     return LayerTensor(
         name=name, role=Role.MATRIX, rows=rows, inputs=inputs, checkpoint_names=checkpoint_names, bias=bias
     )
@@ -171,39 +168,38 @@ def matrix(
 
 @dataclass(frozen=True, slots=True)
 class LayerOperation:
-    """Represents an operation of a layer; its fields are the tensors that it reads, and numbers."""
+    """An operation of a layer; its fields are the tensors that it reads, and numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm(LayerOperation):
-    """Makes rows of the residual stream: normed, or as they are where a model has no norm there."""
+    """Start from rows of the residual stream, normed if there is a weight."""
 
     weight: LayerTensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Multiply(LayerOperation):
-    """Multiplies rows by a matrix, and adds its bias. In front of :class:`Attend` its outputs are queries, keys and
-    values."""
+    """Matrix product of rows, plus bias. Before :class:`Attend` the outputs are queries, keys and values."""
 
     matrix: LayerTensor
 
 
 @dataclass(frozen=True, slots=True)
 class NormHeads(LayerOperation):
-    """Norms each head of queries and keys."""
+    """Norm of each head of queries and keys."""
 
     weight: LayerTensor
 
 
 @dataclass(frozen=True, slots=True)
 class NormValues(LayerOperation):
-    """Norms each head of values, by an RMS norm without weights."""
+    """RMS norm of each head of values, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormProjections(LayerOperation):
-    """Norms all queries of a row together, and all its keys."""
+    """Norm over all queries of a row together, and over all its keys."""
 
     queries: LayerTensor
     keys: LayerTensor
@@ -211,27 +207,25 @@ class NormProjections(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class Rotate(LayerOperation):
-    """Rotates queries and keys by the model's rotary embedding number ``rope``."""
+    """Rotation of queries and keys by the model's rotary embedding ``rope``."""
 
     rope: int
 
 
 @dataclass(frozen=True, slots=True)
 class GrowQueries(LayerOperation):
-    """Multiplies queries by a factor that grows with their position
-    (:class:`pillion.engine.models.model_config.QueryGrowth`)."""
+    """Position-dependent query scale (:class:`pillion.engine.models.model_config.QueryGrowth`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attend(LayerOperation):
-    """Writes keys and values into the pool, and attends the queries. A layer whose queries see the keys and values of
-    an earlier one (``ModelConfig.kv_sources``) makes queries alone, and writes nothing.
+    """Attention, after writing keys and values to the pool. A layer that shares an earlier one's KV
+    (``ModelConfig.kv_sources``) has queries only, and writes nothing.
 
     Attributes:
-        window: how many tokens a query sees, itself included; 0 means all tokens up to it.
-        sinks: one score for each query head that every softmax counts beside those of the tokens, and that takes no
-            value (gpt-oss); None where a family has none.
-        chunked: whether a query sees not the last ``window`` tokens, but those since the last multiple of ``window``.
+        window: max tokens visible to a query, including its own; 0 for all.
+        sinks: attention sinks (gpt-oss): a score per query head in the softmax, without a value; None for none.
+        chunked: True if a query sees the tokens since the last multiple of ``window`` instead of the last ``window``.
     """
 
     window: int
@@ -247,7 +241,7 @@ class TokenIndex:
         heads: index queries per token.
         dim: values of an index query and of a token's only index key, of which the rotated ones are the first.
         top: max tokens that a query attends to.
-        interleaved: whether neighbors are rotated with each other.
+        interleaved: True if neighbors are rotated together.
     """
 
     heads: int
@@ -258,27 +252,25 @@ class TokenIndex:
 
 @dataclass(frozen=True, slots=True)
 class AttendLatents(LayerOperation):
-    """Attends over latents (multi-head latent attention, DeepSeek V2): writes each row's latents and rotated key into
-    the pool, and makes rows of all heads' results.
+    """Attention over latents (MLA, DeepSeek V2): writes each row's latents and rotated key to the pool, and returns
+    rows of all heads' outputs.
 
-    A head's key is ``up``'s first part times the latents, beside the rotated key that all heads share; its value is the
-    second part times the latents. So that no key or value is made of a row of KV, the first part multiplies queries
-    instead, and the second one the weighted sums of latents.
+    A head's key is the first part of ``up`` times the latents, followed by the rotated key shared by all heads; its
+    value is the second part times the latents. In the absorbed form, the first part multiplies queries instead, and the
+    second the weighted sums of latents.
 
     Attributes:
-        query_down, query_norm: what makes the few values of which ``query_up`` makes queries, and their norm; None
-            where ``query_up`` reads the rows themselves.
-        query_up: makes queries; in each head the values that are rotated are the last.
-        down: makes a row's latents, and behind them the rotated key.
-        norm: the norm of the latents.
-        up: for each head the matrix that makes its key and its value of the latents. Where a checkpoint has it
-            quantized, it is widened when it is loaded.
-        rope: the number of the rotary embedding; None where nothing is rotated, and the values that would be are used
-            as they are (Kimi-Linear).
-        grows: whether queries are multiplied by a factor that grows with their position (:class:`GrowQueries`).
-        index: the indexer; None where queries see all tokens.
-        index_queries, index_key, index_norm, index_weights: make index queries of what ``query_up`` reads, and of the
-            layer's rows a token's index key, its LayerNorm, and a weight per index query. All None in a layer that
+        query_down, query_norm: low-rank projection of queries and its norm; None if ``query_up`` reads the rows.
+        query_up: makes queries; in each head the rotated values are last.
+        down: makes a row's latents, then the rotated key.
+        norm: norm of the latents.
+        up: per head, the matrix from latents to key and value; dequantized on load.
+        rope: index of the rotary embedding; None if nothing is rotated (Kimi-Linear).
+        grows: True for position-dependent query scale (:class:`GrowQueries`).
+        index: the indexer; None if queries see all tokens.
+        index_queries, index_key, index_norm, index_weights: make index queries from the inputs of ``query_up``, and
+        from
+            the layer's rows a token's index key, its LayerNorm, and a weight per index query. All None in a layer that
             reuses the selection of the layer before (GLM-5).
     """
 
@@ -299,21 +291,20 @@ class AttendLatents(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class KeepGate(LayerOperation):
-    """Takes the first ``values`` values of each row away, and keeps them as the gate of :class:`Gate`."""
+    """Split of each row: its first ``values`` values become the gate of :class:`Gate`."""
 
     values: Entries
 
 
 @dataclass(frozen=True, slots=True)
 class Gate(LayerOperation):
-    """Multiplies rows by the sigmoid of the gate that :class:`KeepGate` keeps; each of its values is for as many
-    neighbours of a row, one or those of a head."""
+    """Product of rows and the sigmoid of :class:`KeepGate`'s gate; each gate value applies to one value or one head."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolution(LayerOperation):
-    """Computes a causal convolution of each channel on its own, over the last tokens of its sequence (LFM2): of three
-    parts of a row, the first times the third is convolved, and the second multiplies the result.
+    """Depthwise causal convolution over the last tokens of a sequence (LFM2): of three parts of a row, the product of
+    the first and third is convolved, and multiplied by the second.
 
     The last inputs of ``taps`` are the layer's state (:mod:`pillion.engine.models.layer_states`).
     """
@@ -323,24 +314,25 @@ class ShortConvolution(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule(LayerOperation):
-    """Computes the gated delta rule (arXiv 2412.06464), token by token: each head has a matrix, which decays, forgets
-    what it holds for the token's key, learns the token's value for it, and is read by the token's query.
+    """Gated delta rule (arXiv 2412.06464), token by token: each head's matrix decays, unlearns its content for the
+    token's key, learns the token's value for it, and is read by the token's query.
 
-    Reads normed rows, and makes rows of all heads' results, normed and gated. Queries, keys and values pass a
-    convolution first. The matrices and the convolution's last inputs are the layer's state.
+    Reads normed rows and returns rows of all heads' outputs, normed and gated. Queries, keys and values are convolved
+    first. The matrices and the convolution's last inputs are the layer's state.
 
     Attributes:
-        inputs: makes queries, keys, values and, unless ``gate_up`` makes it, the gate of each value.
-        rates: makes for each head of values how much it learns and, unless ``forget_up`` makes it, how much it forgets.
+        inputs: makes queries, keys, values and, unless ``gate_up`` does, gates.
+        rates: makes each value head's learning rate and, unless ``forget_up`` does, its decay.
         taps: the convolution.
-        decay, shift: logarithms of how fast each head forgets, and what is added to its rate.
-        forget_down, forget_up: what makes the few values of which ``forget_up`` makes how much each row of a head's
-            matrix forgets on its own (Kimi-Linear); None where a head has one rate for all rows.
-        gate_down, gate_up: what makes the few values of which ``gate_up`` makes gates, which are sigmoids then.
-        norm: the weight of the norm of each head's results, which ``eps`` belongs to.
-        key_heads, heads: how many heads there are of queries and keys, and of values; neighbours share a key.
-        key_dim, head_dim: how many values a query and a key have, and a value.
-        doubled: whether what is learnt counts twice.
+        decay, shift: log of each head's decay rate, and the bias of its time step.
+        forget_down, forget_up: low-rank projection of a decay per row of a head's matrix (Kimi-Linear); None for one
+        decay
+            per head.
+        gate_down, gate_up: low-rank projection of gates, then sigmoids.
+        norm, eps: norm of each head's output.
+        key_heads, heads: numbers of query/key heads and of value heads; adjacent ones share a key.
+        key_dim, head_dim: widths of queries and keys, and of values.
+        doubled: True if the learning rate is doubled.
     """
 
     inputs: LayerTensor
@@ -363,20 +355,21 @@ class DeltaRule(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class StateSpace(LayerOperation):
-    """Computes a state space with a decay for each token (Mamba-2, arXiv 2405.21060), token by token: each head has a
-    matrix, which decays, gets its token's values times what makes them, and is read.
+    """State-space model with a decay per token (Mamba-2, arXiv 2405.21060), token by token: each head's matrix decays,
+    is updated with the token's values times its write vector, and is read.
 
-    Reads normed rows, and makes rows of all heads' results, gated and normed.
+    Reads normed rows and returns rows of all heads' outputs, gated and normed.
 
     Attributes:
-        inputs: makes gates, values, what writes and what reads, both for each group of heads, and the steps of time.
-        taps: the convolution of values and of what writes and reads.
-        decay, shift, skip: for each head the logarithm of how fast it forgets, what is added to its step of time, and
-            how much of its values is added to its results.
-        norm: the weight of the norm of each group's results, which ``eps`` belongs to; None where they are not normed.
-        heads, head_dim: how many heads there are, and how many values each has.
-        groups, state_dim: how many groups there are, and how many columns a head's matrix has.
-        gate_first: whether gated results are normed, not normed results gated.
+        inputs: makes gates, values, write and read vectors (B and C) per group of heads, and time steps.
+        taps: convolution of values and of write and read vectors.
+        decay, shift, skip: per head, log of the decay rate, bias of the time step, and factor of the values added to
+        the
+            output (A_log, dt_bias, D).
+        norm, eps: norm of each group's output; None for none.
+        heads, head_dim: number of heads, and their width.
+        groups, state_dim: number of groups, and columns of a head's matrix.
+        gate_first: True if outputs are gated before the norm.
     """
 
     inputs: LayerTensor
@@ -395,23 +388,21 @@ class StateSpace(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class SelectiveScan(LayerOperation):
-    """Computes a state space whose channels each have a row of their own, all of whose values decay on their own
-    (Mamba-1, arXiv 2312.00752), token by token.
+    """State-space model with a decay per element of each channel's row (Mamba-1, arXiv 2312.00752), token by token.
 
-    Reads normed rows, and makes rows of all channels' results, gated. Its state is in matrices of ``head_dim``
+    Reads normed rows and returns rows of all channels' outputs, gated. The state is stored in matrices of ``head_dim``
     channels.
 
     Attributes:
         inputs: makes the channels' values and gates.
-        taps: the convolution of values.
-        sides: makes of convolved values the few values of which ``steps`` makes steps of time, what writes and what
-            reads; all channels share the two.
-        step_norm, write_norm, read_norm: the norms of these three.
-        steps: makes each channel's step of time.
-        decay, skip: for each channel the logarithms [state_dim] of how fast its row forgets, and how much of its values
-            is added to its results.
-        heads, head_dim: how many matrices there are, and how many channels each has.
-        state_dim: how many values a channel's row has.
+        taps: convolution of values.
+        sides: makes, from convolved values, the inputs of ``steps`` and the write and read vectors (B and C), which all
+            channels share.
+        step_norm, write_norm, read_norm: norms of these three.
+        steps: makes each channel's time step.
+        decay, skip: per channel, logs [state_dim] of decay rates, and the factor of its values added to the output.
+        heads, head_dim: number of matrices, and their channels.
+        state_dim: width of a channel's row.
     """
 
     inputs: LayerTensor
@@ -429,24 +420,23 @@ class SelectiveScan(LayerOperation):
 
     @property
     def few(self) -> int:
-        """Gives how many values steps of time are made of."""
+        """Width of the inputs of time steps."""
         return self.steps.shape[1]
 
 
-# These operations carry a state from token to token.
+# Operations with a recurrent state.
 StateOperation = ShortConvolution | DeltaRule | StateSpace | SelectiveScan
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp(LayerOperation):
-    """Computes down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)),
-    where it makes up alone.
+    """down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)), where it
+    makes up only.
 
     Attributes:
-        row_gate: a matrix of one row; the sigmoid of its product with a row multiplies all of the row's results. An MLP
-            that has it comes after :class:`Experts`, and reads the same rows.
-        bends: for the activation "xielu" two numbers, whose softplus says how fast it grows and how much it bends below
-            0; None for other activations.
+        row_gate: matrix of one row, the sigmoid of whose product multiplies the row's output. Such an MLP follows
+            :class:`Experts` and reads the same rows.
+        bends: two numbers of the activation "xielu", whose softplus are its growth and its bend below 0; else None.
     """
 
     gate_up: LayerTensor
@@ -459,37 +449,37 @@ class Mlp(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """Describes gpt-oss's activation of gate and up: (up + 1) * gate * sigmoid(``alpha`` * gate), where gate is at most
-    ``limit``, and up is between -``limit`` and ``limit``."""
+    """gpt-oss's activation: (up + 1) * gate * sigmoid(``alpha`` * gate), with gate at most ``limit``, and up within
+    +-``limit``."""
 
     alpha: float
     limit: float
 
 
-# On torch and on GPUs so many rows of a mixture of experts are computed at once.
+# Max rows per pass of a mixture of experts on torch and GPUs.
 MAX_MIXED_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Experts(LayerOperation):
-    """Computes a mixture of experts, each of which is an MLP as in :class:`Mlp`.
+    """Mixture of experts, each of which is an MLP like :class:`Mlp`.
 
     Attributes:
-        per_token: how many experts the router chooses for a row.
-        normalize: whether the scores of the chosen experts are scaled to a sum of 1.
-        sigmoid: whether scores are sigmoids of the router's products, not their softmax.
-        choice_bias: numbers that are added to the scores where experts are chosen, and only there.
-        scale: the factor of the scores.
-        exact: whether the router's products are not rounded, although there are neither sigmoids nor a bias.
-        groups: the number of groups of neighbouring experts. A row's experts are those of its best ``kept_groups``; how
-            good a group is, is the sum of its best ``group_best`` scores, those with the bias (DeepSeek V2 and V3).
-        router_bias: what is added to the router's products.
-        clamped: the activation, where it is not the one that is named.
-        scaled_inputs: whether scores multiply the rows that experts read, not their results.
-        router_norm: the norm of the residual stream whose rows the router reads, where it does not read what experts
-            read.
-        expert_scales: a factor of the scores for each expert.
-        gated: whether experts have gates; where they do not, ``gate_up`` makes what the activation alone is applied to.
+        per_token: experts per row.
+        normalize: True if the scores of the chosen experts are scaled to a sum of 1.
+        sigmoid: True if scores are sigmoids of the router's products, not their softmax.
+        choice_bias: added to the scores for choosing experts only.
+        scale: factor of the scores.
+        exact: True if the router's products are not rounded, even without sigmoids and bias.
+        groups: number of groups of consecutive experts. A row's experts are in its best ``kept_groups``, ranked by the
+        sum
+            of a group's best ``group_best`` scores, with bias (DeepSeek V2 and V3).
+        router_bias: bias of the router's products.
+        clamped: the activation, if not the one named.
+        scaled_inputs: True if scores multiply the experts' inputs instead of their outputs.
+        router_norm: norm of the residual stream for the router, if it does not read the experts' inputs.
+        expert_scales: factor of the scores per expert.
+        gated: True if experts have gates; otherwise ``gate_up`` makes up only.
     """
 
     router: LayerTensor
@@ -515,16 +505,15 @@ class Experts(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class AddUp(LayerOperation):
-    """Adds the rows to those that the layer's operations of this kind before it have added up, and goes on from the
-    sum. Where there is a norm, the rows are normed before."""
+    """Running sum of the layer's rows, normed if there is a norm; the layer continues with the sum."""
 
     norm: LayerTensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyTokenInputs(LayerOperation):
-    """Computes projection(activation(gate(rows)) * the rows of this layer that the token has beside its embedding
-    (:class:`pillion.engine.models.model_config.TokenInputs`)). Each process computes all of it."""
+    """projection(activation(gate(rows)) * the layer's part of the per-layer token inputs
+    (:class:`pillion.engine.models.model_config.TokenInputs`)). Not sharded."""
 
     gate: LayerTensor
     projection: LayerTensor
@@ -533,14 +522,14 @@ class ApplyTokenInputs(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class ScaleResidual(LayerOperation):
-    """Multiplies the residual stream by a number."""
+    """Product of the residual stream and a number."""
 
     factor: LayerTensor
 
 
 @dataclass(frozen=True, slots=True)
 class AddToResidual(LayerOperation):
-    """Adds scale * rows to the residual stream; where there is a norm, the rows are normed before."""
+    """Addition of scale * rows, normed if there is a norm, to the residual stream."""
 
     norm: LayerTensor | None
     scale: float
@@ -548,19 +537,18 @@ class AddToResidual(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class Keep(LayerOperation):
-    """Keeps the rows as they are now for a later :class:`Again`. Pairs of both nest as brackets do."""
+    """Copy of the rows for the matching :class:`Again`. Pairs nest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Again(LayerOperation):
-    """Restores the rows that the :class:`Keep` of the same pair kept. Pairs of both nest as brackets do."""
+    """Return to the rows of the matching :class:`Keep`. Pairs nest."""
 
 
 Layer = tuple[LayerOperation, ...]
 
 
 def tensors_of(operations: Iterable[LayerOperation]) -> Iterator[LayerTensor]:
-    """Yield the tensors that operations read, in their order."""
     for operation in operations:
         for field in fields(operation):
             value = getattr(operation, field.name)

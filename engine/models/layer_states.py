@@ -1,7 +1,7 @@
-"""Says what layers carry from token to token, beside keys and values: their states. Imports no torch.
+"""States that layers carry from token to token instead of KV. Imports no torch.
 
-A state is float32, whatever type a model has: it is added to with every token. A model's state has those of its layers,
-one after the other, and takes some slots of the pool (docs/decisions/states.md).
+States are always float32, since they accumulate with every token. A model's state concatenates those of its layers, and
+takes some slots of the pool (docs/decisions/states.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATE_ITEM_BYTES = 4
 
 
 def layer_state(layer: Layer) -> LayerState | None:
-    """Return what a layer carries from token to token; None where it carries nothing."""
+    """Return a layer's state; None for a layer without."""
     for operation in layer:
         match operation:
             case ShortConvolution(taps=taps):
@@ -39,12 +39,11 @@ def layer_state(layer: Layer) -> LayerState | None:
 
 
 def states_of(layers: Iterable[Layer]) -> tuple[LayerState | None, ...]:
-    """Return what each layer carries."""
     return tuple(map(layer_state, layers))
 
 
 def state_bytes(states: Iterable[LayerState | None]) -> int:
-    """Return the number of bytes of a sequence's state; 0 for a model without one."""
+    """Return the size of a sequence's state; 0 for a model without."""
     return sum(state.values for state in states if state is not None) * STATE_ITEM_BYTES
 
 

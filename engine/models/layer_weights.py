@@ -1,4 +1,4 @@
-"""A model's weights in torch: those of one layer by tensor name, and those beside the layers."""
+"""A model's weights in torch: those of one layer by tensor name, and those outside of layers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from pillion.kernels.torch.torch_linear import Linear
 
 
 class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] | torch.Tensor | Taps"]):
-    """Holds one layer's weights by the names of its tensors: norms, linear layers, those of all experts, other
-    tensors."""
+    """One layer's weights by tensor name: norms, linear layers, those of all experts, other tensors."""
 
     def norm(self, tensor: LayerTensor) -> RmsNorm | LayerNorm:
         found = self[tensor.name]
@@ -29,7 +28,7 @@ class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] 
         return found
 
     def linears(self, tensor: LayerTensor) -> tuple[Linear, ...]:
-        """Return the linear layers of all experts, or the layer's one."""
+        """Return the linear layers of all experts, or the layer's only one."""
         found = self[tensor.name]
         return (found,) if isinstance(found, Linear) else self.experts(tensor)
 
@@ -51,15 +50,15 @@ class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] 
 
 @dataclass(frozen=True, slots=True)
 class TokenInputWeights:
-    """Weights of the rows that layers read of a token beside the residual stream: ``embedding`` [tokens, layers *
-    width], ``projection`` [layers * width, hidden], and the norm of a layer's rows."""
+    """Weights of the per-layer token inputs: ``embedding`` [tokens, layers * width], ``projection`` [layers * width,
+    hidden], and the norm of a layer's rows."""
 
     embedding: torch.Tensor
     projection: torch.Tensor
     norm: RmsNorm
 
     def rows(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the rows [T, layers, width] of tokens [T], by their embeddings [T, hidden]."""
+        """Return the rows [T, layers, width] of tokens [T], from their embeddings [T, hidden]."""
         width = self.norm.weight.shape[0]
         scale = float(torch.tensor(math.sqrt(width), dtype=self.embedding.dtype))
         own = (self.embedding[token_ids] * scale).view(len(token_ids), -1, width)
@@ -69,10 +68,8 @@ class TokenInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model's weights. ``embedding`` is [vocab, hidden], which tied weights have as ``lm_head`` as well;
-    ``positions`` [positions, hidden] are learned ones. ``embedding_scale`` is rounded to the type of the weights, as
-    in transformers.
-    """
+    """A model's weights. ``embedding`` is [vocab, hidden], also ``lm_head`` if tied; ``positions`` [positions, hidden]
+    are learned ones. ``embedding_scale`` is rounded to the type of the weights, as in transformers."""
 
     embedding: torch.Tensor
     embedding_scale: float

@@ -1,5 +1,5 @@
-"""Implements the operations of a decoder layer, each as a plain function over rows, so that a backend can replace one
-by a kernel of its own or fuse several. The order of roundings in bfloat16 is that of transformers."""
+"""Operations of a decoder layer, as plain functions over rows, which a backend can replace by kernels or fuse. The
+order of roundings in bfloat16 is that of transformers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """Applies an RMS norm, in the ``wide`` order of roundings or not; its weight is [last dimension], or [heads,
-    head_dim] for [T, heads, head_dim]."""
+    """RMS norm, with or without the ``wide`` order of roundings; its weight is [last dimension], or [heads, head_dim]
+    for [T, heads, head_dim]."""
 
     weight: torch.Tensor
     eps: float
@@ -43,8 +43,8 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """Applies a LayerNorm (arXiv 1607.06450) in float32, and rounds once; weight and bias are float32 [last dimension],
-    or [heads, head_dim] for [T, heads, head_dim]."""
+    """LayerNorm (arXiv 1607.06450) in float32, rounded once; weight and bias are float32 [last dimension], or [heads,
+    head_dim] for [T, heads, head_dim]."""
 
     weight: torch.Tensor
     eps: float
@@ -78,7 +78,7 @@ def clamped_swiglu(gate_up: torch.Tensor, how: ClampedSwiglu) -> torch.Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))
 
 
-# ``ModelConfig.activation`` can name these activations of a gated MLP, and of one without a gate.
+# Activations of MLPs with and without a gate, by ``ModelConfig.activation``.
 GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": swiglu, "gelu_tanh": geglu_tanh}
 
 
@@ -92,8 +92,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def xielu(values: torch.Tensor, bends: torch.Tensor) -> torch.Tensor:
-    """Compute xIELU (arXiv 2411.13010) of values of any shape: a parabola above 0 and a bent exponential below, whose
-    two factors follow from the numbers ``bends``."""
+    """Compute xIELU (arXiv 2411.13010) of values of any shape: a parabola above 0 and a bent exponential below, with
+    factors derived from ``bends``."""
     above, below = xielu_factors(bends)
     squares, curve = above * values * values, below * (torch.expm1(values.clamp(max=0.0)) - values)
     return torch.where(values > 0, squares, curve) + XIELU_SLOPE * values
@@ -110,16 +110,15 @@ def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
     return values.div_(cap).tanh_().mul_(cap)
 
 
-# Such a function runs rows [n, hidden] through one expert -> [n, hidden]. It gets the expert's number, the rows, and
-# the numbers [n] that they have among all rows.
+# Runs rows [n, hidden] through one expert -> [n, hidden]. Arguments: expert, rows, and the rows' indices [n].
 RunExpert = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-# Such a function changes a router's products [n, experts] of rows [n, hidden], in place. It gets the rows, the
-# products, and the number that the first of the rows has among all rows.
+# Modifies a router's products [n, experts] of rows [n, hidden] in place. Arguments: rows, products, index of the first
+# row.
 ChangeProducts = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the activation of a mixture's experts, from gate and up [T, 2 * inner], or up alone, to [T, inner]."""
+    """Return the activation of a mixture's experts, from gate and up [T, 2 * inner], or only up, to [T, inner]."""
     clamped = how.clamped
     if not how.gated:
         return ACTIVATIONS[how.activation]
@@ -128,9 +127,8 @@ def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class RouterBiases:
-    """Holds what a mixture's router adds, each [num_experts] float32 or None: ``products`` to its products, ``choice``
-    to the scores where experts are chosen; ``scales`` multiply the scores at last. ``change`` adds what adapters add to
-    the products."""
+    """Adjustments of a router, each [num_experts] float32 or None: ``products`` is added to its products, ``choice`` to
+    the scores for choosing experts; ``scales`` multiplies the final scores. ``change`` adds the adapters' products."""
 
     products: torch.Tensor | None = None
     choice: torch.Tensor | None = None
@@ -146,12 +144,12 @@ def mix_experts(
     biases: RouterBiases | None = None,
     read: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute a mixture of experts over rows [T, hidden] -> [T, hidden]; the router is [num_experts, hidden], and
-    reads the rows, or ``read`` [T, hidden].
+    """Compute a mixture of experts over rows [T, hidden] -> [T, hidden]; the router is [num_experts, hidden], and reads
+    the rows, or ``read`` [T, hidden].
 
-    Tokens are sorted by expert, so that each expert that has tokens runs once per batch, over all its tokens. A token's
-    result depends on the other tokens of the batch only through the rounding of the products. A token's row is copied
-    for each of its experts, so many tokens are computed MAX_MIXED_ROWS at a time, which bounds the memory.
+    Tokens are sorted by expert, so that each used expert runs once per batch. A token's result depends on the batch
+    only through the rounding of products. Rows are copied per expert, so at most MAX_MIXED_ROWS tokens are computed at
+    a time, to limit memory.
     """
     parts = [slice(begin, begin + MAX_MIXED_ROWS) for begin in range(0, len(rows), MAX_MIXED_ROWS)]
     if len(parts) == 1:
@@ -172,10 +170,9 @@ def _mix_some(
     biases: RouterBiases | None,
     first: int,
 ) -> torch.Tensor:
-    """Compute a mixture over some rows, of which the first one has the number ``first`` among all."""
+    """Compute a mixture over some rows, of which the first has index ``first``."""
     scores, chosen = route(read, router, how, biases, first)
-    # Rows are sorted by expert, and by token within one: place i of the sorted rows is pair order[i] of (token,
-    # choice).
+    # Sorted row i is pair order[i] of (token, choice).
     order = chosen.view(-1).argsort(stable=True)
     counts = torch.bincount(chosen.view(-1), minlength=len(router))
     sources = order // how.per_token
@@ -189,12 +186,12 @@ def _mix_some(
 def route(
     rows: torch.Tensor, router: torch.Tensor, how: Experts, biases: RouterBiases | None = None, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each token's experts: returns their scores [T, k] float32 and their numbers [T, k]. The first of the rows
-    has the number ``first`` among all rows."""
+    """Choose each token's experts: returns their scores [T, k] float32 and indices [T, k]. ``first``: index of the
+    first row."""
     biases = biases or RouterBiases()
     added, choice_bias = biases.products, biases.choice
     if how.sigmoid or how.exact or choice_bias is not None:
-        logits = linear(rows.float(), router.float(), added)  # Families with these options do not round.
+        logits = linear(rows.float(), router.float(), added)  # Unrounded in families with these options.
     else:
         logits = linear(rows, router, None if added is None else added.to(rows.dtype)).float()
     if biases.change is not None:
@@ -213,7 +210,7 @@ def route(
 
 
 def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
-    """Return scores [T, experts] in which those of experts outside of a token's best groups are -inf."""
+    """Return scores [T, experts] with -inf for experts outside of a token's best groups."""
     grouped = choices.view(len(choices), how.groups, -1)
     kept = grouped.topk(how.group_best, -1).values.sum(-1).topk(how.kept_groups, -1).indices
     left = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choices.device).scatter_(1, kept, False)
@@ -221,8 +218,8 @@ def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
 
 
 def run_grouped(run: RunExpert, rows: torch.Tensor, numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Run the first counts[0] rows of [N, hidden], which have ``numbers`` [N] among all rows, through expert 0, the
-    next through expert 1 ... -> [N, hidden]."""
+    """Run the first counts[0] rows of [N, hidden], with indices ``numbers`` [N], through expert 0, the next through
+    expert 1 ... -> [N, hidden]."""
     out = torch.empty_like(rows)
     begin = 0
     for number, count in enumerate(counts.tolist()):

@@ -1,5 +1,4 @@
-"""Reads from a ``config.json`` which layers carry a state in place of attention, and the shapes of such layers. Imports
-no torch."""
+"""Layers with a state instead of attention in a ``config.json``, and their shapes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.state_pieces import PIECE_CHANNELS
 
 _ATTENTION = ("full_attention", "attention")
-# The limits of a step of time that change nothing, as configs and as transformers 5 write them.
+# Limits of a time step without effect, in configs and as written by transformers 5.
 _NO_LIMIT = ((0.0, math.inf), (0.0, {"__float__": "Infinity"}))
 
 
 def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read LFM2's convolutions: layers that no list says to have attention have one."""
+    """Parse LFM2's convolutions: layers that are not listed as attention have one."""
     count = size(raw, "num_hidden_layers")
     layers = _linear_layers(raw, count, ("conv",))
     if layers is None:
@@ -31,13 +30,12 @@ def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def lfm3_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read LFM3's convolutions, which its layers have that do not attend."""
+    """Parse LFM3's convolutions, in layers without attention."""
     return lfm2_layers({**raw, "layer_types": None})
 
 
 def delta_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read the gated delta nets of Qwen3-Next and of its kin, every fourth layer of which has attention where no list
-    says it."""
+    """Parse the gated delta nets of Qwen3-Next and similar models; by default every fourth layer has attention."""
     count = size(raw, "num_hidden_layers")
     layers = _linear_layers(raw, count, ("linear_attention",))
     interval = size(raw, "full_attention_interval", 4)
@@ -60,7 +58,7 @@ def delta_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def olmo_hybrid_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read OLMo-Hybrid's gated delta nets; the last layer at least has attention, where no list says otherwise."""
+    """Parse OLMo-Hybrid's gated delta nets; by default at least the last layer has attention."""
     count = size(raw, "num_hidden_layers")
     if raw.get("layer_types") is None and count < 4:
         raw = {**raw, "layer_types": ["linear_attention"] * (count - 1) + ["full_attention"]}
@@ -68,8 +66,8 @@ def olmo_hybrid_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def kimi_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read Kimi-Linear's gated delta nets, of which its configs may speak in an object of their own, with layers
-    counted from 1. Raises ConfigError where that object says something unknown, or leaves a layer out."""
+    """Parse Kimi-Linear's gated delta nets, perhaps configured in a nested object that counts layers from 1. Raises
+    ConfigError if that has unknown keys, or omits a layer."""
     count, key = size(raw, "num_hidden_layers"), "linear_attn_config"
     own = {} if raw[key] is None else raw[key]
     if not isinstance(own, Mapping):
@@ -91,21 +89,21 @@ def kimi_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def mamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read GraniteMoeHybrid's state spaces, which all layers have where no list says otherwise."""
+    """Parse GraniteMoeHybrid's state-space layers, by default all."""
     count = size(raw, "num_hidden_layers")
     layers = _linear_layers(raw, count, ("linear_attention", "mamba"))
     return _state_spaces(raw, (True,) * count if layers is None else layers)
 
 
 def bamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read Bamba's state spaces, which all layers have but those that its config lists."""
+    """Parse Bamba's state-space layers: all but those listed."""
     attends = _listed(raw, "attn_layer_indices") or []
     return _state_spaces(raw, tuple(layer not in attends for layer in range(size(raw, "num_hidden_layers"))))
 
 
 def jamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read Jamba's state spaces (Mamba-1), which all layers have but one of each period. Raises ConfigError for sizes
-    of which kernels have no whole vectors or pieces."""
+    """Parse Jamba's state-space layers (Mamba-1): all but one per period. Raises ConfigError for sizes that are not
+    whole vectors or pieces of the kernels."""
     period, offset = size(raw, "attn_layer_period"), number(raw, "attn_layer_offset", 0)
     inner, rank = size(raw, "mamba_expand") * size(raw, "hidden_size"), raw["mamba_dt_rank"]
     rank = -(-size(raw, "hidden_size") // 16) if rank == "auto" else size(raw, "mamba_dt_rank")
@@ -129,7 +127,7 @@ def jamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read Falcon-H1's state spaces, which each layer has beside attention, and the factors of its layers."""
+    """Parse Falcon-H1's state spaces, which each layer has beside attention, and its layers' factors."""
     spaces = _state_spaces(raw, (True,) * size(raw, "num_hidden_layers"))
     into = above_zero(raw, "ssm_in_multiplier", 1.0)
     gates, values, writes, reads, steps = (into * one for one in _numbers(raw, "ssm_multipliers", 5))
@@ -147,7 +145,7 @@ def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def nemotron_h_kinds(raw: Mapping[str, Any]) -> list[str]:
-    """Return what each of Nemotron-H's layers is: "linear_attention", "full_attention", "mlp" or "moe"."""
+    """Return the kind of each of Nemotron-H's layers: "linear_attention", "full_attention", "mlp" or "moe"."""
     pattern = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     usual = {"mamba": "linear_attention", "attention": "full_attention"}
     listed = raw.get("layers_block_type") or raw.get("layer_types") or raw.get("hybrid_override_pattern")
@@ -160,7 +158,7 @@ def nemotron_h_kinds(raw: Mapping[str, Any]) -> list[str]:
 
 
 def nemotron_h_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Read Nemotron-H's state spaces, and which of its other layers have attention."""
+    """Parse Nemotron-H's state-space layers, and which other layers have attention."""
     kinds = nemotron_h_kinds(raw)
     as_usual = {
         "mamba_n_heads": raw["mamba_num_heads"],
@@ -204,7 +202,7 @@ def _state_spaces(raw: Mapping[str, Any], layers: tuple[bool, ...]) -> LinearCon
 
 
 def _listed(raw: Mapping[str, Any], key: str) -> list[Any] | None:
-    """Return the layers that a config lists; None for null and a missing key."""
+    """Return the layers listed in a config; None for null and a missing key."""
     listed = raw.get(key)
     if not isinstance(listed, list | None):
         raise ConfigError(f"config.json: {key} must be a list, not {listed!r}")
@@ -212,7 +210,7 @@ def _listed(raw: Mapping[str, Any], key: str) -> list[Any] | None:
 
 
 def _numbers(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    """Return so many numbers of a list; ones where there is none."""
+    """Return a list of ``count`` numbers; ones for null and a missing key."""
     listed = raw.get(key)
     if listed is None:
         return (1.0,) * count
@@ -222,8 +220,8 @@ def _numbers(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
 
 
 def _linear_layers(raw: Mapping[str, Any], count: int, names: Collection[str]) -> tuple[bool, ...] | None:
-    """Return whether each layer has a state, by the config's list; None where it has none. Raises ConfigError for
-    another kind of layer."""
+    """Return whether each layer has a state, by the config's list; None without a list. Raises ConfigError for other
+    kinds."""
     kinds = per_layer(raw, "layer_types", count)
     for layer, kind in enumerate(kinds or ()):
         if kind not in (*names, *_ATTENTION):

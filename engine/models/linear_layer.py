@@ -1,9 +1,9 @@
-"""Describes what layers with a state have in place of attention: convolutions (LFM2), gated delta nets (Qwen3-Next),
-also such as forget by rows (Kimi-Linear), state spaces (Mamba-2, and Mamba-1 in Jamba). Imports no torch.
+"""Layers with a state instead of attention: convolutions (LFM2), gated delta nets (Qwen3-Next), also with decay per row
+(Kimi-Linear), and state spaces (Mamba-2, and Mamba-1 in Jamba). Imports no torch.
 
-    hybrid_layer      Llama's layer, or the same with another mixer, as the config says of each layer
-    falcon_h1_layer   both beside each other
-    nemotron_h_layer  one of both, an MLP or experts alone
+    hybrid_layer      Llama's layer, with another mixer in some layers
+    falcon_h1_layer   state space and attention in parallel
+    nemotron_h_layer  a single state space, attention, MLP or mixture
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pillion.engine.models.layer_operations import (
 from pillion.engine.models.llama_layer import ExpertNames, Norms, experts_of, llama_layer, norm, not_gated, output, qkv
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
 
-# Such a function lists the operations from normed rows to what is added to the residual stream.
+# Returns the operations from normed rows to what is added to the residual stream.
 Mixer = Callable[[ModelConfig, LinearConfig], Layer]
 
 
@@ -47,8 +47,8 @@ def hybrid_layer(
     linear_norms: Norms | None = None,
     **options: Any,
 ) -> Layer:
-    """Return the operations of layer ``index``: those of :func:`llama_layer` with its ``options``, or, where the layer
-    has a state, the same with ``mixer`` in place of attention, and with ``linear_norms``."""
+    """Return the operations of layer ``index``: those of :func:`llama_layer` with its ``options``; in a layer with a
+    state, with ``mixer`` instead of attention, and with ``linear_norms``."""
     linear = config.linear
     if linear is None or not linear.layers[index]:
         return llama_layer(config, index, **options)
@@ -58,7 +58,7 @@ def hybrid_layer(
 
 
 def short_convolution(config: ModelConfig, linear: LinearConfig) -> Layer:
-    """List LFM2's convolution."""
+    """Return LFM2's convolution."""
     part, hidden = Entries(config.hidden_size, Share.CHANNELS), (Entries(config.hidden_size),)
     return (
         Multiply(matrix("conv.in", (part, part, part), hidden, ("conv.in_proj",), bias=linear.bias)),
@@ -68,8 +68,8 @@ def short_convolution(config: ModelConfig, linear: LinearConfig) -> Layer:
 
 
 def delta_net(config: ModelConfig, linear: LinearConfig, *, checkpoint_names: str = "apart") -> Layer:
-    """List a gated delta net. ``checkpoint_names`` says which tensors checkpoints have: "fused" ones by groups of keys
-    (Qwen3-Next), "apart" (Qwen3.5), or one for each part ("each", OLMo-Hybrid)."""
+    """Return a gated delta net. ``checkpoint_names``: tensors in checkpoints, "fused" by groups of keys (Qwen3-Next),
+    "apart" (Qwen3.5), or one for each part ("each", OLMo-Hybrid)."""
     hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
     keys, held = _of_keys(linear), replace(values, convolved=True)
     mixed, gates, rates = {
@@ -108,8 +108,8 @@ def delta_net(config: ModelConfig, linear: LinearConfig, *, checkpoint_names: st
 
 
 def delta_attention(config: ModelConfig, linear: LinearConfig) -> Layer:
-    """List a gated delta net of Kimi-Linear (KDA, arXiv 2510.26692): each row of a head's matrix forgets on its own,
-    and what makes that, and the gates, are products of two narrow matrices."""
+    """Return Kimi-Linear's gated delta net (KDA, arXiv 2510.26692): a decay per row of a head's matrix, and low-rank
+    projections of decays and gates."""
     hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
     few, keys, held = (Entries(linear.head_dim),), _of_keys(linear), replace(values, convolved=True)
     apart, out = delta_net(config, linear, checkpoint_names="each")
@@ -131,7 +131,7 @@ def delta_attention(config: ModelConfig, linear: LinearConfig) -> Layer:
 
 
 def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:
-    """List a state space of Mamba-2, by Granite's names."""
+    """Return a state space of Mamba-2, with Granite's names."""
     hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
     sides = _of_keys(linear)
     parts = values, replace(values, convolved=True), sides, sides, *one
@@ -155,7 +155,7 @@ def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:
 
 
 def selective_scan(config: ModelConfig, linear: LinearConfig) -> Layer:
-    """List a state space of Mamba-1, by Jamba's names, with Jamba's norms of what is made of the convolved values."""
+    """Return a state space of Mamba-1, with Jamba's names, and its norms of time steps, writes and reads."""
     hidden, values = (Entries(config.hidden_size),), _of_heads(linear, linear.head_dim)
     few, side, held = Entries(linear.step_rank), Entries(linear.key_dim), replace(values, convolved=True)
     norms = (
@@ -187,8 +187,8 @@ def selective_scan(config: ModelConfig, linear: LinearConfig) -> Layer:
 
 
 def falcon_h1_layer(config: ModelConfig, index: int) -> Layer:
-    """Return the operations of a layer of Falcon-H1: a state space and attention read the same normed rows, and both
-    are added to the residual stream."""
+    """Return a layer of Falcon-H1: a state space and attention read the same normed rows, and both are added to the
+    residual stream."""
     linear = config.linear
     assert linear is not None
     scales = linear.scales
@@ -215,7 +215,7 @@ def falcon_h1_layer(config: ModelConfig, index: int) -> Layer:
 
 
 def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
-    """Return the operations of a layer of Nemotron-H, which is a state space, attention, an MLP or experts alone."""
+    """Return a layer of Nemotron-H: a single state space, attention, MLP or mixture of experts."""
     linear = config.linear
     assert linear is not None
     before, add = Norm(norm(config, "norm", "input_layernorm")), AddToResidual(None, config.residual_scale)
@@ -240,12 +240,12 @@ def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
 
 
 def _of_heads(linear: LinearConfig, each: int) -> Entries:
-    """Return a piece with so many entries for each head."""
+    """Return a piece with ``each`` entries per state head."""
     return Entries(linear.heads * each, Share.STATE_HEADS, each)
 
 
 def _of_keys(linear: LinearConfig) -> Entries:
-    """Return a piece with what several heads share, which a convolution reads."""
+    """Return a convolved piece with what several state heads share."""
     return Entries(linear.key_heads * linear.key_dim, Share.STATE_KEYS, linear.key_dim, convolved=True)
 
 

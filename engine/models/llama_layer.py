@@ -1,9 +1,9 @@
-"""Describes the layer of Llama, with the options by which most families differ from it. Imports no torch.
+"""Llama's layer, with the options by which most families differ from it. Imports no torch.
 
     attention    norm, qkv, [gate], [norm of queries and keys], [rotate], [grow queries], attend, [gate], o, add
     MLP          norm, down(activation(gate) * up), or down(activation(up)), or experts, add
 
-A family that needs another list of operations builds its own, from the parts in this module where it can.
+A family with another list of operations builds its own, from parts of this module.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from pillion.engine.models.layer_operations import (
 )
 from pillion.engine.models.model_config import ModelConfig
 
-# These are the names in checkpoints of the norms of attention's inputs and of its outputs, and of the MLP's inputs and
-# of its outputs; "" where a family has no such norm.
+# Names in checkpoints of the norms before and after attention, and before and after the MLP; "" for none.
 Norms = tuple[str, str, str, str]
 _ROUTERS = (
     "mlp.gate",
@@ -59,14 +58,14 @@ ALL_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_lay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkNorm:
-    """Describes the norm of queries and keys.
+    """Norm of queries and keys.
 
     Attributes:
         kind: RMS over each "head" or over the whole "projection"; "layer_by_head" for a LayerNorm of each head, without
-            biases, whose weights are each head's own.
-        names: the names in checkpoints; () for norms over each head without weights.
-        after_rotation: whether the rotary embedding stands before the norm.
-        if_rotated: whether layers without a rotary embedding have no such norm.
+            biases, with a separate weight per head.
+        names: names in checkpoints; () for norms over each head without weights.
+        after_rotation: True if the norm follows the rotary embedding.
+        if_rotated: True if layers without a rotary embedding have no such norm.
     """
 
     kind: str = "head"
@@ -77,12 +76,12 @@ class QkNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projections:
-    """Describes how checkpoints have the matrices that make queries, keys and values, where not as Llama's do.
+    """Deviations of the query, key and value matrices in checkpoints from Llama's.
 
     Attributes:
-        gated: whether a gate of attention's results stands behind each head's query in the matrix of queries.
-        gate: the name of such a gate's own matrix; "" for none.
-        by_head: whether that gate has one value for each head.
+        gated: True if an attention gate follows each head's query in the query matrix.
+        gate: name of a separate matrix of attention gates; "" for none.
+        by_head: True if that gate has one value per head.
     """
 
     gated: bool = False
@@ -92,15 +91,15 @@ class Projections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Names what layers with experts have in checkpoints beside the experts' matrices.
+    """Names in checkpoints in layers with experts, beside the experts' matrices.
 
     Attributes:
-        choice_bias: what is added to scores where experts are chosen; "" for nothing.
-        optional_bias: whether checkpoints may lack ``choice_bias``, for which zeros then stand.
-        shared: the MLP beside the experts: gate and up, or both in one, and down.
-        shared_gate: the gate of that MLP's results, one number for each row; "" for none.
-        sum_norm: the norm of the sum of experts and the MLP beside them; "" for none.
-        biased: whether router and experts have biases, and experts are stored as gpt-oss stores them.
+        choice_bias: bias of scores for choosing experts (e_score_correction_bias); "" for none.
+        optional_bias: True if a missing ``choice_bias`` means zeros.
+        shared: the shared expert: gate and up, separate or fused, and down.
+        shared_gate: gate of the shared expert's output, one number per row; "" for none.
+        sum_norm: norm of the sum of experts and shared expert; "" for none.
+        biased: True if router and experts have biases, stored as in gpt-oss.
     """
 
     choice_bias: str = ""
@@ -132,9 +131,9 @@ def llama_layer(
     """Return the operations of layer ``index``.
 
     Args:
-        mlp: the names in checkpoints of an MLP without a gate.
-        sinks: whether attention has a sink for each head.
-        mixer: the operations from normed rows to what is added to the residual stream, in place of attention.
+        mlp: names in checkpoints of an MLP without a gate.
+        sinks: True for attention sinks.
+        mixer: operations from normed rows to what is added to the residual stream, instead of attention.
     """
     before_attention, after_attention, before_mlp, after_mlp = _norms(config, norms)
     attention = mixer or _attention(config, index, projections, qk_norm, sinks)
@@ -152,8 +151,8 @@ def llama_layer(
 
 
 def _norms(config: ModelConfig, norms: Norms) -> Iterator[LayerTensor | None]:
-    """Yield the norms before and after attention and before and after the MLP, None where the layer has none. The
-    MLP's of a parallel layer is attention's."""
+    """Yield the norms before and after attention and before and after the MLP, None if absent. A parallel layer's MLP
+    uses attention's."""
     before, after, before_mlp, after_mlp = norms if config.post_norm else (norms[0], "", norms[2], "")
     if config.parallel:
         before_mlp = before
@@ -163,8 +162,8 @@ def _norms(config: ModelConfig, norms: Norms) -> Iterator[LayerTensor | None]:
 
 
 def _mixture(config: ModelConfig, names: ExpertNames, scale: float) -> Layer:
-    """List the operations from the rows that experts read to what is still to be added to the residual stream, times
-    ``scale``: their results, or where an MLP is beside them, its results, or both in one sum where that is normed."""
+    """Return the operations from the experts' inputs to the rows still to be added to the residual stream with
+    ``scale``: the experts' output, the shared expert's, or a normed sum of both."""
     assert config.moe is not None
     mixed = biased_experts(config) if names.biased else experts_of(config, names)
     if not config.moe.shared:
@@ -172,12 +171,12 @@ def _mixture(config: ModelConfig, names: ExpertNames, scale: float) -> Layer:
     beside = _shared(config, names)
     if names.sum_norm:
         return Keep(), mixed, AddUp(None), Again(), beside, AddUp(None)
-    # Without a norm of their sum, the residual stream itself adds them up.
+    # Without a norm of the sum, the residual stream adds them up.
     return Keep(), mixed, AddToResidual(None, scale), Again(), beside
 
 
 def _attention(config: ModelConfig, index: int, projections: Projections, qk_norm: QkNorm | None, sinks: bool) -> Layer:
-    """List the operations from normed rows to attention's results."""
+    """Return the operations from normed rows to attention's output."""
     if config.latents is not None:
         return (latent_attention(config, config.latents, index),)
     rotated = tuple(rotation(config, index))
@@ -192,15 +191,14 @@ def _attention(config: ModelConfig, index: int, projections: Projections, qk_nor
 
 
 def norm(config: ModelConfig, name: str, stacked: str) -> LayerTensor:
-    """Describe the weight of a norm of the residual stream."""
+    """Return the weight of a norm of the residual stream."""
     return LayerTensor(
         name=name, role=Role.NORM, rows=_hidden(config), checkpoint_names=((stacked,),), bias=config.norm_bias
     )
 
 
 def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTensor:
-    """Describe the matrix that makes queries, keys and values in one product, and gates before them where there are
-    any."""
+    """Return the fused qkv matrix, with gates first, if any."""
     queries, keys = _heads(config, rotated=True)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
     parts = tuple(f"self_attn.{part}_proj" for part in "qkv")
@@ -218,14 +216,14 @@ def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTen
 
 
 def _gates(config: ModelConfig, form: Projections) -> tuple[Entries, ...]:
-    """Describe the gates of attention's results; () where there are none."""
+    """Return the attention gates; () for none."""
     if not config.attention_gate or not (form.gate or form.gated):
         return ()
     return (Entries(config.num_heads, Share.HEADS) if form.by_head else _heads(config)[0],)
 
 
 def _norm_of_heads(config: ModelConfig, how: QkNorm) -> LayerOperation:
-    """Describe the norm of queries and keys."""
+    """Return the norm of queries and keys."""
     if how.kind == "projection":
         return NormProjections(
             *(
@@ -249,39 +247,39 @@ def _norm_of_heads(config: ModelConfig, how: QkNorm) -> LayerOperation:
 
 
 def rotation(config: ModelConfig, index: int) -> Iterator[LayerOperation]:
-    """Yield the rotary embedding of a layer, where it has one."""
+    """Yield the rotary embedding of a layer, if any."""
     rope = config.layer_ropes[index]
     if rope is not None:
         yield Rotate(rope)
 
 
 def growth(config: ModelConfig, index: int) -> Iterator[LayerOperation]:
-    """Yield the growth of a layer's queries with their position, where they grow."""
+    """Yield the position-dependent query scale of a layer, if any."""
     grows = config.query_growth
     if grows is not None and (config.layer_ropes[index] is None or not grows.nope_alone):
         yield GrowQueries()
 
 
 def attention_sinks(config: ModelConfig) -> LayerTensor:
-    """Return the attention sinks, by gpt-oss's name."""
+    """Return the attention sinks, with gpt-oss's name."""
     rows, names = (Entries(config.num_heads, Share.HEADS),), ("self_attn.sinks",)
     return LayerTensor(name="sinks", role=Role.VECTOR, rows=rows, checkpoint_names=(names,))
 
 
 def output(config: ModelConfig, index: int = 0) -> LayerTensor:
-    """Return the projection of attention's results in layer ``index``."""
+    """Return the output projection of layer ``index``."""
     values = (attended_values(config, index),)
     return matrix("o", _hidden(config), values, ("self_attn.o_proj",), bias=config.o_bias)
 
 
 def attended_values(config: ModelConfig, index: int = 0) -> Entries:
-    """Describe the values of attention's results in layer ``index``: those of the query heads."""
+    """Return attention's output values in layer ``index``: those of the query heads."""
     size = config.heads_of(index).head_dim if config.latents is None else config.latents.values
     return Entries(config.num_heads * size, Share.HEADS, size)
 
 
 def gated(config: ModelConfig, index: int = 0) -> Mlp:
-    """Describe the operation that computes gate and up of the MLP of layer ``index``, with its activation."""
+    """Return the gated MLP of layer ``index``."""
     inner, hidden = Entries(config.inner_width(index), Share.INNER), _hidden(config)
     gate_up = matrix(
         "gate_up",
@@ -306,7 +304,7 @@ def gated(config: ModelConfig, index: int = 0) -> Mlp:
 
 
 def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
-    """Describe an MLP without a gate."""
+    """Return an MLP without a gate."""
     inner, hidden, bias = (Entries(config.intermediate_size, Share.INNER),), _hidden(config), config.mlp_bias
     bends = None
     if config.activation == "xielu":
@@ -322,7 +320,7 @@ def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
 
 
 def _shared(config: ModelConfig, names: ExpertNames) -> Mlp:
-    """Describe the MLP that all tokens pass beside their experts, and the gate of its results where it has one."""
+    """Return the shared expert, with the gate of its output, if any."""
     assert config.moe is not None
     inner, hidden, bias = Entries(config.moe.shared, Share.INNER), _hidden(config), config.mlp_bias
     up, down = names.shared
@@ -341,12 +339,12 @@ def _shared(config: ModelConfig, names: ExpertNames) -> Mlp:
 
 
 def experts_of(config: ModelConfig, names: ExpertNames = _QWEN_EXPERTS) -> Experts:
-    """Return experts by the names of Qwen, Mixtral, Granite, and transformers 5, which stacks them as Granite does."""
+    """Return experts with the names of Qwen, Mixtral, Granite, and transformers 5, stacked as in Granite."""
     moe, hidden = config.moe, _hidden(config)
     assert moe is not None
     inner, qwen, mixtral = Entries(moe.intermediate_size, Share.INNER), "mlp.experts.{}", "block_sparse_moe.experts.{}"
-    # Llama 4, which alone scales what experts read, has their stacked matrices transposed. So have the published files
-    # of Qwen3-VL, and those that transformers 5 saves have not.
+    # Stacked matrices are transposed in Llama 4, the only family with scaled_inputs, and in published files of
+    # Qwen3-VL, but not if saved by transformers 5.
     llama, transposed = "feed_forward.experts.{}", None if moe.either_way else moe.scaled_inputs
     router = LayerTensor(
         name="router",
@@ -408,7 +406,7 @@ def experts_of(config: ModelConfig, names: ExpertNames = _QWEN_EXPERTS) -> Exper
 
 
 def _choice_bias(num_experts: int, names: ExpertNames) -> LayerTensor:
-    # In ERNIE it is a matrix of one row.
+    # A matrix of one row in ERNIE.
     rows = Entries(1) if "moe_statics" in names.choice_bias else Entries(num_experts)
     return LayerTensor(
         name="choice_bias",
@@ -421,7 +419,8 @@ def _choice_bias(num_experts: int, names: ExpertNames) -> LayerTensor:
 
 
 def biased_experts(config: ModelConfig) -> Experts:
-    """Return experts with biases, by the names of gpt-oss: transposed matrices, and rows of gate and up in turn."""
+    """Return experts with biases, with the names of gpt-oss: transposed matrices, and interleaved rows of gate and
+    up."""
     mixed, moe = experts_of(config), config.moe
     assert moe is not None
     kept: dict[str, Any] = {"checkpoint_names": (), "bias": True, "transposed": True}
@@ -441,7 +440,7 @@ def _hidden(config: ModelConfig) -> tuple[Entries, ...]:
 
 
 def _heads(config: ModelConfig, *, rotated: bool = False) -> tuple[Entries, Entries]:
-    """Return the values of queries and those of keys. ``rotated`` puts them in the order in which a part rotates."""
+    """Return the values of queries and of keys; ``rotated`` reorders them for partial or interleaved rotation."""
     size, rope = config.head_dim, config.ropes[0]
     order = rope.rotary_dim if rotated and (rope.rotary_dim < size or rope.interleaved) else 0
     return (

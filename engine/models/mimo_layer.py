@@ -1,10 +1,9 @@
-"""Describes the layers of MiMo-V2-Flash. Imports no torch.
+"""Layers of MiMo-V2-Flash. Imports no torch.
 
-    hidden += attention(norm(hidden)), with a window and sinks in most layers, and with twice the KV heads there
+    hidden += attention(norm(hidden)), with a window, sinks and twice the KV heads in most layers
     hidden += mlp(norm(hidden)), or experts
 
-Heads of values are narrower than those of keys; blocks have zeros behind them, and so do the matrices that make values
-and read results.
+Value heads are narrower than key heads; blocks are zero-padded, and so are the value and output matrices.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pillion.engine.models.model_config import ModelConfig
 
 
 def mimo_layer(config: ModelConfig, index: int) -> Layer:
-    """Return the operations of layer ``index``."""
     heads, rope, window = config.heads_of(index), config.ropes[0], config.sliding_windows[index]
     size, order = heads.head_dim, rope.rotary_dim if rope.rotary_dim < heads.head_dim else 0
     hidden = (Entries(config.hidden_size),)

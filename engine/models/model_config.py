@@ -1,6 +1,6 @@
-"""Defines the checked form of a model's ``config.json``: its shapes and options. Imports no torch.
+"""Validated form of a model's ``config.json``: its shapes and options. Imports no torch.
 
-:mod:`pillion.engine.models.config_parser` reads it, and a model's family lists the operations of its layers from it
+Parsed by :mod:`pillion.engine.models.config_parser`; a model's family lists the operations of its layers from it
 (:mod:`pillion.engine.models.families`).
 """
 
@@ -16,18 +16,17 @@ from pillion.engine.quantized.quantization import Quantization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """Describes the shape of a mixture of experts.
+    """A mixture of experts.
 
     Attributes:
         intermediate_size: inner width of one expert.
-        normalize, sigmoid, scale, exact, groups, kept_groups, group_best, clamped, scaled_inputs: those of
+        normalize, sigmoid, scale, exact, groups, kept_groups, group_best, clamped, scaled_inputs: as in
             :class:`pillion.engine.models.layer_operations.Experts`.
-        shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
-        beside: whether layers with experts have their dense MLP, too.
-        either_way: whether plain matrices of all experts in one tensor have inputs as rows in some checkpoints, and
-            outputs in others.
-        share: the factor of the results of experts and of the MLP beside them, where the residual stream takes them.
-        layers: for each layer, whether it has experts; a layer without them has one dense MLP.
+        shared: inner width of the shared expert; 0 for none.
+        beside: True if layers with experts also have their dense MLP.
+        either_way: True if plain stacked expert matrices are transposed in some checkpoints.
+        share: factor of the outputs of experts and shared expert in the residual stream.
+        layers: for each layer, whether it has experts; others have a dense MLP.
     """
 
     num_experts: int
@@ -51,10 +50,9 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryGrowth:
-    """Says how queries grow with their position p: by the factor 1 + rate * log(1 + floor((p + ahead) / length)).
+    """Position-dependent query scale: 1 + rate * log(1 + floor((p + ahead) / length)) at position p.
 
-    Attributes:
-        nope_alone: whether only layers without positions have queries that grow.
+    ``nope_alone``: True if it only applies to layers without positions.
     """
 
     rate: float
@@ -65,16 +63,16 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """Describes attention whose keys and values are made of latents (multi-head latent attention, MLA). A token's KV in
-    a layer is one row for all heads: its latents, the rotated part of its keys, and its index key, if there is one.
+    """Multi-head latent attention (MLA). A token's KV in a layer is one row for all heads: its latents, the rotated
+    part of its keys, and its index key, if any.
 
     Attributes:
-        rank: how many latents a token has.
-        rotary: how many values of a query and a key are rotated.
-        still: how many values of a query and a key are not; keys make them of the latents.
-        values: how many values a head's result has, which are made of the latents, too.
-        query_rank: how many values queries are made of; 0 where they are made of the residual stream's.
-        index: the indexer of sparse attention; None where queries see all tokens.
+        rank: latents per token.
+        rotary: rotated values of a query and key.
+        still: other values of a query and key; keys derive them from latents.
+        values: width of a head's output, also derived from latents.
+        query_rank: rank of the queries' low-rank projection; 0 for none.
+        index: indexer of sparse attention; None if queries see all tokens.
         selecting: for each layer, whether it runs the indexer or reuses the selection of the layer before.
     """
 
@@ -88,7 +86,7 @@ class LatentConfig:
 
     @property
     def head_dim(self) -> int:
-        """Gives the number of values of a head's query and key."""
+        """Width of a head's query and key."""
         return self.still + self.rotary
 
     @property
@@ -99,9 +97,8 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenInputs:
-    """Describes what each layer reads of a token beside the residual stream (per-layer embeddings): ``width`` values, a
-    norm of a product with the token's embedding, plus an embedding of their own, from a table of ``vocab_size`` tokens
-    that has the rows of all layers side by side."""
+    """Per-layer token inputs (per-layer embeddings): ``width`` values per layer, a normed product of the token's
+    embedding, plus an embedding from a table of ``vocab_size`` tokens with the rows of all layers side by side."""
 
     width: int
     vocab_size: int
@@ -109,12 +106,7 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerHeads:
-    """Describes a layer's KV heads, in models whose layers differ in them.
-
-    Attributes:
-        kv_heads: how many there are.
-        head_dim: the number of values of a head, of its queries, too.
-    """
+    """KV heads of a layer, in models whose layers differ. ``head_dim`` is also the width of queries."""
 
     kv_heads: int
     head_dim: int
@@ -122,13 +114,13 @@ class LayerHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerScales:
-    """Holds the factors of Falcon-H1's layers, with which loading multiplies matrices.
+    """Factors of Falcon-H1's layers, applied to matrices on load.
 
     Attributes:
-        inputs: for what a state space reads, its gates, values, writes, reads and steps of time.
-        outputs: for its results.
-        attention: for what attention reads, its keys, and its results.
-        mlp: for the gates and for the results of MLPs.
+        inputs: of a state space's gates, values, writes, reads and time steps.
+        outputs: of its output.
+        attention: of attention's inputs, keys, and output.
+        mlp: of the gates and outputs of MLPs.
     """
 
     inputs: tuple[float, float, float, float, float]
@@ -139,22 +131,21 @@ class MixerScales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearConfig:
-    """Describes layers that carry a state from token to token in place of keys and values.
+    """Layers with a state instead of KV.
 
     Attributes:
         layers: for each layer, whether it is one.
-        taps: how many tokens a convolution sees, with the token itself.
-        taps_bias: whether convolutions have biases.
-        bias: whether the linear layers before and after them have biases.
-        heads, head_dim: how many heads there are, and how many values each has; 0 where there are convolutions alone.
-        key_heads, key_dim: how many heads there are of what writes to the heads' matrices and reads them, and how many
-            values each has.
-        doubled: whether what a delta rule learns counts twice.
-        step_rank: how many values steps of time are made of, where channels have steps of their own (Mamba-1); else 0.
-        normed: whether a state space's results are normed.
-        gate_first: whether they are gated before that.
-        attends: for each layer, whether it has keys and values; () where those have them that have no state.
-        scales: factors of such layers' matrices, where a family has them.
+        taps: kernel size of convolutions, including the token itself.
+        taps_bias: True if convolutions have biases.
+        bias: True if the linear layers before and after them have biases.
+        heads, head_dim: number of heads, and their width; 0 for convolutions only.
+        key_heads, key_dim: number and width of the keys and queries, or write and read vectors, of the heads' matrices.
+        doubled: True if a delta rule's learning rate is doubled.
+        step_rank: width of the inputs of per-channel time steps (Mamba-1); else 0.
+        normed: True if a state space's output is normed.
+        gate_first: True if it is gated before that.
+        attends: for each layer, whether it has KV; () if layers without a state have.
+        scales: factors of such layers' matrices, in families with them.
     """
 
     layers: tuple[bool, ...]
@@ -175,49 +166,46 @@ class LinearConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Describes the shape and options of a decoder. All fields are part of a model's fingerprint.
+    """Shapes and options of a decoder. All fields are part of a model's fingerprint.
 
     Attributes:
-        max_position_embeddings: tokens of the longest text, scaling of the rotary embedding included.
-        ropes: the rotary embeddings in use.
-        layer_ropes: for each layer, the index of its rotary embedding in ``ropes``; None for a layer without positions
-            (NoPE).
-        sliding_windows: for each layer, how many tokens a query sees, itself included; 0 means all tokens up to it.
-        layer_heads: for each layer, its KV heads, or None for one without keys and values; () where all layers have
-            ``num_kv_heads`` of ``head_dim`` values.
-        kv_sources: for each layer, the layer whose keys and values its queries see; () where each layer has its own.
-        values_are_keys: whether layers without a window have no values but their keys before norm and rotation.
-        value_width: how many values a head of values has, where these are fewer than a key's: zeros stand behind them.
-            0 for as many.
+        max_position_embeddings: max length, including scaling of the rotary embedding.
+        ropes: rotary embeddings in use.
+        layer_ropes: for each layer, the index of its rotary embedding in ``ropes``; None without positions (NoPE).
+        sliding_windows: for each layer, max tokens visible to a query, including its own; 0 for all.
+        layer_heads: for each layer, its KV heads, or None without KV; () if all layers have ``num_kv_heads`` of width
+            ``head_dim``.
+        kv_sources: for each layer, the layer whose KV it reads; () if each has its own.
+        values_are_keys: True if layers without a window use their keys before norm and rotation as values.
+        value_width: width of value heads if narrower than key heads (zero-padded); else 0.
         value_scale: factor of values.
-        layer_widths: for each layer, the inner width of its MLP; () where all have ``intermediate_size``.
-        token_inputs: what layers read of a token beside the residual stream; None for nothing.
-        chunked: whether a query sees not the last tokens of its window, but those since the last multiple of it.
-        qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
-        labels: how many labels a classifier tells apart, which has a head for these and none for tokens; else 0.
-        headless: whether the config names a class without a head, whose files may lack one.
-        learned_positions: whether embeddings of positions are added to those of tokens.
-        gated: whether MLPs have a gate.
-        activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu", "relu2" and "gelu".
+        layer_widths: for each layer, the inner width of its MLP; () if all have ``intermediate_size``.
+        token_inputs: per-layer token inputs; None for none.
+        chunked: True if a query sees the tokens since the last multiple of its window instead of the last ones.
+        qkv_bias, o_bias, mlp_bias: True for linear layers with a bias.
+        labels: number of a classifier's labels, which has a head for these and none for tokens; else 0.
+        headless: True if the config names a class without a head, so that files may lack one.
+        learned_positions: True if position embeddings are added to token embeddings.
+        gated: True if MLPs have a gate.
+        activation: of MLPs: "silu", "gelu_tanh", or, without a gate, "relu", "relu2" and "gelu".
         norm: an RMS norm: "plain" rounds before the weight is applied, "wide" after it; "offset" is wide with a weight
             of 1 + w. "layer" is a LayerNorm.
-        norm_bias: whether the norms of the residual stream have biases.
-        qk_norm: whether queries and keys are normed, where a family's layers can have that.
-        post_norm: whether the outputs of attention and MLP are normed, where a family's layers can have that.
-        attention_gate: whether attention's results pass a gate, where a family's layers can have that.
-        parallel: whether attention and MLP read the same normed residual stream, and both are added to it.
-        attention_scale: factor of the attention scores.
-        query_growth: how queries grow with their position; None where they do not.
-        attention_softcap, logit_softcap: c of c * tanh(x / c), over scores and over logits; 0 for none.
+        norm_bias: True if norms of the residual stream have biases.
+        qk_norm: True if queries and keys are normed, in families that may do so.
+        post_norm: True if outputs of attention and MLP are normed, in families that may do so.
+        attention_gate: True if attention's output is gated, in families that may do so.
+        parallel: True if attention and MLP read the same normed residual stream, and both are added to it.
+        attention_scale: factor of attention scores.
+        query_growth: position-dependent query scale; None for none.
+        attention_softcap, logit_softcap: c of c * tanh(x / c), of scores and of logits; 0 for none.
         embedding_scale, residual_scale: factors of embeddings, and of what each layer adds to the residual stream.
-        logit_divisor: divisor of the logits.
-        latents: how keys and values are made of latents, where they are; there is one KV head then, and ``head_dim`` is
-            the number of values of a row of KV.
-        linear: the layers that have a state in place of keys and values, where some have.
-        encoder: the layers of an encoder, which has no others: the other numbers of layers and heads are those of a
-            stand-in for keys and values, of which it has none. None for a decoder.
-        eos_token_ids: tokens that end a text.
-        quantization: how the files hold quantized matrices; None where all of them are plain.
+        logit_divisor: divisor of logits.
+        latents: multi-head latent attention, if used; there is then one KV head, and ``head_dim`` is the width of a row
+            of KV.
+        linear: layers with a state instead of KV, if any.
+        encoder: layers of an encoder, which has no others; the other numbers of layers and heads then describe a dummy
+            KV. None for a decoder.
+        quantization: storage of quantized matrices; None if all are plain.
     """
 
     family: str
@@ -273,7 +261,7 @@ class ModelConfig:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Gives the layers that have keys and values, in the order in which a block holds them."""
+        """Layers with KV, in their order in a block."""
         if self.linear is None:
             return tuple(range(self.num_layers))
         attends = self.linear.attends or [not has_state for has_state in self.linear.layers]
@@ -281,33 +269,33 @@ class ModelConfig:
 
     @property
     def rotary_width(self) -> int:
-        """Gives the number of values of a head, the part of them where it is apart, that have a rotary embedding."""
+        """Width of a head, or of its separate part, that has a rotary embedding."""
         return self.head_dim if self.latents is None else self.latents.rotary
 
     @property
     def value_dim(self) -> int:
-        """Gives the number of values that a head takes from a token's row of KV."""
+        """Values that a head reads from a token's row of KV."""
         return self.head_dim if self.latents is None else self.latents.rank
 
     @property
     def kv_planes(self) -> int:
-        """Gives how many rows a KV head has for a token in a layer: its key and its value, or one row that is both."""
+        """Rows per KV head, token and layer: key and value, or one row for both."""
         return 2 if self.latents is None else 1
 
     def heads_of(self, layer: int) -> LayerHeads:
-        """Return the KV heads that the queries of a layer with attention see."""
+        """Return the KV heads visible to the queries of a layer with attention."""
         found = self.layer_heads[layer] if self.layer_heads else LayerHeads(self.num_kv_heads, self.head_dim)
         assert found is not None
         return found
 
     def kv_source(self, layer: int) -> int:
-        """Return the layer whose keys and values the queries of a layer see: itself, or an earlier one."""
+        """Return the layer whose KV a layer reads: itself, or an earlier one."""
         return self.kv_sources[layer] if self.kv_sources else layer
 
     @property
     def kv_places(self) -> tuple[LayerHeads | None, ...]:
-        """Gives for each layer the KV heads that have a place in a block; None where it has none, because it has no
-        attention, or sees the keys and values of another layer. () means that all layers have places of one size."""
+        """For each layer, its KV heads in a block; None for a layer without attention, or that reads another one's KV.
+        () if all layers have the same."""
         layers, kept = range(self.num_layers), self.kv_layers
         if not self.layer_heads and not self.kv_sources:
             one = LayerHeads(self.num_kv_heads, self.head_dim)
@@ -317,8 +305,7 @@ class ModelConfig:
 
     @property
     def last_kept_layer(self) -> int:
-        """Gives the last layer that leaves something for later steps. In a step that chooses no token, nothing after
-        its keys and values, or its state, has to be computed."""
+        """Last layer that writes KV or a state. Steps without sampled tokens can stop there."""
         if self.linear is not None:
             return max(*self.kv_layers, *(layer for layer, has_state in enumerate(self.linear.layers) if has_state))
         kept = (layer for layer, source in enumerate(self.kv_sources) if layer == source)
@@ -326,20 +313,19 @@ class ModelConfig:
 
     @property
     def all_heads(self) -> tuple[LayerHeads, ...]:
-        """Gives the different kinds of KV heads that layers have, in the order of their first layers."""
+        """Distinct kinds of KV heads, in the order of their first layers."""
         every = self.layer_heads or (LayerHeads(self.num_kv_heads, self.head_dim),)
         return tuple(dict.fromkeys(heads for heads in every if heads is not None))
 
     @property
     def kv_head_counts(self) -> tuple[int, ...]:
-        """Gives the different numbers of KV heads that layers have, in the order of their first layers."""
+        """Distinct numbers of KV heads, in the order of their first layers."""
         return tuple(dict.fromkeys(heads.kv_heads for heads in self.all_heads))
 
     @property
     def widest_mlp(self) -> int:
-        """Gives the inner width of the widest MLP that all tokens pass."""
+        """Inner width of the widest dense MLP or shared expert."""
         return max(self.intermediate_size, *self.layer_widths, 0 if self.moe is None else self.moe.shared)
 
     def inner_width(self, layer: int) -> int:
-        """Return the inner width of a layer's dense MLP."""
         return self.layer_widths[layer] if self.layer_widths else self.intermediate_size

@@ -1,17 +1,17 @@
-"""Says what each process of a worker computes of a model: all of it, the share of a rank (tensor parallelism), some of
-its layers, or both. Imports no torch.
+"""What each process of a worker computes of a model: all of it, a rank's shard (tensor parallelism), some of its
+layers, or both. Imports no torch.
 
     attention       each rank has whole KV heads with their queries; with more ranks than KV heads, several ranks have
                     the same KV head, and write the same KV, for different queries
-    states          each rank has whole keys, or groups, of the heads with a matrix, with these heads; with more ranks
-                    than keys several ranks have the same key, as with KV heads
+    states          each rank has whole keys, or groups, of the state heads, with these heads; with more ranks than keys
+                    several ranks have the same key, as with KV heads
     convolutions    each rank has the channels of its heads, and those that share a piece of the state with them, which
                     other ranks compute, too; or a range of the channels, where there are no heads
     MLP, experts    each rank has a range of the inner values; with ``whole_experts`` a range of the experts instead
     vocabulary      each rank has a range of the tokens: rows of the embedding, and logits
 
-A layer adds to the residual stream a sum over all ranks, in their order; the residual stream, norms and routers are the
-same everywhere. (Megatron-LM, arXiv 1909.08053; shares need not be equal here.) A process alone is the one rank of one.
+A layer adds an all-reduced sum to the residual stream, in rank order; residual stream, norms and routers are
+replicated. (Megatron-LM, arXiv 1909.08053; shards need not be equal here.) A single process is a group of one.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from pillion.kvstore.memory.head_shares import shares_of
 if TYPE_CHECKING:
     import torch
 
-# Inner values and tokens are shared out in units of this size, which is that of a kernel's narrowest packed panel.
+# Sharding unit of inner values and tokens: a kernel's narrowest packed panel.
 UNIT = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Lists the channels of a convolution that a process has. Those of a rank are whole pieces of the layer's state,
-    so that processes which write one piece write the same bytes: a rank also has some channels that are nothing to it,
-    and the last channel once more where it fills the last piece.
+    """Channels of a convolution in a process. Those of a rank are whole pieces of the layer's state, so that processes
+    that write the same piece write the same bytes: a rank also has some channels that it does not need, and repeats the
+    last channel to fill the last piece.
 
     Attributes:
-        numbers: the channels, by their numbers in the model.
-        starts: for each part of a row the place here where the process's own entries begin.
+        numbers: the channels' indices in the model.
+        starts: for each part of a row, where the process's own entries begin here.
     """
 
     numbers: tuple[int, ...]
@@ -50,22 +50,21 @@ class Channels:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Gives the numbers of the pieces of the layer's state that the channels take."""
+        """Indices of the pieces of the layer's state that the channels occupy."""
         return tuple(number // PIECE_CHANNELS for number in self.numbers[::PIECE_CHANNELS])
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Describes the share of each layer that process ``rank`` out of ``size`` computes; :meth:`of` makes it.
+    """Shard of each layer that process ``rank`` of ``size`` computes; made by :meth:`of`.
 
     Attributes:
-        kv_heads: the model's KV heads that the process has.
-        layers: the layers that it computes; None stands for all.
-        whole_experts: whether it has some of a mixture's experts, and all of each, where processes share a mixture.
-        heads: the model's query heads that the process has.
-        model_heads: how many query heads the model has.
-        state_keys, state_heads: the model's heads with a matrix in a layer's state that the process has, and the keys,
-            or groups, that these share.
+        kv_heads: KV heads of the process.
+        layers: layers that it computes; None for all.
+        whole_experts: True if a mixture is sharded by whole experts.
+        heads: query heads of the process.
+        model_heads: query heads of the model.
+        state_keys, state_heads: state heads of the process, and the keys, or groups, that these share.
     """
 
     kv_heads: range
@@ -80,7 +79,7 @@ class ModelShard:
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> ModelShard:
-        """Compute the share of a rank out of ``size``. Raises ConfigError for a model that these cannot share."""
+        """Return the shard of a rank out of ``size``. Raises ConfigError for a model that cannot be sharded so."""
         dense = config.moe is None or config.moe.beside or not all(config.moe.layers)
         inner = [config.intermediate_size] if dense else []
         inner += [config.moe.intermediate_size] if config.moe is not None else []
@@ -114,41 +113,40 @@ class ModelShard:
 
     @property
     def whole(self) -> bool:
-        """Says whether this process computes the whole of each of its layers."""
+        """True if this process computes whole layers."""
         return self.size == 1
 
     @property
     def gives_logits(self) -> bool:
-        """Says whether the process needs what makes logits: a process with some of the layers is a prefill worker's,
-        which chooses no tokens."""
+        """True if the process needs the LM head. Processes with some of the layers belong to prefill workers, which do
+        not sample."""
         return self.layers is None
 
     @property
     def leads(self) -> bool:
-        """Says whether this process adds what must be added once, such as the biases of sums over all processes."""
+        """True for rank 0, which adds what must be added once, such as biases of all-reduced sums."""
         return self.rank == 0
 
     @property
     def name(self) -> str:
-        """Gives the name that tells the files of this share's packed weights from those of other shares; "" for the
-        whole model."""
+        """Name of this shard in file names of packed weights; "" for the whole model."""
         return "" if self.whole else f"{self.rank}of{self.size}" + "_experts" * self.whole_experts
 
     def kv_heads_of(self, count: int) -> range:
-        """Return the KV heads that the process has in a layer with ``count`` of them."""
+        """Return the process's KV heads in a layer with ``count`` of them."""
         group = self.model_heads // count
         return range(self.heads.start // group, -(-self.heads.stop // group))
 
     def state_heads_of(self, count: int) -> range:
-        """Return those of ``count`` heads with a matrix in a layer's state that the process has."""
+        """Return the process's state heads."""
         return self.state_heads
 
     def state_keys_of(self, count: int) -> range:
-        """Return those of ``count`` keys, or groups, of such heads that the process has."""
+        """Return the process's keys, or groups, of state heads."""
         return self.state_keys
 
     def channels(self, parts: Sequence[Entries]) -> Channels:
-        """Return the channels of a convolution over these parts of a row that the process has."""
+        """Return the process's channels of a convolution over these parts of a row."""
         if self.whole:
             ends = [sum(part.size for part in parts[:end]) for end in range(len(parts) + 1)]
             return Channels(tuple(range(ends[-1])), tuple(ends[:-1]))
@@ -167,24 +165,23 @@ class ModelShard:
         return Channels(tuple(numbers), tuple(starts))
 
     def own_layers(self, config: ModelConfig) -> range:
-        """Return the layers that the process computes. The first layer comes with the embedding, and the last one with
-        the logits."""
+        """Return the process's layers. The first layer comes with the embedding, and the last one with the logits."""
         return range(config.num_layers) if self.layers is None else self.layers
 
     def lower(self, config: ModelConfig) -> Iterator[ModelShard]:
-        """Yield the shares of the processes whose rank is lower."""
+        """Yield the shards of lower ranks."""
         return (self.of(config, rank, self.size) for rank in range(self.rank))
 
     def inner(self, width: int) -> range:
-        """Return the inner values of an MLP, or of each expert, that the process has out of ``width``."""
+        """Return the process's inner values of an MLP, or of each expert, out of ``width``."""
         return _share(width, UNIT, self.rank, self.size)
 
     def experts(self, count: int) -> range:
-        """Return the experts that the process has, or has a part of, out of ``count``."""
+        """Return the experts that the process has, whole or in part, out of ``count``."""
         return _share(count, 1, self.rank, self.size) if self.whole_experts else range(count)
 
     def entries(self, piece: Entries) -> range:
-        """Return the entries of a piece of a tensor that the process has."""
+        """Return the process's entries of a piece of a tensor."""
         match piece.share:
             case Share.WHOLE:
                 return range(piece.size)
@@ -203,8 +200,8 @@ class ModelShard:
         return range(heads.start * piece.head, heads.stop * piece.head)
 
     def indices(self, pieces: Sequence[Entries], inner: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the entries that the process has along a dimension of a tensor, as int64. ``inner`` has its inner
-        values, where they are not in order."""
+        """Return the process's entries along a dimension of a tensor, int64. ``inner``: its inner values, if
+        reordered."""
         import torch
 
         found, first = [], 0
@@ -222,7 +219,7 @@ class ModelShard:
         return torch.cat(found)
 
     def vocabulary(self, tokens: int) -> range:
-        """Return the tokens whose embeddings and logits the process has out of ``tokens``."""
+        """Return the tokens whose embeddings and logits the process has, out of ``tokens``."""
         return _share(tokens, UNIT, self.rank, self.size)
 
     def local(self, config: ModelConfig) -> ModelConfig:
@@ -248,13 +245,13 @@ class ModelShard:
 
 
 def whole_model(config: ModelConfig) -> ModelShard:
-    """Return the share of a process that computes all of a model."""
+    """Return the shard of a process that computes a whole model."""
     return ModelShard.of(config, 0, 1)
 
 
 def _heads_of_ranks(size: int, heads: int, keys: int, of: str) -> tuple[Sequence[range], Sequence[range]]:
-    """Return which of ``keys``, each of which has as many of ``heads``, the ranks have, and which heads. Raises
-    ConfigError where ``size`` ranks cannot share them; ``of`` says what keys are."""
+    """Return the ranks' shares of ``keys``, each of which serves an equal number of ``heads``, and of the heads. Raises
+    ConfigError if ``size`` ranks cannot divide them; ``of`` names the keys."""
     group, sharers = heads // keys, max(1, size // keys)
     if size > keys and (size % keys or group % sharers):
         raise ConfigError(
@@ -268,14 +265,14 @@ def _heads_of_ranks(size: int, heads: int, keys: int, of: str) -> tuple[Sequence
 
 
 def _fits(heads: range, group: int) -> bool:
-    """Return whether query heads are those of whole KV heads, which have ``group`` each, or some of one."""
+    """Return whether query heads belong to whole KV heads, of ``group`` each, or to a single one."""
     whole = heads.start % group == 0 == heads.stop % group
     return whole or heads.start // group == (heads.stop - 1) // group
 
 
 def _share(total: int, unit: int, rank: int, size: int) -> range:
-    """Return rank ``rank``'s part of ``total`` in whole units: shares differ by one unit at most, the larger ones come
-    first, and the last rank's ends with ``total``."""
+    """Return a rank's part of ``total`` in whole units. Parts differ by at most one unit, larger ones come first, and
+    the last one ends at ``total``."""
     units = -(-total // unit)
     each, more = divmod(units, size)
     first = rank * each + min(rank, more)

@@ -1,4 +1,4 @@
-"""Counts a model's weights and operations by the layers that its config describes. Imports no torch."""
+"""Numbers of a model's weights and operations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pillion.engine.models.model_config import ModelConfig
 
 
 def model_weights(config: ModelConfig) -> tuple[int, int]:
-    """Return how many weights the layers of a model have, and how many of them a token meets."""
+    """Return the number of weights in layers, and of those used per token."""
     inputs = config.token_inputs
     every = met = 0 if inputs is None else config.num_layers * inputs.width * config.hidden_size
     for operation in (operation for layer in layers_of(config) for operation in layer):
@@ -24,7 +24,7 @@ def model_weights(config: ModelConfig) -> tuple[int, int]:
 
 
 def looked_up_weights(config: ModelConfig) -> int:
-    """Return how many weights a model has of which a token reads one row, beside its embedding."""
+    """Return the number of weights in tables beside the token embedding, of which a token reads one row."""
     inputs = config.token_inputs
     return 0 if inputs is None else inputs.vocab_size * config.num_layers * inputs.width
 
@@ -35,7 +35,7 @@ def pair_operations(config: ModelConfig, layers: Iterable[int]) -> int:
 
 
 def pair_tokens(config: ModelConfig) -> float:
-    """Return the cost of a query-key pair in tokens: the operations of a pair, divided by those of a token's
-    products. Layers with a sliding window are left out, because late in a prompt they attend to few of the pairs."""
+    """Return the cost of a query-key pair in tokens: its operations divided by those of a token's products. Layers with
+    a sliding window are omitted, since late in a prompt they attend to few of the pairs."""
     layers = (layer for layer in config.kv_layers if not config.sliding_windows[layer])
     return pair_operations(config, layers) / (2 * model_weights(config)[1])

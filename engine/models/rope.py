@@ -1,8 +1,8 @@
-"""Computes rotary position embedding: frequencies of each kind once per model, cosines and sines once per step.
+"""Rotary position embedding: frequencies of each kind once per model, cosines and sines once per step.
 
-The arithmetic follows transformers operation by operation in float32, so that fp32 logits agree to rounding; each kind
-is an entry of transformers' ``ROPE_INIT_FUNCTIONS``. Where these depend on the length of the text, this module uses
-``max_model_len``; :mod:`pillion.engine.models.rope_config` explains why.
+The arithmetic follows transformers operation by operation in float32, so that fp32 logits agree up to rounding; each
+kind is an entry of transformers' ``ROPE_INIT_FUNCTIONS``. Where these depend on the length of the text, this module
+uses ``max_model_len``; :mod:`pillion.engine.models.rope_config` explains why.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Holds one rotary embedding, ready to use.
+    """One rotary embedding.
 
     Attributes:
-        frequencies: [head_dim / 2] float32, radians per token; 0 for pairs of values that are not rotated.
-        scales: [head_dim / 2] float32, factors of cosines and sines; 1 for pairs of values that are not rotated.
-        short_frequencies: the frequencies for texts within the original length, where they differ, else None. Such a
-            text's position p is row ``short_rows`` + p of the tables; row p is that of any other text.
+        frequencies: [head_dim / 2] float32, radians per token; 0 for pairs that are not rotated.
+        scales: [head_dim / 2] float32, factors of cosines and sines; 1 for pairs that are not rotated.
+        short_frequencies: frequencies of texts within the original length, if different, else None. Position p of such
+        a
+            text is row ``short_rows`` + p of the tables; row p is that of any other text.
     """
 
     frequencies: torch.Tensor
@@ -47,8 +48,7 @@ class Rope:
     def tables(self, rows: torch.Tensor, dtype: torch.dtype) -> CosSin:
         """Return cosines and signed sines [T, 1, head_dim] of table rows [T], the arguments of :func:`rotate`."""
         cos, sin = self.cos_sin(rows)
-        # The first half of a rotated head subtracts, so the table has the negative sine, and rotate() needs no
-        # negation.
+        # The first half of a rotated head subtracts, so a negative sine there saves a negation in rotate().
         return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
 
 
@@ -60,10 +60,9 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> 
 def partial_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> torch.Tensor:
     """Return a permutation [head_dim] of a head's values that turns partial rotation into whole rotation.
 
-    A checkpoint pairs (i, i + rotary_dim/2), or neighbours where it is ``interleaved``, and leaves the values from
-    rotary_dim on alone. In the permuted order
-    queries and keys pair (i, i + head_dim/2) as in all other models, and the pairs from rotary_dim/2 on have frequency
-    0. Scores do not change, because queries and keys are permuted alike.
+    A checkpoint pairs (i, i + rotary_dim/2), or neighbors if ``interleaved``, and does not rotate values from
+    rotary_dim on. In the permuted order queries and keys pair (i, i + head_dim/2) as in all other models, and pairs
+    from rotary_dim/2 on have frequency 0. Scores do not change, because queries and keys are permuted alike.
     """
     rotated, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
     first, second = (rotated[0::2], rotated[1::2]) if interleaved else rotated.tensor_split(2)
@@ -71,7 +70,7 @@ def partial_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> 
 
 
 def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
-    """Make the model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
+    """Return the model's embeddings in the order of ``config.ropes``, for texts of up to ``max_model_len`` tokens."""
     ropes = tuple(make_rope(rope, rope.head_dim or config.rotary_width, max_model_len) for rope in config.ropes)
     original = original_tokens(config.ropes)
     if not 0 < original < max_model_len:
@@ -83,26 +82,25 @@ def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
 
 
 def rope_tables(config: ModelConfig, max_model_len: int) -> tuple[CosSin, ...]:
-    """Make cosines and sines [R, head_dim / 2] float32 of each of the model's embeddings: ``max_model_len`` rows, and
-    then those of texts within the original length, where these have frequencies of their own."""
+    """Return cosines and sines [R, head_dim / 2] float32 of each of the model's embeddings: ``max_model_len`` rows,
+    then those of texts within the original length, if their frequencies differ."""
     original = original_tokens(config.ropes)
     rows = torch.arange(max_model_len + (original if original < max_model_len else 0))
     return tuple(rope.cos_sin(rows) for rope in make_ropes(config, max_model_len))
 
 
 def growth_factors(grows: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
-    """Return the factors [T] float32 of queries that grow with their positions [T]."""
+    """Return the query scales [T] float32 at positions [T]."""
     return 1.0 + grows.rate * torch.log1p((positions.float() + grows.ahead).div(grows.length).floor())
 
 
 def growth_table(config: ModelConfig, max_model_len: int) -> torch.Tensor | None:
-    """Make the factors of queries at the first ``max_model_len`` positions; None for a model whose queries do not
-    grow."""
+    """Return the query scales at the first ``max_model_len`` positions; None for a model without."""
     return None if config.query_growth is None else growth_factors(config.query_growth, torch.arange(max_model_len))
 
 
 def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:
-    """Make one embedding. Only the kinds dynamic and longrope depend on ``max_model_len``."""
+    """Return one embedding. Only the kinds dynamic and longrope depend on ``max_model_len``."""
     frequencies, scale = _frequencies(config, max_model_len)
     still = (head_dim - config.rotary_dim) // 2
     return Rope(
@@ -167,7 +165,7 @@ def _yarn(powers: torch.Tensor, config: RopeConfig) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # A ramp without width would divide by zero.
+        high += 0.001  # Avoids a division by zero.
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     keep = 1 - ramp
     return 1.0 / (config.factor * powers) * (1 - keep) + 1.0 / powers * keep

@@ -1,11 +1,11 @@
-"""Reads a model's rotary position embeddings from its ``config.json``. Imports no torch.
+"""A model's rotary position embeddings in its ``config.json``. Imports no torch.
 
-KV must not depend on the length of the text, because blocks are found by their tokens alone (I2). In transformers two
-kinds of scaling do depend on it: dynamic NTK, and longrope with two sets of factors. Pillion has two sets of
-frequencies for such a model. A request whose prompt and longest answer fit into the original length gets those of
-training, as in transformers. A longer one gets, from its first token on, those that transformers uses for a text of
-``max_model_len`` tokens, as in vLLM. The two kinds of requests hash their blocks under different roots, and
-:func:`served_variant` keeps workers of different ``max_model_len`` apart in the KV store.
+KV must not depend on the length of the text, because blocks are found by their tokens only (I2). In transformers two
+kinds of scaling depend on it: dynamic NTK, and longrope with two sets of factors. Pillion has two sets of frequencies
+for such a model. A request whose prompt and max_tokens fit into the original length gets those of training, as in
+transformers. A longer one gets, from its first token on, those that transformers uses for a text of ``max_model_len``
+tokens, as in vLLM. The two kinds of requests hash their blocks under different roots, and :func:`served_variant`
+separates workers of different ``max_model_len`` in the KV store.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from pillion.errors import ConfigError
 PROPORTIONAL = "proportional"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", PROPORTIONAL)
 
-# These numbers of scaled embeddings must be above 0; transformers assumes these values where a config lacks them.
+# Positive parameters of scaled embeddings, with transformers' defaults.
 _ABOVE_ZERO = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
-# These kinds have no factor of their own, and transformers assumes none.
+# Kinds without a default factor.
 _FACTOR_NEEDED = ("linear", "dynamic", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Describes the rotary position embedding of some layers. Only kinds that scale use the fields below
-    ``rotary_dim``.
+    """Rotary position embedding of some layers. Only kinds that scale use the fields below ``rotary_dim``.
 
     Attributes:
         kind: one of ROPE_KINDS; :mod:`pillion.engine.models.rope` has their formulas.
-        rotary_dim: how many values of a head are rotated, from its first on.
-        interleaved: whether a checkpoint rotates neighbours with each other, not values half of ``rotary_dim`` apart.
-        head_dim: the number of values of a head, where layers differ in that; 0 elsewhere.
-        turning: how many pairs of a head turn in the kind "proportional"; the others have frequency 0.
-        original_max_position: longest text of the training before scaling, in tokens.
+        rotary_dim: rotated values of a head, from its first on.
+        interleaved: True if a checkpoint rotates neighbors together, instead of values half of ``rotary_dim`` apart.
+        head_dim: width of a head, if layers differ; else 0.
+        turning: rotated pairs of a head in the kind "proportional"; the others have frequency 0.
+        original_max_position: max length of training before scaling, in tokens.
         short_factors, long_factors: longrope's divisors, one per frequency, up to the original length and above it.
     """
 
@@ -65,44 +64,40 @@ class RopeConfig:
 
     @property
     def switches_at(self) -> int:
-        """Gives the length of the longest text, in tokens, with the frequencies of training; 0 where every text has
-        them."""
+        """Max length, in tokens, with the frequencies of training; 0 if every text has them."""
         switches = self.kind == "dynamic" or (self.kind == "longrope" and self.short_factors != self.long_factors)
         return self.original_max_position if switches else 0
 
     @property
     def stretched_max_position(self) -> int:
-        """Gives the length of the longest text after scaling, in tokens; 0 where the config's maximum is that."""
+        """Max length after scaling, in tokens; 0 if that is the config's maximum."""
         return int(self.original_max_position * self.factor) if self.kind in ("linear", "dynamic", "yarn") else 0
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """Return YaRN's factor of attention (arXiv 2309.00071) for texts ``factor`` times as long as those of training;
-    ``weight`` is a config's ``mscale`` or ``mscale_all_dim``."""
+    """Return YaRN's attention factor (arXiv 2309.00071) for a length ``factor`` times that of training; ``weight`` is a
+    config's ``mscale`` or ``mscale_all_dim``."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def original_tokens(ropes: Sequence[RopeConfig]) -> int:
-    """Return the longest text, in tokens, that has the frequencies of training, or 0 if all texts have them."""
+    """Return the max length, in tokens, with the frequencies of training; 0 if all texts have them."""
     return min((rope.switches_at for rope in ropes if rope.switches_at), default=0)
 
 
 def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:
-    """Return a name for the change of frequencies that ``max_model_len`` causes; empty for no change.
-
-    The name is part of ``KVLayout.version``: workers that serve one model with two lengths share blocks only if both
-    compute the same KV.
-    """
+    """Return a name for the frequencies that ``max_model_len`` implies; "" for the usual ones. Part of
+    ``KVLayout.version``: workers of one model with different lengths share blocks only if both compute the same KV."""
     changed = [rope for rope in ropes if 0 < rope.switches_at < max_model_len]
     return "+".join(f"dynamic{max_model_len}" if rope.kind == "dynamic" else "long" for rope in changed)
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool, query_growth: bool = False) -> RopeConfig:
-    """Read from a config the rotary embedding of a model that has the same one in all of its layers.
+    """Parse the rotary embedding of a model with the same one in all layers.
 
     transformers 5 has everything in ``rope_parameters``; older configs use ``rope_theta`` and ``rope_scaling``.
-    ``partial`` says whether the family may rotate only a part of each head, ``query_growth`` whether its rotary
-    embedding may say how queries grow with their position. Raises ConfigError for an unknown kind.
+    ``partial``: the family may rotate a part of each head; ``query_growth``: the parameters may include the query
+    scale. Raises ConfigError for an unknown kind.
     """
     parameters = _rope_parameters(raw)
     if query_growth:
@@ -113,8 +108,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool, query_gr
 
 
 def query_scaling(raw: Mapping[str, Any]) -> tuple[float, int]:
-    """Return ``llama_4_scaling_beta``, by which queries grow with their position, and the original length, after which
-    they do."""
+    """Return ``llama_4_scaling_beta``, the rate of the position-dependent query scale, and the length from which it
+    applies."""
     parameters = _rope_parameters(raw)
     length = size(parameters, "original_max_position_embeddings", size(raw, "max_position_embeddings"))
     return number(parameters, "llama_4_scaling_beta", 0.0), length
@@ -123,8 +118,8 @@ def query_scaling(raw: Mapping[str, Any]) -> tuple[float, int]:
 def parse_global_and_local(
     raw: Mapping[str, Any], head_dim: int, global_head_dim: int = 0, *, partial: bool = False
 ) -> tuple[RopeConfig, ...]:
-    """Read two embeddings: that of layers with full attention, and that of layers with a window, which scaling leaves
-    alone. ``global_head_dim`` are the values of a head in layers of the first kind, in families where these differ."""
+    """Parse two embeddings: of layers with full attention, and of layers with a window, which are not scaled.
+    ``global_head_dim``: head width of the former, in families where it differs."""
     parameters = _rope_parameters(raw)
     nested = any(key in parameters for key in _LAYER_TYPES)
     full, local = (parameters.get(key) or {} if nested else {} for key in _LAYER_TYPES)
@@ -140,9 +135,8 @@ def parse_global_and_local(
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Join ``rope_parameters`` and ``rope_scaling``. Where a config has both, somebody added scaling by hand to a
-    config saved by transformers 5: the scaling wins, as it does there.
-    """
+    """Merge ``rope_parameters`` and ``rope_scaling``. If a config has both, scaling was added by hand to a config saved
+    by transformers 5, and wins, as it does there."""
     saved, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     for value in (saved, scaling):
         if not isinstance(value, dict):
@@ -169,7 +163,7 @@ def _parse(
     refuse_unknown_rope_keys(str(raw.get("model_type")), rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):
-        kind = "longrope"  # Early Phi-3 checkpoints have this name.
+        kind = "longrope"  # Early Phi-3 checkpoints.
     if kind == PROPORTIONAL:
         share = above_zero(rope, "partial_rotary_factor", 1.0)
         turning = int(share * head_dim // 2)

@@ -1,19 +1,19 @@
-"""Says where the slots of a sequence's state have the pieces of each layer's. Imports no torch.
+"""Locations of the pieces of a sequence's state in its slots. Imports no torch.
 
-A state is whole pieces: of each layer the last inputs of its convolution, PIECE_CHANNELS channels a piece, and of each
-head's matrix PIECE_COLUMNS columns a piece. They are placed one after the other, layer after layer. No piece crosses
-the end of a slot, nor do a head's pieces where all of them fit into one, so one address finds a piece. A piece begins
-at a cache line, because kernels write states line by line past the caches.
+A state is whole pieces: per layer, the last inputs of its convolution in pieces of PIECE_CHANNELS channels, and each
+head's matrix in pieces of PIECE_COLUMNS columns, placed layer after layer. No piece crosses the end of a slot, nor do a
+head's pieces if all of them fit into one, so one address finds a piece. Pieces are aligned to cache lines, because
+kernels write states with non-temporal stores.
 
-    inputs of a piece   [taps - 1, PIECE_CHANNELS] float32, the oldest token's first
+    inputs of a piece   [taps - 1, PIECE_CHANNELS] float32, oldest token first
     columns of a head   [rows, PIECE_COLUMNS] float32
 
-Kernels that go on in chunks of tokens at fixed positions (``chunk``, :mod:`pillion.kernels.gpu_states.state_places`)
-keep the matrices as they were where the last chunk began, and what the tokens since then have written:
+Kernels that continue in chunks of tokens at fixed positions (``chunk``, :mod:`pillion.kernels.gpu_states.state_places`)
+keep the matrices as of the last chunk's beginning, and what the tokens since then have written:
 
-    columns of a head   [rows + chunk, PIECE_COLUMNS] float32, the tokens' values behind the matrix
+    columns of a head   [rows + chunk, PIECE_COLUMNS] float32, the tokens' values after the matrix
     keys                [chunk, values] float32 for each
-    rates of a head     [chunk, rates] float32, as the kernels order them
+    rates of a head     [chunk, rates] float32, in the kernels' order
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pillion.kernels.step import LayerState
 
 @dataclass(frozen=True, slots=True)
 class LayerPieces:
-    """Holds the places of the pieces of one layer's state: of each the page, which counts the state's slots, and the
-    offset there in bytes. Those of ``memory`` are ordered by heads, and each head's by columns; ``sides`` are those of
-    keys and then of heads' rates, in layouts with chunks."""
+    """Locations of the pieces of one layer's state: page, i.e. index among the state's slots, and offset in bytes.
+    ``memory`` is ordered by heads, then columns; ``sides`` are those of keys, then of heads' rates, in layouts with
+    chunks."""
 
     inputs: tuple[tuple[int, int], ...]
     memory: tuple[tuple[int, int], ...]
@@ -47,8 +47,8 @@ class LayerPieces:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Holds the places of a state's pieces by layer, None where a layer has no state, and how many bytes they take,
-    with what stays empty at the ends of slots."""
+    """Locations of a state's pieces by layer, None for a layer without, and their total size, including gaps at the
+    ends of slots."""
 
     layers: tuple[LayerPieces | None, ...]
     nbytes: int
@@ -57,10 +57,10 @@ class StateLayout:
 def state_layout(
     states: Iterable[LayerState | None], block_bytes: int, chunk: int = 0, *, whole_heads: bool = True
 ) -> StateLayout | None:
-    """Return the places of the pieces of a state in slots of ``block_bytes``; None where a piece does not fit into a
-    slot, where slots are no whole cache lines, or where a matrix has no whole pieces. The kernels need them so.
-    ``chunk``: how many tokens' rows a state keeps beside its matrices, a multiple of 16; 0 for none. Without
-    ``whole_heads`` a head's pieces follow one another into the next slot, so that less stays empty."""
+    """Return the locations of a state's pieces in slots of ``block_bytes``; None if a piece does not fit into a slot,
+    if slots are not whole cache lines, or a matrix not whole pieces, as kernels require. ``chunk``: tokens whose rows a
+    state keeps beside its matrices, a multiple of 16; 0 for none. Without ``whole_heads`` a head's pieces may continue
+    in the next slot, which leaves smaller gaps."""
     if block_bytes % PIECE_ALIGNMENT_BYTES:
         return None
     cursor = _Cursor(block_bytes)
@@ -89,8 +89,8 @@ def state_layout(
 
 
 def own_pieces(pieces: LayerPieces, operation: StateOperation, shard: ModelShard) -> LayerPieces:
-    """Return those of the pieces of a layer's state that a process reads and writes: of the channels that it has, and
-    of its heads with what these share."""
+    """Return the pieces of a layer's state that a process reads and writes: of its channels, and of its heads with what
+    these share."""
     inputs = tuple(pieces.inputs[piece] for piece in shard.channels(operation.taps.rows).pieces)
     match operation:
         case ShortConvolution():
@@ -107,14 +107,14 @@ def own_pieces(pieces: LayerPieces, operation: StateOperation, shard: ModelShard
 
 
 def _of_heads(pieces: LayerPieces, mine: range, heads: int) -> tuple[tuple[int, int], ...]:
-    """Return the places of the pieces of some of a layer's matrices."""
+    """Return the locations of the pieces of some of a layer's matrices."""
     each = len(pieces.memory) // heads
     return pieces.memory[mine.start * each : mine.stop * each]
 
 
 def _matrix(state: LayerState) -> tuple[int, int, int]:
-    """Return the rows and columns of a head's matrix as kernels have it, and the number of heads; zeros where there
-    are convolutions alone."""
+    """Return the rows and columns of a head's matrix in the kernels' orientation, and the number of heads; zeros for
+    convolutions only."""
     if not state.memory:
         return 0, 0, 0
     heads, rows, columns = state.memory
@@ -122,7 +122,7 @@ def _matrix(state: LayerState) -> tuple[int, int, int]:
 
 
 class _Cursor:
-    """Gives out places, one after the other."""
+    """Sequential allocator of locations."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -133,14 +133,14 @@ class _Cursor:
         return self._page * self._block_bytes + self._offset
 
     def take(self, count: int, piece_bytes: int) -> list[tuple[int, int]]:
-        """Return the places of ``count`` pieces, all of them in one slot where that can be."""
+        """Return the locations of ``count`` pieces, in one slot if possible."""
         if count * piece_bytes > self._block_bytes:
             return [self.room(piece_bytes) for _ in range(count)]
         page, first = self.room(count * piece_bytes)
         return [(page, first + number * piece_bytes) for number in range(count)]
 
     def room(self, size: int) -> tuple[int, int]:
-        """Return the place of a piece of so many bytes."""
+        """Return the location of a piece of ``size`` bytes."""
         if self._offset + size > self._block_bytes:
             self._page, self._offset = self._page + 1, 0
         found = self._page, self._offset

@@ -1,4 +1,4 @@
-"""Turns the vector of a text into the logits of a classifier's labels."""
+"""Logits of a classifier's labels from the vector of a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Float32 = npt.NDArray[np.float32]
 
 
 class Labeller(Protocol):
-    """Makes the logits of a classifier's labels."""
+    """Computes the logits of a classifier's labels."""
 
     def logits(self, vector: Float32) -> Float32:
         """Return the logits [labels] of a text's vector [hidden]."""
@@ -20,12 +20,12 @@ class Labeller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VectorHead:
-    """Holds a classifier's head: one row of ``weight`` [labels, hidden], float32, for each label."""
+    """A classifier's head: one row of ``weight`` [labels, hidden], float32, per label."""
 
     weight: Float32
 
     def logits(self, vector: Float32) -> Float32:
-        """Return the logits [labels] of a vector [hidden]. Each is summed up by itself in float64, so that its bits
-        depend on the vector alone."""
+        """Return the logits [labels] of a vector [hidden], each summed separately in float64, so that its bits depend
+        on the vector only."""
         found: Float32 = (self.weight.astype(np.float64) * vector).sum(1).astype(np.float32)
         return found
