@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import re
+import subprocess
 from collections.abc import Iterator
 from functools import cache
+
+import pytest
 
 from tests.support.source_facts import facts_of
 
@@ -13,6 +16,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels", "lab")
 CHECKED = (*PACKAGES, "tests", "protos")
 MAX_FUNCTION_LINES = 70
+# The last commit before titles had a limit.
+TITLES_SINCE = "31f4af5c220090e742870c08aac59d360ebc41c1"
+MAX_TITLE_CHARACTERS = 72
 
 # For each package, those that it may import: lab -> services -> engine -> {kvstore, kernels} -> pillion.
 MAY_IMPORT = {
@@ -143,3 +149,17 @@ def test_nothing_forbidden() -> None:
         if (match := re.search(pattern, text, re.MULTILINE))
     ]
     assert wrong == []
+
+
+def test_titles_of_commits_are_short() -> None:
+    command = ["git", "-C", str(ROOT), "log", "--no-merges", "--format=%s", f"{TITLES_SINCE}..HEAD"]
+    try:
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("a shallow clone or an archive has no history")
+    wrong = [
+        title
+        for title in log.splitlines()
+        if len(title) > MAX_TITLE_CHARACTERS or not title[0].isupper() or title.endswith(".")
+    ]
+    assert wrong == [], "at most 72 characters, a capital, no full stop"
