@@ -73,7 +73,6 @@ async def start_worker(
         pair_tokens=model.pair_tokens,
     )
     async with contextlib.AsyncExitStack() as undo:
-        # Ends the backend's threads and ranks if the start fails.
         undo.callback(model.backend.close)
         # Validate flags early, with a scheduler that is dropped.
         limits(blocks=BlockManager(flags.block_size))

@@ -128,7 +128,6 @@ def _load_decoder(
     if isa is None:
         if flags.batch_invariant:
             raise ConfigError(f"--batch-invariant needs a GPU or the CPU kernels: {reason}")
-        # Warn unless torch was asked for, because the CPU kernels are faster.
         level = logging.INFO if flags.cpu_kernels == "torch" else logging.WARNING
         log.log(level, "all operators run on torch, %d threads: %s", threads, reason)
         if prepared.dtype == "bfloat16":

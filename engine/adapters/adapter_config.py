@@ -22,7 +22,6 @@ from pillion.errors import ConfigError
 from pillion.host.adapter_folders import MAX_CONFIG_BYTES
 
 CONFIG_NAME = "adapter_config.json"
-# Max characters per regular expression, and max expressions per key.
 MAX_PATTERN_CHARS = 4096
 MAX_PATTERNS = 1024
 # Larger scales would drown the model.
@@ -45,7 +44,6 @@ _READ = words(
     layers_to_transform layers_pattern init_lora_weights bias fan_in_fan_out
     """
 )
-# Methods that PEFT cannot merge into the base model, because they change prompts and no weights.
 _PROMPTS = (
     *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE"),
     "TRAINABLE_TOKENS",
@@ -188,7 +186,6 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
         parameters=parameters,
         as_they_lie=bool(parameters) and _is_before(raw.get("peft_version"), _TURNS_PARAMETERS),
         excluded=_modules(raw, "exclude_modules"),
-        # Like PEFT, treat an empty list as all layers.
         layers=None if layers in (None, []) else tuple(sorted(set(_list_of(int, layers, "layers_to_transform")))),
         layers_pattern=tuple(
             _expressions(_list_of(str, raw.get("layers_pattern"), "layers_pattern"), "layers_pattern", _LAYER)

@@ -53,7 +53,6 @@ _KINDS = {"float32": "F32", "bfloat16": "BF16"}
 _PEFT_PREFIX = "base_model.model."
 _A, _B = "lora_A.weight", "lora_B.weight"
 _OF_MODULE = re.compile(r"(.+?)\.(lora_[AB]\.weight)")
-# Prefixes of the decoder: of text models, and of multimodal models in transformers 5 and 4.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 _WRAPPED = ".base_layer"
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -147,7 +146,6 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
     return found
 
 
-# Layers that checkpoints may store fused, and their parts.
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": tuple(

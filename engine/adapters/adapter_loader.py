@@ -60,7 +60,6 @@ class AdapterLoader:
         self._node = node
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
-        # Packing is sequential; the thread only waits for the process.
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "pillion-adapter")
         self._thread.submit(process.start)

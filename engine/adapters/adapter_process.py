@@ -88,7 +88,7 @@ class AdapterProcess:
         finally:
             timer.cancel()
         if late.is_set():
-            # The process was killed, as by its owner's ``close``, after it had answered.
+            # Killed, e.g. by ``close``, after it had answered.
             self._end(process)
         return answer
 

@@ -100,7 +100,6 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
             answers.write(ANSWER_HEAD.pack(len(words), data.nbytes) + words)
             answers.write(data.data)
             answers.flush()
-        # Free their memory before waiting for the next job.
         del about, data, words
 
 

@@ -132,7 +132,6 @@ class CpuAdapterForm:
             b, owners = b[order], owners[order]
         b, owners = _filled(b, PANEL_COLUMNS, 0), _filled(owners, PANEL_COLUMNS, -1)
         first = owners.reshape(-1, TILE_COLUMNS).max(1)
-        # Tiles of B without a pair are all zero, so any ranks will do.
         first_ranks = first.clip(0) * np.int32(rank * kind.itemsize)
         return pack_tiles(a), pack_tiles(b), first_ranks
 

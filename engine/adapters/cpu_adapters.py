@@ -106,7 +106,6 @@ class CpuAdapters(PlainAdapters):
 
 def compile_adapter_kernels(model: CpuModel, progress: Progress) -> None:
     """Compile the kernels of steps with adapters, for later starts."""
-    # The code depends neither on the number of adapters nor on their ranks.
     compile_with_adapters(model, adapter_table(model, inner_orders(model), 1, 1), progress)
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-# Approximate max length of names of linear layers.
 NAME_CHARS = 64
 # Max ways of all expressions of a config's key; some 10 ms per name.
 MAX_WAYS = 10**6

@@ -366,7 +366,6 @@ class Checkpoint:
                 f" {self._handles[ways[False]].place} is [experts, outputs, inputs]; save the model anew, so that both"
                 " are one way round"
             )
-        # If neither orientation fits, the shape check reports the one of published files.
         way = next(iter(ways), True)
         return {
             key: tuple(replace(each, transposed=way) if each.transposed is None else each for each in stacked)

@@ -13,7 +13,6 @@ from pillion.types import SamplingParams
 
 FILE_NAME = "generation_config.json"
 AUTO = "auto"
-# Values of --generation-config that ignore the model's recommendation; the first is vLLM's.
 LEFT_OUT = ("vllm", "none")
 
 

@@ -100,7 +100,6 @@ class ModelCache:
                 return target
             self.remove_drafts(target.parent)
             draft = target.with_name(digest + DRAFT_SUFFIX)
-            # Left by a process that died; the lock is ours.
             shutil.rmtree(draft, ignore_errors=True)
             try:
                 draft.mkdir()

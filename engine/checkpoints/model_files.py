@@ -39,7 +39,6 @@ DEMO_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
 TOKENIZER_PATTERNS = ("config.json", *HUB_PATTERNS[2:], *TEXT_FILES)
-# Subfolders are skipped, except for chat templates.
 _SUBFOLDERS = ("*/*.safetensors", "*/*.json", "*/*.model", "tokenizer*/*", "vocab*/*")
 # Timeout of a hub's first answer; downloads have none while they progress.
 HUB_TIMEOUT_S = 10.0

@@ -94,7 +94,6 @@ def write_packed(path: Path) -> Iterator[PackedWriter]:
 class PackedFile:
     """Mapped packed file. Its ``tensors`` are read-only views, and the mapping lives until the last of them dies."""
 
-    # True if the whole file will be used and should be read ahead.
     read_ahead = True
 
     def __init__(self, path: Path) -> None:

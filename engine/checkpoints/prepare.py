@@ -269,7 +269,6 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     fingerprinted = WorkReport(progress, "fingerprinting weights", _bytes_of(weights))
     files = stamp([*sources, *_small_files(folder), *weights])
     record = _record_of(folder, config, fingerprint(weights, config, kind.dtype, fingerprinted.add), files)
-    # The model cannot sample an EOS id beyond its vocabulary.
     own = set() if end is None or end >= config.vocab_size else {end}
     return replace(record, eos_token_ids=tuple(sorted({*record.eos_token_ids, *own})))
 

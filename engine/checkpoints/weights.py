@@ -32,7 +32,6 @@ from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Makes a linear layer from a matrix [out, in] and a bias [out].
 MakeLinear = Callable[[Matrix, torch.Tensor | None], Linear]
 
 

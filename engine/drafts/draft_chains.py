@@ -173,7 +173,6 @@ class DraftChains:
         self._paused_until_s = 0.0
         self._now = 0.0
         self._spare_tokens = 0
-        # Slots that the last plan lacked, and the duration of its passes.
         self._lacking_blocks = 0
         self.took_s = 0.0
 

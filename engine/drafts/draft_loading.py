@@ -147,7 +147,6 @@ def _gpu_head(
 ) -> HeadBackend:
     """Return the backend of the head in ``folder`` on a GPU, with compiled kernels and workspace, because the pool
     takes the rest of the memory. The model's backend keeps states from now on."""
-    # Imports Triton.
     from pillion.engine.backends.gpu.gpu_backend import GpuBackend
     from pillion.engine.backends.gpu.gpu_loading import limits_of
     from pillion.engine.drafts.gpu_eagle import load_gpu_eagle

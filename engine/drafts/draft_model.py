@@ -146,7 +146,6 @@ class DraftModel:
         tables = np.zeros((len(chains), max(chain.num_blocks for chain in chains)), dtype=np.int64)
         for row, chain in zip(tables, chains, strict=True):
             row[: chain.num_blocks] = chain.table()
-        # First draft block that begins in each slot.
         blocks = -(-tables * self._slot_bytes // layout.block_bytes)
         return replace(batch, block_tables=blocks.astype(np.int32))
 

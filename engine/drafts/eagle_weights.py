@@ -25,7 +25,6 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.torch_linear import Linear
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
-# Prefixes of the head's layer in the original layout, and in ``speculators`` and here.
 _OLD_LAYER, _LAYER = "midlayer.", "layers.0."
 # Not read: the inverse of d2t, and leftovers.
 _IGNORED = ("t2d", "rotary_emb.inv_freq")
@@ -153,7 +152,6 @@ def _shapes(config: EagleConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     if config.draft_vocab_size < layer.vocab_size:
         yield "d2t", (config.draft_vocab_size,)
     if hidden != config.state_size:
-        # The head's own embedding is as wide as the model's states.
         yield "embed_tokens.weight", (layer.vocab_size, hidden)
     for name in ("input_layernorm", "hidden_norm"):
         yield f"{_LAYER}{name}.weight", (hidden,)

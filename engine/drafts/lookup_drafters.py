@@ -71,7 +71,6 @@ class SuffixDrafter:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
-        # Longest match that leaves room for the longest draft.
         self._most_matched = int(config.suffix_decoding_max_tree_depth / (1 + config.suffix_decoding_max_spec_factor))
         self._answers = RecentAnswers(config.suffix_decoding_max_cached_requests)
 

@@ -36,7 +36,6 @@ class Encoder:
         self._tensors = dict(tensors)
         self._act = ACTIVATIONS[config.activation]
         for layer in range(0 if config.rotary else config.num_layers):
-            # Fuse queries, keys and values.
             at = f"encoder.layer.{layer}.attention.self."
             for part in ("weight", "bias"):
                 every = [self._tensors.pop(f"{at}{name}.{part}") for name in ("query", "key", "value")]

@@ -32,7 +32,6 @@ class EncoderBackend(HostBackend):
         assert config.encoder is not None
         super().__init__(kv_layout(prepared, block_size), config.vocab_size)
         self.encoder = Encoder(config.encoder, read_tensors(prepared.folder, config, DTYPES[prepared.dtype]))
-        # Last step's rows after the last layer.
         self._hidden = torch.empty(0)
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:

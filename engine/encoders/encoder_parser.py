@@ -12,7 +12,6 @@ from pillion.engine.models.families import FAMILY_KEYS
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
-# Encoders with learned positions by model_type, and the names of their classifier heads.
 _LEARNED = {"bert": "pooler", "roberta": "dense", "xlm-roberta": "dense"}
 _ROTARY = "modernbert"
 _ACTIVATIONS = {

@@ -76,7 +76,6 @@ def _rotary(config: ModelConfig, encoder: EncoderConfig) -> dict[str, tuple[int,
     found |= _weights("embeddings.norm", hidden, bias=normed)
     for layer in range(encoder.num_layers):
         at = f"layers.{layer}."
-        # The first layer has no norm; embeddings are normed.
         found |= _weights(f"{at}attn_norm", hidden, bias=normed) if layer else {}
         found |= _weights(f"{at}attn.Wqkv", 3 * hidden, hidden, bias=encoder.attention_bias)
         found |= _weights(f"{at}attn.Wo", hidden, hidden, bias=encoder.attention_bias)

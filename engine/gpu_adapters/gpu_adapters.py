@@ -81,7 +81,6 @@ class GpuAdapters(PlainAdapters):
         """Make the slots, for steps of up to ``max_tokens``. ``config``: of the whole model; ``inner_values``: of the
         rank's MLPs, None without tensor parallelism. Raises ConfigError for a model whose fused layers the kernels
         cannot split into projections."""
-        # Adapters are checked against the whole model, not a rank's shard.
         super().__init__(max_adapters, max_rank, adapter_shapes(config, targets))
         self._whole, self._shard, self._inner_values, self._dtype = config, shard, inner_values, dtype
         self._config = config = shard.local(config)
@@ -99,7 +98,6 @@ class GpuAdapters(PlainAdapters):
         }
         self._routers = mixtures.keys()
         self._make_rooms(list(mixtures.values()))
-        # A step has runs over all rows and over sampled rows; each part has the runs, their rows, and each row's slot.
         self._most_runs = self._runs_of(max_tokens)
         sizes = RUN_WORDS * self._most_runs, max_tokens, max_tokens
         ends = [0, *accumulate(-(-size // _RECORD_UNIT) * _RECORD_UNIT for size in sizes)]
@@ -265,7 +263,6 @@ class GpuAdapters(PlainAdapters):
             heads = shape.heads
             shares_b = heads > 0 and name.endswith(".keys")
             layer = LayerSlot(begin, 0, shape.inputs, shape.outputs, ends, rank, experts, shape.exact, heads, shares_b)
-            # Both matrices are aligned to 16 values, since the padded rank is.
             layer = replace(layer, b_at=begin + layer.a_values)
             self._layers[name] = layer
             sizes[shape.exact] += layer.values
@@ -285,7 +282,6 @@ class GpuAdapters(PlainAdapters):
         """Allocate the buffers of a step: rows of all ranks in both types, router outputs, and rows of pairs."""
         tokens, ranks = self._max_tokens, MAX_SLICES * self._rank
         heads = max((layer.heads for layer in self._layers.values()), default=0)
-        # A shared expert counts as a choice of each row.
         beside = int(self._config.moe is not None and self._config.moe.shared > 0)
         pairs = min(tokens, MAX_MIXED_ROWS) * max((how.per_token + beside for how in mixtures), default=0)
         routed = tokens * max((how.router.shape[0] for how in mixtures), default=0)

@@ -36,7 +36,6 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 # Max wait of rank 0 in one call: until the first pool is bound, while other ranks load and compile, and in a step.
 START_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 60.0
-# Interval for checking limits while waiting for a gloo call.
 HOST_WAIT_S = 0.1
 # Sleep of a thread that waits for the device, and Linux's timer slack, by default 50 us, that may be added.
 DEVICE_WAIT_S = 50e-6
@@ -51,7 +50,6 @@ LOOPBACK = "127.0.0.1"
 NCCL_ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_RUNTIME_CONNECT": "0"}
 # NCCL may need this size of shared memory; containers have 64 MiB by default.
 SHARED_MEMORY, SHARED_MEMORY_BYTES = "/dev/shm", 2**30  # noqa: S108  (no file is made there)
-# Torch's type stubs lack the group classes.
 _DIST: Any = torch.distributed
 
 
@@ -241,7 +239,6 @@ class GpuRankGroup:
         try:
             work = call(*args)
             if self.capturable:
-                # Only the device's stream waits for the call.
                 if work is not None:
                     work.wait()
                 return

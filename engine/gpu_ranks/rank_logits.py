@@ -26,7 +26,6 @@ class RankLogits:
         self._ranks, self._rank = ranks, shard.rank
         self._shares = [replace(shard, rank=rank).vocabulary(vocab_size) for rank in range(shard.size)]
         self._most = max(map(len, self._shares))
-        # One row to send; on rank 0 also a row per rank.
         self._buffers = torch.zeros(1 + shard.size * shard.leads, max_rows * self._most, dtype=dtype, device=device)
         self._used = self._buffers
 

@@ -43,7 +43,6 @@ class GpuStageBackend(GpuBackend):
     ) -> None:
         """Own ``link`` from now on."""
         super().__init__(model, layout, limits, enforce_eager=enforce_eager)
-        # Prefill workers do not sample.
         self._sampler = None
         self._link = link
 

@@ -20,7 +20,6 @@ from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.stages.stage_shares import StagePlace
 
-# Ranks in the group of two adjacent stages.
 GIVES, TAKES = range(2)
 
 

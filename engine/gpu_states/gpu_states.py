@@ -45,9 +45,7 @@ from pillion.kernels.gpu_states.gpu_gates import group_squares, norm_gated
 from pillion.kernels.gpu_states.gpu_selective_scan import ScanShape, selective_scan
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 
-# Unit of pieces' offsets.
 _VALUE_BYTES = 4
-# Multiplies rows by the layer's matrix of that name, into the given rows, which it returns.
 Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 # Float32 buffers; others have the model's type.
 _WIDE = ("remembered", "learns", "forgets", "squares")
@@ -237,7 +235,6 @@ class StatesInPool:
         delta_rule(
             mixed, learns, forgets, self._layers.solved, remembered, self.record.step, own.memory, own.sides, shape
         )
-        # The last call's buffer is free again.
         gates = self._of_few(index, operation.gate_down, operation.gate_up, rows, product)
         out, norm = self._buffer(index, "found", rows), self._vector(index, operation.norm)
         norm_gated(

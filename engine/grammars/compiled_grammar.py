@@ -99,7 +99,6 @@ class TokenMatcher:
         self._tokenizer = tokenizer
         self._lexer = lexer
         self._known_fuel = known_fuel
-        # Masks computed since the fuel was last read.
         self._masks = 0
 
     def copy(self) -> TokenMatcher:
@@ -164,7 +163,6 @@ class TokenMatcher:
     def fill(self, bits: UInt32, draft_tokens: Seq[int]) -> None:
         """Write the mask of this position to bits[0], and those after each draft token to the rows below."""
         if draft_tokens:
-            # Missing from the library's type stubs.
             masks: Any = self._matcher
             masks.unsafe_compute_mask_ptr_with_draft_token(bits.ctypes.data, bits[0].nbytes, [*draft_tokens])
         else:

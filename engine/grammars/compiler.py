@@ -48,7 +48,6 @@ MAX_OWN_GRAMMARS = 8
 # only after 5 ms.
 REPLAYED_TOKENS = 32
 REPLAY_PAUSE_S = 1e-4
-# llguidance's error for a token that a grammar does not allow.
 _REFUSES = "doesn't satisfy the grammar"
 
 
@@ -87,7 +86,6 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         self.mask_threads = MaskThreads()
-        # Called with the seconds of a compilation; replaceable.
         self.on_compiled: Callable[[float], None] = lambda seconds: None
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

@@ -34,7 +34,6 @@ from pillion.errors import BrokenGrammar, PillionError
 from pillion.kernels.step import UInt32
 from pillion.rules.grammar_limits import GRAMMAR_FAULT
 
-# Min tokens between two replays of an answer after errors.
 MIN_RENEWED_TOKENS = 256
 
 
@@ -73,7 +72,6 @@ class GrammarState:
         self.broken = ""
         self._matcher = grammar.start.copy()
         self._unfollowed: list[int] = []
-        # Last mask job, with its drafts and number of positions.
         self._job: MaskJob | None = None
         self._job_for: tuple[tuple[int, ...], int] = ((), 0)
         # Whether the attributes below are valid after all tokens, and whether the grammar was asked for forced tokens.
@@ -138,7 +136,6 @@ class GrammarState:
                     break
                 fitting += 1
                 if matcher.forced():
-                    # Within a forced run only its own tokens may follow.
                     break
             if consumed:
                 matcher.rollback(consumed)

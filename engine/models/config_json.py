@@ -17,7 +17,6 @@ from pillion.errors import ConfigError
 MAX_LAYERS, MAX_EXPERTS = 4096, 16_384
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(_EXPERTS, MAX_EXPERTS)}
-# Max EOS ids, and an upper bound of vocabularies.
 MAX_IDS, MAX_TOKENS = 1024, 2**24
 
 

@@ -20,7 +20,6 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Read for every family.
 _READ = words(
     """
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
@@ -80,7 +79,6 @@ BOOKKEEPING = words(
     version
     """
 )
-# Name parts of keys about training.
 _OF_TRAINING = words("dropout epoch epochs loss optimizer train trained training")
 _OF_TOKENS = ("_token_id", "_token_ids", "_token_index")
 # Name parts of keys that may be about arithmetic, so that their text values are not labels.
@@ -132,7 +130,6 @@ _AROUND_TEXT = words(
     """
 )
 
-# Supported keys of rotary embeddings, and of layer types with their own.
 _ROPE_READ = words(
     """
     rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
@@ -143,7 +140,6 @@ _ROPE_READ = words(
 _ROPE_BOOKKEEPING = frozenset({"finetuned", "max_position_embeddings"})
 _ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
 
-# Keys of an EAGLE-3 head that are read, or about training or origin.
 _OF_EAGLE = words(
     """
     speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size
@@ -223,7 +219,6 @@ def _refuse(
     accepted."""
     for key in sorted(raw.keys() - set(known)):
         value = raw[key]
-        # Internal to transformers.
         if key.startswith("_"):
             continue
         label = others is not None and key not in others | neutral.keys() and _is_label(key, value)

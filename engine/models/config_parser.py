@@ -50,12 +50,10 @@ from pillion.engine.quantized.quantization_methods import parse_quantization
 from pillion.errors import ConfigError
 
 _WINDOW_KINDS = ("sliding_attention", "chunked_attention")
-# Names in configs -> the decoder's.
 _ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
 }
-# Additionally allowed in an MLP without a gate.
 _NOT_GATED = {name: name for name in ("relu2", "gelu", "relu", "xielu")}
 
 # Keys of the same value in different families, by precedence: number of experts; experts per token; factor of router
@@ -412,7 +410,6 @@ def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) 
         raise ConfigError(f"config.json: position_embedding_type = {kind!r} is not supported")
     if family.first_position is not None or kind != "rope":
         return (False,) * num_layers
-    # Llama 4's configs may have an empty list for none.
     flags = per_layer(options, "no_rope_layers", num_layers) if options.get("no_rope_layers") else None
     if flags is not None:
         return tuple(bool(flag) for flag in flags)
@@ -491,7 +488,6 @@ def _ropes(
     interleaved = bool(options.get("rope_interleave", family.rope.interleaved))
     rope = replace(rope, interleaved=interleaved)
     bases = per_layer(raw, "layer_rope_theta", len(slides)) or [rope.theta * has for has in has_rope]
-    # Base 0 means no rotary embedding.
     thetas = sorted({above_zero({"layer_rope_theta": base}, "layer_rope_theta", 1.0) for base in bases if base})
     ropes = tuple(replace(rope, theta=theta) for theta in thetas or [rope.theta])
     return ropes, tuple(thetas.index(base) if base else None for base in bases)
@@ -525,17 +521,14 @@ def _longest(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfi
 
 def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> MoeConfig | None:
     for key in (*_PER_TOKEN, *_NUM_SHARED):
-        # HunYuan's configs may list a number per layer.
         if isinstance(value := options.get(key), list) and value and value == value[:1] * len(value):
             options = {**options, key: value[0]}
     chosen = next((key for key in _PER_TOKEN if key in options), None)
     if chosen is None:
         return None
-    # transformers 5 writes num_local_experts for most families.
     own = next(key for key in _NUM_EXPERTS if key in options)
     own = next((key for key in _NUM_EXPERTS if raw.get(key) is not None), own)
     if raw[own] == 0 and "shared_intermediate_size" in options:
-        # Some of Granite's models only have the shared expert.
         return None
     num_experts = size(raw, own)
     per_token = size(options, chosen)

@@ -118,7 +118,6 @@ class LayerRun:
         """Run the layer's operations and return the residual stream."""
         self.mixers = sum(isinstance(operation, _MIXERS) for operation in operations)
         if not self.mixers and self.sample_rows is not None:
-            # Nothing left to write: only sampled rows matter.
             self.hidden = self.hidden[self.sample_rows]
             self.adapters = None if self.adapters is None else self.adapters.of_rows(self.sample_rows)
             operations = operations if len(self.hidden) else ()

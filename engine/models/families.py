@@ -55,9 +55,7 @@ from pillion.engine.models.mimo_layer import mimo_layer
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
 from pillion.errors import ConfigError
 
-# Keys of the norms' epsilon, except "rms_norm_eps".
 _EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
-# Keys about multi-token prediction.
 _DRAFTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
@@ -220,7 +218,6 @@ _OLMO = partial(llama_layer, norms=POST_NORMS, qk_norm=QkNorm(kind="projection")
 _FUSED_MLP = ("mlp.gate_up_proj",)
 
 _GRANITE_EXPERTS = partial(llama_layer, experts=ExpertNames(shared=_GRANITE_SHARED))
-# Added by transformers to configs of MLA models; the first repeats ``qk_rope_head_dim``.
 _LATENT_IGNORED = ("head_dim", "qk_head_dim")
 _DEEPSEEK_FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _DEEPSEEK_TRAINING = ("ep_size", "seq_aux", "aux_loss_alpha")
@@ -232,7 +229,6 @@ _HUNYUAN = partial(
     qk_norm=QkNorm(names=("self_attn.query_layernorm", "self_attn.key_layernorm"), after_rotation=True),
 )
 _HUNYUAN_SHARED = (("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj")
-# Mostly token ids and vision, which these models lack.
 _HUNYUAN_IGNORED = (
     "eod_token_id", "cla_share_factor", "attention_head_dim", "pool_type", "org_vocab_size", "pad_id", "mask_init_id",
     "text_start_id", "text_end_id", "im_start_id", "im_end_id", "im_newline_id", "image_token_id", "video_start_id",
@@ -629,7 +625,6 @@ ROWS: dict[str, ModelFamily] = {
         layer=partial(llama_layer, norms=ALL_NORMS),
         norm="offset",
         scaled_embedding=True,
-        # Old name of the window, beside the new one.
         ignored=("sliding_window_size",),
     ),
     "gemma3_text": ModelFamily(
@@ -702,7 +697,6 @@ ROWS: dict[str, ModelFamily] = {
         layer=partial(llama_layer, sinks=True, experts=ExpertNames(biased=True)),
         norm="wide",
         window_pattern=2,
-        # Repeat other keys.
         ignored=("experts_per_token", "initial_context_length"),
     ),
     "ernie4_5": ModelFamily(biases=_ONE_KEY, rope=RopeRules(interleaved=True)),
@@ -737,7 +731,6 @@ ROWS: dict[str, ModelFamily] = {
         biases=Biases(qkv="use_bias", o="use_bias", mlp="use_bias", norm=True),
         norm="layer",
         gated=False,
-        # Repeat other keys.
         ignored=("activation_function", "layer_norm_epsilon"),
         fixed={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
     ),
@@ -787,7 +780,6 @@ ROWS: dict[str, ModelFamily] = {
         derived=_mimo,
         names=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
         model_names=((".self_attn.attention_sink_bias", ".self_attn.sinks"),),
-        # The second one is about kernels.
         ignored=(*_DRAFTING, "attention_chunk_size"),
         fixed={
             "attention_bias": False,
@@ -832,7 +824,6 @@ ROWS: dict[str, ModelFamily] = {
         model_names=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         biases=_ONE_KEY,
         rope=RopeRules(interleaved=True),
-        # Expert capacities only apply in training.
         ignored=(*_DRAFTING, "moe_capacity"),
         fixed={"moe_norm_min": 1e-12, "moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
     ),
@@ -886,7 +877,6 @@ ROWS: dict[str, ModelFamily] = {
             experts=ExpertNames(shared=_HUNYUAN_SHARED),
         ),
         derived=_hunyuan,
-        # Experts have the width of ``intermediate_size``; capacities only apply in training.
         ignored=(*_HUNYUAN_IGNORED, "moe_intermediate_size", "capacity_factor"),
         fixed={**_HUNYUAN_FIXED, "use_mixed_mlp_moe": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
     ),
@@ -948,7 +938,6 @@ ROWS: dict[str, ModelFamily] = {
         ),
         turned=True,
         first_position=0,
-        # The second half is about heads for other tasks.
         ignored=(
             *("reorder_and_upcast_attn", "predict_special_tokens"),
             *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
@@ -1111,7 +1100,6 @@ ROWS: dict[str, ModelFamily] = {
         fused=_FUSED_MLP,
         names=(("mlp.gate_up_proj", "shared_mlp.input_linear"), (".mlp.down_proj", ".shared_mlp.output_linear")),
         linear=mamba_layers,
-        # The chunk size affects rounding only.
         ignored=("mamba_chunk_size", "normalization_function", "init_method"),
     ),
     "bamba": ModelFamily(
@@ -1128,7 +1116,6 @@ ROWS: dict[str, ModelFamily] = {
         linear=jamba_layers,
         derived=_jamba,
         names=(("model.norm.", "model.final_layernorm."), (".mlp.", ".feed_forward.")),
-        # Kernels, caches, and a redundant length.
         ignored=(
             "use_mamba_kernels",
             "use_mambapy",
@@ -1257,7 +1244,6 @@ ROWS: dict[str, ModelFamily] = {
 DEFAULTS_FILE = Path(__file__).with_name("family_defaults.json")
 DEFAULTS: dict[str, dict[str, Any]] = json.loads(DEFAULTS_FILE.read_text("utf-8"))
 FAMILIES = {name: replace(row, defaults={**DEFAULTS.get(name, {}), **row.defaults}) for name, row in ROWS.items()}
-# Keys that any family reads, or that may have one value in it.
 FAMILY_KEYS = frozenset().union(*({*row.own, *row.fixed} for row in FAMILIES.values()))
 IGNORED_KEYS = frozenset().union(*(row.ignored for row in FAMILIES.values()))
 
@@ -1297,9 +1283,7 @@ TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": ("qwen3", {}),
     "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True, EITHER_WAY: True}),
 }
-# Types that equal another one in all but name.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
-# Supported until release 0.2.
 REMOVED = (
     *("codegen", "falcon", "fuyu", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nanochat", "nemotron", "olmo"),
     *("persimmon", "phi", "phimoe", "stablelm"),

@@ -9,7 +9,6 @@ from pillion.engine.models.config_json import above_zero, size
 from pillion.engine.models.model_config import LayerHeads, TokenInputs
 from pillion.errors import ConfigError
 
-# transformers' key for deviations of single layers.
 _BY_LAYER = "per_layer_config"
 _HEAD_KEYS = {"head_dim", "num_key_value_heads"}
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 
-# Slope of xIELU at 0.
 XIELU_SLOPE = 0.5
 
 
@@ -73,7 +72,6 @@ class Role(Enum):
     EXACT_VECTOR = "numbers that stay float32, because a choice depends on them"
 
 
-# Matrices.
 MATRICES = (Role.MATRIX, Role.EXACT_MATRIX, Role.HEAD_MATRICES)
 
 
@@ -424,7 +422,6 @@ class SelectiveScan(LayerOperation):
         return self.steps.shape[1]
 
 
-# Operations with a recurrent state.
 StateOperation = ShortConvolution | DeltaRule | StateSpace | SelectiveScan
 
 

@@ -78,7 +78,6 @@ def clamped_swiglu(gate_up: torch.Tensor, how: ClampedSwiglu) -> torch.Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))
 
 
-# Activations of MLPs with and without a gate, by ``ModelConfig.activation``.
 GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": swiglu, "gelu_tanh": geglu_tanh}
 
 
@@ -191,7 +190,7 @@ def route(
     biases = biases or RouterBiases()
     added, choice_bias = biases.products, biases.choice
     if how.sigmoid or how.exact or choice_bias is not None:
-        logits = linear(rows.float(), router.float(), added)  # Unrounded in families with these options.
+        logits = linear(rows.float(), router.float(), added)
     else:
         logits = linear(rows, router, None if added is None else added.to(rows.dtype)).float()
     if biases.change is not None:

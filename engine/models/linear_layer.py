@@ -35,7 +35,6 @@ from pillion.engine.models.layer_operations import (
 from pillion.engine.models.llama_layer import ExpertNames, Norms, experts_of, llama_layer, norm, not_gated, output, qkv
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
 
-# Returns the operations from normed rows to what is added to the residual stream.
 Mixer = Callable[[ModelConfig, LinearConfig], Layer]
 
 

@@ -406,7 +406,6 @@ def experts_of(config: ModelConfig, names: ExpertNames = _QWEN_EXPERTS) -> Exper
 
 
 def _choice_bias(num_experts: int, names: ExpertNames) -> LayerTensor:
-    # A matrix of one row in ERNIE.
     rows = Entries(1) if "moe_statics" in names.choice_bias else Entries(num_experts)
     return LayerTensor(
         name="choice_bias",

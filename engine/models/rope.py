@@ -165,7 +165,7 @@ def _yarn(powers: torch.Tensor, config: RopeConfig) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # Avoids a division by zero.
+        high += 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     keep = 1 - ramp
     return 1.0 / (config.factor * powers) * (1 - keep) + 1.0 / powers * keep

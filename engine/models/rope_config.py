@@ -24,7 +24,6 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", PROP
 
 # Positive parameters of scaled embeddings, with transformers' defaults.
 _ABOVE_ZERO = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
-# Kinds without a default factor.
 _FACTOR_NEEDED = ("linear", "dynamic", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -163,7 +162,7 @@ def _parse(
     refuse_unknown_rope_keys(str(raw.get("model_type")), rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):
-        kind = "longrope"  # Early Phi-3 checkpoints.
+        kind = "longrope"
     if kind == PROPORTIONAL:
         share = above_zero(rope, "partial_rotary_factor", 1.0)
         turning = int(share * head_dim // 2)
@@ -184,7 +183,6 @@ def _parse(
     if kind == "default":
         return RopeConfig(theta=theta, rotary_dim=rotary_dim)
     max_position = size(raw, "max_position_embeddings")
-    # In linear and dynamic scaling the original length is the config's maximum.
     original = max_position
     if kind in ("llama3", "yarn", "longrope"):
         trained = raw if raw.get("original_max_position_embeddings") else rope

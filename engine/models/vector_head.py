@@ -12,7 +12,7 @@ Float32 = npt.NDArray[np.float32]
 
 
 class Labeller(Protocol):
-    """Computes the logits of a classifier's labels."""
+    """Head that computes the logits of a classifier's labels."""
 
     def logits(self, vector: Float32) -> Float32:
         """Return the logits [labels] of a text's vector [hidden]."""

@@ -46,7 +46,6 @@ _CLASSES = {
     "Embedding": ".*embed_tokens$",
 }
 _WHERE = "compressed-tensors"
-# Values of actorder with a tensor of each input's group. Files since 2026 have none.
 _ORDERED = (True, "group", "dynamic")
 
 

@@ -114,7 +114,6 @@ _ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG = ("rope_freqs.weight", "rope_factors_sho
 _FACTORS = (_ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG)
 # Layer counts of Gemma's 27B models, which scale scores by sqrt(hidden / heads) instead of sqrt(head_dim).
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-# Enum value of sigmoid routing.
 _SIGMOID = 2
 
 Numbers = np.ndarray

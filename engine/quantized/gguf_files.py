@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pillion.engine.quantized.gguf_architectures import FolderTensor
     from pillion.engine.quantized.gguf_reader import GgufModel
 
-# Recommended sampling values in metadata -> their names in generation_config.json.
 _SAMPLING = {one.gguf: one.recommended_as for one in SAMPLING_OPTIONS.values() if one.gguf}
 
 

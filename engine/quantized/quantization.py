@@ -19,7 +19,6 @@ Raw = Mapping[str, Any]
 
 _WORDS = {"fp8": "8-bit floats", "fp4": "4-bit floats", "nf4": "NF4"}
 ANY_MODULE = ""
-# Keys of a config's quantization; the last is MLX's.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 # Quantization of layers' inputs on CPUs: one scale per row, or per group of a row's inputs, which only
 # --activation-quantization sets.

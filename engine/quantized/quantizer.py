@@ -220,7 +220,6 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
     (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
 
 
-# Matrices outside of layers that stay plain.
 _MODEL_TABLES = {"embedding", "positions", "token_inputs.embedding", "token_inputs.projection"}
 
 

@@ -25,7 +25,6 @@ from pillion.kvstore.memory.domain import CPU
 from pillion.observability.log_format import logs_json
 
 if TYPE_CHECKING:
-    # They import torch, which a supervisor that calls shared_cores etc. does not need.
     from pillion.engine.backends.cpu.cpu_model import CpuModel
     from pillion.engine.ranks.cpu_rank import CpuRankBackend
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory

@@ -50,7 +50,6 @@ class LoadedShare(NamedTuple):
     map_device: MapDevice | None = None
 
 
-# Loads a share of the model by the JSON of LOAD and its descriptors. Raises ConfigError.
 LoadShare = Callable[..., LoadedShare]
 
 
@@ -60,7 +59,6 @@ class Rank:
     def __init__(self, steps: RankLink, packing: RankLink, load: LoadShare) -> None:
         self._steps, self._packing, self._load = steps, packing, load
         self._loaded: LoadedShare | None = None
-        # Keeps the mapping and the duplicated connection to the node alive.
         self._attachment: Attachment | None = None
         self._packed: dict[int, PackedAdapter] = {}
         self._answers: dict[RankMessage, Callable[[bytearray, list[int]], bytes]] = {
@@ -92,7 +90,6 @@ class Rank:
             give_way()
             self._serve(self._packing)
         except BaseException:
-            # Rank 0 would wait for this thread's answers, so exit.
             log.exception("this rank's packing failed")
             os._exit(1)
 
@@ -105,7 +102,6 @@ class Rank:
             if not isinstance(error, BackendLost):
                 log.exception("this rank failed")
             if kind is not RankMessage.PACK and self._loaded is not None:
-                # Other ranks wait for this one in the step.
                 self._loaded.memory.abort()
             return RankMessage.FAILED, error_to_bytes(error)
         finally:

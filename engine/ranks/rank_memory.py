@@ -23,18 +23,15 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.ranks.rank_sums import ABORT, ARRIVED, RANK_LINE_BYTES, SLEEPERS, words_bytes
 
-# Sleep of a waiting rank between checks for an abort.
 NAP_NS = 20_000_000
 # Max wait of rank 0 within a step, counted in its own naps, so that time in which it was stopped does not count. The
 # ranks then end.
 MAX_RANK_WAIT_MS = 60_000
-# Naps of a wait without a limit.
 NEVER = 2**62
 _MAGIC = int.from_bytes(b"RANKMEM1", "little")
 _PAGE_BYTES = 4096
 # Two suffice: the partials of a turn have been read by all when they are overwritten.
 TURNS = 2
-# Words of the header after the magic number.
 _FIELDS = ("ranks", "max_tokens", "row_bytes", "logit_bytes")
 Bytes = npt.NDArray[np.uint8]
 

@@ -34,9 +34,7 @@ from pillion.errors import Internal
 from pillion.kernels.step import StateSlots, StepBatch
 from pillion.kvstore.memory.head_shares import MAX_SHARDS
 
-# Far above a step of thousands of long sequences.
 MAX_MESSAGE_BYTES = 256 * 2**20
-# A descriptor per shard of a pool, and the connection to its node.
 MAX_DESCRIPTORS = MAX_SHARDS + 1
 MAX_ERROR_BYTES = 4096
 # Waits are counted in slices, so that a stopped process loses one slice of its wait and not all of it.

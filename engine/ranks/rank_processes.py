@@ -43,7 +43,6 @@ LOAD_SILENCE_MS = 600_000
 # Grace periods for a rank to exit by itself, and after SIGKILL.
 END_TIMEOUT_S = 2.0
 KILL_TIMEOUT_S = 5.0
-# Returns the descriptors to send to a rank with a message.
 DescriptorsOf = Callable[[int], Sequence[int]]
 
 
@@ -149,7 +148,6 @@ class RankProcesses:
         self._memory = memory
         # Messages sent to each rank, and messages with all answers received.
         self._sent = self._answered = 0
-        # Nonempty answers by message number, until fetched.
         self._contents: dict[int, list[bytearray]] = {}
         self._closing = False
         self._lock = threading.Lock()

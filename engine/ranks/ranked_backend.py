@@ -160,7 +160,6 @@ class RankedBackend(RankedCalls, HostBackend):
         return self.own._read_states(num_tokens)
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
-        # Rows after the last norm are equal on all ranks.
         return self.own._read_vectors(batch)
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:

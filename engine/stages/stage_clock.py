@@ -29,7 +29,6 @@ class StageClock:
 
     def __init__(self, stages: int) -> None:
         self.work_s, self.wait_s = [0.0] * stages, [0.0] * stages
-        # End of each stage's last work within the spell.
         self._idle_since_s = [0.0] * stages
         self.under_way = 0
 

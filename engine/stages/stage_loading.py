@@ -25,7 +25,6 @@ from pillion.kvstore.memory.domain import CPU
 from pillion.kvstore.memory.head_shares import shares_of
 
 if TYPE_CHECKING:
-    # They import torch, which a supervisor that calls check_stages does not need.
     from pillion.engine.ranks.rank_memory import RankMemory
     from pillion.engine.ranks.rank_processes import AbortableMemory
     from pillion.engine.stages.cpu_stage import StageShare

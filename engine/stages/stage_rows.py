@@ -70,7 +70,6 @@ class StageLink:
         """Own the sockets and the memory from now on."""
         self.place, self.rows = place, rows
         self._before, self._after = before, after
-        # Steps begun and ended here.
         self._taken = self._given = 0
 
     @property

@@ -32,7 +32,6 @@ log = logging.getLogger("pillion.step")
 MODULE = "pillion.engine.stages.stage_main"
 # Added to the silence timeout of other stages: per stage, this multiple of the first stage's longest step in flight.
 SLOWER = 4
-# A process's answer to a step: its interval.
 WORKED = struct.Struct("<2d")
 
 
@@ -87,7 +86,6 @@ class StagedBackend(RankedCalls):
         """Own ``own`` and ``processes`` from now on."""
         super().__init__(own, processes)
         self.max_steps_under_way = processes.stages
-        # Durations of the last steps here, one per possible step in flight.
         self._took_s: deque[float] = deque(maxlen=processes.stages)
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> StagedStep:

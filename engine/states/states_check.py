@@ -10,7 +10,6 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.domain import CPU
 
-# Methods that draft without another model.
 LOOKED_UP = ("ngram", "suffix")
 
 

@@ -13,7 +13,6 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
-# Types of scales; the last one holds powers of two.
 SCALES = (*FLOATS, "F8_E8M0")
 
 Headers = Mapping[str, TensorHeader]

@@ -34,7 +34,7 @@ class PillionFormat:
     def __init__(self, row_codes: str = "") -> None:
         self._row_codes = row_codes
         self._shifted: set[str] = set()  # Names of matrices with offsets.
-        self._floats: set[str] = set()  # Names of matrices of float codes.
+        self._floats: set[str] = set()
 
     def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
         codes, scales, offsets = _names(name)
