@@ -1,7 +1,7 @@
 """The interface between scheduling and arithmetic: a backend runs one step's batch over the mapped KV pool.
 
-There are three: torch on the CPU, the CPU kernels and the GPU kernels. No code outside of this package knows which one
-runs. The functions here are for backends and import no torch: gateway and supervisor compute sizes with them.
+Backends: torch on the CPU, the CPU kernels and the GPU kernels. No code outside of this package knows which one runs.
+The functions here are for backends and import no torch: gateway and supervisor compute sizes with them.
 
 A :class:`pillion.kernels.step.StepBatch` is one step's work as arrays: the scheduler's input for a backend.
 """
@@ -33,21 +33,21 @@ Bytes = npt.NDArray[np.uint8]
 if TYPE_CHECKING:
     from pillion.kvstore.client.attachment import MappedDevice
 
-# In this layout of KV, the piece of a layer and head has one row of head_dim values per token. The layout is part of
-# the namespace of blocks (I2).
+# Layout in which the piece of a layer and head has one row of head_dim values per token. Part of the namespace of
+# blocks (I2).
 LAYOUT_VERSION = "rows-1"
-# KV in 8 bits has these types, by the value of --kv-cache-dtype.
+# Types of 8-bit KV, by the value of --kv-cache-dtype.
 FP8_E4M3 = "fp8_e4m3"
 EIGHT_BIT_KV = {"fp8": FP8_E4M3, "int8": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Says where a block has a layer's keys and values: pieces of one size, those of all KV heads for each plane.
+    """The place of a layer's keys and values in a block: pieces of one size, one per plane and KV head.
 
     Attributes:
-        offset: bytes from the block's begin to the layer's first piece.
-        piece_bytes: bytes of a piece, which has the keys or the values of one KV head.
+        offset: bytes from the block's start to the layer's first piece.
+        piece_bytes: bytes of a piece, the keys or the values of one KV head.
     """
 
     offset: int
@@ -58,21 +58,19 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How a backend lays out a slot of the pool. It is part of the block hash's namespace: two layouts share
-    no blocks.
+    """A backend's layout of a slot of the pool. Part of the block hash's namespace: different layouts share no blocks.
 
-    A slot is [num_layers, planes, num_kv_heads, block_size, head_dim] values of ``dtype``. Two planes are K and V; one
-    has rows that are both, latents and a rotated key. ``version``
-    names the backend's own layout of a (layer, head) piece. With the types "fp8_e4m3" and "int8" a piece has
-    block_size * head_dim bytes and block_size float32 scales, one per token; two, where rows are latents and a key.
+    A slot is [num_layers, planes, num_kv_heads, block_size, head_dim] values of ``dtype``. Two planes are K and V; rows
+    of one plane are both, latents and a rotated key. ``version`` names the backend's layout inside a (layer, head)
+    piece. With the types "fp8_e4m3" and "int8" a piece has block_size * head_dim bytes and block_size float32 scales,
+    one per token, or two if rows are latents and a key.
 
-    Where ``layers`` is not empty, a slot is [planes, kv_heads, block_size, head_dim] values of one layer after the
-    other, each with its own numbers. A layer that is None there has no place in the slot.
+    With ``layers``, a slot is [planes, kv_heads, block_size, head_dim] values of one layer after the other, each with
+    its own shape. None: a layer without keys and values of its own.
 
-    What layers carry from token to token has ``state_bytes``, and lies in ``state_pages`` slots of its own.
-    ``state_layout`` are those of its pieces in these slots, for backends that have it in pieces; None where a slot is
-    too small. A rank on a GPU has the places of its own pieces alone; with ``state_shards`` above 1 they are in its
-    shard of a pool that is divided over so many.
+    Recurrent state has ``state_bytes`` per sequence, in ``state_pages`` separate slots. ``state_layout``: the layout of
+    its pieces there, for backends that cut it into pieces; None if a slot is too small. A rank on a GPU has only its
+    own pieces; with ``state_shards`` above 1 they are in its shard of a pool divided into that many.
     """
 
     version: str
@@ -88,7 +86,7 @@ class KVLayout:
     state_shards: int = 1
 
     def heads(self, layer: int) -> LayerHeads | None:
-        """Return the KV heads that have a place for a layer; None where the layer has no place."""
+        """Return the KV heads of a layer's place; None if the layer has no place."""
         return self.layers[layer] if self.layers else LayerHeads(self.num_kv_heads, self.head_dim)
 
     def place(self, layer: int) -> LayerPlace:
@@ -101,13 +99,13 @@ class KVLayout:
 
     @property
     def even(self) -> bool:
-        """Says whether all layers have places of one size, so that a slot is one array."""
+        """True if the places of all layers have one size, so that a slot is one array."""
         return not self.layers
 
     @property
     def rows_and_pieces(self) -> tuple[int, int]:
-        """Gives how many rows a slot has, and how many pieces of one size a row, by which KV heads can be shared out;
-        zeros where layers that have a place differ."""
+        """The number of rows of a slot, and of equal pieces of a row, by which KV heads are sharded; zeros if layers
+        differ."""
         found = [self.heads(layer) for layer in range(self.num_layers)]
         kinds = {heads for heads in found if heads is not None}
         if len(kinds) > 1:
@@ -116,26 +114,24 @@ class KVLayout:
 
     @property
     def state_pages(self) -> int:
-        """Gives the number of slots that a sequence's state takes; 0 in a model without one."""
-        # Each step asks for this number, and most models have no state.
+        """The number of slots of a sequence's state; 0 in a model without one."""
         return -(-self.state_bytes // self.block_bytes) if self.state_bytes else 0
 
     @property
     def working_pages(self) -> int:
-        """Gives the number of slots that a running sequence needs beside those of its tokens' blocks: a step reads one
-        state and writes another, and one stays after the last whole block."""
+        """The number of slots that a running sequence needs beside those of its tokens' blocks: a step reads one state
+        and writes another, and the state after the last whole block is cached."""
         return 3 * self.state_pages
 
     @property
     def scale_bytes(self) -> int:
-        """Gives the number of bytes of the scales of a row in 8 bits."""
+        """Bytes of the scales of an 8-bit row."""
         return KV_SCALE_BYTES * (2 if self.planes == 1 else 1)
 
     @property
     def block_bytes(self) -> int:
-        """Gives the number of bytes of one slot. Where layers differ and values are kept in floating point, not as
-        8-bit codes, it is rounded up to whole pieces of each size, so that the pieces of one size in all slots are rows
-        of a table."""
+        """Bytes of one slot. If layers differ and values are floating point, rounded up to whole pieces of each size,
+        so that the pieces of one size in all slots are rows of a table."""
         total = sum(self._layer_bytes(layer) for layer in range(self.num_layers))
         if self.even or self._has_codes:
             return total
@@ -164,16 +160,15 @@ def kv_layout(
     *,
     state_chunk: int = 0,
 ) -> KVLayout:
-    """Make a model's layout. ``inside`` names the layout of a KV head's keys or values of one layer in a block;
-    ``kv_cache_dtype`` is the flag of that name; ``state_chunk`` is that of
+    """Build a model's layout. ``inside`` names the layout of a KV head's keys or values of one layer in a block;
+    ``kv_cache_dtype`` is the flag of that name; ``state_chunk`` is an argument of
     :func:`pillion.engine.models.state_layout.state_layout`.
 
-    The version also names the effect of ``max_model_len`` on the rotary embedding of some models, so that workers which
-    serve such a model with two lengths share blocks only if both compute the same KV (I2). Raises ConfigError for a
-    block size below 1.
+    The version also names the effect of ``max_model_len`` on the rotary embedding of some models, so that workers with
+    two lengths share blocks only if both compute the same KV (I2). Raises ConfigError for a block size below 1.
     """
     if block_size < 1:
-        raise ConfigError(f"a block of {block_size} tokens holds nothing; --block-size must be above 0")
+        raise ConfigError(f"a block of {block_size} tokens is empty; --block-size must be at least 1")
     config = load_config(prepared.folder)
     rope = served_variant(config.ropes, prepared.max_model_len)
     if not config.kv_layers:
@@ -197,9 +192,9 @@ def kv_layout(
 
 
 def checked_memory(memory: PoolPlace, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
-    """Return a pool's bytes and how many are in use. Raises ConfigError if it is too small, read-only or a GPU's."""
+    """Return a pool's bytes and the number in use. Raises ConfigError if it is too small, read-only or a GPU's."""
     if not isinstance(memory, memoryview):
-        raise ConfigError("this worker computes on the CPU, its KV node keeps blocks in a GPU's memory")
+        raise ConfigError("this worker computes on the CPU, but the pool of its KV node is in GPU memory")
     needed = num_slots * layout.block_bytes
     if memory.nbytes < needed or memory.readonly:
         raise ConfigError(f"a pool of {num_slots} blocks needs {needed} writable bytes, not {memory.nbytes}")
@@ -208,7 +203,7 @@ def checked_memory(memory: PoolPlace, num_slots: int, layout: KVLayout) -> tuple
 
 def warm_up_batches(max_tokens: int, block_size: int, slots: int = 0) -> Iterator[StepBatch]:
     """Yield two steps over a pool's first slots: of ``max_tokens`` tokens and of one token; each samples one row. With
-    ``slots`` above 0 only so many are used, again and again: what such a step computes is worth nothing."""
+    ``slots`` above 0 only that many are used, repeatedly; the results are meaningless."""
     tables = np.arange(-(-max_tokens // block_size), dtype=np.int32)[None]
     if slots:
         tables %= slots
@@ -225,10 +220,10 @@ def warm_up_batches(max_tokens: int, block_size: int, slots: int = 0) -> Iterato
 
 
 def distinct_rows(batch: StepBatch) -> tuple[Int32, npt.NDArray[np.intp] | None]:
-    """Return the rows that a step computes to the end, and the place among them of each of ``batch.sample_rows`` whose
-    logits are wanted. The last ``batch.pooled`` rows have none.
+    """Return the distinct rows of a step's samples, and for each of ``batch.sample_rows`` with logits its index among
+    them. The last ``batch.pooled`` rows have no logits.
 
-    Several answers to one prompt sample the same row, computed once. The places are None where no row occurs twice.
+    Parallel samples of one prompt share a row, computed once. The indices are None if no row occurs twice.
     """
     rows = batch.sample_rows
     chosen = rows[: len(rows) - batch.pooled]
@@ -248,56 +243,55 @@ def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: in
 
 
 def check_slot(slot: int, max_adapters: int) -> None:
-    """Raise Internal for a slot that a backend of ``max_adapters`` slots does not have."""
+    """Raise Internal unless ``slot`` is one of a backend's ``max_adapters`` slots."""
     if not 0 <= slot < max_adapters:
-        raise Internal(f"adapter slot {slot} is none of {max_adapters}")
+        raise Internal(f"adapter slot {slot} is out of range: there are {max_adapters}")
 
 
-# The pool's memory is the host's, or a device's.
+# Host memory, or a device's.
 PoolPlace: TypeAlias = "memoryview | MappedDevice"
 
 
 class PackedAdapter(Protocol):
-    """An adapter in the form that a backend multiplies by; only the backend that packed it can place it.
-    Immutable."""
+    """An adapter in a backend's weight layout; only the backend that packed it can place it. Immutable."""
 
     @property
     def nbytes(self) -> int:
-        """Gives the number of bytes that the adapter occupies, on the host or on the device, while anybody holds it."""
+        """Bytes of the adapter on the host or on the device."""
 
 
 class BackendAdapters(Protocol):
-    """The slots for adapters of one backend, 0 .. max_adapters - 1, whose numbers stand in ``StepBatch.adapters``.
+    """The adapter slots of one backend, 0 .. max_adapters - 1; ``StepBatch.adapters`` contains their numbers.
     Loading has two phases, so that it never stalls a step:
 
         Backend.bind_adapters (once) --> take (slow, any thread) --> place (quick) --> steps that name the slot
 
-    So that this work shares not even the interpreter with steps, another process reads an adapter and brings it into
-    the backend's ``form``, of which ``take`` makes a packed adapter.
+    Another process reads an adapter and converts it into the backend's ``form``, so that loading does not compete with
+    steps for the interpreter; ``take`` makes a packed adapter of the result.
 
     No lock is needed: packing touches nothing that steps use, and the owner calls ``place`` between steps. An adapter's
-    memory is free when its slot has another one and its owner has dropped it.
+    memory is freed once its slot is overwritten and its owner has dropped it.
     """
 
     @property
     def max_adapters(self) -> int:
-        """Gives the number of slots."""
+        """The number of slots."""
 
     def form(self) -> object:
-        """Return the form into which another process brings adapters for this backend."""
+        """Return the form into which another process converts adapters for this backend."""
 
     def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Make a packed adapter of what the form gave. Any thread may call it, beside steps. Where the form is plain,
-        the packing is done here, and takes cores and the interpreter from the steps.
+        """Pack an adapter from the output of ``form``. Thread-safe, concurrent with steps. If the form is plain, it is
+        packed here, which takes cores and the interpreter from the steps.
 
         Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
         """
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
-        """Put an adapter into a slot. Takes no longer than a small part of a step.
+        """Put an adapter into a slot. Takes a small part of a step's time.
 
-        No launched step whose results have not been fetched may use the slot, and a step may use it from its next
-        launch on. Raises Internal for a slot that does not exist.
+        No launched step whose results have not been fetched may use the slot; the next launch may. Raises Internal for
+        a slot that does not exist.
         """
 
 
@@ -305,94 +299,94 @@ A = TypeVar("A", bound=BackendAdapters)
 
 
 def bound_adapters(adapters: A | None) -> A:
-    """Return a backend's slots for adapters. Raises Internal where ``bind_adapters`` has made none."""
+    """Return a backend's adapter slots. Raises Internal before ``bind_adapters``."""
     if adapters is None:
         raise Internal("adapters before bind_adapters")
     return adapters
 
 
 def gives_vectors(backend: Backend) -> bool:
-    """Return whether a backend's steps can give the vectors of rows (StepBatch.pooled)."""
+    """Return whether a backend's steps can return vectors of rows (StepBatch.pooled)."""
     return getattr(backend, "gives_vectors", False)
 
 
 class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)
-    """Says that the device has failed for good; ``launch`` and ``wait`` raise it, and the worker is started again."""
+    """Permanent failure of the device, raised by ``launch`` and ``wait``; the worker is restarted."""
 
 
 class InFlightStep(Protocol):
-    """A step that was launched and whose results have not been fetched."""
+    """A launched step whose results have not been fetched."""
 
     def choose(self, rows: SamplingRows) -> None:
-        """Begin to choose the tokens of a step that was launched without ``rows``. It is called once, before
-        :meth:`wait` and before the next launch. If this method raises, nothing of the step runs any more."""
+        """Start to sample the tokens of a step launched without ``rows``. Called once, before :meth:`wait` and before
+        the next launch. If this method raises, nothing of the step is still running."""
 
     def wait(self) -> Sampled:
-        """Block until this step's tokens are on the host. It is called once for each step, in launch order.
+        """Block until this step's tokens are on the host. Called once per step, in launch order.
 
-        Raises the error that the step failed with. After the call, the step reads and writes no slot any more. A step
-        whose tokens nobody began to choose has none.
+        Raises the step's error. After the call, the step reads and writes no slot. A step without rows for which
+        :meth:`choose` was not called has no tokens.
         """
 
 
 class Backend(Protocol):
-    """Runs steps: it owns the weights and scratch memory, and borrows the pool.
+    """The interface of backends. A backend owns the weights and scratch memory, and borrows the pool.
 
-        schedule --> launch(step k+1) --> wait(step k) --> commit(step k) --> schedule ...       it runs ahead
+        schedule --> launch(step k+1) --> wait(step k) --> commit(step k) --> schedule ...       running ahead
         schedule --> launch(step k+1) without rows --> wait, commit(step k) --> choose(step k+1) --> schedule ...
-        schedule --> launch(step k) = copy_blocks, forward, sample --> wait --> commit --> ...   it does not
+        schedule --> launch(step k) = copy_blocks, forward, sample --> wait --> commit --> ...   not running ahead
 
-    Each step sees what earlier steps wrote, and the
-    host waits only for sampled ids. The second line is for a step whose choices depend on the tokens of the step before
-    (grammars, penalties): its forward pass runs while the host takes those tokens, and its sampling is queued behind
-    it before it has ended, so the device does not wait. Backends that do not run ahead are ``HostBackend``s.
+    Each step sees the writes of earlier steps, and the host waits only for sampled ids. The second line is for a step
+    whose sampling depends on the tokens of the step before (grammars, penalties): its forward pass runs while the host
+    processes those tokens, and its sampling is queued before the forward pass ends, so the device does not wait.
+    Backends that do not run ahead are ``HostBackend``s.
 
-    Every call of a backend and of its in-flight steps comes from the step loop's thread, but for ``adapters.take``.
-    Only the pool's slots that a batch writes change. ``bind_pool`` raises ConfigError for a pool of another shape;
-    ``launch`` raises Internal, and only for defects, since the scheduler made the batch.
+    All calls of a backend and of its in-flight steps come from the step loop's thread, except ``adapters.take``. Only
+    the pool's slots that a batch writes change. ``bind_pool`` raises ConfigError for a pool of another shape;
+    ``launch`` raises Internal, only for defects, since the scheduler built the batch.
     """
 
     @property
     def max_steps_under_way(self) -> int:
-        """Gives how many steps may be launched before the results of the first of them are fetched: 1 for a backend
-        that does not run ahead, 2 for a device that has one step queued behind the one that it runs, and the stages of
-        a pipeline. It never changes."""
+        """The max number of steps that may be launched before the results of the first are fetched: 1 for a backend
+        that does not run ahead, 2 for a device with one step queued behind the running one, or the stages of a
+        pipeline. Constant."""
 
     @property
     def layout(self) -> KVLayout:
-        """Gives the layout of KV, known before a pool is bound, because the worker names it when it attaches."""
+        """The layout of KV, known before a pool is bound: the worker attaches with its name."""
 
     @property
     def vocab_size(self) -> int:
-        """Gives the number of columns of the logits."""
+        """The number of columns of the logits."""
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Use ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged KV pool; of a pool
-        divided over GPUs, only the shards that have the KV heads of this process."""
+        """Use ``memory``, writable and at least num_slots * layout.block_bytes bytes, as the paged KV pool; of a pool
+        divided over GPUs, only the shards with the KV heads of this process."""
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> InFlightStep:
-        """Begin a step: copies whole slots, (source, target) pairs, one after another; then writes the batch's KV;
-        then chooses a token for each of the first ``sample_rows``, in that order, with the parameters ``rows``, and
-        scores the others. ``rows`` may be None for a backend that runs ahead: :meth:`InFlightStep.choose` brings them.
+        """Start a step: copy whole slots, (source, target) pairs, in order; then write the batch's KV; then sample a
+        token for each of the first ``sample_rows``, in that order, with the parameters ``rows``, and score the others.
+        ``rows`` may be None for a backend that runs ahead, until :meth:`InFlightStep.choose`.
 
-        A token id ``-1 - r`` stands for the token that row r of the previous launch chooses, counted as in its
-        Sampled.token_ids. Such ids occur only as the one token of a decode, and only if the previous step's results
-        were not known when this one was planned. If this method raises, nothing of the step runs any more.
+        A token id ``-1 - r`` is the token of row r of the previous launch, as numbered in its Sampled.token_ids. Such
+        ids occur only as the one token of a decode, and only if the previous step's results were unknown when this one
+        was planned. If this method raises, nothing of the step is still running.
         """
 
     @property
     def adapters(self) -> BackendAdapters | None:
-        """Gives the slots for adapters; None before ``bind_adapters``."""
+        """The adapter slots; None before ``bind_adapters``."""
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Make empty slots for adapters up to ``max_rank``. At most once, before ``bind_pool``; compiles kernels.
+        """Allocate empty slots for adapters up to ``max_rank``. At most once, before ``bind_pool``; compiles kernels.
 
-        On a GPU slots take memory for that rank; elsewhere an adapter takes what its own rank needs. Raises
-        ConfigError where this backend cannot run the model with adapters.
+        On a GPU slots are allocated for that rank; elsewhere an adapter has the size of its own rank. Raises
+        ConfigError if this backend cannot run the model with adapters.
         """
 
     def close(self) -> None:
-        """End threads and releases the pool. Idempotent; no other call comes after it."""
+        """End threads and release the pool. Idempotent; the last call."""
 
     def warm_up(self, max_tokens: int) -> None:
-        """Pay one-time costs (allocation, compilation) before the first request. It touches no committed slot."""
+        """Pay one-time costs (allocation, compilation) before the first request. Touches no committed slot."""

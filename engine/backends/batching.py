@@ -1,4 +1,4 @@
-"""Turns a step's plan into the arrays of its batch and into its sampling parameters."""
+"""A step's batch arrays and sampling parameters, built from its plan."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pillion.kernels.step import (
 )
 from pillion.types import SamplingParams
 
-# A sampled row has a sequence, parameters, a seed and a position.
+# A sampled row: sequence, parameters, seed and position.
 _Row = tuple[Sequence, SamplingParams, int, int]
-# A row of a text's vector stands with the tokens whose logits are wanted of it, () for a hidden state.
+# A row of a text's vector, and the token ids of the logits that it reports; () for a hidden state.
 _Pooled = tuple[int, tuple[int, ...]]
 
 
@@ -72,7 +72,7 @@ def _add_rows_of_prompts(
         sample_rows += _last_rows(chunk, end, chunk.scores)
         if (pooling := chunk.sequence.pooling) is not None:
             pooled += [(row, pooling.logits_of) for row in _last_rows(chunk, end, chunk.pools)]
-    # Rows whose logits are wanted stand before those whose vectors are.
+    # Rows with logits precede rows of which only vectors are needed.
     sample_rows += [row for row, ids in pooled if ids] + [row for row, ids in pooled if not ids]
     return pooled
 
@@ -133,10 +133,10 @@ def _last_rows(chunk: ScheduledChunk, end: int, count: int) -> range:
 
 
 def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
-    """Build the parameters of each row of the batch's ``sample_rows``, in that order; ``masks`` say which tokens
-    grammars let some of them choose (:class:`pillion.engine.grammars.step_masks.StepMasks`).
+    """Build the parameters of each row of the batch's ``sample_rows``, in that order; ``masks``: the tokens that
+    grammars allow (:class:`pillion.engine.grammars.step_masks.StepMasks`).
 
-    A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
+    A row's position is that of the new token in prompt + output, so a migrated or resumed stream draws the same (I6).
     """
     rows = list(chain.from_iterable(_rows_of(chunk) for chunk in plan.scheduled if chunk.samples))
     scoring = [chunk for chunk in plan.scheduled if chunk.scores]
@@ -151,11 +151,11 @@ def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
 
 
 def build_draft_sampling(after: Seq[tuple[Sequence, int]], vocab_size: int) -> SamplingRows:
-    """Build the parameters of rows of ``vocab_size`` logits that each draft a token after so many draft tokens of a
-    sequence: they are those of the row that will judge the draft token. So the same noise is used for both, and a draft
-    token is right more often than the likeliest token would be (Daliri, Musco and Suresh 2024). Penalties count the
-    tokens that are known; there are no masks, because grammars cut draft tokens later, and no changes of a row that
-    biases a missing logit."""
+    """Build the parameters of rows of ``vocab_size`` logits that draft a token after the given number of draft tokens
+    of a sequence: those of the row that will verify the draft token. Both use the same noise, so a draft token is
+    accepted more often than the most likely token would be (Daliri, Musco and Suresh 2024). Penalties count only known
+    tokens; there are no masks, because grammars cut draft tokens later, and no edits of a row that biases a missing
+    logit."""
     rows = []
     for sequence, draft_tokens in after:
         params = sequence.sampling

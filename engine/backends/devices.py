@@ -1,4 +1,4 @@
-"""Resolves "auto" in the flags about devices, once when a process starts."""
+"""Resolution of "auto" in the device flags, once when a process starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pillion.kvstore.memory.domain import CPU, DEFAULT_HOST_POOL_BYTES
 
 F = TypeVar("F", bound=ComputeFlags)
 W = TypeVar("W", bound=WorkerFlags)
-# On a CPU a step has these tokens where no flag says otherwise: it computes so long for each token that larger steps
-# gain nothing (docs/decisions/scheduling.md). In an LLM prompts come all at once, and nobody waits for single tokens.
+# Default token budgets on a CPU, where larger steps increase no throughput (docs/decisions/scheduling.md). Higher for
+# an offline LLM: all prompts arrive at once, and latency per token does not matter.
 CPU_DECODE_TOKENS = 256
 CPU_PREFILL_TOKENS = CPU_LLM_TOKENS = 512
 
@@ -41,8 +41,8 @@ def gpu_count() -> int:
 
 
 def pool_device(device: str, processes: int = 1) -> str:
-    """Return the devices on which the KV node of workers on ``device``, of at most so many processes (ranks of
-    stages), keeps its pool: ``--kv-device``."""
+    """Return the value of ``--kv-device`` for workers on ``device`` with at most ``processes`` processes (ranks times
+    stages)."""
     if device == CPU:
         return CPU
     if gpu_devices.gpu_for_each(processes):
@@ -51,7 +51,7 @@ def pool_device(device: str, processes: int = 1) -> str:
 
 
 def check_gpu_ranks(config: ModelConfig, ranks: int, stages: int = 1) -> None:
-    """Raise ConfigError where a worker of so many stages of so many ranks cannot compute on this machine's GPUs."""
+    """Raise ConfigError if a worker of ``stages`` stages of ``ranks`` ranks cannot run on this machine's GPUs."""
     size = f"--tensor-parallel-size {ranks}" if stages == 1 else f"--pipeline-parallel-size {stages}"
     if gpu_devices.gpu_for_each(ranks * stages) and (config.layer_heads or config.kv_sources):
         raise ConfigError(
@@ -69,7 +69,8 @@ def check_gpu_ranks(config: ModelConfig, ranks: int, stages: int = 1) -> None:
 def resolved(flags: F) -> F:
     """Return the flags of a cluster or an LLM without "auto". Raises ConfigError like :func:`resolve_device`.
 
-    The budgets of steps on a GPU stay 0: each worker chooses its own when it has the model (:func:`with_budgets`)."""
+    The budgets of steps on a GPU stay 0: each worker computes its own after it has loaded the model
+    (:func:`with_budgets`)."""
     device = resolve_device(flags)
     flags = replace(flags, device=device)
     if device == CPU:
@@ -82,8 +83,8 @@ def resolved(flags: F) -> F:
 
 
 def with_budgets(flags: W) -> W:
-    """Return a worker's flags with a number for the token budget of its steps. Raises ConfigError like
-    :func:`resolve_device`, and for a model that cannot be prepared."""
+    """Return a worker's flags with the token budget of its steps set. Raises ConfigError like :func:`resolve_device`,
+    and for a model that cannot be prepared."""
     if flags.step_budget_tokens:
         return flags
     budgets, device, tokens = cpu_budgets(flags), resolve_device(flags), 0
@@ -95,8 +96,8 @@ def with_budgets(flags: W) -> W:
 
 
 def cpu_budgets(flags: object) -> dict[str, Any]:
-    """Return the budgets that no flag sets, by the names of their flags: those of a CPU, but no less than each step
-    must hold. ``flags`` are those of a worker, a cluster or an LLM."""
+    """Return the CPU's default budgets for those that ``flags`` leave unset, by flag name, but at least the minimum of
+    a step. ``flags``: those of a worker, a cluster or an offline LLM."""
     budgets: dict[str, Any] = {}
     if isinstance(flags, StepFlags) and not flags.max_num_batched_tokens:
         usual = CPU_LLM_TOKENS if isinstance(flags, OfflineFlags) else CPU_DECODE_TOKENS

@@ -1,4 +1,4 @@
-"""Runs steps on the calling thread, over a pool in the host's memory."""
+"""Base class of backends that run steps on the calling thread, over a pool in host memory."""
 
 from __future__ import annotations
 
@@ -24,78 +24,77 @@ from pillion.kernels.step import Float32, Sampled, SamplingRows, States, StateSl
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The results of a step, which was run when it was launched."""
+    """The results of a step that has run at its launch."""
 
     sampled: Sampled
 
     def choose(self, rows: SamplingRows) -> None:
-        raise Internal("a step that does not run ahead has its tokens")
+        raise Internal("choose: this step was launched with rows")
 
     def wait(self) -> Sampled:
         return self.sampled
 
 
 class HostBackend(ABC):
-    """Implements :class:`pillion.engine.backends.backend.Backend`, whose docstring has the contract, over a subclass's
-    ``_run``.
+    """Base class of :class:`pillion.engine.backends.backend.Backend`s on the host; subclasses implement ``_run``.
 
-    Forward pass and copies can also be called one by one. The logits of a forward pass stay valid until the next one,
-    which may use their memory again. Lifecycle: made -> bind_pool -> forward, forward, ... -> close; warm_up may be
-    called at any time before close and uses memory of its own.
+    Forward passes and copies can also be called on their own. The logits of a forward pass are valid until the next
+    one, which may reuse their memory. Lifecycle: constructed -> bind_pool -> forward, forward, ... -> close. warm_up
+    may be called at any time before close and uses a separate pool.
     """
 
     max_steps_under_way = 1
-    # This says whether steps can give the vectors of rows (StepBatch.pooled).
+    # Whether steps can return vectors of rows (StepBatch.pooled).
     gives_vectors = False
-    # These are the slots for adapters, which ``bind_adapters`` makes.
+    # Adapter slots, allocated by ``bind_adapters``.
     adapters: BackendAdapters | None = None
 
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:
         self.layout = layout
         self.vocab_size = vocab_size
-        # This is how much longer the last forward pass would have taken without cores of other workers.
+        # Additional seconds that the last forward pass would have taken without borrowed cores.
         self.borrowed_s = 0.0
-        # These are the largest logits of the last forward pass's rows, where a backend finds them while it computes.
+        # Largest logits of the last forward pass's rows, if the backend finds them while it computes.
         self.largest: LargestLogits | None = None
         self._pool: torch.Tensor | None = None
-        # A step keeps the inputs of these layers, in the order of the columns of ``Sampled.states``.
+        # Layers whose inputs a step stores, in the column order of ``Sampled.states``.
         self.state_layers: tuple[int, ...] = ()
 
     @property
     def here(self) -> HostBackend:
-        """Gives the part of the backend that runs in this process."""
+        """The part of the backend that runs in this process."""
         return self
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Make the slots for adapters. Raises ConfigError, unless a subclass takes adapters."""
-        raise ConfigError("--enable-lora: this backend takes no adapters")
+        """Allocate the adapter slots. Raises ConfigError, unless a subclass supports adapters."""
+        raise ConfigError("--enable-lora: this backend does not support adapters")
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Make each step return the inputs of these layers for all its rows (``Sampled.states``). It is called at most
-        once, before ``bind_adapters`` and ``bind_pool``."""
+        """Make each step return the inputs of these layers for all its rows (``Sampled.states``). Called at most once,
+        before ``bind_adapters`` and ``bind_pool``."""
         self.state_layers = tuple(layers)
 
     def _read_states(self, num_tokens: int) -> States:
-        """Return the states of the forward pass that has just run, a copy."""
-        raise Internal("this backend keeps no states")
+        """Copy the states of the last forward pass."""
+        raise Internal("this backend returns no states")
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
-        """Return what the last ``pooled`` of the batch's ``sample_rows`` were after the model's last norm, in the
-        forward pass that has just run: a copy, float32 [pooled, hidden]."""
-        raise Internal("this backend gives no vectors")
+        """Copy the outputs of the model's last norm for the last ``pooled`` of the batch's ``sample_rows`` in the last
+        forward pass: float32 [pooled, hidden]."""
+        raise Internal("this backend returns no vectors")
 
     def _pooled(self, batch: StepBatch, logits: torch.Tensor) -> tuple[Float32, ...]:
-        """Return what each row of ``pooled_ids`` gives, a copy; ``logits`` are those of the rows that want some."""
+        """Copy the result of each row of ``pooled_ids``; ``logits``: those of the rows that request some ids."""
         vectors = iter(self._read_vectors(batch) if batch.pooled else ())
         rows = iter(logits)
         return tuple(next(rows)[list(ids)].numpy() if ids else next(vectors) for ids in batch.pooled_ids)
 
     @abstractmethod
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Run a forward pass over ``pool``, uint8 [slots, block_bytes]; return what :meth:`forward` returns."""
+        """Run a forward pass over ``pool``, uint8 [slots, block_bytes]; return the result of :meth:`forward`."""
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:  # noqa: B027  (most refuse nothing)
-        """Raise Internal for a batch that :meth:`_run` would refuse before it has begun."""
+        """Raise Internal for a batch that :meth:`_run` would refuse before it starts."""
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
         """Use ``memory`` as the KV pool. Raises ConfigError for memory that is too small or read-only."""
@@ -103,21 +102,21 @@ class HostBackend(ABC):
         self._pool = torch.frombuffer(view, dtype=torch.uint8, count=needed).view(num_slots, -1)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order, but the
-        last ones, whose vectors are wanted."""
+        """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order, without the
+        last ones, of which only vectors are needed."""
         return self._run(self._bound_pool(), batch)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, sources[i] to targets[i], pair after pair. The targets are leased to this worker. Raises
-        Internal for lists of different length and for slots that the pool does not have."""
+        """Copy whole slots, sources[i] to targets[i], in order. The targets are leased to this worker. Raises Internal
+        for lists of different length and for slots outside the pool."""
         pool = self._bound_pool()
         for source, target in checked_copies(sources, targets, len(pool)):
             pool[target].copy_(pool[source])
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
-        """Run the whole step before it returns: copies blocks, runs the forward pass and samples."""
+        """Run the whole step: copy blocks, run the forward pass and sample."""
         if rows is None:
-            raise Internal("a backend that does not run ahead needs a step's rows at its launch")
+            raise Internal("launch: this backend needs the rows of a step")
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
         logits = self.forward(batch)
@@ -130,8 +129,8 @@ class HostBackend(ABC):
         return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Read all weights and lets buffers grow to a step of so many tokens, over a pool of its own. A larger step
-        lets them grow when it comes."""
+        """Read all weights and grow buffers to a step of ``max_tokens`` tokens, over a separate pool. Larger steps grow
+        them later."""
         block_size, pages = self.layout.block_size, self.layout.state_pages
         blocks = -(-max_tokens // block_size)
         pool = torch.zeros(blocks + pages, self.layout.block_bytes, dtype=torch.uint8)
@@ -151,11 +150,11 @@ class HostBackend(ABC):
 
 
 def states_of_rows(rows: torch.Tensor) -> States:
-    """Return rows in host memory as states: float32 stays; bfloat16 becomes uint16 with the same bits."""
+    """Return rows in host memory as states: float32 as is, bfloat16 as uint16 with the same bits."""
     return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
 
 def rows_of_states(states: States) -> torch.Tensor:
-    """Return the rows of which :func:`states_of_rows` made states, over the same memory."""
+    """Return the rows from which :func:`states_of_rows` made states, over the same memory."""
     rows = torch.from_numpy(states)
     return rows.view(torch.bfloat16) if rows.dtype == torch.uint16 else rows

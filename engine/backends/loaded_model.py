@@ -1,4 +1,4 @@
-"""What loading a model gives a worker: the backend that runs it, and what the worker needs to know of it."""
+"""A loaded model: the backend that runs it, and its properties that a worker needs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 class LoadedModel:
     """A model and the backend that runs it.
 
-    ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its lending
-    table's cores; 0: it has no lending table, or borrows none of its cores. ``ranks`` are the worker's other processes,
-    or None. ``expected_cost`` is what a step costs by the device's rates, None where they are not known;
-    ``pair_tokens`` is the cost of a query-key pair in tokens by the model's shape, 0 where it is not known. A model
-    that does not ``choose_tokens`` gives vectors alone, of which ``head`` makes the logits of labels in a classifier.
-    One of ``whole_texts`` computes each text in one step, and nothing of it is kept. ``map_device`` maps the pool of a
-    model on GPUs.
+    ``operators``: the kernels' name in logs and metrics. ``core_share``: the worker's own share of the cores in its
+    lending table; 0 without a table, or if it borrows no cores. ``ranks``: the worker's other processes, or None.
+    ``expected_cost``: the cost of a step computed from the device's rates, None if they are unknown. ``pair_tokens``:
+    the cost of a query-key pair in tokens, computed from the model's shape, 0 if unknown. A model without
+    ``chooses_tokens`` computes vectors only; ``head`` computes a classifier's label logits from them. A model with
+    ``whole_texts`` computes each text in one step and caches none. ``map_device`` maps the pool of a model on GPUs.
     """
 
     prepared: PreparedModel
@@ -56,8 +55,7 @@ class LoadedModel:
         self.backend.bind_pool(attachment.pool, attachment.num_slots)
 
     def adapter_reader(self, max_rank: int, targets: tuple[str, ...] = ()) -> AdapterReader:
-        """Return the object that reads adapters of ``targets`` up to ``max_rank`` for the backend; it is sent to the
-        process that reads them."""
+        """Return a picklable reader of adapters for the backend, of ``targets`` and ranks up to ``max_rank``."""
         from pillion.engine.checkpoints.weights import output_orders
 
         folder = self.prepared.folder
@@ -71,7 +69,7 @@ class LoadedModel:
         )
 
     def namespace(self) -> bytes:
-        """Return the 32 bytes that a request's root hash begins with (I2)."""
+        """Return the 32 bytes with which a request's root hash begins (I2)."""
         layout = self.backend.layout
         return namespace_base(
             fingerprint=self.prepared.fingerprint,
@@ -81,5 +79,5 @@ class LoadedModel:
         )
 
 
-# Such a function loads a model by a worker's flags and number of threads. It runs in a thread, and raises ConfigError.
+# Loads a model, given a worker's flags and number of threads. Runs in a thread; raises ConfigError.
 BackendFactory = Callable[[WorkerFlags, int], LoadedModel]

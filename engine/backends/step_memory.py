@@ -1,8 +1,8 @@
-"""Computes what the largest step of a worker takes of memory, beside weights and KV pool. Imports no torch.
+"""Memory of a worker's largest step, beside weights and KV pool. Imports no torch.
 
-Everything that a step allocates grows with its tokens (rows of activations) or with the rows whose logits it computes.
-Both are bounded, so the memory is, too: it is told when a worker starts, the KV pool may not take it, and a budget for
-which it does not suffice is refused then, and not by a step that fails later.
+All allocations of a step grow with its tokens (rows of activations) or with its rows of logits. Both are bounded, so
+the memory is bounded: it is logged at a worker's start, reserved from the KV pool, and a token budget that needs too
+much is refused then, rather than by an allocation that fails later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pillion.kernels.cpu.language.isa import choose_isa, host_features
 
 log = logging.getLogger("pillion.worker")
 
-# What the arrays of a step (tokens, positions, places, work of attention) take for each token, rounded up.
+# Bytes per token of a step's arrays (tokens, positions, slots, work list of attention), rounded up.
 TOKEN_RECORD_BYTES = 512
 FREE_MEMORY, CGROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 
@@ -32,13 +32,13 @@ FREE_MEMORY, CGROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.m
 def step_bytes(
     config: ModelConfig, dtype: str, tokens: int, logit_rows: int, ranks: int = 1, mixed_rows: int = MAX_STEP_TOKENS
 ) -> int:
-    """Return the most bytes that a step of ``tokens`` tokens takes, of which ``logit_rows`` have logits, on any
-    backend: rows of ``dtype``, and those in float32 that some operators need. Each of ``ranks`` processes has the
-    residual stream, and two partial sums of it. Mixtures of experts are computed ``mixed_rows`` tokens at a time; the
-    CPU kernels compute all at once."""
+    """Return the max bytes of a step of ``tokens`` tokens, ``logit_rows`` of which have logits, on any backend: rows of
+    ``dtype``, and the float32 rows of some operators. Each of ``ranks`` processes has the residual stream and two
+    partial sums of it. Mixtures of experts compute ``mixed_rows`` tokens at a time; the CPU kernels compute all at
+    once."""
     item = 4 if dtype == "float32" else 2
     hidden = config.hidden_size
-    # Rows of layers that differ have memory of their own.
+    # Rows of layers of different shape have separate buffers.
     heads = sum(config.num_heads * kind.head_dim for kind in config.all_heads)
     projected = heads + sum(2 * kind.kv_heads * kind.head_dim for kind in config.all_heads)
     inner = max(config.widest_mlp, hidden)
@@ -52,26 +52,26 @@ def step_bytes(
         row += ranks * 3 * 4 * config.num_layers * config.token_inputs.width
     mixed = 0
     if config.moe is not None:
-        # A token's row is copied for each of its experts, and an expert may get all tokens.
+        # A token's row is copied for each of its experts, and one expert may get all tokens.
         moe, each = config.moe, config.moe.experts_per_token
         mixed = each * (item * (3 * hidden + moe.intermediate_size) + 4 * hidden)
         mixed += item * 4 * moe.intermediate_size + 8 * moe.num_experts
-    # Logits are float32, and the output projection may write them in another type before.
+    # Logits are float32; the output projection may write another type first.
     logits = logit_rows * config.vocab_size * 8
     return tokens * (row + TOKEN_RECORD_BYTES) + min(tokens, mixed_rows) * mixed + logits
 
 
 def head_bytes(layer: ModelConfig, states: int, dtype: str, tokens: int, rows: int) -> int:
-    """Return the most bytes that an EAGLE head of one ``layer`` takes on a GPU beside its weights: those of a pass of
-    ``tokens`` tokens, ``rows`` of which draft, with a token beside each state and logits of draft ids; and the
-    ``states`` values of each token that the model's steps keep."""
+    """Return the max bytes of an EAGLE head of one ``layer`` on a GPU beside its weights: those of a pass of ``tokens``
+    tokens, ``rows`` of which draft, with a token beside each state and logits of draft ids; and the ``states`` values
+    per token that the model's steps store."""
     item = 4 if dtype == "float32" else 2
     logits = rows * (8 * layer.vocab_size + item * layer.hidden_size)
     return step_bytes(layer, dtype, tokens, rows) + tokens * item * (2 * layer.hidden_size + states) + logits
 
 
 def logit_rows_of(flags: WorkerFlags | ServeFlags | OfflineFlags, vocab_size: int) -> int:
-    """Return the most rows of a step that have logits: those that choose tokens, and those that score prompts."""
+    """Return the max rows of a step with logits: those that choose tokens, and those that score prompts."""
     if not isinstance(flags, StepFlags):
         return 0
     tokens, draft_tokens = flags.max_num_batched_tokens, flags.speculative_config.num_speculative_tokens
@@ -80,7 +80,7 @@ def logit_rows_of(flags: WorkerFlags | ServeFlags | OfflineFlags, vocab_size: in
 
 
 def steps_bytes(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: PreparedModel) -> int:
-    """Return the bytes that the largest steps of all workers that ``flags`` describe take together."""
+    """Return the sum of the bytes of the largest steps of all workers described by ``flags``."""
     config, total, ranks = load_config(prepared.folder), 0, flags.tensor_parallel_size
     serve = flags if isinstance(flags, ServeFlags) else None
     if isinstance(flags, StepFlags):
@@ -92,21 +92,21 @@ def steps_bytes(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: Prepar
         count = serve.prefill_workers if serve else 1
         ranks = (serve and serve.prefill_tensor_parallel_size) or ranks
         tokens, stages = flags.max_num_batched_prefill_tokens, flags.pipeline_parallel_size
-        # Each stage computes a step of its own, and passes on float32 rows, which have a place for each step under way.
+        # Each stage computes a separate step, and sends float32 rows, with one buffer per step in flight.
         passed = (stages - 1) * ranks * tokens * 4 * config.hidden_size
         total += count * stages * (step_bytes(config, prepared.dtype, tokens, 0, ranks) + passed)
     return total
 
 
 def _copies_states(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: PreparedModel) -> bool:
-    """Return whether a step has a copy of the state of each of its sequences, as on torch's operators. The CPU kernels
-    read and write states where they are."""
+    """Return whether a step copies the state of each of its sequences, as torch's operators do. The CPU kernels read
+    and write states in place."""
     kernels = choose_isa(flags.cpu_kernels, host_features())
     return kernels is None or kv_layout(prepared, flags.block_size).state_layout is None
 
 
 def check_host_steps(flags: WorkerFlags, prepared: PreparedModel) -> None:
-    """Log what the largest step takes of a host's memory. Raises ConfigError where the host has less."""
+    """Log the host memory of the largest step. Raises ConfigError if the host has less."""
     needed, left = steps_bytes(flags, prepared), free_bytes()
     if left and needed > left:
         flag = "--max-num-batched-tokens" if isinstance(flags, StepFlags) else "--max-num-batched-prefill-tokens"
@@ -122,7 +122,7 @@ def check_host_steps(flags: WorkerFlags, prepared: PreparedModel) -> None:
 
 
 def free_bytes() -> int:
-    """Return the bytes that this process may still take of the host's memory; 0 where the system does not say."""
+    """Return the bytes of host memory available to this process; 0 if the system does not report it."""
     found = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = FREE_MEMORY.read_text().splitlines()

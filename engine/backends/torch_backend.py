@@ -1,4 +1,4 @@
-"""Implements the backend that runs on any processor: plain torch on the CPU."""
+"""The backend for any processor: plain torch on the CPU."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 
 
 class TorchBackend(HostBackend):
-    """Implements :class:`HostBackend` with torch's operators."""
+    """The backend of torch's operators on the CPU."""
 
     adapters: TorchAdapters | None = None
     gives_vectors = True
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
-        """Load the weights. Raises ConfigError where they do not fit the config. ``threads`` sets torch's threads for
-        the whole process; 0 leaves torch's default."""
+        """Load the weights. Raises ConfigError if they do not fit the config. ``threads`` sets torch's threads for the
+        whole process; 0: torch's default."""
         if threads:
             torch.set_num_threads(threads)
         self.config = load_config(prepared.folder)
@@ -44,13 +44,13 @@ class TorchBackend(HostBackend):
         self._weights = load_weights(prepared.folder, self.config, self._dtype)
         shapes = states_of(self._weights.operations)
         self._state_shapes = shapes if any(shapes) else ()
-        # These are the inputs of layers in the last step, where they are kept for an EAGLE head.
+        # Inputs of layers in the last step, stored for an EAGLE head.
         self._states: dict[int, torch.Tensor] = {}
-        # These are the rows of the last step whose logits were computed, after the last norm.
+        # Rows of the last step with logits, after the last norm.
         self._normed = torch.empty(0)
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Keeps references to the inputs of these layers; nothing is computed for them."""
+        """Keep references to the inputs of these layers, which costs no computation."""
         super().keep_states(layers)
         self._states = dict.fromkeys(layers, torch.empty(0))
 
@@ -62,7 +62,7 @@ class TorchBackend(HostBackend):
         return found
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Make the slots for adapters."""
+        """Allocate the adapter slots."""
         self.adapters = TorchAdapters(self.config, max_adapters, max_rank, targets)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -111,8 +111,8 @@ class TorchBackend(HostBackend):
 
     @cached_property
     def _kinds(self) -> dict[LayerHeads, tuple[dict[int, int], tuple[int, ...]]]:
-        """Gives for each kind of KV heads the layers that have such a place in a block, with its first value, and the
-        windows of all layers that see them."""
+        """For each kind of KV heads: the offset of each layer with such a place in a block, in values, and the windows
+        of all layers that read them."""
         config, layout, found = self.config, self.layout, {}
         for kind in config.all_heads:
             own = [layer for layer in range(config.num_layers) if layout.heads(layer) == kind]
@@ -122,7 +122,7 @@ class TorchBackend(HostBackend):
         return found
 
     def _carried(self, pool: torch.Tensor, batch: StepBatch) -> StepStates | None:
-        """Return the states before a step's tokens; those of no tokens where the batch names none."""
+        """Return the states before a step's tokens; zeros if the batch names none."""
         if not self._state_shapes:
             return None
         carried = StepStates(self._state_shapes, batch.query_starts)

@@ -348,7 +348,7 @@ def _map_pool(
     if reply.memory_kind == HOST:
         return map_shared(fds[0], size_bytes)
     if map_device is None:
-        raise ConfigError("this worker computes on the CPU, its KV node keeps blocks in a GPU's memory")
+        raise ConfigError("this worker computes on the CPU, but the pool of its KV node is in GPU memory")
     return map_device(fds, reply, size_bytes)
 
 

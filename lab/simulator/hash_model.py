@@ -224,7 +224,7 @@ class HashBackend:
         self._cells, self._bytes = memory.cast("q"), memory.cast("B")
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        raise ConfigError("--enable-lora: the hash model takes no adapters")
+        raise ConfigError("--enable-lora: the hash model does not support adapters")
 
     def warm_up(self, max_tokens: int) -> None:
         """Does nothing, because there is nothing to compile."""

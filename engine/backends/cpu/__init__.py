@@ -1,5 +1,5 @@
-"""Runs a model on the kernels of ``kernels/cpu``, as the CPU backend.
+"""The CPU backend, which runs a model on the kernels of ``kernels/cpu``.
 
-Open ``cpu_model.py`` first. Kernels and their layouts are in ``kernels/cpu``; the choice of a backend is in
-``engine/load_model.py``; the slots of adapters are in ``engine/adapters/cpu_adapters.py``.
+Open ``cpu_model.py`` first. Kernels and their layouts are in ``kernels/cpu``; ``engine/load_model.py`` chooses the
+backend; the adapter slots are in ``engine/adapters/cpu_adapters.py``.
 """

@@ -1,5 +1,4 @@
-"""Implements the backend of the CPU kernels (:mod:`pillion.kernels.cpu`): one native call for each step, on a pool of
-threads.
+"""The backend of the CPU kernels (:mod:`pillion.kernels.cpu`): one native call per step, on a thread pool.
 
 load_cpu_model (weights mapped, kernels compiled or loaded) -> CpuBackend (threads started) -> bind_pool
 -> forward, forward, ... -> close (threads ended)
@@ -51,7 +50,7 @@ log = logging.getLogger("pillion.worker")
 
 
 class CpuBackend(HostBackend):
-    """Is a :class:`HostBackend` over the CPU kernels."""
+    """The :class:`HostBackend` of the CPU kernels."""
 
     adapters: CpuAdapters | None = None
     gives_vectors = True
@@ -64,10 +63,10 @@ class CpuBackend(HostBackend):
         share: CoreShare | None = None,
         common: Mapping[str, Bytes] | None = None,
     ) -> None:
-        """Start ``threads`` - 1 native threads, and one for each core that ``share`` lets this worker borrow.
+        """Start ``threads`` - 1 native threads, and one per core that ``share`` lets this worker borrow.
 
-        ``affinity`` is the core of each of the ``threads``, or () for any core. ``common`` is memory that other
-        processes share, which is used for the buffers of these names.
+        ``affinity``: the core of each of the ``threads``, or () for any core. ``common``: memory shared with other
+        processes, for the buffers of these names.
         """
         super().__init__(model.layout, model.config.vocab_size)
         self.model = model
@@ -80,17 +79,17 @@ class CpuBackend(HostBackend):
         planners = attention_planners(local, model.dtype, model.isa, self._thread_pool.threads)
         self._planners = [(planner, _plan_fields(number)) for number, planner in enumerate(planners)]
         self._step = CpuStepRecord()
-        # This says whether buffers were replaced since the program was bound to them.
+        # Whether buffers were reallocated since the program was bound to them.
         self._unbound = False
         angles = max(len(cos) for cos, _ in model.plan.ropes)
         layout = model.layout
         sizes = layout.block_size, angles, layout.state_pages
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, *sizes)
-        # These are views of the buffers of logits and of the largest ones, without their padding, by number of rows.
+        # Views of the logits and of the largest ones, without padding, by number of rows.
         self._found: dict[int, tuple[torch.Tensor, LargestLogits | None]] = {}
 
     def warm_up(self, max_tokens: int) -> None:
-        """Run a step of ``max_tokens`` tokens, or of the model's longest text where that is shorter."""
+        """Run a step of ``max_tokens`` tokens, or of ``max_model_len`` if that is less."""
         most = min(max_tokens, self.model.max_model_len)
         super().warm_up(most)
         buffers, tables, scratch = (size / 2**20 for size in self.memory_bytes())
@@ -104,17 +103,17 @@ class CpuBackend(HostBackend):
         )
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        """Return the bytes of the buffers as they are now, of the rotary tables, and of the threads' scratch."""
+        """Return the current bytes of the buffers, of the rotary tables, and of the threads' scratch."""
         tables = sum(table.numel() * table.element_size() for pair in self.model.plan.ropes for table in pair)
         return self.workspace.nbytes, tables, self._thread_pool.threads * SCRATCH_BYTES
 
     def close(self) -> None:
-        """End the backend's threads and releases the pool. Idempotent."""
+        """End the backend's threads and release the pool. Idempotent."""
         self._thread_pool.close()
         super().close()
 
     def again(self, operations: Sequence[Operation]) -> Callable[[], None]:
-        """Return a function that runs ``operations`` over the record of the last step, to measure single kernels."""
+        """Return a function that repeats ``operations`` over the record of the last step, to measure single kernels."""
         program = Program(operations, self.model.kernels, self.workspace)
         return lambda: self._run_kernels(program)
 
@@ -122,20 +121,20 @@ class CpuBackend(HostBackend):
         self.workspace.check_integrity()
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Compile the kernel that keeps states for EAGLE, the first time on a machine."""
+        """Compile the kernel that stores states for EAGLE; cached per machine."""
         super().keep_states(layers)
         model = self.model
         plan = plan_model(model.builder(), layers)
         self.use(plan, compile_operations(plan.operations, model, log.info))
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Make the slots for adapters; compiles their kernels the first time on a machine."""
+        """Allocate the adapter slots; compile their kernels, cached per machine."""
         adapters = CpuAdapters(self.model, self.workspace, max_adapters, max_rank, targets)
         self.use(self.model.plan, adapters.kernels)
         self.adapters = adapters
 
     def use(self, plan: ModelPlan, kernels: CompiledKernels) -> None:
-        """Make steps without adapters run the model's operations as ``plan`` lists them."""
+        """Use ``plan`` and ``kernels`` for steps without adapters."""
         self._thread_pool.close()
         self.model = replace(self.model, plan=plan, kernels=kernels)
         self._program = Program(plan.operations, kernels, self.workspace)
@@ -160,7 +159,7 @@ class CpuBackend(HostBackend):
         rows, buffer = distinct_rows(batch)[0], self.model.plan.normed
         assert buffer is not None
         found = self._rows(buffer, len(rows), self.model.config.hidden_size)[-batch.pooled :]
-        # Rows in bfloat16 are kept as whole numbers of the same bits.
+        # bfloat16 rows are stored as uint16 with the same bits.
         return found.copy() if found.dtype == np.float32 else (found.astype(np.uint32) << 16).view(np.float32)
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
@@ -189,7 +188,7 @@ class CpuBackend(HostBackend):
         return self._read_logits(len(rows) - batch.pooled, places)
 
     def _read_logits(self, count: int, places: npt.NDArray[np.intp] | None) -> torch.Tensor:
-        """Return ``count`` rows of logits, which the kernels have written, at ``places``, and sets ``largest``."""
+        """Return ``count`` rows of logits, reordered by ``places``, and set ``largest``."""
         found = self._found.get(count)
         if found is None:
             rows = torch.from_numpy(self._rows(self.model.plan.logits, count, self.vocab_size))
@@ -213,13 +212,13 @@ class CpuBackend(HostBackend):
 
     def _bind(self) -> None:
         self._found.clear()
-        # Where bind fails for lack of memory, no kernel may run until it has succeeded.
+        # If bind fails for lack of memory, no kernel may run until it has succeeded.
         for program in self._programs():
             program.bind()
         self._unbound = False
 
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
-        """Fill the step's record; buffers grow where this step is larger than all steps before it."""
+        """Fill the step's record; buffers grow if this step is larger than all before."""
         num_logits = len(rows) - batch.pooled
         for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows)), ("logits", num_logits)):
             self._unbound |= self.workspace.reserve(unit, count)
@@ -251,6 +250,5 @@ class CpuBackend(HostBackend):
 
 
 def _plan_fields(number: int) -> list[tuple[str, str]]:
-    """Return the names of the step's fields that hold the place and the number of the plan's items, then of its
-    merges."""
+    """Return the step's fields for the address and the number of the plan's items, then of its merges."""
     return [(step_field(kind, number), step_field(f"num_{kind}", number)) for kind in ("items", "merges")]

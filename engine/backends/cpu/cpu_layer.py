@@ -1,4 +1,4 @@
-"""Makes CPU kernels of the operations of one layer: an emitter for each operation of the layer's description.
+"""The CPU kernels of one layer: an emitter for each operation of the layer's description.
 
     hidden --norm--> normed --qkv--> qkv --rotate, write--> queries, pool --attend--> attended --o--> hidden
     hidden --norm--> normed --gate, up--> activated --down--> hidden              (or experts; or a norm after each)
@@ -8,12 +8,12 @@ Experts replace the second line:
     normed --router--> routing --route--> scores, experts --group--> grouped --gate, up--> activated --down--> found
     hidden += each row's sum over its experts      (through a norm where the model has one after its experts)
 
-The results of an MLP beside them may have a gate:
+The result of an MLP beside the experts may have a gate:
 
     activated --down--> ungated, router's rows --gate--> row_gates: hidden += sigmoid(row_gates) * ungated
 
-Some operations of the description share a kernel: norms of queries and keys run where these are rotated and written,
-and a sum into the residual stream runs in the product before it.
+Some operations of the description share a kernel: norms of queries and keys run in the kernel that rotates and writes
+them, and a sum into the residual stream runs in the product before it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ from pillion.kernels.cpu.runtime.program import Buffer, Columns, HeadStride, Ope
 from pillion.kernels.cpu.states.gates import GateRows
 
 Kind = TypeVar("Kind", bound=LayerOperation)
-# For each activation this is the epilogue of a product of gate and up, and of one without a gate.
+# Epilogues of a product of gate and up, and of one without a gate, by activation.
 GATED_EPILOGUE = {"silu": "gated_silu", "gelu_tanh": "gated_gelu"}
 EPILOGUE = {
     "silu": "act_silu",
@@ -88,7 +88,7 @@ EPILOGUE = {
     "relu2": "act_relu2",
     "xielu": "act_xielu",
 }
-# A KV head has room for this many rows of partial sums: a step cuts no more contexts than fit.
+# Rows of partial sums per KV head, which limits the number of context splits per step.
 MAX_PARTIAL_ROWS = 4096
 
 
@@ -98,26 +98,26 @@ def projections(builder: OperationBuilder, index: int) -> Buffer:
 
 
 class LayerEmitter:
-    """Emits the kernels of the layer ``index``. After the attention of the ``last`` layer, ``sampled`` builds them: it
-    computes the sampled rows alone."""
+    """Emitter of the kernels of the layer ``index``. After the attention of the ``last`` layer, ``sampled`` builds
+    them: only sampled rows are computed."""
 
     def __init__(self, builder: OperationBuilder, sampled: OperationBuilder, index: int, *, last: bool) -> None:
         self._builder, self._sampled, self._index, self._last = builder, sampled, index, last
         self._prefix = f"layers.{index}."
         self._layer: Layer = ()
-        # These are the rows that the last operation made, and the norm that stands before them.
+        # Output rows of the last operation, and the norm before them.
         self._rows, self._norm_name = builder.hidden, ""
         self._kept: list[Buffer] = []
         self._adds_up = False
-        # These rows begin with gates of attention's results, which take so many bytes.
+        # Rows that begin with gates of attention's results, and the bytes of these gates.
         self._gates, self._gate_bytes = builder.hidden, 0
-        # So many operations that mix tokens are left, each of which leaves something for later steps.
+        # Remaining operations that mix tokens, each of which writes state for later steps.
         self._mixers = 0
-        # These are the rows of the layer's router, which are not rounded to the model's type.
+        # Input rows of the layer's router, which are not rounded to the model's type.
         self._unrounded: Buffer | None = None
 
     def emit(self, layer: Layer, rows: Buffer | None = None) -> Iterator[Operation]:
-        """Yield the kernels of the operations, the first of which takes ``rows``."""
+        """Yield the kernels of the operations; ``rows`` is the input of the first."""
         self._layer, self._rows = layer, rows or self._rows
         self._mixers = sum(isinstance(operation, _MIXERS) for operation in layer)
         if self._last and not self._mixers:
@@ -145,12 +145,12 @@ class LayerEmitter:
         yield from self._builder.gemm(self._prefix + name, x, self._rows, "store")
 
     def attend(self, operation: Attend, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yield the kernels of attention, from the buffer qkv to attended, which also write the layer's KV into the
+        """Yield the kernels of attention, from the buffer qkv to attended; they also write the layer's KV into the
         pool."""
         builder, layout = self._builder, self._builder.layout
         shape = attention_shape(builder.config, layout, builder.dtype, self._index)
         place = layout.place(builder.config.kv_source(self._index))
-        # The pool has the KV of all heads; the process reads and writes that of its own.
+        # The pool has the KV of all heads; the process reads and writes only its own.
         first = builder.shard.kv_heads_of(place.kv_heads).start
         places = {
             "head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes),
@@ -189,11 +189,11 @@ class LayerEmitter:
         yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
 
     def _state_heads(self, operation: DeltaRule | StateSpace | SelectiveScan) -> int:
-        """Return how many of the layer's heads with a matrix the process has."""
+        """Return the number of the layer's heads with a matrix in this process."""
         return len(self._builder.shard.state_heads_of(operation.heads))
 
     def keep_gate(self, operation: KeepGate, _: LayerOperation | None) -> None:
-        """Note that the rows before attention begin with gates of its results."""
+        """Record that the rows before attention begin with gates of its results."""
         self._gates, self._gate_bytes = self._rows, operation.values.size * 4
 
     def apply_gate(self, _: Gate, __: LayerOperation | None) -> Iterator[Operation]:
@@ -203,8 +203,8 @@ class LayerEmitter:
         yield Operation(GateRows(builder.bf16, builder.rows_of, width // gates), values, builder.when)
 
     def _left_for_later(self) -> None:
-        """Note that one operation has written what later steps need. After the last one of all layers, nothing is
-        needed of a step without a sampled row."""
+        """Record that one operation has written its state for later steps. After the last one of all layers, a step
+        without sampled rows needs nothing more."""
         self._mixers -= 1
         if not self._mixers and self._index == self._builder.last_kept_layer:
             self._builder = replace(self._builder, wanted=True)
@@ -277,8 +277,8 @@ class LayerEmitter:
     def _select(
         self, operation: AttendLatents, shape: AttentionShape, few: Buffer, selected: Buffer
     ) -> Iterator[Operation]:
-        """Yield the kernels from what queries are made of to the bits of the tokens that they see; none in a layer
-        that reuses those of the layer before."""
+        """Yield the kernels from the input of queries to the bits of the selected tokens; none in a layer that reuses
+        those of the layer before."""
         builder, index, latents, prefix = self._builder, operation.index, self._builder.config.latents, self._prefix
         assert index is not None
         assert latents is not None
@@ -307,7 +307,7 @@ class LayerEmitter:
     def mlp(self, operation: Mlp, following: LayerOperation | None) -> Iterator[Operation]:
         builder, down = self._builder, operation.down.name
         inner = builder.weights.linear(self._prefix + down).depth
-        # Layers without experts, and the MLP beside the experts, have inner widths of their own.
+        # Dense layers, and the MLP beside experts, have different inner widths.
         activated = builder.buffer(f"activated{inner}", inner, builder.row_dtype)
         epilogue = (GATED_EPILOGUE if operation.gated else EPILOGUE)[operation.activation]
         bends = self._bends(operation.bends)
@@ -327,8 +327,8 @@ class LayerEmitter:
         return float(above), float(below) + XIELU_SLOPE
 
     def apply_token_inputs(self, operation: ApplyTokenInputs, following: LayerOperation | None) -> Iterator[Operation]:
-        """Yield the kernels from the residual stream to its sum with what the token has for this layer. Every process
-        computes all of that, so nothing is added up over them."""
+        """Yield the kernels that add the token's input of this layer to the residual stream. Every process computes
+        all of it, so there is no all-reduce."""
         builder, inputs = self._builder, self._builder.config.token_inputs
         assert inputs is not None
         gate, every = builder.buffer("input_gate", inputs.width, builder.row_dtype), builder.token_inputs
@@ -426,12 +426,12 @@ class LayerEmitter:
         yield from after
 
     def add(self, _: AddToResidual, __: LayerOperation | None) -> None:
-        """Make no operation for adding rows to the residual stream, because the product before has added them."""
+        """Emit nothing: the product before has added its rows to the residual stream."""
         self._rows = self._builder.hidden
 
     def _add_product(self, name: str, x: Buffer, operation: AddToResidual | AddUp) -> Iterator[Operation]:
-        """Yield the kernels that multiply ``x`` by the matrix ``name`` and add the result to the residual stream, or
-        to the sum of the layer."""
+        """Yield the kernels that multiply ``x`` by the matrix ``name`` and add the result to the residual stream or to
+        the layer's sum."""
         out, adds, after = self._to_residual(operation)
         epilogue, factor = "add" if adds else "store", operation.scale if isinstance(operation, AddToResidual) else 1.0
         yield from self._builder.gemm(self._prefix + name, x, out, epilogue, factor=factor)
@@ -457,8 +457,8 @@ class LayerEmitter:
         yield from after
 
     def _to_residual(self, operation: AddToResidual | AddUp) -> tuple[Buffer, bool, list[Operation]]:
-        """Return the buffer for rows that are to be added to the residual stream, or to the sum of the layer; whether
-        the product adds them there itself; and the operations after it: the sum over parts of the model, and a norm."""
+        """Return the buffer for rows to be added to the residual stream or to the layer's sum; whether the product adds
+        them there itself; and the operations after it: the all-reduce, and a norm."""
         builder, normed = self._builder, operation.norm is not None
         plain_sum = not normed and isinstance(operation, AddUp)
         out, after = builder.found if normed else builder.added_up if plain_sum else builder.hidden, []
@@ -477,7 +477,7 @@ class LayerEmitter:
         return out, adds, after
 
     def _one(self, kind: type[Kind]) -> Kind | None:
-        """Return the layer's operation of a kind that it has once at most."""
+        """Return the layer's operation of a kind that occurs at most once."""
         return next((one for one in self._layer if isinstance(one, kind)), None)
 
     def _rotate_and_write(self, shape: AttentionShape, queries: Buffer, places: dict[str, Any]) -> Iterator[Operation]:
@@ -558,8 +558,8 @@ class LayerEmitter:
         yield Operation(AttentionMerge(shape, *kind), shared, step_field("num_merges", plan))
 
     def _go_on_with(self, rows: BufferOf) -> Iterator[Operation]:
-        """Go on with ``rows``, which an operation has made; in the last layer, after the last operation that mixes
-        tokens, with the sampled ones of them and of hidden, which a kernel gathers."""
+        """Continue with the output ``rows`` of an operation; in the last layer, after the last operation that mixes
+        tokens, gather the sampled ones of them and of hidden."""
         self._rows = made = rows(self._builder)
         if not self._last or self._mixers:
             return
@@ -567,7 +567,7 @@ class LayerEmitter:
         yield self._gather(made, self._rows)
 
     def _gather(self, rows: Buffer | None, chosen: Buffer | None) -> Operation:
-        """Gather the sampled rows of hidden, and of ``rows`` into ``chosen``; the layer goes on with them alone."""
+        """Gather the sampled rows of hidden, and of ``rows`` into ``chosen``; later operations see only these."""
         builder, self._builder = self._builder, self._sampled
         values = {
             "hidden": builder.hidden,
@@ -585,7 +585,7 @@ class LayerEmitter:
 
 
 _MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace, SelectiveScan)
-# The kernels of attention do what these operations say.
+# Operations that run inside the kernels of attention.
 _BEFORE_ATTENTION = (NormHeads, NormProjections, NormValues, Rotate, GrowQueries)
 _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation] | None]] = {
     Norm: LayerEmitter.norm,
@@ -610,7 +610,7 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
 
 
 def attention_shape(config: ModelConfig, layout: KVLayout, dtype: str, layer: int) -> AttentionShape:
-    """Return the parameters of the attention kernels of a layer of a model of type ``dtype``."""
+    """Return the parameters of a layer's attention kernels in a model of type ``dtype``."""
     heads = config.heads_of(layer)
     latents = 0 if config.latents is None else config.latents.rank
     codes = layout.dtype if layout.dtype in EIGHT_BIT_KV.values() else ""

@@ -1,5 +1,5 @@
-"""Chooses the CPU kernels that run a model, and loads what a process computes on them. Imports no torch at its top,
-because a supervisor asks what a machine can run."""
+"""Choice of the CPU kernels for a model, and loading of a process's share. Imports torch only in functions, because a
+supervisor checks what a machine supports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_cpu_share(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, shard:
     """Load the share of a model that this process computes on the CPU kernels: ``shard``, or the whole model."""
     import torch
 
-    # Torch only passes arrays on here, and its own threads would be in the kernels' way.
+    # Torch only passes arrays on here; its threads would compete with the kernels.
     torch.set_num_threads(1)
     return load_for_cpu(flags, prepared, isa, log.info, shard)
 
@@ -39,7 +39,7 @@ def load_cpu_share(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, shard:
 def load_for_cpu(
     flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress, shard: ModelShard | None
 ) -> CpuModel:
-    """Load a share of a model and packs its weights, as at its first start on a machine."""
+    """Load a share of a model and pack its weights, as at its first start on a machine."""
     from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 
     return load_cpu_model(
@@ -53,7 +53,7 @@ def load_for_cpu(
 
 
 def tell_of_kernels(model: CpuModel, threads: int, share: CoreShare | None) -> None:
-    """Log with which kernels, threads and cores a process runs its model."""
+    """Log the kernels, threads and cores of a process."""
     log.info(
         "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",
         model.isa.label,
@@ -65,8 +65,8 @@ def tell_of_kernels(model: CpuModel, threads: int, share: CoreShare | None) -> N
 
 
 def core_share(flags: WorkerFlags) -> CoreShare | None:
-    """Open the lending table that the flags name, and return the worker's cores in it. Only speed depends on the
-    table, so a worker that cannot open it computes on its own cores and logs that."""
+    """Open the core lending table of the flags, and return the worker's cores in it. A worker that cannot open it logs
+    that and computes on its own cores, since only speed depends on the table."""
     if not flags.core_lending_table:
         return None
     try:
@@ -79,7 +79,7 @@ def core_share(flags: WorkerFlags) -> CoreShare | None:
 def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
     """Return the instruction set whose kernels run the model, or None and the reason why torch runs it.
 
-    Raises ConfigError for kernels that this processor cannot run, and for KV in 8 bits without the CPU kernels.
+    Raises ConfigError for kernels that this processor cannot run, and for 8-bit KV without the CPU kernels.
     """
     config = load_config(prepared.folder)
     exact = flags.exact_weights or config.quantization is None

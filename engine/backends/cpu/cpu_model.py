@@ -1,20 +1,19 @@
-"""Makes a program of CPU kernels of a model: the operations of a step, layer after layer, and the buffers they run
-over.
+"""A model as a program of CPU kernels: the operations of a step, layer after layer, and their buffers.
 
-The program computes the same as :mod:`pillion.engine.models.decoder`, of the same description of the layers
-(:mod:`pillion.engine.backends.cpu.cpu_layer`). From the last layer's attention on, it computes the sampled rows alone.
+The program computes the same as :mod:`pillion.engine.models.decoder`, from the same description of the layers
+(:mod:`pillion.engine.backends.cpu.cpu_layer`). From the last layer's attention on, it computes only the sampled rows.
 
-Steps with adapters have a program of their own, in which each product that adapters may change is two operations:
+Steps with adapters have a separate program, in which each product that adapters may change is two operations:
 
     x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
 
-Where several processes share the model, each runs this program over its own heads, inner values and tokens. Rows to be
-added to ``hidden`` are partial sums then, which they add up together (:mod:`pillion.engine.ranks.rank_collective`):
+If several processes share the model, each runs this program over its own heads, inner values and tokens. Rows to be
+added to ``hidden`` are then partial sums, which are all-reduced (:mod:`pillion.engine.ranks.rank_collective`):
 
     x --W--> partial (shared memory) --sum over parts--> hidden, or found where a norm is after it
     tokens --embedding--> partial --sum over parts--> hidden        hidden --head--> logits (shared memory)
 
-Where a process computes some layers alone, its program begins and ends with the buffer ``hidden``.
+In a process that computes only some layers, the program begins and ends with the buffer ``hidden``.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ class ModelPlan:
         hidden: the residual stream.
         logits: those of the sampled rows.
         ropes: the tables of the rotary embeddings.
-        states: the inputs of the layers whose inputs a step keeps, by the layer's number.
+        states: the inputs of the layers whose inputs a step stores, by layer.
         normed: the sampled rows after the last norm.
-        largest: the largest logits by groups, and the token with each row's largest one, where the program finds them.
+        largest: the largest logits by groups, and the token of each row's largest one, if the program computes them.
     """
 
     operations: tuple[Operation, ...]
@@ -76,9 +75,10 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True)
 class CpuModel:
-    """A model with its kernels, or a process's share of the model: everything that does not depend on threads and
-    the KV pool. ``config`` and ``layout`` are those of the whole model; ``dtype`` is the type of its rows, that of KV
-    is in ``layout``. ``code_folder`` keeps machine code."""
+    """A model with its kernels, or a process's share of it: everything that is independent of threads and KV pool.
+
+    ``config`` and ``layout``: those of the whole model. ``dtype``: the type of rows; ``layout`` has that of KV.
+    ``code_folder``: cache of machine code."""
 
     config: ModelConfig
     shard: ModelShard
@@ -93,7 +93,7 @@ class CpuModel:
     code_folder: Path
 
     def builder(self, ropes: tuple[CosSin, ...] = ()) -> OperationBuilder:
-        """Return a builder of another plan of the model; ``ropes`` are the rotary tables of an earlier plan."""
+        """Return a builder of another plan of the model; ``ropes``: the rotary tables of an earlier plan."""
         return model_builder(
             self.config,
             self.weights,
@@ -116,10 +116,10 @@ def load_cpu_model(
     checked: bool | None = None,
     shard: ModelShard | None = None,
 ) -> CpuModel:
-    """Map the weights (packs them, the first time) and loads the kernels (compiles them, the first time).
+    """Map the weights, packed at the first call, and load the kernels, compiled at the first call.
 
-    ``shard`` is the share of the model that this process computes; None for all. With ``checked`` kernels check every
-    access; None reads PILLION_CHECK_KERNELS. The caller has made sure that the kernels can run the model
+    ``shard``: the share of the model that this process computes; None for all. With ``checked`` kernels check every
+    access; None reads PILLION_CHECK_KERNELS. The caller has checked that the kernels can run the model
     (``pillion.engine.backends.cpu.cpu_loading``). Raises ConfigError for weights that do not fit the config.
     """
     checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
@@ -158,8 +158,8 @@ def model_builder(
     *,
     rounds_codes: bool = False,
 ) -> OperationBuilder:
-    """Return a builder of the operations of ``shard`` of a model. ``ropes`` are the rotary tables of an earlier plan;
-    ``rounds_codes`` is the attribute of the instruction set."""
+    """Return a builder of the operations of ``shard`` of a model. ``ropes``: the rotary tables of an earlier plan;
+    ``rounds_codes``: the attribute of the instruction set."""
     ropes = ropes or rope_tables(config, max_model_len)
     local, heads = shard.local(config), config.num_heads
     growth = growth_table(config, max_model_len)
@@ -180,9 +180,9 @@ def plan_model(builder: OperationBuilder, state_layers: Sequence[int] = ()) -> M
             operations.append(builder.norm("", builder.state(index)))
         last, own = index == config.num_layers - 1, replace(builder, wanted=index > builder.last_kept_layer)
         operations += LayerEmitter(own, sampled, index, last=last).emit(layers[index])
-    # A model that chooses no tokens has no head.
+    # Embedding models have no head.
     width = weights.linear("lm_head").pairs * 32 if weights.has("lm_head") else config.vocab_size
-    # The sampler edits logits in place where rows follow one another without padding.
+    # The sampler edits logits in place if rows are contiguous.
     chosen = replace(builder, rows_of="logits")
     logits = replace(chosen.buffer("logits", width, "float32"), dense=True)
     if collective is not None:
@@ -205,7 +205,7 @@ def _head(sampled: OperationBuilder, chosen: OperationBuilder, logits: Buffer) -
     yield sampled.norm("final_norm")
     if not sampled.weights.has("lm_head"):
         return
-    # The rows whose logits are wanted are the first ones of the sampled rows.
+    # Rows with logits are the first sampled rows.
     yield from chosen.gemm("lm_head", sampled.normed, logits, "store")
     if config.logit_divisor != 1.0 or config.logit_softcap:
         values = {
@@ -254,7 +254,7 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
 
 
 def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Operation]:
-    """Yield the kernels from the embeddings of a step's tokens to what all layers read of them beside these."""
+    """Yield the kernels from the embeddings of a step's tokens to the inputs of all layers per token."""
     config, rows, tensors = builder.config, builder.token_inputs, builder.weights.tensors
     own = {
         "table": tensors["token_inputs.embedding"],
@@ -274,14 +274,14 @@ def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Op
         "weight": tensors["token_inputs.norm"],
         "width": inputs.width,
         "layers": config.num_layers,
-        # The norm takes products as they are, where the model divides them by the root of the hidden size.
+        # Compensates for products that the model divides by the root of the hidden size before the norm.
         "eps": config.rms_norm_eps * config.hidden_size,
     }
     yield Operation(MixTokenInputs(), values)
 
 
 def attention_planners(config: ModelConfig, dtype: str, isa: Isa, threads: int) -> tuple[CpuAttentionPlanner, ...]:
-    """Return the planners that cut a step's attention into items, one for each number of KV heads that layers have."""
+    """Return the planners that cut a step's attention into items, one per number of KV heads of layers."""
     found = []
     for count in config.kv_head_counts:
         every = config.layer_heads or (config.heads_of(0),) * config.num_layers

@@ -1,6 +1,6 @@
-"""Builds the operations of a program of CPU kernels, and names the buffers they run over.
+"""Builder of the operations of a program of CPU kernels, and their buffers.
 
-``hidden`` is float32; rows that products read have the model's type.
+``hidden`` is float32; rows that matrices are multiplied by have the model's type.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
 
 
 class ExpertGroups(NamedTuple):
-    """The buffers that say which rows meet which expert: ``starts`` [experts + 1] of each expert's grouped rows,
-    and for each of the ``chosen`` experts of a row the number in ``experts`` and the grouped row in ``places``."""
+    """Buffers that assign rows to experts: ``starts`` [experts + 1] of each expert's grouped rows, and for each of the
+    ``chosen`` experts of a row the expert in ``experts`` and the grouped row in ``places``."""
 
     starts: Buffer
     experts: Buffer
@@ -42,7 +42,7 @@ class ExpertGroups(NamedTuple):
 
 
 class MatrixRows(NamedTuple):
-    """Says how rows are multiplied by a matrix: as ``x``, with ``sums`` of their inputs, after ``operations``."""
+    """The input rows of a product: ``x``, with ``sums`` of their inputs, valid after ``operations``."""
 
     x: Buffer
     sums: Buffer | None = None
@@ -51,14 +51,15 @@ class MatrixRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OperationBuilder:
-    """Builds a model's operations. ``rows_of`` is "tokens", "samples" after the last layer's attention, and "logits"
-    for the head, which the rows of vectors do not pass. ``dtype``
-    is the model's type, which the KV of ``layout`` has too, unless it is in 8 bits. ``adapters`` are the slots, in a
-    program for steps with adapters. ``config`` is the shape of the process's own layers; ``layout`` is that of all KV,
-    and ``model_heads`` are all query heads. ``collective`` is None for a program of the whole model. ``growth`` has the
-    factors of queries that grow with their position. ``wanted`` says that these operations run only in a step with
-    sampled rows; ``keeps_states`` that a step needs the rows of all layers, sampled or not. ``rounds_codes`` is the
-    attribute of the instruction set."""
+    """Builder of a model's operations.
+
+    ``rows_of``: "tokens", "samples" after the last layer's attention, or "logits" for the head, which rows of vectors
+    skip. ``dtype``: the model's type, also of the KV of ``layout`` unless it is 8-bit. ``adapters``: the slots, in a
+    program for steps with adapters. ``config``: the shape of the process's own layers; ``layout`` is that of all KV,
+    and ``model_heads`` counts all query heads. ``collective``: None for a program of the whole model. ``growth``: the
+    factors of queries that grow with their position. ``wanted``: these operations run only in a step with sampled rows.
+    ``keeps_states``: a step needs the rows of all layers, sampled or not. ``rounds_codes``: the attribute of the
+    instruction set."""
 
     config: ModelConfig
     weights: PackedMatrices
@@ -76,44 +77,44 @@ class OperationBuilder:
     rounds_codes: bool = False
 
     def with_collective(self) -> OperationBuilder:
-        """Return a builder that adds up the partial sums of ranks, where ``shard`` is not the whole model."""
+        """Return a builder that all-reduces the partial sums of ranks, unless ``shard`` is the whole model."""
         if self.shard.whole:
             return self
         return replace(self, collective=RankCollective(self.shard, self.config, self.layout.num_kv_heads))
 
     @property
     def bf16(self) -> bool:
-        """Says whether the model's type is bfloat16, not float32."""
+        """True if the model's type is bfloat16, not float32."""
         return self.dtype == "bfloat16"
 
     @property
     def row_dtype(self) -> str:
-        """Gives the numpy type of rows that products read; uint16 holds bfloat16."""
+        """The numpy type of rows that matrices are multiplied by; uint16 for bfloat16."""
         return "uint16" if self.bf16 else "float32"
 
     @property
     def when(self) -> str:
-        """Gives the condition under which these operations run: without sampled rows nothing runs after the last
-        layer's KV."""
+        """The condition under which these operations run: without sampled rows nothing runs after the last layer's
+        KV."""
         if self.rows_of == "logits":
             return "num_logits"
         return "num_samples" if self.rows_of == "samples" or self.wanted else ""
 
     @property
     def last_kept_layer(self) -> int:
-        """Gives the last layer of which a step without sampled rows needs something."""
+        """The last layer whose output a step without sampled rows needs."""
         return self.config.num_layers - 1 if self.keeps_states else self.config.last_kept_layer
 
     def buffer(self, name: str, width: int, dtype: str, each: int = 1) -> Buffer:
-        """Return the buffer ``name``, with ``each`` rows for each row of ``rows_of``."""
+        """Return the buffer ``name``, with ``each`` rows per row of ``rows_of``."""
         return Buffer(f"{self.rows_of}.{name}", -(-width // 32) * 32, dtype, self.rows_of, each)
 
     def wide(self, name: str, width: int, dtype: str) -> Buffer:
-        """Return the buffer ``name`` of rows whose width depends on the layer, where layers differ."""
+        """Return the buffer ``name`` of rows whose width depends on the layer, if layers differ."""
         return self.buffer(name if self.layout.even else f"{name}{width}", width, dtype)
 
     def kind_of(self, layer: int) -> int:
-        """Return the number of a layer's kind of KV heads among those of the model."""
+        """Return the index of a layer's kind of KV heads among those of the model."""
         return self.config.all_heads.index(self.config.heads_of(layer))
 
     @property
@@ -126,17 +127,17 @@ class OperationBuilder:
 
     @property
     def found(self) -> Buffer:
-        """Gives the buffer for the output of attention or MLP, where a norm runs before it is added to ``hidden``."""
+        """The output of attention or MLP, if a norm runs before it is added to ``hidden``."""
         return self.buffer("found", self.config.hidden_size, "float32")
 
     @property
     def added_up(self) -> Buffer:
-        """Gives the buffer for the sum of rows that are normed again before they are added to ``hidden``."""
+        """The sum of rows that are normed again before they are added to ``hidden``."""
         return self.buffer("added_up", self.config.hidden_size, "float32")
 
     @property
     def token_inputs(self) -> Buffer:
-        """Gives the buffer for what all layers read of each token beside the residual stream."""
+        """The inputs of all layers per token, beside the residual stream."""
         inputs = self.config.token_inputs
         assert inputs is not None
         return Buffer("tokens.token_inputs", self.config.num_layers * inputs.width, "float32")
@@ -151,9 +152,9 @@ class OperationBuilder:
         *,
         centered: bool = False,
     ) -> Operation:
-        """Return hidden, or ``x``, -> normed, or ``out``; it changes only the type where the model has no norm
-        ``name``. ``width`` and ``eps``: those of the norm, where they are not those of the residual stream.
-        ``centered``: a LayerNorm, whatever the model's norms are."""
+        """Return hidden, or ``x``, -> normed, or ``out``; only a cast if the model has no norm ``name``. ``width`` and
+        ``eps``: those of the norm, if they differ from the residual stream's. ``centered``: a LayerNorm, regardless of
+        the model's norms."""
         weight, bias = self.weights.tensors.get(name), self.weights.tensors.get(f"{name}.bias")
         out, x = out or self.normed, x or self.hidden
         values = {
@@ -169,7 +170,7 @@ class OperationBuilder:
         return Operation(spec, values, self.when)
 
     def state(self, index: int) -> Buffer:
-        """Return the buffer that keeps the inputs of the layer ``index``, where a step keeps them."""
+        """Return the buffer for the inputs of the layer ``index``, in steps that store them."""
         return self.buffer(f"state{index}", self.config.hidden_size, self.row_dtype)
 
     def gemm(
@@ -185,10 +186,10 @@ class OperationBuilder:
         bends: tuple[float, float] = (0.0, 0.0),
         steps: tuple[int, int] = (0, 0),
     ) -> Iterator[Operation]:
-        """Yield the product of ``x`` with the matrix ``name``, with those of experts, whose rows are in
-        ``groups``, or with those of heads, whose columns of ``x`` and ``out`` are ``steps`` bytes apart. The
-        epilogue "add" multiplies by ``factor``, "gated_clamped" is ``clamped``, and "act_xielu" has the factors
-        ``bends``. Raises ConfigError where the matrix does not fit ``x`` or ``out``."""
+        """Yield the product of ``x`` with the matrix ``name``, with those of experts, whose rows are in ``groups``, or
+        with those of heads, whose columns of ``x`` and ``out`` are ``steps`` bytes apart. The epilogue "add" multiplies
+        by ``factor``, "gated_clamped" is ``clamped``, and "act_xielu" has the factors ``bends``. Raises ConfigError if
+        the matrix does not fit ``x`` or ``out``."""
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:
@@ -242,7 +243,7 @@ class OperationBuilder:
         self, adapters: AdapterTable, name: str, x: Buffer, groups: ExpertGroups | None, heads: int, x_step: int
     ) -> tuple[Operation, dict[str, Any]]:
         """Return the operation shrunk = A x for the rows with an adapter, before the product of ``x`` with the matrix
-        ``name``, or with those of experts or of ``heads``, and the further arguments of that product."""
+        ``name``, or with those of experts or of ``heads``, and the additional arguments of that product."""
         kind, each = "fp32" if x.dtype == "float32" else "bf16", 1 if groups is None else groups.chosen
         width = adapters.form.width(experts=groups is not None, heads=heads)
         shrunk = self.buffer(f"shrunk_{kind}_{width}_{each}", width, x.dtype, each)
@@ -259,8 +260,7 @@ class OperationBuilder:
     def norm_add(
         self, name: str, factor: float, *, found: Buffer | None = None, hidden: Buffer | None = None
     ) -> Operation:
-        """Compute hidden += ``factor`` times the norm ``name`` of the buffer found; other buffers may be in their
-        places."""
+        """Compute hidden += ``factor`` times the norm ``name`` of ``found``; both buffers can be replaced."""
         found, hidden = found or self.found, hidden or self.hidden
         values = {
             "found": found,
@@ -274,8 +274,7 @@ class OperationBuilder:
 
 
 def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> MatrixRows:
-    """Make the operations that a matrix needs for its inputs: to reorder them, to round them to codes, and to sum them
-    up by groups."""
+    """Build the operations on a matrix's inputs: to reorder them, to quantize them, and to sum them up by groups."""
     operations, sums = [], None
     if linear.order is not None:
         ordered = builder.buffer(f"ordered{linear.depth}", linear.depth, x.dtype)
@@ -286,7 +285,7 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
         operation = _coded(builder, linear, x)
         x, sums = operation.values["out"], operation.values["constants"]
         operations.append(operation)
-    # Offsets are a part of each rounded weight, and else meet the sums of inputs.
+    # Offsets are part of each rounded weight, or are multiplied by the sums of inputs.
     if linear.offsets and sums is None and not (builder.rounds_codes and x.dtype == "uint16"):
         groups = -(-linear.depth // linear.group)
         sums = builder.buffer(f"input_sums{groups}x{x.each}", groups, "float32", x.each)
@@ -296,7 +295,7 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
 
 
 def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation:
-    """Make the operation that rounds ``x`` to codes for a product in integers with the matrix."""
+    """Build the operation that quantizes ``x`` for an integer product with the matrix."""
     depth, inputs = linear.depth, linear.group or linear.depth
     groups = -(-depth // inputs)
     out = replace(builder.buffer(f"codes{depth}x{x.each}", depth, x.dtype, x.each), dtype="int8")

@@ -1,4 +1,4 @@
-"""Makes the CPU kernels of layers that carry a state from token to token, whose pieces lie in slots of the pool.
+"""The CPU kernels of layers with recurrent state, whose pieces are in slots of the pool.
 
     x --conv.in--> convolution_inputs --gate, convolve, gate--> convolved                                  (LFM2)
 
@@ -11,9 +11,9 @@
     x --in--> convolution_inputs --convolve--> mixed --scan--> remembered, gates of convolution_inputs --gate--> gated
     mixed --sides--> sides --norms--> narrow, writes, reads         narrow --steps--> steps       (Jamba, for the scan)
 
-The product after them adds to the residual stream, like attention's. Where several processes share the model, each has
-some of the heads: it reads and writes their pieces, and those of the channels that these need. Where it has a part of a
-group that is normed together, the squares of all parts are added up before:
+The product after them adds to the residual stream, like attention's. If several processes share the model, each has
+some of the heads: it reads and writes their pieces, and those of the channels that they need. If it has part of a group
+that is normed together, the squares of all parts are added up before:
 
     remembered --gate, square--> partial --sum over parts--> squares      remembered, squares --norm--> gated
 """
@@ -45,27 +45,29 @@ from pillion.kernels.cpu.states.gates import GroupSquares, NormGated
 from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunSelectiveScan, RunStateSpace
 from pillion.kernels.state_pieces import PIECE_CHANNELS, PIECE_COLUMNS
 
-# Such a function makes a buffer of a builder: that for all tokens, or for sampled rows.
+# Creates a buffer of a builder: the one for all tokens, or for sampled rows.
 BufferOf = Callable[[OperationBuilder], Buffer]
 
 
 def in_pieces(channels: int) -> int:
-    """Return the number of channels of whole pieces."""
+    """Round up ``channels`` to whole pieces."""
     return -(-channels // PIECE_CHANNELS) * PIECE_CHANNELS
 
 
 def inputs_of(builder: OperationBuilder, name: str, channels: int, first: int) -> Buffer:
-    """Return the buffer for the product with the matrix ``name``, of which the convolution reads ``channels`` from the
-    column ``first`` on."""
+    """Return the buffer for the product with the matrix ``name``; the convolution reads ``channels`` of its columns
+    from ``first`` on."""
     width = max(builder.weights.linear(name).pairs * 32, first + in_pieces(channels))
     return builder.buffer("convolution_inputs", width, "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class NormGroups:
-    """The groups of a row's values that are normed: how many, and how many values each has. They have
-    one vector of weights, or each its own; they are gated after the norm, or first, by silu or a sigmoid. ``shared``
-    says of which of the model's groups, out of how many, with how many values, several processes have a part each."""
+    """The groups in which a row's values are normed: ``count`` of ``width`` values.
+
+    They share one vector of weights, or each has its own; the gate multiplies after the norm, or before it, by silu or
+    a sigmoid. ``shared``: first group, number of groups and values per group in the whole model, if several processes
+    have a part of each group."""
 
     count: int
     width: int
@@ -76,7 +78,7 @@ class NormGroups:
 
 
 class StateEmitter:
-    """Emits the kernels of the layer ``index`` that read and write its state."""
+    """Emitter of the kernels of the layer ``index`` that read and write its state."""
 
     def __init__(self, builder: OperationBuilder, index: int) -> None:
         self._builder, self._prefix = builder, f"layers.{index}."
@@ -141,7 +143,7 @@ class StateEmitter:
         yield from self._norm_gated(remembered, gates, operation.norm, operation.eps, groups)
 
     def _of_few(self, x: Buffer, down: LayerTensor | None, up: LayerTensor | None, out: Buffer) -> Iterator[Operation]:
-        """Yield the product of ``x`` with one matrix and then with another, where there are such."""
+        """Yield the product of ``x`` with one matrix and then with another; nothing without them."""
         if down is None or up is None:
             return
         few = self._builder.buffer("narrow", down.shape[0], self._builder.row_dtype)
@@ -154,7 +156,7 @@ class StateEmitter:
         heads, groups = self._own_heads(operation.heads, operation.groups)
         channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
         count = len(channels.numbers)
-        # Steps of time, which come last, are read in whole vectors, and there are fewer than a piece's channels more.
+        # Time steps, which come last, are read in whole vectors; the excess is less than a piece's channels.
         made = inputs_of(builder, prefix + operation.inputs.name, count + heads, values)
         yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
         mixed = builder.buffer("mixed", in_pieces(count), "float32")
@@ -189,8 +191,8 @@ class StateEmitter:
         )
 
     def selective_scan(self, operation: SelectiveScan, x: Buffer) -> Iterator[Operation]:
-        """Yield the kernels from normed rows ``x`` to :func:`gated`. Each process has whole pieces of the
-        convolution's channels."""
+        """Yield the kernels from normed rows ``x`` to :func:`gated`. Each process has whole pieces of the convolution's
+        channels."""
         builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
         heads, columns = len(self._shard.state_heads_of(operation.heads)), operation.state_dim
         values = heads * operation.head_dim
@@ -219,8 +221,8 @@ class StateEmitter:
         yield from self._norm_gated(remembered, Columns(made, values * 4), None, 0.0, NormGroups(1, values))
 
     def _sides(self, operation: SelectiveScan, mixed: Buffer, out: tuple[Buffer, ...]) -> Iterator[Operation]:
-        """Yield the kernels from convolved values to what all channels share: what makes steps of time, what writes
-        and what reads, each normed. Processes have parts of the values, and add up the products."""
+        """Yield the kernels from convolved values to the normed inputs that all channels share: of time steps, of
+        writes and of reads. Processes have parts of the values, and all-reduce the products."""
         builder, name = self._builder, self._prefix + operation.sides.name
         sides = builder.buffer("sides", operation.sides.shape[0], "float32")
         if builder.collective is None:
@@ -236,7 +238,7 @@ class StateEmitter:
             first += width
 
     def _normed_groups(self, operation: StateSpace, values: int) -> NormGroups:
-        """Return the groups of this process's ``values`` values of a row, which are normed."""
+        """Return the groups in which this process's ``values`` values of a row are normed."""
         mine, every = self._shard.state_keys_of(operation.groups), operation.groups
         count = 1 if operation.norm is None else len(mine)
         shared = None
@@ -247,7 +249,7 @@ class StateEmitter:
     def _norm_gated(
         self, x: Buffer, gates: Columns, norm: LayerTensor | None, eps: float, groups: NormGroups
     ) -> Iterator[Operation]:
-        """Yield the norm of ``groups`` of the values of ``x``, gated. Without a norm rows are gated alone."""
+        """Yield the gated norm of ``groups`` of the values of ``x``; only the gate without a norm."""
         out = gated(self._builder, groups.count * groups.width)
         squares, group, group_width = None, 0, 0
         if groups.shared is not None:
@@ -272,7 +274,7 @@ class StateEmitter:
         yield Operation(spec, values, self._builder.when)
 
     def _squares(self, x: Buffer, gates: Columns, out: Buffer, groups: NormGroups) -> Iterator[Operation]:
-        """Yield the squares of this process's part of a group, and the sum over all processes."""
+        """Yield the squares of this process's part of a group, and their all-reduce."""
         builder = self._builder
         assert groups.shared is not None
         assert builder.collective is not None
@@ -289,13 +291,13 @@ class StateEmitter:
         yield total
 
     def _decay(self, decay: LayerTensor, heads: int, rows: int = 0) -> torch.Tensor:
-        """Return how fast ``heads`` forget, of their logarithms, in the way in which kernels multiply by it; once for
-        each of so many rows of a head's matrix where these forget on their own."""
+        """Return the decay rates of ``heads`` from their logarithms, scaled by log2(e) for the kernels; repeated for
+        ``rows`` rows of each head's matrix if rows have separate decays."""
         found = self._builder.weights.tensors[self._prefix + decay.name].exp() * -LOG2E
         return found[:heads].repeat_interleave(rows) if rows else found
 
     def _own_heads(self, heads: int, keys: int) -> tuple[int, int]:
-        """Return how many of the layer's heads, and of what several of them share, the process has."""
+        """Return the number of the layer's heads, and of the key heads that they share, in this process."""
         return len(self._shard.state_heads_of(heads)), len(self._shard.state_keys_of(keys))
 
     def _own_pieces(self, operation: StateOperation) -> LayerPieces:
@@ -303,8 +305,8 @@ class StateEmitter:
         return own_pieces(self._pieces, operation, self._shard)
 
     def _convolve(self, operation: StateOperation, x: Buffer | Columns, out: Buffer, part_bytes: int = 0) -> Operation:
-        """Return the convolution of ``x``; that of the first and the third of its parts, which the second multiplies,
-        where parts are so many bytes apart."""
+        """Return the convolution of ``x``; with ``part_bytes``, the distance of the parts of ``x`` in bytes, that of
+        the product of the first and the third part, multiplied by the second."""
         taps, tensors, gated = operation.taps, self._builder.weights.tensors, part_bytes > 0
         name, pieces = self._prefix + taps.name, self._own_pieces(operation).inputs
         bias = tensors.get(f"{name}.bias")
@@ -321,21 +323,21 @@ class StateEmitter:
         return Operation(spec, values, self._builder.when)
 
     def _places(self, pieces: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-        """Return the fields of a record that say where pieces are."""
+        """Return the fields of a kernel's record that locate pieces."""
         return {"places": torch.tensor(pieces, dtype=torch.int32), "slot_bytes": self._builder.layout.block_bytes}
 
 
 def gated(builder: OperationBuilder, values: int) -> Buffer:
-    """Return the buffer of rows for the results of heads with states, after the gate has multiplied them."""
+    """Return the buffer for the gated results of heads with states."""
     return builder.buffer("gated", values, builder.row_dtype)
 
 
 def channels_of(builder: OperationBuilder, operation: ShortConvolution) -> int:
-    """Return how many channels of a short convolution the process has."""
+    """Return the number of channels of a short convolution in this process."""
     (part,) = operation.taps.rows
     return len(builder.shard.entries(part))
 
 
 def convolved(builder: OperationBuilder, channels: int) -> Buffer:
-    """Return the buffer for rows that a short convolution made."""
+    """Return the buffer for the output of a short convolution."""
     return builder.buffer("convolved", in_pieces(channels), builder.row_dtype)

@@ -1,9 +1,9 @@
-"""Packs weights for the CPU kernels: one file for each model and kind, packed once and mapped by every worker.
+"""Weights packed for the CPU kernels: one file per model and kind, packed once and mapped by every worker.
 
     checkpoint --layer by layer, its share--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
 
-A second worker, and every later start, maps the file that the first worker packed. Packing goes layer by layer, so a
-large model needs the memory of one layer.
+Later workers and starts map the file that the first worker packed. Packing goes layer by layer, so a large model needs
+the memory of one layer.
 """
 
 from __future__ import annotations
@@ -56,25 +56,24 @@ from pillion.kernels.cpu.states.convolutions import pack_taps
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
-# Plain matrices are of these kinds, by the model's type.
+# Kinds of plain matrices, by the model's type.
 WIDE_KINDS = {"bfloat16": "bf16", "float32": "fp32"}
-# These numbers describe a matrix in the file of packed weights; the kind is its place among all kinds.
+# Numbers of a matrix in the file of packed weights; the kind is its index among all kinds.
 _NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """A packed matrix, or those of all experts of a layer, which are ``num_matrices``, ``matrix_bytes``
-    apart.
+    """A packed matrix, or the ``num_matrices`` matrices of a layer's experts, ``matrix_bytes`` apart.
 
     Attributes:
-        kind: how weights are packed; layouts are in :mod:`pillion.kernels.cpu.products.packing`.
+        kind: layout of the weights (:mod:`pillion.kernels.cpu.products.packing`).
         data: packed weights.
         bias: float32 [columns], or None.
-        order: int32 [depth], which input each packed input is, or None where inputs are in order.
+        order: int32 [depth], the input at each packed input, or None if inputs are in order.
         depth: number of inputs with padding.
         pairs: number of pairs of 16 columns with padding.
-        group: number of inputs that share a scale, quantized; else 0.
+        group: number of inputs that share a scale, if quantized; else 0.
         offsets: whether such groups have offsets.
     """
 
@@ -91,19 +90,19 @@ class CpuLinear:
 
     @property
     def meets_codes(self) -> bool:
-        """True if rows are rounded to int8 before the product."""
+        """True if rows are quantized to int8 before the product."""
         return self.kind == quantized_packing.INT8_DOTS or self.kind in DOT_KINDS
 
 
 class PackedMatrices:
-    """Named tensors, and matrices as the kernels read them. Nobody may write to them."""
+    """Named tensors, and matrices in the layout of the kernels. Read-only."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, int]
 
     @property
     def nbytes(self) -> int:
-        """Gives the number of bytes of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def has(self, name: str) -> bool:
@@ -111,8 +110,7 @@ class PackedMatrices:
         return name in self.tensors or f"{name}.data" in self.tensors
 
     def linear(self, name: str) -> CpuLinear:
-        """Return the matrix ``name``. Raises ConfigError where its sizes contradict each other, because kernels trust
-        them."""
+        """Return the matrix ``name``. Raises ConfigError if its sizes are inconsistent, because kernels trust them."""
         numbers = {field: self.numbers[f"{name}.{field}"] for field in _NUMBERS}
         kind, offsets = KINDS[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
         data, bias, order = (self.tensors.get(f"{name}.{part}") for part in ("data", "bias", "order"))
@@ -135,18 +133,18 @@ class PackedMatrices:
 
 
 class CpuWeights(PackedMatrices, PackedFile):
-    """Maps the file of a model's packed weights, which the workers of a host share."""
+    """The mapped file of a model's packed weights, shared by the workers of a host."""
 
 
 class InMemoryMatrices(PackedMatrices):
-    """Weights that are too small to be packed into a file in this process's memory. A :class:`MatrixPacker`
-    writes them before anybody reads them."""
+    """Weights in this process's memory, too small to be packed into a file. Written by a :class:`MatrixPacker` before
+    they are read."""
 
     def __init__(self) -> None:
         self.tensors, self.numbers = {}, {}
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Keeps a tensor; a copy of it where it does not begin at a cache line."""
+        """Keep a tensor, copied unless it is aligned to a cache line."""
         tensor = tensor.contiguous()
         self.tensors[name] = tensor.clone() if tensor.data_ptr() % LINE_BYTES else tensor
 
@@ -161,8 +159,8 @@ def load_cpu_weights(
     cache: ModelCache | None = None,
     shard: ModelShard | None = None,
 ) -> CpuWeights:
-    """Map a model's packed weights, which the first call packs: this process's share of them where several share the
-    model. Raises ConfigError for a checkpoint that does not fit."""
+    """Map a model's packed weights, or this process's share of them; the first call packs them. Raises ConfigError for
+    a checkpoint that does not fit."""
     cache, shard = cache or ModelCache(), shard or whole_model(config)
     share = "" if shard.whole else f" (rank {shard.rank} of {shard.size})"
 
@@ -178,8 +176,8 @@ def load_cpu_weights(
 
 @dataclass(frozen=True, slots=True)
 class MatrixPacker:
-    """Packs a process's share of a model, or an EAGLE head. ``wide`` is the kind of plain matrices, and of those
-    quantized matrices that are widened."""
+    """Packer of a process's share of a model, or of an EAGLE head. ``wide``: the kind of plain matrices, and of
+    quantized matrices that are dequantized."""
 
     writer: PackedWriter | InMemoryMatrices
     config: ModelConfig
@@ -223,8 +221,8 @@ class MatrixPacker:
             orders = [_inner_order(down) for down in whole.linears(one.down)]
             found = [order for order in orders if isinstance(order, torch.Tensor)]
             if found:
-                # Adapters need the order of the inner values, because their matrices are in that of the checkpoint.
-                # That of an expert in plain numbers is the checkpoint's.
+                # Adapters need the order of the inner values, because their matrices are in that of the checkpoint, as
+                # are unquantized experts.
                 every = torch.arange(len(found[0]))
                 mine = self.shard.inner(len(every))
                 own = torch.stack([every[order][mine.start : mine.stop] for order in orders]).to(torch.int32)
@@ -232,7 +230,7 @@ class MatrixPacker:
                 self.writer.tensor(f"{name}.inner_order", own if one.down.experts else own[0])
 
     def _tensor(self, prefix: str, tensor: LayerTensor, weights: LayerWeights) -> None:
-        """Pack a tensor of a layer in the way that its role asks for."""
+        """Pack a tensor of a layer according to its role."""
         name = prefix + tensor.name
         match tensor.role:
             case Role.NORM:
@@ -244,14 +242,13 @@ class MatrixPacker:
                     self.writer.tensor(prefix + "q_norm", rows[:queries].flatten())
                     self.writer.tensor(prefix + "k_norm", rows[queries:].flatten())
                     return
-                # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
+                # The norm has one row per head; all rows of queries are equal, and all rows of keys.
                 self.writer.tensor(prefix + "q_norm", rows[0])
                 self.writer.tensor(prefix + "k_norm", rows[-1])
             case Role.MATRIX:
                 self.linear(name, weights.linear(tensor))
             case Role.EXACT_MATRIX:
-                # The router chooses experts, and a rounding error could change the choice: its weights and rows stay
-                # float32.
+                # Weights and rows of the router stay float32: a rounding error could change the chosen experts.
                 router = weights.tensor(tensor)
                 self._write(name, [pack_linear(router, exact_kind([router], "fp32"))])
             case Role.TAPS:
@@ -268,8 +265,8 @@ class MatrixPacker:
                 self.writer.tensor(name, pack_bias(weights.tensor(tensor).view(-1)))
 
     def _latent_up(self, name: str, ups: torch.Tensor) -> None:
-        """Pack what makes keys and values of latents: for each head one matrix that takes queries to latents, and one
-        that takes latents to values."""
+        """Pack the up projections of latents: for each head one matrix that maps queries to latents, and one that maps
+        latents to values."""
         latents = self.config.latents
         assert latents is not None
         heads = ups.view(-1, latents.still + latents.values, latents.rank)
@@ -280,8 +277,8 @@ class MatrixPacker:
             self._write(f"{name}.{part}", [pack_linear(matrix, kind, offsets) for matrix in matrices])
 
     def _gated(self, prefix: str, operation: Mlp | Experts, weights: LayerWeights) -> None:
-        """Pack an MLP, or all experts of a layer; their panels are of one kind. The order of a down projection's
-        inputs becomes the order of the outputs before it."""
+        """Pack an MLP, or all experts of a layer, in panels of one kind. The order of a down projection's inputs
+        becomes the order of the outputs before it."""
         gates, plain_order, gated = [], [], operation.gated
         ups, downs = weights.linears(operation.gate_up), weights.linears(operation.down)
         for up, down in zip(ups, downs, strict=True):
@@ -306,26 +303,26 @@ class MatrixPacker:
         self._biases(name, [None if down.bias is None else pack_bias(down.bias) for down in downs])
 
     def _biases(self, name: str, packed: Sequence[torch.Tensor | None]) -> None:
-        """Write the packed biases of one linear layer, or of those of all experts, which have them or have none."""
+        """Write the packed biases of one linear layer, or of those of all experts; all have one, or none."""
         found = [bias for bias in packed if bias is not None]
         if found:
             self.writer.tensor(name + ".bias", torch.cat(found))
 
     def _chosen(self, matrices: Sequence[Matrix], num_matrices: int = 1) -> tuple[str, bool]:
-        """Return the kind of panels that hold all of the matrices, and whether they have offsets."""
+        """Return the kind of panels that all of the matrices can be packed into, and whether they have offsets."""
         quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
         plain = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
         if not quantized:
             return exact_kind(plain, self.wide), False
         if num_matrices > 1 and any(matrix.order is not None for matrix in quantized):
-            # Matrices whose inputs are reordered are widened for experts: a step gathers the inputs of all rows in one
-            # order, but each expert has its own.
+            # Experts whose inputs are reordered are dequantized: a step gathers the inputs of all rows in one order,
+            # but each expert has a different one.
             return self.wide, False
         kind = quantized_packing.packed_kind(matrices, self.wide)
         return kind, any(quantized_packing.has_offsets(matrix, kind) for matrix in quantized)
 
     def norm(self, name: str, norm: RmsNorm | LayerNorm) -> None:
-        # Kernels read whole vectors, so zeros follow the last weight, as they follow a row's last value.
+        # Kernels read whole vectors: zeros pad weights, like rows.
         room = (0, -len(norm.weight) % LANES)
         self.writer.tensor(name, pad(norm.weight.float(), room))
         if isinstance(norm, LayerNorm) and norm.bias is not None:
@@ -337,8 +334,7 @@ class MatrixPacker:
             self.writer.tensor(name + ".bias", pack_bias(linear.bias))
 
     def _write(self, name: str, packed: list[PackedWeight], matrices: Sequence[Matrix] = ()) -> None:
-        """Write one packed matrix, or the matrices of all experts one after the other, which were made of
-        ``matrices``."""
+        """Write one packed matrix, or those of all experts one after the other, packed from ``matrices``."""
         first = packed[0]
         self.writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
         if first.order is not None:
@@ -354,7 +350,7 @@ def _damaged(name: str) -> ConfigError:
 
 
 def _packed_up_bias(up: Linear, down: Linear, *, gated: bool) -> torch.Tensor | None:
-    """Return the bias of the outputs before a down projection, in the order in which that one reads them."""
+    """Return the bias of the outputs before a down projection, in the order in which the latter reads them."""
     if up.bias is None:
         return None
     halves = [half[_inner_order(down)] for half in up.bias.chunk(2 if gated else 1)]
