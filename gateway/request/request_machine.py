@@ -232,19 +232,25 @@ class RequestMachine:
         return self._decoding(event, now)
 
     def _unplanned(self, event: ev.PlanFailed, now: float) -> list[Action]:
-        if self.attempt > 1 and now - self._looking_s + self._looked_s < event.patience_s:
+        self._count_looking(now)
+        if self.attempt > 1 and self._looked_s < event.patience_s:
             return [self._look_up(COMPONENT_POLL_MS)]
         return self._retry_or_fail(event, now)
 
     def _planned(self, event: ev.PlanMade, now: float) -> list[Action]:
         self.plan = event.plan
-        if self.attempt > 1:
-            self._looked_s += now - self._looking_s
+        self._count_looking(now)
         if event.plan.alone:
             self.state = RequestState.OPENING
             return [self._submit()]
         self.state = RequestState.PINNING
         return [ev.OpenTicket(self.attempt, event.plan, resume=self.attempt > 1)]
+
+    def _count_looking(self, now: float) -> None:
+        """Add the time since the last look-up to that in which the request has waited for lost components."""
+        if self.attempt > 1:
+            self._looked_s += now - self._looking_s
+        self._looking_s = now
 
     def _lost_in_opening(self, event: ev.DecodeLost, now: float) -> list[Action]:
         if not isinstance(event.error, NotFound):

@@ -211,6 +211,22 @@ async def test_a_worker_may_give_its_epoch_up_itself(line: Fixture) -> None:
         await line.client.reattach(old)
 
 
+@pytest.mark.parametrize("used", ["lease", "ticket", "fence"])
+async def test_a_repeated_call_has_no_answer_once_the_new_epoch_is_used(line: Fixture, used: str) -> None:
+    old = await line.worker()
+    fresh = await line.client.reattach(old)
+    assert await line.client.reattach(old) == fresh
+    if used == "lease":
+        await line.client.lease(fresh, 1)
+    elif used == "ticket":
+        ticket = await line.client.open_ticket(line.gateway, hashes(1, 2, 3), 4)
+        await line.client.adopt(fresh, ticket.ticket_id, 0)
+    else:
+        line.fence(fresh)
+    with pytest.raises(NotFound):
+        await line.client.reattach(old)
+
+
 @pytest.mark.parametrize("times", [1, 2, 3])
 async def test_the_attachments_end_frees_the_new_epochs_holdings(line: Fixture, times: int) -> None:
     epoch = await line.worker()

@@ -1,0 +1,236 @@
+"""The rules by which a request survives losses, against a plain model: retries, patience, blame and back-off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from hypothesis import given
+
+from pillion.errors import LethalRequest, NotFound, Overloaded, Unavailable
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.request_machine import RequestMachine, RequestState
+from tests.gateway.request.test_request import ack, hold, machine, planned
+from tests.support.scenes import random_scenes
+
+MAX_ATTEMPTS = 3
+PATIENCE_S = 10.0
+PROMPT_TOKENS = 21
+ERRORS = [Unavailable("gone"), Overloaded("full", 700)]
+
+
+@dataclass
+class LossModel:
+    """What a request has lost since its client last got something, and how long it has waited for that."""
+
+    attempt: int = 1
+    # Attempts that bring nothing count unless the request waits for a component; the first one counts from the start.
+    fruitless: int = 1
+    losses: int = 0
+    tickets: int = 0
+    killed: list[str] = field(default_factory=list)
+    waited_s: float = 0.0
+    since_s: float = 0.0
+    avoid: set[str] = field(default_factory=set)
+
+    def got_something(self) -> None:
+        self.fruitless = self.losses = 0
+        self.killed, self.waited_s = [], 0.0
+
+    def wait_until(self, now: float) -> None:
+        if self.attempt > 1:
+            self.waited_s += now - self.since_s
+        self.since_s = now
+
+    def lose(self, loss: ev.AttemptLoss, now: float) -> tuple[Any, ...]:
+        """What follows from a loss: a look-up of the next attempt after some time, or the end."""
+        if not loss.retryable:
+            return "fail", loss.error
+        if loss.killed:
+            self.killed.append(loss.killed)
+        if len(self.killed) == 2:
+            return ("lethal",)
+        waits = self.waited_s < loss.patience_s
+        if loss.patience_s and not waits:
+            return "given up", f"after {self.waited_s:.0f} s without the components that it needs; the last loss", loss
+        if not waits and self.fruitless >= MAX_ATTEMPTS:
+            return "given up", f"after {self.fruitless} attempts; the last one", loss
+        pause_ms = min(500, 20 * 4**self.losses)
+        self.attempt += 1
+        self.losses += 1
+        self.fruitless += not waits
+        self.since_s = now
+        return "look up", self.attempt, set(self.avoid), pause_ms
+
+    def look_again(self, pause_ms: int, now: float) -> tuple[Any, ...]:
+        self.since_s = now
+        return "look up", self.attempt, set(self.avoid), pause_ms
+
+
+def outcome(actions: list[ev.Action]) -> tuple[Any, ...]:
+    last = actions[-1]
+    if isinstance(last, ev.LookUp):
+        return "look up", last.attempt, set(last.avoid), last.after_ms
+    assert isinstance(last, ev.Fail), last
+    if isinstance(last.error, LethalRequest):
+        return ("lethal",)
+    return "fail", last.error
+
+
+def check_outcome(actions: list[ev.Action], expected: tuple[Any, ...]) -> None:
+    found = outcome(actions)
+    if expected[0] != "given up":
+        assert found == expected
+        return
+    _, how, loss = expected
+    kind, error = found
+    assert kind == "fail"
+    assert error.message == f"given up {how}: {loss.error.message}"
+    assert type(error) is (Overloaded if isinstance(loss.error, Overloaded) else Unavailable)
+    assert error.retry_after_ms == loss.error.retry_after_ms
+
+
+class LossyRun:
+    """One request and its model. ``step`` has something happen that may in the request's state."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng, self.now, self.model = rng, 0.0, LossModel()
+        self.machine: RequestMachine = machine(PROMPT_TOKENS, max_tokens=50, attempts=MAX_ATTEMPTS)
+        self.machine.start()
+        self.beside: ev.DecodeLost | None = None
+
+    def loss(self, kind: type[ev.AttemptLoss], killed: bool = False) -> Any:
+        rng = self.rng
+        patience_s = rng.choice([0.0, 0.0, PATIENCE_S])
+        name = rng.choice(["", "", "decode-0", "decode-1"]) if killed else ""
+        return kind(self.machine.attempt, rng.choice(ERRORS), rng.random() < 0.9, patience_s, name)
+
+    def happen(self, event: ev.Event) -> list[ev.Action]:
+        return self.machine.handle(event, self.now)
+
+    def lost(self, event: ev.AttemptLoss, *blamed: str) -> None:
+        self.model.avoid |= set(blamed)
+        check_outcome(self.happen(event), self.model.lose(event, self.now))
+
+    def silent(self, *blamed: str) -> None:
+        self.model.avoid |= set(blamed)
+        state = self.machine.state.value
+        gone = ev.DecodeLost(
+            self.machine.attempt, Unavailable(f"nothing was heard of the request while it was {state}"), True
+        )
+        check_outcome(self.happen(ev.AttemptSilent(self.machine.attempt)), self.model.lose(gone, self.now))
+
+    def step(self) -> None:
+        self.now += self.rng.choice([0.0, 1.0, 2.0, 4.0])
+        getattr(self, self.machine.state.value)(self.machine.attempt)
+
+    def planning(self, attempt: int) -> None:
+        kind = self.rng.randrange(8)
+        if kind == 0:
+            failed, model = self.loss(ev.PlanFailed), self.model
+            model.wait_until(self.now)
+            if model.attempt > 1 and model.waited_s < failed.patience_s:
+                check_outcome(self.happen(failed), model.look_again(100, self.now))
+            else:
+                self.lost(failed)
+        elif kind == 1:
+            self.silent()
+        else:
+            self.model.wait_until(self.now)
+            hits = self.rng.choice([0, 2, 99])
+            (action,) = self.happen(planned(attempt, len(self.machine.tokens()), hits))
+            assert isinstance(action, ev.OpenTicket | ev.SubmitDecode)
+            assert not isinstance(action, ev.OpenTicket) or action.resume is (attempt > 1)
+
+    def opening(self, attempt: int) -> None:
+        kind = self.rng.randrange(4)
+        if kind == 0:
+            (action,) = self.happen(ev.DecodeLost(attempt, NotFound("less is pinned"), True))
+            assert isinstance(action, ev.OpenTicket)
+            assert action.resume
+        elif kind == 1:
+            self.lost(self.loss(ev.DecodeLost, killed=True), "decode-0")
+        elif kind == 2:
+            self.silent("decode-0")
+        else:
+            self.happen(ev.TicketAdopted(attempt, 99))
+            self.model.tickets = 0
+
+    def pinning(self, attempt: int) -> None:
+        kind = self.rng.randrange(4)
+        if kind == 0:
+            lost, model = self.loss(ev.TicketLost), self.model
+            if attempt > 1 and lost.retryable and model.waited_s < lost.patience_s:
+                model.avoid.add("kv-0")
+                pause_ms = min(500, 100 * 2**model.tickets)
+                model.tickets += 1
+                check_outcome(self.happen(lost), model.look_again(pause_ms, self.now))
+            else:
+                self.lost(lost, "kv-0")
+        elif kind == 1:
+            self.silent()
+        else:
+            self.happen(ev.TicketGranted(attempt, hold(attempt), self.rng.choice([0, 99])))
+            self.model.tickets, self.beside = 0, None
+
+    def fetching(self, attempt: int) -> None:
+        if self.rng.randrange(3):
+            self.happen(ev.BlocksFetched(attempt, self.rng.choice([0, 99])))
+        else:
+            self.silent()
+
+    def prefilling(self, attempt: int) -> None:
+        kind = self.rng.randrange(6)
+        if kind == 0:
+            self.lost(self.loss(ev.PrefillLost), "prefill-0")
+        elif kind == 1:
+            self.silent("prefill-0")
+        elif kind == 2 and self.beside is None:
+            lost = self.loss(ev.DecodeLost, killed=True)
+            if lost.retryable:
+                self.beside = lost
+                self.model.avoid.add("decode-0")
+                assert self.happen(lost) == []
+            else:
+                self.lost(lost, "decode-0")
+        elif kind == 3:
+            self.happen(ev.ChunkAcked(attempt, ack(0, 8)))
+        elif self.beside is not None:
+            check_outcome(self.happen(ev.PrefillEnded(attempt, 99)), self.model.lose(self.beside, self.now))
+        else:
+            self.happen(ev.PrefillEnded(attempt, 99))
+
+    def decoding(self, attempt: int) -> None:
+        kind = self.rng.randrange(4)
+        if kind == 0:
+            self.happen(ev.TokensSampled(attempt, (50,)))
+            self.model.got_something()
+        elif kind == 1:
+            self.silent("decode-0")
+        else:
+            self.lost(self.loss(ev.DecodeLost, killed=True), "decode-0")
+
+
+@given(random_scenes())
+def test_losses_have_the_outcome_of_their_model(scenes: list[Random]) -> None:
+    for rng in scenes:
+        run = LossyRun(rng)
+        for _ in range(60):
+            if run.machine.state is RequestState.DONE or len(run.machine.emitted) > 40:
+                break
+            run.step()
+            assert run.machine.attempt == run.model.attempt
+
+
+def test_a_plan_that_keeps_failing_is_not_waited_for_anew_in_each_attempt() -> None:
+    m = machine(attempts=2)
+    m.start()
+    m.handle(ev.PlanFailed(1, ERRORS[0], True), 0.0)
+    for second in range(int(PATIENCE_S)):
+        again = m.handle(ev.PlanFailed(2, ERRORS[0], True, PATIENCE_S), second)
+        assert isinstance(again[-1], ev.LookUp)
+        assert again[-1].attempt == 2
+    last = m.handle(ev.PlanFailed(2, ERRORS[0], True, PATIENCE_S), PATIENCE_S)[-1]
+    assert isinstance(last, ev.Fail)
+    assert last.error.message == "given up after 10 s without the components that it needs; the last loss: gone"
