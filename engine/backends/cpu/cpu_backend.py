@@ -95,7 +95,7 @@ class CpuBackend(HostBackend):
         buffers, tables, scratch = (size / 2**20 for size in self.memory_bytes())
         log.info(
             "memory of this worker beside weights and KV pool: rotary tables %.1f MiB, scratch %.1f, buffers %.1f after"
-            " a step of %d tokens; larger steps have them grow",
+            " a step of %d tokens; larger steps grow them",
             tables,
             scratch,
             buffers,

@@ -346,7 +346,7 @@ class MatrixPacker:
 
 
 def _damaged(name: str) -> ConfigError:
-    return ConfigError(f"the packed weights of {name} do not fit together; remove the file")
+    return ConfigError(f"the packed weights of {name} are inconsistent; remove the file")
 
 
 def _packed_up_bias(up: Linear, down: Linear, *, gated: bool) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Turns GPU memory that several processes map into torch tensors, and sends small arrays to the device."""
+"""GPU memory mapped by several processes as torch tensors, and copies of small arrays."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class DevicePool(Protocol):
 
     @property
     def address(self) -> int:
-        """Gives the address of the pool on the device."""
+        """The pool's address on the device."""
 
     @property
     def size_bytes(self) -> int:
-        """Gives the number of bytes from ``address`` on."""
+        """The number of bytes from ``address`` on."""
 
 
 @runtime_checkable
 class DividedPool(Protocol):
-    """A pool that is divided over GPUs: each shard has the pieces of some KV heads of every slot.
+    """A pool divided over GPUs: each shard has the pieces of some KV heads of every slot.
 
     Attributes:
         shares: the KV heads of each shard.
@@ -39,14 +39,14 @@ class DividedPool(Protocol):
     def shares(self) -> Sequence[range]: ...
 
     def shard(self, index: int) -> DeviceMapping:
-        """Map a shard into this process, once. Raises ConfigError where this process's GPU cannot reach it."""
+        """Map a shard into this process, once. Raises ConfigError if this process's GPU cannot access it."""
 
 
 def _with_interface(memory: DevicePool, name: str) -> SimpleNamespace:
     """Describe a pool's memory by the array interface, version 3, through which torch (CUDA) and numpy use foreign
     memory."""
     interface = {"shape": (memory.size_bytes,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
-    # The tensor holds this object, and this object holds the mapping.
+    # The tensor references this object, which references the mapping.
     return SimpleNamespace(memory=memory, **{name: interface})
 
 
@@ -68,30 +68,29 @@ def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
 
 
 def distant_tensor(memory: DevicePool, device: torch.device) -> torch.Tensor:
-    """Return a tensor uint8 [size_bytes] over memory of another GPU that is mapped for kernels of ``device``, as if it
-    were that device's own. The caller keeps ``memory`` alive.
+    """Return a tensor uint8 [size_bytes] over memory of another GPU that is mapped for kernels of ``device``, labelled
+    as that device's memory. The caller keeps ``memory`` alive.
 
-    Under the other GPU's name torch would make a context there, of 0.3 to 0.5 GB that no pool has left free.
+    With the other GPU's label torch would create a context there, of 0.3 to 0.5 GB that no pool leaves free.
     """
     storage = torch._C._construct_storage_from_data_pointer(memory.address, device, memory.size_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy a few numbers to the device without waiting: torch keeps the pinned memory until the copy is done."""
+    """Copy a few numbers to the device asynchronously: torch keeps the pinned memory until the copy is done."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
-    """Begin to copy values to the host, without waiting: they are there when what is queued on the device has
-    ended."""
+    """Start to copy values to the host; they are valid once the queued work of the device has ended."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return host.copy_(values, non_blocking=True)
 
 
 def event_on(device: torch.device) -> Any:
-    """Return a CUDA event that stands for the end of all that was queued on the current stream so far."""
+    """Return a CUDA event for the end of the work queued on the current stream."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

@@ -1,18 +1,17 @@
-"""Implements the backend of the Triton kernels: steps on a GPU, each launched while the previous one runs.
+"""The backend of the Triton kernels: steps on a GPU, each launched while the previous one runs.
 
     GpuModel (weights, buffers) -> GpuBackend -> take_workspace (kernels compile) -> bind_pool
         -> warm_up (CUDA graphs over that pool) -> launch, launch, wait, launch, wait ... -> close
 
-A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), which mostly chooses the
-tokens, too, and begins their copy to the host, all without waiting; a launch without rows leaves the choice to
-``GpuInFlightStep.choose``.
-``GpuInFlightStep.wait`` waits only for that copy. The chosen tokens also stay on the device, where the next step's
-embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
+A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), which usually samples as
+well, and starts the copy of the tokens to the host, without waiting; a launch without rows leaves sampling to
+``GpuInFlightStep.choose``. ``GpuInFlightStep.wait`` waits only for that copy. The tokens also stay on the device, where
+the next step's embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
 
-One rank of several (``rank_group.py``) launches the same steps over its own share, and ends in the same order: where
-rank 0's step has ended, no rank writes its KV any more. Rank 0 alone chooses tokens, and gives those that only its
-device knows to the others before the step that embeds them. In a pool in one piece rank 0 copies blocks, in one on
-several GPUs one rank does in each shard (:mod:`pillion.engine.backends.gpu.pool_parts`).
+One rank of several (``rank_group.py``) launches the same steps over its own share, and ends in the same order: once
+rank 0's step has ended, no rank still writes its KV. Only rank 0 samples, and sends tokens known only to its device to
+the others before the step that embeds them. In a pool in one piece rank 0 copies blocks, in one divided over GPUs one
+rank per shard does (:mod:`pillion.engine.backends.gpu.pool_parts`).
 
 With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interpreter, over a pool in host memory.
 """
@@ -75,22 +74,22 @@ from pillion.types import SAMPLING_OPTIONS, SamplingParams
 
 log = logging.getLogger("pillion.worker")
 
-# A token's row in a pool is a 32-bit number.
+# Rows of tokens in a pool are 32-bit numbers.
 MAX_ROWS = 2**31 - 1
-# The step that compiles the kernels writes its KV into this many slots, because slots for its whole text would need
-# memory that a large budget, whose own buffers are there, may not leave.
+# Slots for the KV of the step that compiles the kernels. Slots for its whole text could exceed the memory that the
+# buffers of a large budget leave.
 SCRATCH_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLimits:
-    """Limits one step, so that buffers and graphs can be made once.
+    """The limits of one step, by which buffers and graphs are allocated once.
 
     Attributes:
-        max_samples: most sampled rows of a step; 0 for a worker that never samples. Larger steps run without a graph.
-        max_scored: most further rows, whose logits score the tokens of prompts.
-        max_model_len: most tokens of one sequence.
-        num_speculative_tokens: most draft tokens of a decode.
+        max_samples: max sampled rows of a step; 0 for a worker that never samples. Larger steps run without a graph.
+        max_scored: max additional rows, whose logits score the tokens of prompts.
+        max_model_len: max tokens of one sequence.
+        num_speculative_tokens: max draft tokens of a decode.
     """
 
     max_tokens: int
@@ -102,7 +101,7 @@ class GpuLimits:
 
 
 class BoundPool:
-    """A pool, and all objects that have its address: attention, the step's record, decoder and graphs."""
+    """A pool, and all objects that depend on its address: attention, the step's record, decoder and graphs."""
 
     def __init__(
         self,
@@ -117,19 +116,18 @@ class BoundPool:
         *,
         eager: bool,
     ) -> None:
-        """Make the objects over a pool. ``parts`` are those of the process's KV heads, each with its shard's bytes
-        [slots, ...]. ``sampler`` chooses tokens, None in processes that choose none. ``decoder`` is the class that runs
-        the forward pass."""
+        """``parts``: those of the process's KV heads, each with its shard's bytes [slots, ...]. ``sampler``: None in
+        processes that do not sample. ``decoder``: the class that runs the forward pass."""
         self.num_slots, self.products = len(parts[0][1]), model.plain_products
-        # In these shards this process copies whole slots.
+        # Shards in which this process copies whole slots.
         self.copied = [shard for part, shard in parts if part.copied]
         self.parts = [_part_rows(model, part, shard, layout, limits) for part, shard in parts]
         words = [part.attention_words for part in self.parts]
-        # Steps have at most these rows, of which each may choose a token within the step.
+        # Max rows sampled within the step.
         samples = 0 if sampler is None else limits.max_samples
         self.record = GpuStepRecord(limits.max_tokens, samples, layout.block_size, words, model.device)
         self._sampler = sampler
-        # Where a model has states, each rank has a shard of its own, or all share the only one.
+        # Each rank has a separate shard with states, or all share the only one.
         self.states = None if states is None else states.over(parts[0][1])
         self.decoder = decoder(model, self.parts, self.record, self.states, experts)
         self.graphs = StepGraphs(
@@ -143,11 +141,11 @@ class BoundPool:
         )
 
     def chooses(self, rows: SamplingRows | None) -> bool:
-        """Return whether a step can choose the tokens of its first rows itself."""
+        """Return whether a step can sample the tokens of its first rows itself."""
         return rows is not None and not rows.edits and rows.masks is None and len(rows) <= len(self.record.sampling)
 
     def _run(self, shape: StepShape) -> torch.Tensor:
-        """Run the step in the record, as :meth:`GpuDecoder.run` does, and chooses the tokens of rows that want one."""
+        """Run the step in the record, like :meth:`GpuDecoder.run`, and sample the rows to sample."""
         logits = self.decoder.run(shape)
         count = min(len(logits), len(self.record.sampling))
         if self._sampler is not None:
@@ -162,7 +160,7 @@ class BoundPool:
 def _part_rows(
     model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVLayout, limits: GpuLimits
 ) -> PartRows | LatentRows:
-    """Make the object that writes and attends a part of the process's KV heads in the bytes of a shard."""
+    """Build the object that writes and attends a part of the process's KV heads in the bytes of a shard."""
     config, rows = model.config, LayerRows.of(shard, layout, part, model.dtype)
     if config.latents is not None:
         return LatentRows(rows, _latent_attention(model, rows.pool, layout, limits) if part.attended else None)
@@ -195,7 +193,7 @@ def _part_rows(
 
 
 def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, limits: GpuLimits) -> LatentAttention:
-    """Make attention over a pool of latents."""
+    """Build attention over a pool of latents."""
     config, latents = model.config, model.config.latents
     assert latents is not None
     return LatentAttention(
@@ -218,17 +216,17 @@ def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, lim
 
 
 class GpuBackend:
-    """Implements ``pillion.engine.backends.backend.Backend`` on a GPU; that class's docstring has the contract."""
+    """The ``pillion.engine.backends.backend.Backend`` of a GPU; that class's docstring has the contract."""
 
     max_steps_under_way = 2
     gives_vectors = True
 
     adapters: GpuAdapters | None = None
-    # This class runs the forward pass.
+    # The class that runs the forward pass.
     decoder: type[GpuDecoder] = GpuDecoder
 
     def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
-        """Make the backend. With ``enforce_eager`` it captures no CUDA graphs."""
+        """``enforce_eager``: capture no CUDA graphs."""
         self._model = model
         self.layout = layout
         self.vocab_size = model.config.vocab_size
@@ -240,18 +238,18 @@ class GpuBackend:
         leads = model.ranks is None or model.ranks.shard.leads
         self._sampler = GpuSampler(model.sampled, self.vocab_size, limits.max_seqs) if leads else None
         self._bound: BoundPool | None = None
-        # The memory is held here, because a tensor over host memory does not keep the memory alive.
+        # A reference, because a tensor over host memory does not keep the memory alive.
         self._memory: Any = None
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
-        """Use ``memory`` as the paged KV pool. Raises ConfigError if it is too small or cannot be reached."""
+        """Use ``memory`` as the paged KV pool. Raises ConfigError if it is too small or inaccessible."""
         model = self._model
         if not isinstance(memory, memoryview) and num_slots > MAX_ROWS // self.layout.block_size:
             raise ConfigError(f"the GPU kernels address at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
         shards = len(memory.shares) if isinstance(memory, DividedPool) else 1
         if self.layout.state_pages and shards != self.layout.state_shards:
             raise ConfigError(
-                f"this worker divides its layers' states over {self.layout.state_shards} shards of a pool, and the pool"
+                f"this worker divides its layers' states over {self.layout.state_shards} shards of a pool, but the pool"
                 f" of its KV node has {shards}: both need as many GPUs as the worker has ranks"
             )
         if isinstance(memory, DividedPool):
@@ -259,7 +257,7 @@ class GpuBackend:
             each = [self._shard(memory, part, num_slots) for part in parts]
         elif isinstance(memory, memoryview):
             if model.device.type != "cpu":
-                raise ConfigError("this worker computes on a GPU, its KV node keeps blocks in host memory")
+                raise ConfigError("this worker computes on a GPU, but the pool of its KV node is in host memory")
             memory, needed = checked_memory(memory, num_slots, self.layout)
             parts = self._whole_parts()
             each = [torch.frombuffer(memory, dtype=torch.uint8, count=needed)] * len(parts)
@@ -274,12 +272,12 @@ class GpuBackend:
 
     @property
     def model(self) -> GpuModel:
-        """Gives the model that this process computes, or its share of it."""
+        """The model that this process computes, or its share of it."""
         return self._model
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Make each step return the inputs of these layers for all its rows (``Sampled.states``). It is called at most
-        once, before ``bind_pool``, in a worker of one process."""
+        """Make each step return the inputs of these layers for all its rows (``Sampled.states``). Called at most once,
+        before ``bind_pool``, in a worker of one process."""
         self._model.keep_states(layers)
 
     def warm_up(self, max_tokens: int) -> None:
@@ -292,8 +290,8 @@ class GpuBackend:
             self._model.adapters.clear()
         with torch.inference_mode():
             if isinstance(self._memory, DividedPool):
-                # The workspace has compiled the kernels for a pool in one piece. A divided pool needs others, which
-                # these steps compile before the graphs are captured.
+                # The workspace has compiled the kernels for a pool in one piece. A divided pool needs others, compiled
+                # by these steps before the graphs are captured.
                 for chunks in (True, False):
                     bound.decoder.run(StepShape(1, min(1, self._limits.max_samples), chunks))
             bound.graphs.capture(log.info)
@@ -302,14 +300,14 @@ class GpuBackend:
             self._ranks.begin_steps()
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
-        """Begin a step, as ``pillion.engine.backends.backend.Backend`` describes."""
+        """Start a step, as ``pillion.engine.backends.backend.Backend`` describes."""
         bound = self._bound_or_raise()
         try:
             # No rank writes KV before the sum of the embeddings, which ends after the copies of all ranks.
             if copies:
                 self.copy_blocks(*zip(*copies, strict=True))
             logits, chosen = self._forward(bound, batch, rows)
-            # Ranks above 0 have no logits, and nobody asks them for texts.
+            # Ranks above 0 have no logits, and do not fetch vectors.
             fetches = batch.pooled_ids and self._sampler is not None
             texts = _fetch_texts(batch, logits, bound.decoder.vectors) if fetches else None
             kept = to_host(self._model.states[: batch.num_tokens]) if self._model.state_layers else None
@@ -327,10 +325,10 @@ class GpuBackend:
         return step
 
     def choose(self, logits: torch.Tensor, rows: SamplingRows, *, chosen: bool = False) -> GpuChoice:
-        """Begin to choose a token for each row of a launched step's logits, unless the step itself has ``chosen``
-        them, and to bring the tokens to the host."""
+        """Start to sample a token for each row of a launched step's logits, unless the step itself has ``chosen``
+        them, and to copy the tokens to the host."""
         if self._sampler is None:
-            raise Internal("only rank 0 chooses tokens")
+            raise Internal("only rank 0 samples")
         try:
             return self._sampler.launch(logits, rows, chosen=chosen)
         except Exception:
@@ -344,11 +342,11 @@ class GpuBackend:
         return logits.cpu()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, as :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks` does, in the
-        shards in which this process does that."""
+        """Copy whole slots, like :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks`, in the shards
+        assigned to this process."""
         bound = self._bound_or_raise()
         copies = checked_copies(sources, targets, bound.num_slots)
-        # Slots are copied all at once if no target occurs twice or is also a source, and else one after another.
+        # Slots are copied all at once if no target occurs twice or is also a source, otherwise in order.
         apart = len({*sources, *targets}) == len({*sources}) + len(copies)
         if not bound.copied:
             return
@@ -358,8 +356,8 @@ class GpuBackend:
                 blocks.copy(shard, pairs)
 
     def take_workspace(self) -> None:
-        """Compile every kernel and allocates the workspace of a full step, over scratch memory, before the KV node
-        makes its pool of the rest of the device's memory."""
+        """Compile every kernel and allocate the workspace of a full step, over scratch memory, before the KV node
+        allocates its pool in the rest of the device's memory."""
         layout, device = self.layout, self._model.device
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
         slots = min(SCRATCH_SLOTS, -(-max_tokens // layout.block_size))
@@ -383,7 +381,7 @@ class GpuBackend:
                 self.await_event(choice.done)
                 choice.wait()
         if device.type == "cuda":
-            # Memory that torch keeps in its cache must not look used when the KV node makes the pool.
+            # Torch's cached memory must not look used when the KV node allocates the pool.
             del bound, scratch
             self.settle()
             torch.cuda.empty_cache()
@@ -392,8 +390,8 @@ class GpuBackend:
             self._ranks.agree(True)
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Allocate adapter slots for the greatest rank and compiles the kernels. Raises ConfigError where the kernels
-        cannot run the model."""
+        """Allocate adapter slots for the max rank and compile the kernels. Raises ConfigError if the kernels cannot run
+        the model."""
         model = self._model
         self.adapters = model.adapters = GpuAdapters(
             model.weights.config,
@@ -414,7 +412,7 @@ class GpuBackend:
         try:
             self.settle()
         except BackendLost as error:
-            # A device that has failed runs nothing any more, so there is nothing to wait for.
+            # A failed device runs nothing: there is nothing to wait for.
             log.warning("%s", error)
         if self._bound is not None:
             self._bound.graphs.close()
@@ -424,8 +422,7 @@ class GpuBackend:
             self._ranks.close()
 
     def settle(self) -> None:
-        """Wait until nothing of any launch runs on the device any more. Raises BackendLost if the device or a rank has
-        failed."""
+        """Wait until no launch is running on the device. Raises BackendLost if the device or a rank has failed."""
         if self._model.device.type == "cuda":
             if self._ranks is not None:
                 self.await_event(event_on(self._model.device))
@@ -435,18 +432,18 @@ class GpuBackend:
                 raise BackendLost(f"the GPU failed: {error}") from error
 
     def await_event(self, event: Any) -> None:
-        """Wait for a CUDA event where the process is one of several ranks; there is none where ``event`` is None.
-        Raises BackendLost if another rank fails meanwhile."""
+        """Wait for a CUDA event, if not None and the process is one of several ranks. Raises BackendLost if another
+        rank fails meanwhile."""
         if self._ranks is not None and event is not None:
             self._ranks.wait(event)
 
     def _whole_parts(self) -> list[PoolPart]:
-        """Return the parts that this process has of a pool which is not divided."""
+        """Return this process's parts of a pool that is not divided."""
         return list(whole_parts(self._model.weights.config, self._model.shard))
 
     def _shard(self, pool: DividedPool, part: PoolPart, num_slots: int) -> torch.Tensor:
-        """Return the bytes of a divided pool's shard that holds ``part``. Raises ConfigError where this GPU cannot
-        reach them."""
+        """Return the bytes of a divided pool's shard with ``part``. Raises ConfigError if this GPU cannot access
+        them."""
         mapped, device = pool.shard(part.shard), self._model.device
         tensor = tensor_at if mapped.device_index == (device.index or 0) else distant_tensor
         return _slots_of(tensor(mapped, device), num_slots, part_layout(self.layout, part).block_bytes)
@@ -470,8 +467,8 @@ class GpuBackend:
     def _forward(
         self, bound: BoundPool, batch: StepBatch, sampling: SamplingRows | None = None
     ) -> tuple[torch.Tensor, bool]:
-        """Run the forward pass; return logits on the device, one row for each of ``batch.sample_rows`` but those
-        whose vectors are wanted, and whether the step also chooses the tokens of the rows in ``sampling``."""
+        """Run the forward pass; return logits on the device, one row for each of ``batch.sample_rows`` except those of
+        which only vectors are needed, and whether the step also samples the rows in ``sampling``."""
         self.check_step(batch)
         if bound.states is not None:
             bound.states.record.check(batch.states, batch.num_seqs)
@@ -498,13 +495,12 @@ class GpuBackend:
             return logits, chooses
 
     def _compute(self, bound: BoundPool, shape: StepShape, num_tokens: int) -> torch.Tensor:
-        """Run the step in the record, which had ``num_tokens`` tokens before it was padded to ``shape``; return its
-        logits."""
+        """Run the step in the record, of ``num_tokens`` tokens before it was padded to ``shape``; return its logits."""
         return bound.graphs.run(shape)
 
 
 def _what_is_fixed(bound: BoundPool, max_model_len: int) -> str:
-    """Says by counts what it costs that a token's bits depend on its sequence alone."""
+    """Return a log line with the cost of results that do not depend on other sequences."""
     keys = [part.attention.planner.decode.part_keys for part in bound.parts if part.attention is not None]
     every = f"{bound.products} products a step run on kernels of one order, and none on cuBLAS"
     if not keys:
@@ -516,12 +512,12 @@ def _what_is_fixed(bound: BoundPool, max_model_len: int) -> str:
 
 
 def without_graphs(model: GpuModel, limits: GpuLimits, *, eager: bool) -> str:
-    """Says in one line which steps the host launches kernel by kernel."""
+    """Return a log line about the steps that the host launches kernel by kernel."""
     if eager or not model.capturable:
         return "no step runs in a CUDA graph: " + ("--enforce-eager" if eager else "ranks share a GPU")
     few = f"of more than {MAX_GRAPH_TOKENS} tokens" if limits.max_tokens > MAX_GRAPH_TOKENS else ""
     samples = f"with more than {limits.max_samples} sampled rows" if limits.max_scored else ""
-    left = [words for words in (few, samples, "that give vectors of texts") if words]
+    left = [words for words in (few, samples, "that return vectors of texts") if words]
     return "steps leave their CUDA graph: those " + ", those ".join(left)
 
 
@@ -535,23 +531,23 @@ def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class FetchedTexts:
-    """On the host what a step gives of texts, once the step has ended: vectors [P, hidden] in the model's type,
-    and the logits that are wanted, one after the other. ``ids`` is StepBatch.pooled_ids."""
+    """Vectors and logits of texts, copied to the host when the step has ended: vectors [P, hidden] in the model's type,
+    and the requested logits, one after the other. ``ids`` is StepBatch.pooled_ids."""
 
     ids: tuple[tuple[int, ...], ...]
     vectors: torch.Tensor
     logits: torch.Tensor
 
     def rows(self) -> tuple[Float32, ...]:
-        """Return the row of each text, as Sampled.pooled has them."""
+        """Return the row of each text, as in Sampled.pooled."""
         vectors = iter(self.vectors.float().numpy())
         parts = iter(torch.split(self.logits, [len(ids) for ids in self.ids if ids]))
         return tuple(next(parts).numpy() if ids else next(vectors) for ids in self.ids)
 
 
 def _fetch_texts(batch: StepBatch, logits: torch.Tensor, vectors: torch.Tensor) -> FetchedTexts:
-    """Begin to copy what a step gives of texts. The logits that texts want are in the last rows of ``logits``; the
-    copies end before the kernels of the next step begin."""
+    """Start to copy the vectors and logits of texts. The latter are in the last rows of ``logits``; the copies end
+    before the kernels of the next step start."""
     wanted = [ids for ids in batch.pooled_ids if ids]
     first = len(logits) - len(wanted)
     places = [(row, each) for row, ids in enumerate(wanted, first) for each in ids]
@@ -563,8 +559,8 @@ def _fetch_texts(batch: StepBatch, logits: torch.Tensor, vectors: torch.Tensor) 
 
 
 class GpuInFlightStep:
-    """A launched step of a backend, with its logits [R, V] on the device, what it gives of texts, and the
-    states that it keeps, which a copy brings to the host."""
+    """A launched step of a backend: its logits [R, V] on the device, the vectors and logits of texts, and the stored
+    states, which are being copied to the host."""
 
     def __init__(
         self, backend: GpuBackend, logits: torch.Tensor, texts: FetchedTexts | None, kept: torch.Tensor | None
@@ -577,12 +573,12 @@ class GpuInFlightStep:
         self._choice: GpuChoice | None = None
 
     def choose(self, rows: SamplingRows, *, chosen: bool = False) -> None:
-        """Queue the sampling behind the forward pass; it changes the logits. Where the step itself has ``chosen`` the
+        """Queue the sampling behind the forward pass; it changes the logits. If the step itself has ``chosen`` the
         tokens, only their copy to the host and the scores of prompts' tokens are queued."""
         self._choice = self._backend.choose(self._logits, rows, chosen=chosen)
 
     def wait(self) -> Sampled:
-        """Wait for the step's tokens, and for nothing launched after them. Raises BackendLost if the GPU failed."""
+        """Wait for the step's tokens, but for nothing launched after them. Raises BackendLost if the GPU failed."""
         if self._choice is None:
             self._backend.settle()
             sampled = Sampled()
@@ -610,7 +606,7 @@ def _one_row(vocab_size: int, *, drawn: bool) -> SamplingRows:
     sampler."""
     if not drawn:
         return SamplingRows.of([SamplingParams(temperature=0.0)], [0], [0])
-    # The middle of an option's range is never the value that changes nothing, and neither is 1 for whole numbers.
+    # The middle of an option's range never disables the option, nor does 1 for whole numbers.
     ranges = {name: one.allowed for name, one in SAMPLING_OPTIONS.items() if one.of_rows and one.allowed is not None}
     params: dict[str, Any] = {
         name: 1 if SAMPLING_OPTIONS[name].whole else (one.low + one.high) / 2 for name, one in ranges.items()

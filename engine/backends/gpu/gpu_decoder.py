@@ -1,4 +1,4 @@
-"""Runs the forward pass on a GPU: that of :mod:`pillion.engine.models.decoder`, with fused kernels and fixed buffers.
+"""The forward pass on a GPU: that of :mod:`pillion.engine.models.decoder`, with fused kernels and fixed buffers.
 
     embed -> residual
     each layer   norm -> qkv product -> [qk-norm, rope, KV into the pool] -> attention -> o product
@@ -6,20 +6,20 @@
     last layer   ends with its KV if no row is sampled; else only sampled rows continue after its attention
     logits       head product, in float32
 
-In some models layers carry a state from token to token, in place of attention or beside it (``engine/gpu_states``).
-What is written above of attention and its KV then holds for their operations and states, too.
+In some models layers have recurrent state, instead of attention or beside it (``engine/gpu_states``). The above about
+attention and its KV then holds for their operations and states.
 
 One rank of several (``rank_group.py``) does the same over its share of heads, inner values and tokens. The results of
-embedding, o product and down product are then summed up over the ranks, and rank 0 gathers the logits.
+embedding, o product and down product are then all-reduced, and rank 0 gathers the logits.
 
-A stage (``engine/gpu_stages``) runs its own layers alone: the first one embeds, the others find the rows of the stage
+A stage (``engine/gpu_stages``) runs only its own layers: the first one embeds, the others find the rows of the stage
 before in the residual stream's buffer, and leave theirs there.
 
-Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch, or our kernel's where
-the tuning file says so (few rows); those by matrices in quantized weights are our kernels', as are those of experts
-(``gpu_experts.py``). Nothing here synchronises, and nothing but logits, sampled rows and gates of attention's results
-is allocated, so that a step can be captured as a CUDA graph. The exceptions (``capturable``) are ranks that share a
-GPU, whose sums go through the host.
+Brackets enclose one kernel. The products by plain matrices are cuBLAS's, through torch, or our kernel's if the tuning
+file says so (few rows); those by quantized matrices are our kernels', as are those of experts (``gpu_experts.py``).
+Nothing here synchronises, and only logits, sampled rows and gates of attention's results are allocated, so that a step
+can be captured as a CUDA graph. The exceptions (``capturable``) are ranks that share a GPU, whose sums go through the
+host.
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ from pillion.kernels.gpu.rows.embedding import embed
 from pillion.kernels.gpu.rows.gated import gated
 from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
 
-# Operations that write keys and values, or states. After the last layer's last one only sampled rows go on.
+# Operations that write keys and values, or states. After the last one of the last layer only sampled rows continue.
 _MIXERS = (Attend, AttendLatents, StateOperation)
 
 
 @dataclass(slots=True)
 class _LayerStep:
-    """What one operation of a layer hands to the next.
+    """State passed between the operations of a layer.
 
     Attributes:
         residual: the residual stream.
-        rows, kept: what the last operation made of it, and rows that operations keep for later ones.
-        count: int32 [1], how many of the rows are not padding.
-        results: what experts have found of the rows, where the sum that comes next adds it up.
-        gate: what multiplies attention's results, where a layer has such a gate.
+        rows, kept: the output of the last operation, and rows that later operations read.
+        count: int32 [1], the number of rows without padding.
+        results: the experts' results of the rows, if the next sum adds them up.
+        gate: the factor of attention's results, in layers with such a gate.
         added_up: the sum of the layer's operations that add up rows; None before the first of them.
-        inputs: what the layer reads of the rows' tokens beside the residual stream, where it does.
-        mixers: how many of the layer's operations that write keys and values, or states, are still to run.
-        ended: whether nothing has to be computed any more, because no row is sampled.
+        inputs: the layer's inputs per token beside the residual stream, if any.
+        mixers: number of the layer's remaining operations that write keys and values, or states.
+        ended: whether nothing more has to be computed, because no row is sampled.
     """
 
     residual: torch.Tensor
@@ -109,7 +109,7 @@ class _LayerStep:
 
 
 class GpuDecoder:
-    """Runs a model's forward pass over one pool."""
+    """The forward pass of a model over one pool."""
 
     def __init__(
         self,
@@ -119,20 +119,20 @@ class GpuDecoder:
         states: StatesInPool | None = None,
         experts: GpuExperts | None = None,
     ) -> None:
-        """Make the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans; ``states``
-        and ``experts`` those of layers that have some."""
+        """``parts``: those of the process's KV heads, one per plan of ``record``; ``states`` and ``experts``: those of
+        layers that have some."""
         self._model, self._states, self._experts = model, states, experts
-        # Whether a step has come to its sampled rows, which go on alone after the last attention or state.
+        # Whether a step has reached its sampled rows, which continue alone after the last attention or state.
         self._sampled = False
-        # These are the rows whose vectors the last step gave; the next step's kernels overwrite them.
+        # Rows whose vectors the last step returned; the next step's kernels overwrite them.
         self.vectors = model.normed[:0]
-        # Each of these parts has a plan in the record. A model has parts of one class.
+        # Parts with their plans in the record. A model has parts of one class.
         planned = list(zip(parts, record.attention, strict=True))
         self._parts = [(part, plan) for part, plan in planned if isinstance(part, PartRows)]
         self._latents = [(part, plan) for part, plan in planned if isinstance(part, LatentRows)]
         self._record = record
-        # After each layer's last sum the residual stream is normed by one of these, but by none after the last layer of
-        # a stage, whose rows are the next stage's to norm.
+        # Norms of the residual stream after each layer's last sum; none after the last layer of a stage, whose rows the
+        # next stage norms.
         self._following = {index - 1: _first_norm(layer) for index, layer in model.layers.items()}
         if "final_norm" in model.weights:
             final = GpuNorm(model.weights["final_norm"], model.weights.get("final_norm.bias"))
@@ -140,7 +140,7 @@ class GpuDecoder:
 
     def run(self, shape: StepShape) -> torch.Tensor:
         """Run the step in the record, padded to ``shape``; return float32 logits [shape.samples - shape.vectors,
-        vocab_size], and leaves the other sampled rows in ``vectors``. A stage returns none."""
+        vocab_size], and leave the other sampled rows in ``vectors``. A stage returns none."""
         model, config, self._sampled = self._model, self._model.config, False
         step = _LayerStep(*self._begin(shape), self._record.num_rows)
         for index, layer in model.layers.items():
@@ -156,12 +156,12 @@ class GpuDecoder:
             if chosen:
                 return self._logits(rows)
         if model.ranks is not None:
-            # Where there are logits, gathering them shows that all ranks have written their KV.
+            # If there are logits, gathering them shows that all ranks have written their KV.
             model.ranks.meet()
         return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
 
     def _begin(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream before the first layer, and what that layer's first operation reads."""
+        """Return the residual stream before the first layer, and the input of that layer's first operation."""
         residual = self._model.residual[: shape.tokens]
         first, *_ = self._model.layers.values()
         if 0 in self._model.layers:
@@ -169,7 +169,7 @@ class GpuDecoder:
         return residual, self._normed(residual, _first_norm(first))
 
     def _keep_outputs(self, residual: torch.Tensor) -> None:
-        """Takes the residual stream of the sampled rows after the last layer, which nothing but an EAGLE head reads."""
+        """Take the sampled rows of the residual stream after the last layer; only an EAGLE head reads them."""
 
     def _embed(self, residual: torch.Tensor, shape: StepShape) -> None:
         """Write the embeddings of the step's tokens into the rows of the residual stream."""
@@ -188,22 +188,22 @@ class GpuDecoder:
             self._make_token_inputs(residual, model.config.token_inputs.width)
 
     def _make_token_inputs(self, hidden: torch.Tensor, width: int) -> None:
-        """Make what all layers read of the step's tokens beside the residual stream, of their embeddings ``hidden``;
-        each layer reads ``width`` values. Each rank computes all of it."""
+        """Compute all layers' inputs per token beside the residual stream, ``width`` values per layer, from the
+        embeddings ``hidden``. Each rank computes all of it."""
         model, weights, count = self._model, self._model.weights, len(hidden)
         every = model.token_inputs[:count]
         table, tokens = weights["token_inputs.embedding"], self._record.token_ids[:count]
         embed(tokens, model.sampled, table, every, weights.token_input_scale, range(len(table)))
         found = model.gate_up.view(-1)[: every.numel()].view(every.shape)
         model.product(hidden, weights["token_inputs.projection"], None, found)
-        # The model divides products by the root of the hidden size, where the norm takes them as they are.
+        # Compensates for products that the model divides by the root of the hidden size before the norm.
         by_layer, eps = found.view(-1, width), model.config.rms_norm_eps * model.config.hidden_size
         rms_norm(by_layer, weights["token_inputs.norm"], by_layer, eps, wide=True)
         every.add_(found).mul_(sqrt(0.5))
 
     def _begin_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
-        """Count what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone.
-        The inputs of some layers are kept for an EAGLE head."""
+        """Count the layer's operations that write; without any, the model's last layer computes only the sampled rows.
+        The inputs of some layers are stored for an EAGLE head."""
         model, inputs = self._model, self._model.config.token_inputs
         for place in (place for place, kept in enumerate(model.state_layers) if kept == index):
             model.states[: shape.tokens].chunk(len(model.state_layers), 1)[place].copy_(step.residual)
@@ -216,7 +216,7 @@ class GpuDecoder:
 
     def _run_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
         """Run the operations of a layer, some of them in one kernel: a norm runs with the sum before it, and norms and
-        rotation of heads where keys and values are written."""
+        rotation of heads run in the kernel that writes keys and values."""
         model = self._model
         head_norm: HeadNorm | None = None
         rotary: Rotary | None = None
@@ -243,7 +243,7 @@ class GpuDecoder:
     def _run_operation(
         self, index: int, layer: GpuLayer, operation: LayerOperation, place: int, step: _LayerStep, shape: StepShape
     ) -> None:
-        """Run an operation of a layer that is no part of attention over keys and values, number ``place``."""
+        """Run operation ``place`` of a layer, except those of attention over keys and values."""
         match operation:
             case Norm():
                 # A sum into the residual stream also computes the norm after it.
@@ -283,11 +283,11 @@ class GpuDecoder:
             case AddToResidual():
                 self._add_to_residual(index, layer, operation, place, step)
             case ScaleResidual():
-                # The sum into the residual stream before it multiplies that, too.
+                # Done by the sum into the residual stream before it.
                 assert isinstance(layer.operations[place - 1], AddToResidual)
 
     def _room(self, index: int, matrix: LayerTensor, count: int) -> torch.Tensor:
-        """Return the buffer for the products of so many rows with a matrix of a layer."""
+        """Return the buffer for the product of ``count`` rows with a matrix of a layer."""
         model, width = self._model, matrix.shape[0]
         if matrix.name == "qkv":
             return _first_rows(model.gated_qkv, count, width)
@@ -297,8 +297,8 @@ class GpuDecoder:
         return self._states.room(index, count)
 
     def _keep_gate(self, step: _LayerStep, values: int) -> None:
-        """Keeps the first values of each row as the gate of attention's results. The kernels of attention read whole
-        rows of queries, keys and values, which are copied."""
+        """Store the first values of each row as the gate of attention's results, and copy the rest: the kernels of
+        attention read contiguous rows of queries, keys and values."""
         step.gate, projected = step.rows.tensor_split([values], 1)
         step.rows = self._model.qkv[: len(projected)].copy_(projected)
 
@@ -312,8 +312,8 @@ class GpuDecoder:
         rotary: Rotary | None,
         shape: StepShape,
     ) -> None:
-        """Write a layer's keys and values, and attends its queries, which are normed and rotated there or in a part's
-        own rows; ``step`` goes on with the results [T, heads * head_dim]."""
+        """Write a layer's keys and values, and attend its queries, which are normed and rotated in place or in a part's
+        own rows; ``step`` continues with the results [T, heads * head_dim]."""
         config, qkv = self._model.config, step.rows
         source = config.kv_source(index)
         mine = [(part, plan) for part, plan in self._parts if source in part.places]
@@ -332,10 +332,9 @@ class GpuDecoder:
     def _add_to_residual(
         self, index: int, layer: GpuLayer, operation: AddToResidual, place: int, step: _LayerStep
     ) -> None:
-        """Add the rows to the residual stream; ``step`` goes on with what the operation after ``place`` makes of
-        it."""
+        """Add the rows to the residual stream; ``step`` continues with the output of the operation after ``place``."""
         operations = layer.operations
-        # A sum of rows is the same on every rank, and each computes all of what it makes of token inputs.
+        # A layer's sum of rows is the same on every rank, and each computes all of its token inputs.
         if not isinstance(operations[place - 1], AddUp | ApplyTokenInputs):
             self._sum(step.rows)
         after, factor = operations[place + 1 :], None
@@ -347,8 +346,8 @@ class GpuDecoder:
         step.rows, step.results = self._add(step.residual, found, post, by, operation.scale, factor), None
 
     def _add_up(self, layer: GpuLayer, operation: AddUp, step: _LayerStep) -> None:
-        """Add the rows to the sum of the layer, from which ``step`` goes on. Ranks have parts of the rows, whose norm
-        is that of all."""
+        """Add the rows to the sum of the layer, with which ``step`` continues. Ranks have parts of the rows, and norm
+        their sum."""
         norm = None if operation.norm is None else layer.norms[operation.norm.name]
         self._sum(step.rows)
         if step.added_up is None:
@@ -363,27 +362,27 @@ class GpuDecoder:
         step.rows, step.results = step.added_up, None
 
     def _is_last(self, index: int, shape: StepShape) -> bool:
-        """Says whether a layer is the last one that a step needs, after whose attention, or state, only sampled rows go
-        on: the model's last one, or, where no row is sampled, the last one that writes something or is kept."""
+        """Return whether a layer is the last one that a step needs, after whose attention or state only sampled rows
+        continue: the model's last one, or, if no row is sampled, the last one that writes something or is stored."""
         config = self._model.config
         kept = max((config.last_kept_layer, *self._model.state_layers))
         return index == (config.num_layers - 1 if shape.samples else kept)
 
     def _ends(self, index: int, step: _LayerStep, shape: StepShape) -> bool:
-        """End the step, and return True, where the layer has written all that a step without sampled rows has to
+        """End the step, and return True, if the layer has written everything that a step without sampled rows has to
         write."""
         step.ended = step.mixers == 1 and self._is_last(index, shape) and not shape.samples
         return step.ended
 
     def _go_on(self, index: int, step: _LayerStep, shape: StepShape) -> None:
-        """Go on after an operation that wrote keys and values, or states: with the sampled rows alone, where it was
-        the last one of the last layer."""
+        """Continue after an operation that wrote keys and values, or states: only with the sampled rows, if it was the
+        last one of the last layer."""
         step.mixers -= 1
         if not step.mixers and self._is_last(index, shape):
             self._sample(step, shape)
 
     def _sample(self, step: _LayerStep, shape: StepShape) -> None:
-        """Go on with the sampled rows alone, and ends where there are none."""
+        """Continue only with the sampled rows; end the step if there are none."""
         self._sampled = True
         step.ended, wanted = not shape.samples, self._record.sample_rows[: shape.samples]
         step.rows, step.residual = step.rows.index_select(0, wanted), step.residual.index_select(0, wanted)
@@ -400,13 +399,12 @@ class GpuDecoder:
         return found
 
     def _sum(self, values: torch.Tensor) -> None:
-        """Add up the partial sums of all ranks, in place."""
+        """All-reduce partial sums over the ranks, in place."""
         if self._model.ranks is not None:
             self._model.ranks.sum(values, in_order=self._model.invariant)
 
     def _adapt(self, index: int, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape) -> None:
-        """Add the products of a fused layer's inputs ``x`` with adapters to its outputs, in steps that have
-        adapters."""
+        """Add the products of a fused layer's inputs ``x`` with adapters to its outputs, in steps with adapters."""
         if shape.adapters:
             assert self._model.adapters is not None
             self._model.adapters.add(f"layers.{index}.{name}", x, out, sampled=self._sampled)
@@ -442,7 +440,7 @@ class GpuDecoder:
         shape: StepShape,
     ) -> torch.Tensor:
         """Write a layer's latents and rotated keys of rows [T, hidden]; return queries [T, heads, rank + rotary].
-        ``key_up`` [heads, still, rank] makes keys of latents, and is taken over to queries."""
+        ``key_up`` [heads, still, rank] maps latents to keys, and is absorbed into the queries."""
         model, latents, buffers, count = self._model, self._model.config.latents, self._model.latents, len(x)
         assert latents is not None
         assert buffers is not None
@@ -489,7 +487,7 @@ class GpuDecoder:
             rms_norm(qkv[:, part], weight, qkv[:, part], config.rms_norm_eps, model.weights.norm_is_wide)
 
     def _grow(self, qkv: torch.Tensor) -> None:
-        """Multiply queries by the factors of their positions, in place: rotating them later changes nothing."""
+        """Multiply queries by the factors of their positions, in place; this commutes with their rotation."""
         config = self._model.config
         qkv[:, : config.num_heads * config.head_dim].mul_(self._growth(len(qkv)))
 
@@ -507,7 +505,7 @@ class GpuDecoder:
         ends = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
         parts = qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]
         sums = torch.stack([model.square_sums(part) for part in parts])
-        # Each of the ranks that have a KV head in common gives a part of its sum.
+        # The ranks that have a KV head in common add it several times.
         sums[1] /= max(1, shard.size // whole.num_kv_heads)
         self._sum(sums)
         widths = (heads * config.head_dim for heads in (whole.num_heads, whole.num_kv_heads))
@@ -537,7 +535,7 @@ class GpuDecoder:
     def _apply_token_inputs(
         self, index: int, layer: GpuLayer, operation: ApplyTokenInputs, step: _LayerStep, shape: StepShape
     ) -> torch.Tensor:
-        """Compute what a layer makes of its rows of tokens beside the residual stream: rows [T, hidden]."""
+        """Compute a layer's product from its inputs per token beside the residual stream: rows [T, hidden]."""
         model, count, width = self._model, len(step.rows), operation.gate.shape[0]
         assert step.inputs is not None
         gates, out = (_first_rows(buffer, count, width) for buffer in (model.gate_up, model.inner))
@@ -548,8 +546,8 @@ class GpuDecoder:
     def _mix(
         self, index: int, layer: GpuLayer, operation: Experts, place: int, step: _LayerStep, shape: StepShape
     ) -> None:
-        """Compute a mixture of experts. Its sums are those of the residual stream or of the layer, where they go there
-        next, and no sums over ranks come before."""
+        """Compute a mixture of experts. The sum over experts is fused with that of the residual stream or of the layer,
+        if that follows and no all-reduce comes before."""
         assert self._experts is not None
         sums: tuple[type, ...] = (AddToResidual,) if step.added_up is None else (AddToResidual, AddUp)
         following = layer.operations[place + 1 : place + 2]
@@ -560,12 +558,12 @@ class GpuDecoder:
             adapters = MixtureAdapters(self._model.adapters, f"layers.{index}.", self._sampled)
         beside = None
         if isinstance(operation, JoinedExperts) and not operation.joined:
-            # Of steps with adapters, which may change the gate, the MLP applies it, else the router and the sum.
+            # Adapters may change the gate: then the MLP applies it, otherwise the router and the sum do.
             mlp = operation.beside if shape.adapters else replace(operation.beside, row_gate=None)
             beside = self._gated(index, layer, mlp, step.rows, shape)
         routed = None
         if operation.router_norm is not None:
-            # Until experts are added up there, their buffer is free.
+            # The buffer of the experts' sum is free until then.
             routed = self._normed(
                 step.residual, layer.norms[operation.router_norm.name], self._model.found[: len(step.rows)]
             )
@@ -578,8 +576,7 @@ class GpuDecoder:
             step.rows = found
 
     def _normed(self, values: torch.Tensor, norm: GpuNorm | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm rows, those of the residual stream into the buffer for them; where a model has no norm there, the rows
-        themselves are returned."""
+        """Norm rows, by default into the buffer of normed rows; return the rows themselves if there is no norm."""
         if norm is None:
             return values
         model, weights = self._model, self._model.weights
@@ -643,7 +640,7 @@ class GpuDecoder:
         return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
 
     def _gathered_logits(self, shares: RankLogits, normed: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all ranks' tokens; at other ranks than the first, none."""
+        """Return the logits of all ranks' tokens on the first rank, and none on others."""
         model, rows = self._model, len(normed)
         head, found = model.weights.head, shares.room(rows)
         model.product(normed, head, None, found)
@@ -659,12 +656,12 @@ class GpuDecoder:
 
 
 def _first_rows(buffer: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """View the begin of a buffer as rows [count, width], whatever the width of its own rows is."""
+    """View the start of a buffer as rows [count, width], regardless of the width of the buffer's rows."""
     return buffer.view(-1)[: count * width].view(count, width)
 
 
 def _norm_of(layer: GpuLayer, operation: LayerOperation) -> GpuNorm | None:
-    """Gives the norm ``operation``; None if the model does not norm the residual stream there."""
+    """Return the norm ``operation``; None if the model does not norm the residual stream there."""
     if not isinstance(operation, Norm) or operation.weight is None:
         return None
     return layer.norms[operation.weight.name]

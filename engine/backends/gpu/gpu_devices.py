@@ -1,7 +1,7 @@
-"""Finds the GPUs of this machine, and which process uses which.
+"""The GPUs of this machine, and their assignment to processes.
 
-They are counted through the driver, so that a supervisor without torch can do it, too. With TRITON_INTERPRET=1
-``--device cuda`` needs no GPU: the kernels run in Triton's interpreter, on the host's memory.
+They are counted through the driver, so that a supervisor needs no torch. With TRITON_INTERPRET=1 ``--device cuda``
+needs no GPU: the kernels run in Triton's interpreter, in host memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from pillion.errors import ConfigError
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 
-# This file exists where NVIDIA's kernel module is loaded.
+# Exists if NVIDIA's kernel module is loaded.
 REAL_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -32,26 +32,26 @@ def interpreted() -> bool:
 
 
 def gpu_for_each(processes: int) -> bool:
-    """Return whether each process of a worker (a rank, a stage, or a rank of one) has a GPU of its own: process p the
-    p-th that this process sees."""
+    """Return whether each process of a worker (a rank, a stage, or a rank of one) has a separate GPU: process p the
+    p-th visible one."""
     return 1 < processes <= device_count()
 
 
 def devices_of(processes: int) -> int:
-    """Return how many GPUs share the work of a worker of so many processes."""
+    """Return the number of GPUs of a worker of ``processes`` processes."""
     return processes if gpu_for_each(processes) else 1
 
 
 def first_gpu(rank: int) -> dict[str, str]:
-    """Return the environment of a process whose first GPU, torch's ``cuda:0``, is the ``cuda:rank`` of this process;
-    the other GPUs follow."""
+    """Return the environment of a process whose first GPU, torch's ``cuda:0``, is ``cuda:rank`` of this process,
+    followed by the other GPUs."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     seen = [part.strip() for part in named.split(",")] if named else [str(index) for index in range(device_count())]
-    # The driver stops at the first name that it does not know.
+    # The driver ignores all names after an unknown one.
     seen = seen[: device_count()]
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join([seen[rank], *seen[:rank], *seen[rank + 1 :]])}
 
 
 def gpu_uuid() -> str:
-    """Return the UUID of the GPU on which this process computes, "" where it has none."""
+    """Return the UUID of this process's GPU, "" without one."""
     return CudaDriver().uuid_of(0) if device_count() else ""

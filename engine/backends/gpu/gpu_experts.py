@@ -1,16 +1,16 @@
-"""Runs mixtures of experts on a GPU, without asking the device how many rows an expert has.
+"""Mixtures of experts on a GPU, without asking the device for the number of rows per expert.
 
     rows --router, sort--> scores, chosen, order, tiles
     rows, gathered by order --up, activation--> inner --down--> found, at each pair's place --sum by scores--> rows
 
-Each arrow is one launch, but many pairs are sorted in three more. Grids follow the padded number of rows alone, so a
-mixture is a part of the step's CUDA graph, and steps run ahead. Rows that pad a step have no experts. Where ranks have
-whole experts (``ModelShard.whole_experts``), a rank's pairs are those with its own, and the sum over ranks adds up the
-rest. An MLP that all rows pass beside their experts is a part of the mixture where it can be, and else a summand
+Each arrow is one launch, except that many pairs are sorted in three more. Grids depend only on the padded number of
+rows, so a mixture is part of the step's CUDA graph, and steps run ahead. Rows that pad a step have no experts. If ranks
+have whole experts (``ModelShard.whole_experts``), a rank's pairs are those with its own, and the all-reduce adds up the
+rest. An MLP that all rows pass beside their experts is part of the mixture if possible, otherwise a summand
 (:mod:`pillion.engine.backends.gpu.shared_experts`). What adapters add to the router's products is computed before; what
 they add to up and down, within these.
 
-Buffers are those of the widest layer, for a step of the most tokens, and all layers share them. Larger steps than
+Buffers are sized for the widest layer and the max tokens of a step, and shared by all layers. Steps larger than
 MAX_MIXED_ROWS are computed in parts.
 """
 
@@ -44,7 +44,7 @@ from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 
 
 def route_options(how: Experts) -> RouteOptions:
-    """Return how the router's kernel chooses a mixture's experts."""
+    """Return the options of the router's kernel for a mixture."""
     return RouteOptions(
         how.router.shape[0],
         how.per_token,
@@ -61,14 +61,14 @@ def route_options(how: Experts) -> RouteOptions:
 
 
 def _joined(how: Experts) -> int:
-    """Return how many experts follow those of the router in the stacks."""
+    """Return the number of experts that follow those of the router in the stacks."""
     return how.joined if isinstance(how, JoinedExperts) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _PairBuffers:
-    """What is known of pairs of a row and one of its experts, for the most pairs: scores, experts, the pairs'
-    order and their tiles, and the number of these; inner values and results; and scaled inputs, where there are any."""
+    """Buffers for the max number of pairs of a row and one of its experts: scores, experts, the pairs' order and their
+    tiles, and the number of these; inner values and results; and scaled inputs, if any."""
 
     scores: torch.Tensor
     chosen: torch.Tensor
@@ -81,10 +81,10 @@ class _PairBuffers:
 
 
 class GpuExperts:
-    """The buffers and kernels of a model's mixtures of experts, which are made before there is a pool."""
+    """The buffers and kernels of a model's mixtures of experts, allocated before the pool."""
 
     def __init__(self, model: GpuModel) -> None:
-        """Make the buffers of ``model``, some of whose layers have experts."""
+        """Allocate the buffers of ``model``, some of whose layers have experts."""
         self._model, self._hidden = model, model.config.hidden_size
         every = [operation for _, _, operation in self._mixtures()]
         rows = min(model.max_tokens, MAX_MIXED_ROWS)
@@ -100,7 +100,7 @@ class GpuExperts:
             scores=room(pairs, torch.float32),
             chosen=room(pairs, torch.int32),
             order=room(pairs, torch.int32),
-            # Of few pairs there are the most tiles for each pair.
+            # Tiles per pair are most for few pairs.
             tiles=room(TILE_WORDS * most_tiles(experts, pairs, ROW_TILES[0]), torch.int32),
             count=room(1, torch.int32),
             inner=room(pairs * max(how.down.shape[1] for how in every), model.dtype),
@@ -108,7 +108,7 @@ class GpuExperts:
             scaled=room(pairs * self._hidden if scaled else 0, model.dtype),
         )
         self._route = ExpertRouter(columns, self._hidden, rows, model.device)
-        # The process has so many experts of the layer that has the most.
+        # Max experts of a layer in this process.
         self._own = max(len(model.shard.experts(how.router.shape[0])) + _joined(how) for how in every)
         self._sort = PairSorter(self._own, pairs, model.device)
         self._product = GroupedProduct(model.dtype, model.device)
@@ -125,12 +125,13 @@ class GpuExperts:
         beside: torch.Tensor | None = None,
         routed: torch.Tensor | None = None,
     ) -> torch.Tensor | PairResults:
-        """Compute a layer's mixture of experts, from rows [T, hidden], of which the first ``count`` int32 [1] are no
-        padding, to rows [T, hidden] of a buffer that all layers share. Unless sums are wanted (``summed``), returns
-        what experts have found, where one pass computes all rows. ``adapters`` are those of the rows, in steps that
-        have some. ``beside`` are rows [T, hidden] of an MLP beside the experts that is none of these: what its gate
-        multiplies, unless there are adapters, which may change the gate, too. ``routed`` are the rows that the router
-        reads, where these are others; they may lie in the buffer of results."""
+        """Compute a layer's mixture of experts, from rows [T, hidden], the first ``count`` int32 [1] of which are not
+        padding, to rows [T, hidden] of a buffer that all layers share.
+
+        Without ``summed``, return the experts' results if one pass computes all rows. ``adapters``: those of the rows,
+        in steps with some. ``beside``: rows [T, hidden] of an MLP beside the experts that is not one of them, before
+        its gate, unless there are adapters, which may change the gate. ``routed``: the input rows of the router, if
+        they differ; they may be in the buffer of results."""
         routed = rows if routed is None else routed
         added = None if adapters is None else adapters.routed(how.router, routed)
         if len(rows) <= MAX_MIXED_ROWS and not summed:
@@ -144,8 +145,8 @@ class GpuExperts:
         return out
 
     def compile(self, adapters: GpuAdapters | None = None) -> None:
-        """Compile every kernel for every number of rows, by running them over rows that are all padding: a
-        compilation takes seconds, which no step may wait for. With ``adapters``, those of steps that have some."""
+        """Compile every kernel for every number of rows, by running them over rows that are all padding: a compilation
+        takes seconds, too long for a step. With ``adapters``, compile those of steps with adapters."""
         none = torch.zeros(1, dtype=torch.int32, device=self._model.device)
         compiled = set()
         for index, layer, how in self._mixtures():
@@ -185,14 +186,14 @@ class GpuExperts:
         adapters: MixtureAdapters | None,
         added: torch.Tensor | None,
     ) -> PairResults:
-        """Return what experts find of at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
-        step; the router reads ``routed``. ``added`` is what adapters add to the router's products."""
+        """Return the experts' results of at most MAX_MIXED_ROWS rows, the first of which is number ``first`` of the
+        step; the router reads ``routed``. ``added``: what adapters add to the router's products."""
         buffers, per_row = self._buffers, route_options(how).choices
         pairs, choices = len(rows) * per_row, per_row
         scores, chosen = (each[:pairs].view(-1, choices) for each in (buffers.scores, buffers.chosen))
         whole = how.router.shape[0] + _joined(how)
         own = range(whole) if _joined(how) else self._model.shard.experts(whole)
-        # With adapters, which may change its gate, an MLP of its own applies that itself.
+        # With adapters, which may change its gate, a separate MLP applies the gate itself.
         gate = how.beside.row_gate if isinstance(how, JoinedExperts) and (how.joined or adapters is None) else None
         size = min(tile_rows_of(whole, pairs), *(self._most_rows(layer, tensor) for tensor in (how.gate_up, how.down)))
         order, capacity = buffers.order[:pairs], most_tiles(self._own, pairs, size)
@@ -281,7 +282,7 @@ def _matrix(layer: GpuLayer, tensor: LayerTensor) -> torch.Tensor:
 
 
 def _vector(layer: GpuLayer, tensor: LayerTensor | None) -> torch.Tensor | None:
-    """Return the numbers of a layer's vector; None where there is none."""
+    """Return a layer's vector, flat; None without one."""
     found = None if tensor is None else layer.matrices[tensor.name]
     assert found is None or isinstance(found, torch.Tensor)
     return None if found is None else found.view(-1)

@@ -1,19 +1,19 @@
-"""Captures CUDA graphs of whole steps: once per padded size, replayed by one call.
+"""CUDA graphs of whole steps: captured once per padded size, replayed by one call.
 
 A step's kernels read their work from the record on the device (:mod:`pillion.engine.backends.gpu.gpu_step`), and their
-grids do not depend on it. So one graph serves every step of a size, with decodes, chunks or both: nothing is captured
-piecewise, and a mixed step costs the host as little as a step of decodes. vLLM needs a graph mode per kind of batch,
+grids do not depend on it. So one graph serves every step of a size, with decodes, chunks or both: there is no piecewise
+capture, and a mixed step costs the host as little as a step of decodes. vLLM needs a graph mode per kind of batch,
 because the grids of its attention kernels depend on the batch.
 
     sizes_for --> capture: each shape runs once, then is captured --> shape_of(step) --> run: replay
                      '-- out of time or memory: steps of missing sizes use the next larger graph, or none
 
-Ranks of one worker capture together, shape by shape, and all of them keep a graph or none does: steps that were padded
-differently would meet in the middle of each other. Before the ranks run a shape together each runs it alone, because
-one that has no memory left would leave the others in the middle of the step.
+Ranks of one worker capture together, shape by shape, and all of them keep a graph or none does: steps padded
+differently would deadlock. Before the ranks run a shape together each runs it alone, because a rank that runs out of
+memory would leave the others waiting in the middle of the step.
 
-To launch a step kernel by kernel takes long: 20 to 38 ms for the 32 layers of Llama 3 8B on the host of an H200, which
-computes 1,200 tokens in that time. The process does nothing else meanwhile, so long chunks of prompts have graphs, too.
+Launching a step kernel by kernel takes long: 20 to 38 ms for the 32 layers of Llama 3 8B on the host of an H200, which
+computes 1,200 tokens in that time. The process is blocked meanwhile, so long prefill chunks have graphs as well.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 
-# Steps of more tokens are launched kernel by kernel.
+# Larger steps are launched kernel by kernel.
 MAX_GRAPH_TOKENS = 8192
-# Graphs of more tokens are captured after those of fewer, because they gain the least.
+# Larger graphs are captured last, because they gain the least.
 FEW_TOKENS = 2048
-# Batches are padded to multiples of these steps, each up to some number of tokens: by an eighth of a batch at most, but
-# for the smaller ones, which wait for memory. The smallest batches have sizes of their own.
+# (step, tokens): sizes are multiples of the step up to that number of tokens. Padding is at most an eighth of a batch,
+# except for the smallest ones, which are bound by memory.
 STEPS_UP_TO_TOKENS = ((8, 64), (64, 1024), (128, FEW_TOKENS), (256, 4096), (512, MAX_GRAPH_TOKENS))
-# A step is not padded by more tokens than this: to launch it kernel by kernel takes no longer than to compute them.
+# Max padding of a step: computing more tokens takes longer than launching kernel by kernel.
 MAX_PADDING_TOKENS = 1024
 SMALLEST_SIZES = (1, 2, 4)
-# Capturing may take this long when a worker starts.
+# Max capture time at a worker's start.
 MAX_CAPTURE_S = 60.0
 
 RunStep = Callable[[StepShape], torch.Tensor]
 
 
 def sizes_for(max_tokens: int) -> tuple[int, ...]:
-    """Return padded sizes up to ``max_tokens``, rising: 1, 2, 4, 8, 16 ... 64, 128, 192 ... 1024, 1152 ..."""
+    """Return padded sizes up to ``max_tokens``, ascending: 1, 2, 4, 8, 16 ... 64, 128, 192 ... 1024, 1152 ..."""
     most = min(max_tokens, MAX_GRAPH_TOKENS)
     sizes, begin = set(SMALLEST_SIZES), 0
     for step, end in STEPS_UP_TO_TOKENS:
@@ -57,15 +57,14 @@ def sizes_for(max_tokens: int) -> tuple[int, ...]:
 
 
 class StepGraphs:
-    """The CUDA graphs of one backend, which are captured over the address of one pool.
+    """The CUDA graphs of one backend, captured over the address of one pool.
 
     Args:
-        run: a step of a shape over the record on the device, with the choice of tokens; returns logits
-            [samples, vocab].
+        run: runs a step of a shape over the record on the device, with sampling; returns logits [samples, vocab].
         device: graphs are captured on CUDA only; elsewhere every step runs kernel by kernel, with the same padding.
-        eager: whether nothing is captured.
-        adapters: whether steps may have rows with adapters, for which there are graphs of their own.
-        ranks: the worker's other ranks, None where it has none.
+        eager: whether capture is disabled.
+        adapters: whether steps may have rows with adapters, which have separate graphs.
+        ranks: the worker's other ranks, or None.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class StepGraphs:
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def shape_of(self, tokens: int, samples: int, chunks: bool, adapters: bool = False, vectors: int = 0) -> StepShape:
-        """Return the shape with which a step runs: that of a captured graph that fits, or the step's own. Steps that
-        give ``vectors`` have no graphs."""
+        """Return the shape of a step: that of a captured graph that fits, or the step's own. Steps with ``vectors``
+        have no graphs."""
         if vectors:
             return StepShape(tokens, samples, chunks, adapters, vectors)
         at = bisect_left(self._sizes, tokens)
@@ -113,18 +112,18 @@ class StepGraphs:
         return logits
 
     def shapes(self) -> Iterator[StepShape]:
-        """Yield the shapes of steps to capture. Graphs share memory, so the one that needs the most is the first."""
+        """Yield the shapes of steps to capture, the largest first: graphs share its memory."""
         *smaller, most = self._sizes
         few = bisect_right(smaller, FEW_TOKENS)
         for size in (most, *reversed(smaller[:few]), *smaller[few:]):
             for chunks in (True, False):
-                # A step of decodes alone samples all of its rows, so it needs no graph beyond the most sampled rows.
+                # A step of decodes samples all of its rows, so it needs no graph above max_samples.
                 if chunks or size <= self._max_samples:
                     for adapters in (True, False) if self._adapters else (False,):
                         yield self._shape(size, chunks, adapters)
 
     def capture(self, progress: Progress) -> None:
-        """Capture all shapes, or as many as MAX_CAPTURE_S allows. The record on the device must be an empty step."""
+        """Capture all shapes, or those that fit into MAX_CAPTURE_S. The record on the device must be an empty step."""
         if self._eager:
             return
         began_s, pool = time.monotonic(), torch.cuda.graph_pool_handle()
@@ -132,26 +131,28 @@ class StepGraphs:
         for number, shape in enumerate(shapes):
             if not self._agree(time.monotonic() - began_s <= MAX_CAPTURE_S and self._fits(shape)):
                 progress(
-                    f"CUDA graphs: {number} of {len(shapes)} in {MAX_CAPTURE_S:.0f} s and what the pool leaves, the"
-                    " rest runs without"
+                    f"CUDA graphs: {number} of {len(shapes)} in {MAX_CAPTURE_S:.0f} s and the remaining memory;"
+                    " other steps run without"
                 )
                 return
             if number % 8 == 0:
                 progress(f"CUDA graphs: {number} of {len(shapes)}")
             captured = self._captured(shape, pool)
             if not self._agree(captured is not None):
-                progress(f"CUDA graphs: {number} of {len(shapes)} fit into what the pool leaves, the rest runs without")
+                progress(
+                    f"CUDA graphs: {number} of {len(shapes)} fit into the remaining memory; other steps run without"
+                )
                 return
             assert captured is not None
             self._graphs[shape] = captured
         progress(f"CUDA graphs: {len(shapes)} in {time.monotonic() - began_s:.1f} s")
 
     def _agree(self, fine: bool) -> bool:
-        """Return whether this rank and all others may go on."""
+        """Return whether this rank and all others may continue."""
         return fine if self._ranks is None else self._ranks.agree(fine)
 
     def _fits(self, shape: StepShape) -> bool:
-        """Says whether there is memory for a step of the shape: a rank runs it alone, and keeps what it took."""
+        """Return whether there is memory for a step of the shape: a rank runs it alone, and keeps its allocations."""
         if self._ranks is None:
             return True
         try:
@@ -162,19 +163,19 @@ class StepGraphs:
         return True
 
     def _settle(self) -> None:
-        """Wait for the device; for other ranks no longer than is allowed."""
+        """Wait for the device, and at most the allowed time for other ranks."""
         if self._ranks is not None:
             self._ranks.wait(event_on(self._device))
         torch.cuda.synchronize(self._device)
 
     def _captured(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-        """Return a graph of the shape and its logits; None where memory is short."""
+        """Return a graph of the shape and its logits; None if memory runs out."""
         try:
             # Compilation and allocation on first use happen before the capture.
             self._run(shape)
             self._settle()
             graph = torch.cuda.CUDAGraph()
-            # Other threads of this process may use the device meanwhile, for example in a program that contains an LLM.
+            # thread_local: other threads of this process may use the device, for example in a program with an LLM.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = self._run(shape)
         except torch.OutOfMemoryError:
@@ -187,8 +188,7 @@ class StepGraphs:
 
     @property
     def _pads_without_graph(self) -> bool:
-        """Says whether steps are padded without a graph. Triton's interpreter pads them, so that tests cover
-        padding."""
+        """True if steps are padded without a graph: in Triton's interpreter, so that tests cover padding."""
         return self._device.type != "cuda"
 
     def _shape(self, size: int, chunks: bool, adapters: bool) -> StepShape:

@@ -1,11 +1,11 @@
-"""Makes a GPU backend from a worker's flags: with compiled kernels and workspace, and without a pool.
+"""Loading of a GPU backend from a worker's flags: with compiled kernels and workspace, without a pool.
 
-The order matters, because the KV node makes its pool of the GPU's free memory when the first worker attaches:
+The order matters, because the KV node allocates its pool in the GPU's free memory when the first worker attaches:
 
-    weights (a region that the KV node shares out, filled by the first worker) -> buffers -> workspace -> (attach)
+    weights (a region shared by the KV node, filled by the first worker) -> buffers -> workspace -> (attach)
 
-Ranks of one worker do all of that at the same time, and rank 0 attaches when all have done it. What speaks with the
-KV node is in gpu_worker.py, because a GPU machine that has torch and triton alone imports this module for its tests.
+Ranks of one worker do all of that concurrently, and rank 0 attaches when all have finished. Communication with the KV
+node is in gpu_worker.py, because tests on a GPU machine that has only torch and triton import this module.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from pillion.kernels.state_pieces import CHUNK, PIECE_COLUMNS, STATE_LAYOUT_VERS
 
 log = logging.getLogger("pillion.worker")
 
-# One prompt has at most this many answers, whose first tokens one step chooses.
+# Max parallel samples of a prompt, whose first tokens one step samples.
 MAX_ANSWERS = 128
 FP8_LAYOUT_VERSION = "fp8-rows-1"
 BUDGET_FLAGS = "--max-num-batched-tokens or --max-num-batched-prefill-tokens"
 
 
 def cost_on_gpu(flags: WorkerFlags, prepared: PreparedModel) -> StepModel | None:
-    """Return what a worker's steps are expected to cost, None in Triton's interpreter."""
+    """Return the expected cost of a worker's steps, None in Triton's interpreter."""
     return None if interpreted() else expected_on_gpu(flags, prepared, devices_of(flags.processes))[0]
 
 
@@ -71,10 +71,12 @@ def load_gpu_backend(
     divided: bool = False,
     make: Callable[..., GpuBackend] = GpuBackend,
 ) -> tuple[GpuBackend, str]:
-    """Return the backend and the name of its kernels. ``memory`` gives what its weights lie in. ``ranks`` are the
-    worker's other ranks, where it has any. ``shard`` is what the process computes: by default the share of its rank, or
-    the whole model. ``divided`` says that each rank has a shard of the pool. ``make`` makes the backend, as
-    :class:`GpuBackend` does. Raises ConfigError for models and flags that the process cannot run."""
+    """Return the backend and the name of its kernels.
+
+    ``memory`` allocates memory for weights. ``ranks``: the worker's other ranks, if any. ``shard``: what the process
+    computes, by default the share of its rank, or the whole model. ``divided``: each rank has a shard of the pool.
+    ``make`` constructs the backend, like :class:`GpuBackend`. Raises ConfigError for models and flags that the process
+    cannot run."""
     began_s = time.monotonic()
     config = load_config(prepared.folder)
     shard = shard or (whole_model(config) if ranks is None else ranks.shard)
@@ -125,8 +127,8 @@ def load_gpu_backend(
 
 @contextlib.contextmanager
 def room_for(tokens: int, needed: int, device: torch.device) -> Iterator[str]:
-    """Gives in words how many bytes are ``needed`` by a step of so many tokens, whose buffers the block allocates.
-    Raises ConfigError where the GPU has less."""
+    """Yield, as text, the bytes that a step of ``tokens`` tokens needs, whose buffers the block allocates. Raises
+    ConfigError if the GPU has less."""
     size = f"{needed / 2**20:.0f} MiB"
     too_large = f"a step of {tokens} tokens of this model takes up to {size} beside weights, and the GPU has"
     if device.type == "cuda" and needed > (left := torch.cuda.mem_get_info(device)[0]):
@@ -138,7 +140,7 @@ def room_for(tokens: int, needed: int, device: torch.device) -> Iterator[str]:
 
 
 def _adapts_mixtures(flags: WorkerFlags, config: ModelConfig) -> bool:
-    """Says whether adapters may change experts, or an MLP beside them."""
+    """Return whether adapters may change experts, or an MLP beside them."""
     if not flags.enable_lora:
         return False
     shapes = adapter_shapes(config, listed_targets(flags.lora_target_modules))
@@ -146,20 +148,20 @@ def _adapts_mixtures(flags: WorkerFlags, config: ModelConfig) -> bool:
 
 
 def _in_fp8(flags: WorkerFlags, config: ModelConfig, prepared: PreparedModel, device: torch.device) -> bool:
-    """Says whether linear layers multiply FP8 by FP8: where the checkpoint's producer does it, and the device can."""
+    """Return whether linear layers multiply FP8 by FP8: if the checkpoint's producer does, and the device can."""
     quantization = config.quantization
     if quantization is None or not quantization.fp8_rows or prepared.dtype != "bfloat16":
         return False
     if flags.batch_invariant or not computes_in_fp8(device):
         why = "with --batch-invariant" if flags.batch_invariant else "on this GPU"
-        log.warning("the checkpoint's producer rounds the inputs of layers to FP8, which they are not %s", why)
+        log.warning("the checkpoint expects inputs of layers in FP8, but they are not quantized %s", why)
         return False
-    log.info("linear layers multiply in FP8: their inputs are rounded as the checkpoint's config says")
+    log.info("linear layers multiply in FP8, with inputs quantized as in the checkpoint's config")
     return True
 
 
 def gpu_layout(prepared: PreparedModel, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
-    """Make the layout of a model's blocks and states as the GPU kernels have them."""
+    """Build the layout of a model's blocks and states for the GPU kernels."""
     inside = FP8_LAYOUT_VERSION if kv_cache_dtype == "fp8" else LAYOUT_VERSION
     if load_config(prepared.folder).linear is not None:
         inside += f"/{STATE_LAYOUT_VERSION}/{CHUNKS_LAYOUT_VERSION}"
@@ -167,8 +169,8 @@ def gpu_layout(prepared: PreparedModel, block_size: int, kv_cache_dtype: str = "
 
 
 def step_device() -> torch.device:
-    """Return the device of this process's steps: the first GPU that it sees, which is another one in each rank where
-    each has a GPU (:func:`pillion.engine.backends.gpu.gpu_devices.first_gpu`)."""
+    """Return the device of this process's steps: the first visible GPU, a different one in each rank if each has a GPU
+    (:func:`pillion.engine.backends.gpu.gpu_devices.first_gpu`)."""
     return torch.device("cpu" if interpreted() else "cuda:0")
 
 
@@ -195,7 +197,7 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 
 def check_operations(config: ModelConfig) -> None:
-    """Raise ConfigError for an operation of a layer that has no kernel here."""
+    """Raise ConfigError for an operation of a layer without a GPU kernel."""
     latents = config.latents
     if latents is not None and latents.index is not None:
         raise ConfigError(f"{config.family}: no GPU kernel selects tokens by an indexer; use --device cpu")
@@ -205,7 +207,7 @@ def check_operations(config: ModelConfig) -> None:
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
-    """Return the limits of a worker's steps, by the flags of its kind."""
+    """Return the limits of a worker's steps, from the flags of its kind."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, draft_tokens = (
             flags.max_num_batched_tokens,
@@ -218,7 +220,7 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
         assert isinstance(flags, PrefillFlags)
         tokens, draft_tokens, samples = flags.max_num_batched_prefill_tokens, 0, 0
         seqs = min(MAX_WAITING_PREFILLS, tokens)
-        # Texts may want logits of their last tokens.
+        # Embedding requests may need logits of their last tokens.
         scored = min(seqs, scored_rows(prepared.vocab_size))
     return GpuLimits(
         max_tokens=tokens,

@@ -48,8 +48,8 @@ class GpuNorm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _LatentBuffers:
-    """The buffers of attention over latents, [max_tokens, ...] each: the few values of which queries are made,
-    projected queries, rows of latents and rotated key, and heads' results."""
+    """The buffers of attention over latents, [max_tokens, ...] each: down-projected queries, queries, rows of latents
+    and rotated key, and heads' results."""
 
     few: torch.Tensor
     projected: torch.Tensor
@@ -58,7 +58,7 @@ class _LatentBuffers:
 
     @staticmethod
     def of(config: ModelConfig, rows: Callable[[int], torch.Tensor]) -> _LatentBuffers | None:
-        """Make the buffers of a model, of whose width ``rows`` makes one; None for a model without latents."""
+        """Allocate the buffers of a model, each by ``rows`` of its width; None for a model without latents."""
         latents, heads = config.latents, config.num_heads
         if latents is None:
             return None
@@ -72,8 +72,8 @@ class GpuLayer:
     Attributes:
         norms: the norms of the residual stream, and those of queries and keys.
         matrices: the matrices of linear layers, those of all experts in one stack, and the router.
-        biases: the biases of linear layers, those of all experts as rows; None where one has none.
-        bends: the factors of xIELU, by the names of the numbers from which they follow.
+        biases: the biases of linear layers, those of all experts as rows; None without one.
+        bends: the factors of xIELU, by the names of the tensors from which they are computed.
     """
 
     def __init__(self, weights: GpuWeights, index: int, operations: Layer) -> None:
@@ -116,8 +116,8 @@ class GpuLayer:
                 yield matrix, self.biases[tensor.name]
 
     def plain(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yield the plain matrices of this type, but for those of experts, and their biases. A router whose bias is
-        exact is left out: a kernel of its own multiplies by it."""
+        """Yield the plain matrices of this type, except those of experts, and their biases. A router whose bias is
+        exact is left out: a separate kernel multiplies by it."""
         for name, matrix in self.matrices.items():
             bias = self.biases[name]
             if bias is not None and bias.dtype != dtype:
@@ -127,7 +127,7 @@ class GpuLayer:
 
 
 def _joined(weights: GpuWeights, layer: str, mixed: Experts, beside: Mlp) -> int:
-    """Return how many experts of a stack are the MLP beside the others."""
+    """Return the number of experts in a stack that are the MLP beside the others."""
     if weights.matrix(layer + beside.down.name) is not None:
         return 0
     stack = weights.matrix(layer + mixed.down.name)
@@ -137,15 +137,15 @@ def _joined(weights: GpuWeights, layer: str, mixed: Experts, beside: Mlp) -> int
 
 
 class GpuModel:
-    """A model's weights, rotary tables and activation buffers on one device, for steps of ``max_tokens`` at most.
+    """A model's weights, rotary tables and activation buffers on one device, for steps of at most ``max_tokens``.
 
     Attributes:
         config: the shape of the model, or of the rank's share of it.
-        shard: what the process computes of the model.
-        ranks: the worker's other ranks, None where it has none.
+        shard: the part of the model that the process computes.
+        ranks: the worker's other ranks, or None.
         layers: the process's layers, by their numbers in the model.
-        max_tokens: the most of a step. longest: the most of a sequence.
-        state_layers, states: the layers whose inputs are kept for an EAGLE head, and these [max_tokens, ...].
+        max_tokens: max tokens of a step. longest: max tokens of a sequence.
+        state_layers, states: the layers whose inputs are stored for an EAGLE head, and these [max_tokens, ...].
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class GpuModel:
         operations: Sequence[Layer] = (),
         invariant: bool = False,
     ) -> None:
-        """Make the model. ``max_sampled`` is the most tokens that one step chooses, which the next step may embed.
+        """``max_sampled``: max tokens that one step samples, which the next step may embed.
 
-        ``max_samples`` counts the rows of the logits' buffer that all steps share; larger steps allocate their own.
-        ``shard`` is what the process computes: by default the share of its rank, or the whole model. ``operations`` are
-        those of the layers, by default what the config says. ``invariant`` says that a token's bits may depend on
-        nothing but its sequence (``--batch-invariant``).
+        ``max_samples``: rows of the logits' buffer shared by all steps; larger steps allocate their own. ``shard``:
+        what the process computes, by default the share of its rank, or the whole model. ``operations``: those of the
+        layers, by default the config's. ``invariant``: a token's bits must depend only on its sequence
+        (``--batch-invariant``).
         """
         self.shard = shard or (whole_model(weights.config) if ranks is None else ranks.shard)
         config, device, dtype = self.shard.local(weights.config), weights.device, weights.dtype
@@ -177,11 +177,11 @@ class GpuModel:
         self.weights = weights
         self.tokens = None if ranks is None else ranks.shard.vocabulary(config.vocab_size)
         self.adapters: GpuAdapters | None = None
-        # These are the inner values of MLPs that the rank has, by layer, where they are not in order.
+        # The rank's inner values of MLPs, by layer, unless they are in order.
         self.inner_values = _inner_values(weights)
         every = operations or layers_of(config)
         self.layers = {index: GpuLayer(weights, index, every[index]) for index in self.shard.own_layers(config)}
-        # These are quantized matrices, their biases, and the type of their products.
+        # Quantized matrices, their biases, and the type of their products.
         self._packed = [(*each, dtype) for layer in self.layers.values() for each in layer.packed()]
         if isinstance(weights.head, PackedMatrix):
             self._packed.append((weights.head, None, torch.float32))
@@ -195,11 +195,10 @@ class GpuModel:
         growth = growth_table(config, max_model_len)
         self.growth = None if growth is None else growth.to(device)
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
-        # All graphs share this buffer, since logits of their own would need gigabytes. The pool takes the memory that
-        # is left.
+        # Shared by all graphs: separate logits would need gigabytes, and the pool takes the memory that is left.
         leads = ranks is None or ranks.shard.leads
         self.logits = torch.zeros(max_samples if leads else 0, config.vocab_size, dtype=torch.float32, device=device)
-        # The output projection of a plain matrix writes its logits here, before they are widened to float32.
+        # The output projection of a plain matrix writes its logits here, before they are cast to float32.
         narrow = dtype != torch.float32 and not isinstance(weights.head, PackedMatrix)
         kind = dtype if narrow else torch.float32
         self.shares = None if ranks is None else RankLogits(ranks, config.vocab_size, max_samples, kind, device)
@@ -208,33 +207,33 @@ class GpuModel:
         self.keep_states(())
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Make the buffer in which a step keeps the inputs of these layers, side by side, for all its rows."""
+        """Allocate the buffer in which a step stores the inputs of these layers, side by side, for all its rows."""
         self.state_layers = tuple(layers)
         self.states = self._rows(len(layers) * self.config.hidden_size)
 
     def _rows(self, width: int) -> torch.Tensor:
-        """Make a buffer of a step's rows."""
+        """Allocate a buffer of a step's rows."""
         return torch.zeros(self.max_tokens, width, dtype=self.dtype, device=self.device)
 
     def _make_rows(self) -> None:
-        """Make the buffers of a step's rows."""
+        """Allocate the buffers of a step's rows."""
         config, rows = self.config, self._rows
         every = [operation for layer in self.layers.values() for operation in layer.operations]
         self.residual, self.normed, self.found = (rows(config.hidden_size) for _ in range(3))
         self.added_up = rows(config.hidden_size if any(isinstance(one, AddUp) for one in every) else 0)
         self.latents = _LatentBuffers.of(config, rows)
-        # Layers that differ in their heads share these buffers, which have room for the widest of them.
+        # Layers that differ in their heads share these buffers, of the largest size.
         heads, widest = config.num_heads, max(kind.head_dim for kind in config.all_heads)
         plain = 2 if config.latents is None else 0
         projected = max((heads + plain * kind.kv_heads) * kind.head_dim for kind in config.all_heads)
         self.qkv, self.attended = rows(projected), rows(heads * (widest if plain else config.value_dim))
-        # Nothing is left of such sinks in a softmax.
+        # -inf: no effect on the softmax.
         self.no_sinks = torch.full((heads,), -torch.inf, device=self.device) if self.has_sinks else None
-        # A product may make gates of attention's results in front of queries, keys and values.
+        # A product may compute gates of attention's results in front of queries, keys and values.
         gates = max((one.values.size for one in every if isinstance(one, KeepGate)), default=0)
         self.gated_qkv = rows(gates + projected) if gates else self.qkv
         inner, inputs = max(config.widest_mlp, config.hidden_size), config.token_inputs
-        # What all layers read of tokens beside the residual stream is made before the first MLP, in its buffer.
+        # Layers' inputs per token are computed before the first MLP, in its buffer.
         beside = 0 if inputs is None else config.num_layers * inputs.width
         self.token_inputs = rows(beside)
         self.gate_up, self.inner = rows(max(2 * inner, beside)), rows(inner)
@@ -279,23 +278,23 @@ class GpuModel:
 
     @property
     def plain_products(self) -> int:
-        """Counts the matrices that are not quantized, those of a layer's experts as one."""
+        """The number of matrices that are not quantized, counting those of a layer's experts as one."""
         every = [each for layer in self.layers.values() for each in layer.matrices.values()] + [self.weights.head]
         return sum(isinstance(each, torch.Tensor) and each.dim() > 1 for each in every)
 
     @property
     def has_sinks(self) -> bool:
-        """Says whether layers have attention sinks; ``no_sinks`` is for those without."""
+        """True if layers have attention sinks; ``no_sinks`` is for those without."""
         every = (operation for layer in self.layers.values() for operation in layer.operations)
         return any(isinstance(operation, Attend) and operation.sinks is not None for operation in every)
 
     @property
     def has_experts(self) -> bool:
-        """Says whether a layer of this process is a mixture of experts."""
+        """True if a layer of this process is a mixture of experts."""
         return any(isinstance(operation, Experts) for layer in self.layers.values() for operation in layer.operations)
 
     def compile_products(self) -> None:
-        """Compile the kernels of products, but for cuBLAS's, for every number of rows."""
+        """Compile the kernels of products, except cuBLAS's, for every number of rows."""
         compiled: set[object] = set()
         for fp8, bias in self._in_fp8():
             shape = (fp8.codes.shape, fp8.in_blocks, bias is None)
@@ -314,24 +313,24 @@ class GpuModel:
                 self._plain.compile(weight, bias, min(most, self.max_tokens))
 
     def _plain_matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yield the plain matrices by which steps multiply, but for those of experts, and their biases."""
+        """Yield the plain matrices that steps multiply by, except those of experts, and their biases."""
         for layer in self.layers.values():
             yield from layer.plain(self.dtype)
-        # These are no layer's, and are plain where the layers are quantized, too.
+        # Outside of layers, and plain even if the layers are quantized.
         for matrix in (self.weights.head, self.weights.get("token_inputs.projection")):
             if isinstance(matrix, torch.Tensor):
                 yield matrix, None
 
 
 def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:
-    """Return the numbers of the MLP's inner values that the rank has, by layers in which they are not in order."""
+    """Return the rank's inner values of the MLP, by layers in which they are not in order."""
     names = (f"layers.{index}" for index in range(weights.config.num_layers))
     found = {name: weights.get(f"{name}.{INNER_VALUES}") for name in names}
     return {name: inner.long().cpu() for name, inner in found.items() if inner is not None}
 
 
 def _no_rope(config: ModelConfig, max_tokens: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-    """Make rotary tables that turn nothing, for a model whose latents have a key that is not rotated."""
+    """Build rotary tables that rotate by 0, for a model whose latents have a key that is not rotated."""
     half = 0 if config.latents is None else config.latents.rotary // 2
     cos, sin = (make(1, half, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
     return Rotary(cos, sin, torch.zeros(max_tokens, dtype=torch.int32, device=device))

@@ -1,13 +1,13 @@
-"""Estimates what a step costs on a GPU before any was measured, by the device's roofline: what it reads and computes in
-a second at most, and what the model reads and computes.
+"""Estimated cost of a step on a GPU before any was measured, by the roofline model: the peak memory and arithmetic
+rates of the device, and the bytes and operations of the model.
 
-    step        all weights are read once, but tables of which a token reads a row
-    token       two operations for each weight that it meets; with logits, also for each of the output projection
+    step        all weights are read once, except tables of which a token reads a row
+    token       two operations per weight that it passes; with logits, also per weight of the output projection
     KV read     its bytes;  query-key pair: its operations in all layers
 
-The parts are added up, although a device reads while it computes, so a step near the ridge takes up to half as long.
-The estimate chooses a worker's token budget where no flag does, and bounds its first steps beside streams; from then on
-the fit of measured steps does (:mod:`pillion.engine.scheduling.step_cost`). Imports no torch.
+The parts are added up, although a device reads while it computes, so a step near the ridge takes down to half as long.
+The estimate sets a worker's token budget unless a flag does, and bounds its first steps beside streams; afterwards the
+fit of measured steps does (:mod:`pillion.engine.scheduling.step_cost`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from pillion.engine.scheduling.step_model import StepModel
 from pillion.kernels.state_pieces import CHUNK
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 
-# Copies reach about this share of the memory's rate in a data sheet, and matrix products this share of the arithmetic.
+# Achieved shares of the data sheet's rates, by copies and by matrix products.
 MEMORY_SHARE, ARITHMETIC_SHARE = 0.8, 0.5
-# A step's launches and its choice of tokens take this long beside the model's work.
+# Time of a step's launches and its sampling, beside the model's work.
 LAUNCH_S = 3e-4
-# The buffers of a step take at most this share of the memory that weights leave.
+# Max share of the memory left by weights for a step's buffers.
 STEP_SHARE = 1 / 8
-# Dense operations in bfloat16 that a multiprocessor starts in a cycle, by compute capability, of NVIDIA's data sheets;
-# devices that are newer than those in the table are taken for the last one.
+# Dense bfloat16 operations per multiprocessor and cycle, by compute capability (NVIDIA's data sheets); newer devices
+# use the last entry.
 OPERATIONS_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
-# These are attributes of a device (cuda.h, CUdevice_attribute).
+# Attributes of a device (cuda.h, CUdevice_attribute).
 CLOCK_KHZ, MULTIPROCESSORS, MEMORY_CLOCK_KHZ, BUS_BITS, MAJOR, MINOR = 13, 16, 36, 37, 75, 76
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """What a device reads and computes in a second at most, and the bytes of its memory."""
+    """Peak rates of a device's memory and arithmetic, and the bytes of its memory."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -66,7 +66,7 @@ def device_rates(driver: CudaDriver) -> DeviceRates:
     finally:
         device.close()
     return DeviceRates(
-        # Memory brings two words in a cycle of its clock.
+        # Double data rate: two words per cycle of the memory clock.
         bytes_per_s=2 * value(MEMORY_CLOCK_KHZ) * 1e3 * value(BUS_BITS) / 8,
         operations_per_s=value(MULTIPROCESSORS) * value(CLOCK_KHZ) * 1e3 * each,
         memory_bytes=memory_bytes,
@@ -74,7 +74,7 @@ def device_rates(driver: CudaDriver) -> DeviceRates:
 
 
 def weight_bytes(prepared: PreparedModel, config: ModelConfig) -> int:
-    """Return the bytes of a model's weights: of its files, where they hold quantized matrices."""
+    """Return the bytes of a model's weights: of its files, if they contain quantized matrices."""
     if config.quantization is not None:
         return sum(file.stat().st_size for file in prepared.folder.glob("*.safetensors"))
     return _value_bytes(prepared) * (
@@ -89,7 +89,7 @@ def _value_bytes(prepared: PreparedModel) -> int:
 def expected_cost(
     rates: DeviceRates, prepared: PreparedModel, kv_token_bytes: float, devices: int = 1, state_bytes: int = 0
 ) -> StepModel:
-    """Return what a step is expected to cost on so many devices of these rates, which share its work. A sequence's
+    """Return the expected cost of a step on ``devices`` devices of these rates, which share its work. A sequence's
     state is read and written."""
     config = load_config(prepared.folder)
     read_s = 1 / (rates.bytes_per_s * MEMORY_SHARE * devices)
@@ -105,7 +105,7 @@ def expected_cost(
 
 
 def expected_on_gpu(flags: WorkerFlags, prepared: PreparedModel, devices: int) -> tuple[StepModel, DeviceRates]:
-    """Return what a worker's steps are expected to cost on so many GPUs of this machine, and the rates of one."""
+    """Return the expected cost of a worker's steps on ``devices`` GPUs of this machine, and the rates of one."""
     rates = device_rates(CudaDriver())
     layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype, state_chunk=CHUNK)
     config = load_config(prepared.folder)
@@ -118,11 +118,11 @@ def expected_on_gpu(flags: WorkerFlags, prepared: PreparedModel, devices: int) -
 def suitable_budget(
     cost: StepModel, rates: DeviceRates, flags: WorkerFlags, prepared: PreparedModel, devices: int = 1
 ) -> int:
-    """Return a worker's token budget by what its steps cost and by the memory that weights leave them."""
+    """Return a worker's token budget for this step cost and the memory left by weights."""
     config = load_config(prepared.folder)
     tokens = suitable_tokens(cost, flags.target_itl_ms if isinstance(flags, DecodeFlags) else AUTO)
     most_bytes = STEP_SHARE * (rates.memory_bytes - weight_bytes(prepared, config) / devices)
-    # Ranks share the values of a row, and each stage has whole rows.
+    # Ranks share the values of a row; each stage has whole rows.
     each = flags.pipeline_parallel_size / devices
     while tokens > LEAST_SUITABLE_TOKENS:
         if step_bytes(config, prepared.dtype, tokens, 0, mixed_rows=MAX_MIXED_ROWS) * each <= most_bytes:
@@ -132,6 +132,6 @@ def suitable_budget(
 
 
 def step_tokens(flags: WorkerFlags, devices: int) -> int:
-    """Return the token budget that suits a worker's model on so many GPUs of this machine."""
+    """Return the token budget for a worker's model on ``devices`` GPUs of this machine."""
     prepared = prepare(flags)
     return suitable_budget(*expected_on_gpu(flags, prepared, devices), flags, prepared, devices)

@@ -1,4 +1,4 @@
-"""Chooses tokens on the GPU as :mod:`pillion.engine.sampling.sampler` chooses them on the host (I6).
+"""Sampling on the GPU, with the results of :mod:`pillion.engine.sampling.sampler` on the host (I6).
 
     within the step   logits --> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
     after it          masks of grammars --pinned, as bits--> device
@@ -6,13 +6,13 @@
                                |--rows of a prompt--> scores --> host
                                '--edits--> choose --> sampled --copy--> host
 
-A step whose rows have neither masks nor edits chooses their tokens itself, in the same CUDA graph: their records are a
-part of the step's. Other steps choose after it, and so do those whose rows the host knows only when they run; in their
-records no row wants a token.
+A step whose rows have neither masks nor edits samples their tokens itself, in the same CUDA graph: their records are
+part of the step's. Other steps sample afterwards, as do those whose rows the host knows only while they run; their
+records contain no rows to sample.
 
-A mask that is late does not hold the step up: the token that its row chooses without it is dropped. Log probabilities
-are computed on the host by the host's code, for the few rows that report them; those of a prompt, which are many, on
-the device.
+A late mask does not delay the step: the token that its row samples without it is dropped. Log probabilities are
+computed on the host by the host's code, for the few rows that report them; those of prompts, which are many, on the
+device.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ from pillion.kernels.gpu.sampling.sampling_record import EditPacker, pack_rows
 from pillion.kernels.step import MASK_LATE, NO_IDS, Int64, RowEdit, RowMasks, Sampled, SamplingRows
 from pillion.types import TokenLogprob
 
-# This many rows of 4 bytes each are 16 bytes, to which the kernels' vectors are aligned.
+# Rows of 4 bytes per 16 bytes, the alignment of the kernels' vectors.
 ALIGNED_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
-    """The tokens of a step while they are copied to the host; :meth:`wait` waits for them and for nothing
-    launched after them.
+    """The tokens of a step while they are copied to the host; :meth:`wait` waits for nothing launched after them.
 
-    ``tokens``, ``raw`` and ``scores`` are copied to host memory until the event ``done``; None means that they are
-    there. ``late`` are the rows whose mask was late.
+    ``tokens``, ``raw`` and ``scores`` are being copied to host memory until the event ``done``; None: already copied.
+    ``late``: the rows whose mask was late.
     """
 
     tokens: torch.Tensor
@@ -65,7 +64,7 @@ class GpuChoice:
             try:
                 self.done.synchronize()
             except RuntimeError as error:
-                # A kernel has failed, and from now on every call on its device fails with the same error.
+                # A kernel failed: from now on every call on its device fails with the same error.
                 raise BackendLost(f"the GPU failed: {error}") from error
         tokens: Int64 = self.tokens.numpy().astype(np.int64)
         tokens[self.late] = MASK_LATE
@@ -75,10 +74,10 @@ class GpuChoice:
 
 
 class GpuSampler:
-    """Chooses the tokens of one backend. ``sampled`` is int32, the tokens that the last launch chose, row by row."""
+    """Sampler of one backend. ``sampled``: int32, the tokens of the last launch, row by row."""
 
     def __init__(self, sampled: torch.Tensor, vocab_size: int, max_rows: int) -> None:
-        """Make a sampler. A launch of the kernels has at most ``max_rows`` rows; a step with more rows has several."""
+        """``max_rows``: rows per launch of the kernels; a step with more rows has several launches."""
         self._sampled = sampled
         # Each part is aligned like the whole, so that no kernel is compiled for another alignment.
         self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
@@ -86,20 +85,20 @@ class GpuSampler:
         self._edits = EditPacker(vocab_size)
         self._device = sampled.device
         self._pinned = sampled.is_cuda
-        # The tokens of steps take turns, as their records do: to allocate pinned memory for each step takes longer.
+        # Reused in turn, like records: allocating pinned memory for each step would take longer.
         self._hosts = [torch.empty_like(sampled, device="cpu", pin_memory=self._pinned) for _ in range(HOST_RECORDS)]
         self._turn = 0
 
     def choose(self, logits: torch.Tensor, record: torch.Tensor) -> None:
-        """Choose tokens of logits [N, V] float32 for the rows of ``record`` [N, RECORD_FIELDS] that want one. It
-        allocates nothing, so a graph can capture it."""
+        """Sample tokens of logits [N, V] float32 for the rows of ``record`` [N, RECORD_FIELDS] to sample. Allocates
+        nothing, so a graph can capture it."""
         for begin in range(0, len(logits), self._max_rows):
             part = slice(begin, min(begin + self._max_rows, len(logits)))
             choose(logits[part], record[part], self._sampled[part], self._scratch)
 
     def launch(self, logits: torch.Tensor, rows: SamplingRows, *, chosen: bool) -> GpuChoice:
-        """Begin to choose a token for each of the first rows of logits [R + Q, V] float32, which are edited in place,
-        if the step that made them has not ``chosen`` them, and to score the others."""
+        """Start to sample a token for each of the first rows of logits [R + Q, V] float32, which are edited in place,
+        unless the step has ``chosen`` them, and to score the others."""
         count = len(rows)
         with torch.inference_mode():
             logits, scores = logits[:count], self._score(logits[count:], rows)
@@ -120,7 +119,7 @@ class GpuSampler:
     def _mask(
         self, logits: torch.Tensor, masks: RowMasks, edits: tuple[RowEdit, ...]
     ) -> tuple[Int64, tuple[RowEdit, ...]]:
-        """Begin to mask rows of logits. Returns the rows whose mask is late, and the edits that are possible."""
+        """Start to mask rows of logits. Return the rows whose mask is late, and the edits that are possible."""
         bits, there = masks.take()
         late, rows = masks.rows[~there], masks.rows
         if len(late):
@@ -151,7 +150,7 @@ class GpuSampler:
 
 
 def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:
-    """Return an entry for each row; ``raw`` holds the unedited logits of the rows that report log probabilities."""
+    """Return an entry per row; ``raw``: the unedited logits of the rows that report log probabilities."""
     reporting = np.flatnonzero(rows.logprobs >= 0)
     found: list[TokenLogprob | None] = [None] * len(rows)
     with np.errstate(all="ignore"):

@@ -1,11 +1,11 @@
-"""A step's arrays as one vector of integers, which one copy brings to the device.
+"""A step's arrays as one vector of integers, copied to the device at once.
 
-    StepBatch --fill--> pinned host record --one asynchronous copy--> device record, whose views kernels read
+    StepBatch --fill--> pinned host record --one asynchronous copy--> device record, read by kernels through views
 
-The record on the device has a fixed address, so a CUDA graph that was captured over it runs any later step. Host
-records take turns: one is written again only after the step that it was copied for has finished. Steps are padded to
-the graph's size with rows that write nothing: they have no slot (-1), token 0, row 0 of the rotary tables, no part in
-the attention's plan, and no experts, which is why a step's true numbers of rows are in its record.
+The device record has a fixed address, so a CUDA graph captured over it runs any later step. Host records are reused in
+turn, each only after the step that it was copied for has finished. Steps are padded to the graph's size with rows that
+write nothing: slot -1, token 0, row 0 of the rotary tables, absent from the attention plan, and without experts, which
+is why the record contains the unpadded numbers of rows.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from pillion.kernels.step import Int32, SamplingRows, StepBatch
 
 # Two steps may be in flight, whose records may still be read while the third one is written.
 HOST_RECORDS = 3
-# Each of the two numbers of rows has so many words, so that kernels find both at addresses of 16 bytes.
+# Words per number of rows, so that kernels load both from addresses aligned to 16 bytes.
 _COUNT_WORDS = 4
 
 
 def _in_items(words: int) -> int:
-    """Return how many words the items of attention have that ``words`` fit into."""
+    """Round ``words`` up to whole items of attention."""
     return -(-words // ITEM_WORDS) * ITEM_WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Says what a launch depends on beside the record.
+    """The parameters of a launch that are not in the record.
 
     Attributes:
         tokens, samples: padded numbers of tokens and of sampled rows.
         chunks, adapters: whether there are chunks, and rows with adapters.
-        vectors: of how many sampled rows, the last ones, vectors are wanted in place of logits. Such steps have no
-            graph.
+        vectors: number of sampled rows, the last ones, of which vectors are needed instead of logits. Such steps have
+            no graph.
     """
 
     tokens: int
@@ -52,14 +52,14 @@ class StepShape:
 
 
 class GpuStepRecord:
-    """The arrays of one step over a bound pool, its record. The attributes are views of the record on the device.
+    """The record of one step over a bound pool. The attributes are views of the record on the device.
 
     Attributes:
         token_ids, rope_rows, rows: int32 [max_tokens]; the tokens, their rows in the rotary tables, and their rows in
             the pool: slot * block_size + offset, or -1.
-        sample_rows: int32 [max_tokens], numbers of the rows whose logits are sampled.
-        num_rows, num_samples: int32 [1], how many rows and sampled rows the step has without padding.
-        sampling: int32 [max_samples, RECORD_FIELDS], how the first sampled rows choose their tokens within the step.
+        sample_rows: int32 [max_tokens], the rows whose logits are sampled.
+        num_rows, num_samples: int32 [1], the step's numbers of rows and sampled rows without padding.
+        sampling: int32 [max_samples, RECORD_FIELDS], the sampling records of rows sampled within the step.
         attention: int32, for each part of the process's KV heads, the plan of
             :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
     """
@@ -72,14 +72,14 @@ class GpuStepRecord:
         attention_words: Sequence[int],
         device: torch.device,
     ) -> None:
-        """Make the record. ``attention_words`` is the greatest length of the plan of each part."""
+        """Allocate the record. ``attention_words``: the max length of the plan of each part."""
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._counts_at = slice(4 * max_tokens, 4 * max_tokens + 2 * _COUNT_WORDS)
         begin = self._counts_at.stop
         self._sampling_at = slice(begin, begin + RECORD_FIELDS * max_samples)
-        # Plans begin at multiples of an item's words, so that items lie in one cache line each, and no part needs a
-        # kernel of its own for numbers that begin elsewhere.
+        # Plans are aligned to items, so that items do not cross cache lines, and all parts have the same alignment,
+        # which Triton specializes kernels for.
         ends = accumulate((_in_items(count) for count in attention_words), initial=_in_items(self._sampling_at.stop))
         *self._plans_at, words = ends
         pinned = device.type == "cuda"
@@ -104,9 +104,8 @@ class GpuStepRecord:
         plans: Sequence[GpuAttentionPlan | None],
         sampling: SamplingRows | None,
     ) -> None:
-        """Begin the copy of a step on the current stream. ``plans`` are the attention's plans of ``batch``, None for a
-        part that is only written; ``sampling`` has the first of the sampled rows, None where the step chooses no
-        tokens."""
+        """Start to copy a step on the current stream. ``plans``: the attention plans of ``batch``, None for a part that
+        is only written; ``sampling``: the first of the sampled rows, None if the step samples no tokens."""
         turn = self._turn
         self._turn = (turn + 1) % HOST_RECORDS
         record, most = self._arrays[turn], self._max_tokens

@@ -3,13 +3,13 @@
     plan --size--> memory (a region shared through the KV node) --cut--> GpuWeights
                         '-- the worker that must fill it copies the checkpoint in, layer by layer
 
-The plan of a plain checkpoint depends on the config and on the names of its tensors. Quantized matrices stay in few
+The plan of a plain checkpoint depends on the config and on the names of its tensors. Quantized matrices keep their few
 bits, and their layout may depend on their values: such a checkpoint is packed once into a file of the models' cache,
-whose header is the plan. So a second worker of a GPU reads no weights at all. The plan's digest is part of the region's
-key, so versions of this file share nothing.
+whose header is the plan. So a second worker of a GPU reads no weights. The plan's digest is part of the region's key,
+so versions of this file share nothing.
 
-A rank of several has a plan, a region and a packed file of its own, with its share of every layer and of the tokens. So
-has a stage, with its own layers: the first one has the embedding, too, and no stage has what makes logits.
+A rank of several has a separate plan, region and packed file, with its share of every layer and of the tokens. So has a
+stage, with its own layers: the first one has the embedding as well, and no stage has the output projection.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from pillion.kernels.gpu.products.gpu_packing import (
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
-# Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
+# Alignment of tensors: kernels and cuBLAS load 16 bytes at a time, TMA 128.
 ALIGN_BYTES = 256
-# The fields of a PackedKind are numbers in the header of a packed file. Those that are names count these.
+# Names of a PackedKind's fields that are stored as numbers in the header of a packed file.
 _KIND_NAMES: dict[str, tuple[str, ...]] = {"coding": tuple(BITS), "scale": SCALES, "shift": SHIFTS}
-# Random weights have this standard deviation, with which a forward pass stays finite.
+# Standard deviation of random weights, with which a forward pass stays finite.
 DUMMY_SPREAD = 0.02
-# The tensor of this name has the inner values of a layer that a rank computes, where they are not in order: int32.
+# Name of the tensor with a rank's inner values of a layer, unless they are in order: int32.
 INNER_VALUES = "inner_values"
 
 
@@ -89,8 +89,8 @@ class WeightPlace:
 class WeightPlan:
     """The ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them.
 
-    ``kinds`` has the quantized matrices by name, whose tensors are NAME.words, NAME.scales...; ``plain`` matrices are
-    the tensor NAME.weight, or NAME for experts and the head.
+    ``kinds``: the quantized matrices by name, whose tensors are NAME.words, NAME.scales...; ``plain`` matrices are the
+    tensor NAME.weight, or NAME for experts and the head.
     """
 
     places: dict[str, WeightPlace]
@@ -105,15 +105,13 @@ class WeightPlan:
 
 
 class GpuWeights(dict[str, torch.Tensor]):
-    """Views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.down.bias``,
-    ``final_norm``..."""
+    """Views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.down.bias``, ``final_norm``..."""
 
     def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
-        """Takes ``config`` of the whole model, and ``memory``, uint8, at least ``plan.nbytes`` long, which is
-        borrowed."""
+        """``config``: that of the whole model. ``memory``: uint8, at least ``plan.nbytes`` long, borrowed."""
         self.config, self.plan = config, plan
         self.device, self.dtype = memory.device, dtype
-        # This function releases the memory; it is called when no step can run any more.
+        # Releases the memory; called when no step can run any more.
         self.close: Callable[[], None] = lambda: None
         self.embedding_scale = embedding_scale(config, dtype)
         inputs = config.token_inputs
@@ -122,8 +120,8 @@ class GpuWeights(dict[str, torch.Tensor]):
             self[name] = memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
 
     def matrix(self, name: str) -> torch.Tensor | PackedMatrix | Fp8Matrix | None:
-        """Return the matrix ``name`` without its bias ("layers.3.qkv", "lm_head"), or the stacked matrices of a
-        layer's experts; None where the model does not have it."""
+        """Return the matrix ``name`` without its bias ("layers.3.qkv", "lm_head"), or the stacked matrices of a layer's
+        experts; None if the model does not have it."""
         if f"{name}.codes" in self:
             return Fp8Matrix(self[f"{name}.codes"], self[f"{name}.scales"])
         kind = self.plan.kinds.get(name)
@@ -134,20 +132,20 @@ class GpuWeights(dict[str, torch.Tensor]):
 
     @property
     def head(self) -> torch.Tensor | PackedMatrix | None:
-        """Gives the output projection [vocab, hidden]: the embedding if the model ties the two. None where the process
-        gives no logits, and has no embedding either."""
+        """The output projection [vocab, hidden]: the embedding if the model ties the two. None in a process that
+        computes no logits, without an embedding either."""
         head = self.matrix("lm_head")
         assert not isinstance(head, Fp8Matrix)  # Logits are not computed in FP8.
         return self.get("embedding") if head is None else head
 
     @property
     def norm_is_wide(self) -> bool:
-        """Says whether the model's norms round after their weight is applied (engine.models.layers.rms_norm_wide)."""
+        """True if the model's norms round after their weight is applied (engine.models.layers.rms_norm_wide)."""
         return self.config.norm != "plain"
 
     @property
     def norm_is_centered(self) -> bool:
-        """Says whether the model's norms are LayerNorms."""
+        """True if the model's norms are LayerNorms."""
         return self.config.norm == "layer"
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Progress) -> None:
@@ -163,7 +161,7 @@ class GpuWeights(dict[str, torch.Tensor]):
     def fill_dummy(self) -> None:
         """Fill in random numbers for measurements, with a spread that keeps activations finite.
 
-        Tensors that all ranks have whole, such as routers, have the same numbers in all of them.
+        Replicated tensors, such as routers, have the same numbers on all ranks.
         """
         device = next(iter(self.values())).device
         generator = torch.Generator(device)
@@ -179,7 +177,7 @@ class GpuWeights(dict[str, torch.Tensor]):
 class GpuPackedFile(PackedFile):
     """The tensors of a checkpoint with quantized matrices, packed for the GPU, and their plan."""
 
-    # The file is not read ahead, because a worker that finds the region filled needs only the header.
+    # A worker that finds the region filled needs only the header.
     read_ahead = False
 
     def __init__(self, path: Path) -> None:
@@ -200,8 +198,7 @@ class GpuPackedFile(PackedFile):
 
 
 class _ShapesOnly:
-    """A checkpoint whose tensors have shapes and types but no values: the loader's input when memory is
-    planned."""
+    """A checkpoint whose tensors have shapes and types but no values: the loader's input for planning memory."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._checkpoint_names = {key: checkpoint_names[0] for key, checkpoint_names in decoder_tensors(config).items()}
@@ -210,7 +207,7 @@ class _ShapesOnly:
         return key in self._checkpoint_names
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Make the tensor ``key`` of the checkpoint, with a shape and a type but without values."""
+        """Return the tensor ``key`` of the checkpoint as a meta tensor."""
         shapes = [tensor.shape[tensor.part is not None :] for tensor in self._checkpoint_names[key]]
         return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device="meta")
 
@@ -221,8 +218,8 @@ class _ShapesOnly:
 def plan_weights(
     config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, separate_head: bool, join: bool = True
 ) -> WeightPlan:
-    """Plan the memory of a plain model. ``separate_head`` says that the output projection is not the embedding;
-    ``join``, that MLPs beside experts may go into their stacks (shared_experts.py)."""
+    """Plan the memory of a plain model. ``separate_head``: the output projection is not the embedding; ``join``: MLPs
+    beside experts may go into their stacks (shared_experts.py)."""
     config = replace(config, tie_word_embeddings=not separate_head)
     named = _named_tensors(_ShapesOnly(config), config, dtype, shard, join=join)
     return _planned(((name, tensor) for name, tensor in named if isinstance(tensor, torch.Tensor)), {})
@@ -260,9 +257,9 @@ def pack_folder(
     in_fp8: bool,
     join: bool,
 ) -> GpuPackedFile:
-    """Map the packed file of a checkpoint with quantized matrices, packed here the first time; those for products
-    ``in_fp8``, and those with MLPs in the stacks of experts (``join``), are in files of their own. Raises ConfigError
-    for a checkpoint that does not fit."""
+    """Map the packed file of a checkpoint with quantized matrices, packed here the first time. Those for products
+    ``in_fp8``, and those with MLPs in the stacks of experts (``join``), are separate files. Raises ConfigError for a
+    checkpoint that does not fit."""
 
     def write(writer: PackedWriter) -> None:
         progress("packing weights for the GPU")
@@ -288,8 +285,7 @@ def pack_folder(
 
 
 def weights_key(fingerprint: str, dtype: str, plan: WeightPlan, shard: ModelShard) -> str:
-    """Return the hexadecimal key of the memory region that holds these weights: workers with equal keys share the
-    region."""
+    """Return the hexadecimal key of the memory region of these weights: workers with equal keys share the region."""
     layout = f"pillion weights {PACKING_VERSION} {fingerprint} {dtype} {plan.digest()} {shard.rank} {shard.size}"
     return hashlib.sha256(layout.encode()).hexdigest()
 
@@ -337,7 +333,7 @@ def _named_tensors(
 def layer_tensors(
     operations: Layer, whole: LayerWeights, dtype: torch.dtype, shard: ModelShard, in_fp8: bool
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix | Fp8Matrix]]:
-    """Yield the names and weights of a layer, those that ``shard`` has of them."""
+    """Yield the names and weights of a layer, those in ``shard``."""
     for operation in operations:
         if not shard.whole and isinstance(operation, Mlp):
             down = whole.linear(operation.down).weight
@@ -379,13 +375,12 @@ def _norm_tensors(name: str, norm: RmsNorm | LayerNorm) -> Iterator[tuple[str, t
 
 
 def _stored(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """Return a matrix as it is kept: quantized where kernels can multiply by such a matrix, else in floating
-    point."""
+    """Return a matrix as it is stored: quantized if kernels can multiply by it, otherwise in floating point."""
     return pack(matrix, dtype) if isinstance(matrix, QuantizedMatrix) and can_pack(matrix) else plain(matrix, dtype)
 
 
 def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """Return the matrices of all experts: quantized where all of them are of one kind."""
+    """Return the matrices of all experts: quantized if all of them are of one kind."""
     found = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix) and can_pack(matrix)]
     packed = pack_alike(found, dtype) if len(found) == len(matrices) else []
     if len({(each.kind, *each.parts) for each in packed}) != 1:
@@ -397,7 +392,7 @@ def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | Packe
 def own_weights(
     config: ModelConfig, named: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, device: torch.device
 ) -> GpuWeights:
-    """Return tensors that are copied to memory of this process alone, as those of an EAGLE head are."""
+    """Copy tensors, such as those of an EAGLE head, to memory of this process alone."""
     plan = _planned(named, {})
     weights = GpuWeights(config, plan, torch.empty(plan.nbytes, dtype=torch.uint8, device=device), dtype)
     weights.fill(named, lambda line: None)
@@ -410,8 +405,8 @@ class WeightMemory:
 
     Attributes:
         must_fill: whether this worker must copy the weights in.
-        filled: to be called when the weights are there.
-        close: to be called when this worker no longer uses them. Idempotent.
+        filled: call it when the weights are complete.
+        close: call it when this worker no longer uses them. Idempotent.
     """
 
     memory: torch.Tensor
@@ -420,7 +415,7 @@ class WeightMemory:
     close: Callable[[], None] = lambda: None
 
 
-# Such a function gets memory by the weights' key and their size in bytes.
+# Allocates memory, given the weights' key and their size in bytes.
 GetMemory = Callable[[str, int], WeightMemory]
 
 
@@ -438,8 +433,8 @@ def load_gpu_weights(
     progress: Progress = lambda line: None,
 ) -> GpuWeights:
     """Load a rank's share of the weights of a prepared folder, or random ones (``dummy``), into memory from
-    ``memory``. Matrices in FP8 are for products ``in_fp8``, as far as these take them; MLPs beside experts may ``join``
-    their stacks. Raises ConfigError for a checkpoint that does not fit its config."""
+    ``memory``. With ``in_fp8`` FP8 matrices are stored for FP8 products, if possible; with ``join`` MLPs beside experts
+    may go into their stacks. Raises ConfigError for a checkpoint that does not fit its config."""
     kind = DTYPES[dtype]
     packed = None
     if dummy:

@@ -1,4 +1,4 @@
-"""Loads a GPU worker of one process, whose weights lie in memory that the KV node shares out."""
+"""Loading of a GPU worker of one process, with weights in memory shared by the KV node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pillion.kvstore.gpu.mapped_memory import map_pool, share_region
 
 log = logging.getLogger("pillion.worker")
 
-# A worker waits at most this long for another one to fill the weights' region.
+# Max wait for another worker to fill the weights' region.
 WEIGHTS_TIMEOUT_S = 600.0
 
 
@@ -28,15 +28,15 @@ def load_gpu_worker(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
 
 
 def region_memory(attach_socket: str) -> GetMemory:
-    """Return a function that gets memory for weights: a region on this process's GPU that the KV node owns and all its
-    workers map."""
+    """Return a function that allocates memory for weights: a region on this process's GPU, owned by the KV node and
+    mapped by all its workers."""
 
     def get(key: str, size_bytes: int) -> WeightMemory:
         device = step_device()
         region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S, device_uuid=gpu_uuid())
         if device.type == "cuda" and region.device_memory is None:
             raise ConfigError(
-                "this worker computes on a GPU, its KV node keeps blocks in host memory: --kv-device cuda"
+                "this worker computes on a GPU, but the pool of its KV node is in host memory: --kv-device cuda"
             )
         return WeightMemory(tensor_at(region, device), region.must_fill, region.filled, region.close)
 

@@ -1,16 +1,16 @@
-"""Says where a process's KV heads lie in a pool, and how it writes and attends them there.
+"""The location of a process's KV heads in a pool, and how they are written and attended there.
 
     a pool in one piece              one part: all heads of the process, in place
-    a pool of a shard on each GPU    its own shard has all heads of a rank, where there are as many ranks as shards: one
-                                     part, too. Workers of other sizes have a part in each shard that has one of their
-                                     heads; the memory of other GPUs is reached over their link, by peer access.
+    a pool of a shard per GPU        its own shard has all heads of a rank, if there are as many ranks as shards: also
+                                     one part. Workers of other sizes have a part in each shard with one of their heads,
+                                     and access other GPUs' memory over their link (peer access).
 
-A part of all heads works on the projections themselves. Where there are several parts, each has its columns gathered
-into a buffer of its own, is written and attended there as if the pool had no other heads, and puts its results into its
-columns of the output.
+A part of all heads works on the projections in place. If there are several parts, the columns of each are gathered into
+a separate buffer, written and attended as if the pool had no other heads, and the results are scattered to its columns
+of the output.
 
-In models whose layers differ in their KV heads, each kind of heads has a part of its own, of the layers with such
-heads. Their pools are in one piece.
+In models whose layers differ in their KV heads, each kind of heads has a part for the layers with such heads. Their
+pools are in one piece.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class PoolPart:
     """Some KV heads of a process in one shard of a pool; a pool in one piece has one shard.
 
     Attributes:
-        kind: all KV heads of the model's layers that the part is about.
+        kind: all KV heads of the model's layers of this part.
         shard: the shard's number.
-        shard_heads: the model's KV heads that the shard has.
-        heads: those of the shard's heads that the process writes.
-        attended: whether it reads them here; heads that several shards have are read in the first one.
-        copied: whether the process copies whole slots here. Of the processes that use a shard, the first one does.
+        shard_heads: the model's KV heads in the shard.
+        heads: the shard's heads that the process writes.
+        attended: whether the process reads them here; heads in several shards are read in the first one.
+        copied: whether the process copies whole slots here: the first process that uses a shard does.
     """
 
     kind: LayerHeads
@@ -51,7 +51,7 @@ class PoolPart:
 
 
 def parts_of(config: ModelConfig, own: ModelShard, shares: Sequence[range]) -> list[PoolPart]:
-    """Return the parts of a rank in a pool whose shards have the KV heads ``shares``. ``config`` is that of the whole
+    """Return the parts of a rank in a pool whose shards have the KV heads ``shares``. ``config``: that of the whole
     model."""
     (kind,), parts, read = config.all_heads, [], own.kv_heads.start
     for shard in _used(own, shares):
@@ -64,15 +64,15 @@ def parts_of(config: ModelConfig, own: ModelShard, shares: Sequence[range]) -> l
 
 
 def whole_parts(config: ModelConfig, own: ModelShard) -> Iterator[PoolPart]:
-    """Yield the parts of a rank in a pool in one piece: all of its KV heads, those of each kind apart. ``config`` is
-    that of the whole model."""
+    """Yield the parts of a rank in a pool in one piece: all of its KV heads, one part per kind. ``config``: that of the
+    whole model."""
     for number, kind in enumerate(config.all_heads):
         mine = own.kv_heads_of(kind.kv_heads)
         yield PoolPart(kind, 0, range(kind.kv_heads), mine, copied=own.leads and number == 0)
 
 
 def _used(own: ModelShard, shares: Sequence[range]) -> list[int]:
-    """Return the shards that a rank writes to: its own, or all that hold one of its heads."""
+    """Return the shards that a rank writes to: its own, or all with one of its heads."""
     if len(shares) == own.size:
         return [own.rank]
     mine = own.kv_heads
@@ -91,17 +91,18 @@ def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """The layers of a pool that have KV heads of one kind, as attention kernels expect them: ``pool`` [slots,
-    places, planes, heads, block_size, head_dim], or for float8 [slots, places, planes, heads, bytes]. ``places`` has
-    the place of each layer. Where layers of another kind lie between them, places are narrower than a layer, and what
-    lies at others than these has no meaning."""
+    """The layers of a pool with KV heads of one kind, in the layout of attention kernels: ``pool`` [slots, places,
+    planes, heads, block_size, head_dim], or for float8 [slots, places, planes, heads, bytes].
+
+    ``places``: the place of each layer. If layers of another kind are between them, places are smaller than a layer,
+    and only those listed are meaningful."""
 
     pool: torch.Tensor
     places: Mapping[int, int]
 
     @classmethod
     def of(cls, pool: torch.Tensor, layout: KVLayout, part: PoolPart, dtype: torch.dtype) -> LayerRows:
-        """View a part's layers in a pool of bytes [slots, block_bytes]. ``layout`` is that of the whole pool."""
+        """View a part's layers in a pool of bytes [slots, block_bytes]. ``layout``: that of the whole pool."""
         layout, heads = part_layout(layout, part), replace(part.kind, kv_heads=len(part.shard_heads))
         fp8 = layout.dtype == FP8_E4M3
         values, size = (pool, 1) if fp8 else (pool.view(dtype), dtype.itemsize)
@@ -118,7 +119,7 @@ class LayerRows:
 
 class LatentRows:
     """Attention over the rows of latents in a shard of a pool, ``pool``, whose only KV head all ranks have.
-    ``attention`` is None where the shard is only written."""
+    ``attention``: None if the shard is only written."""
 
     def __init__(self, rows: LayerRows, attention: LatentAttention | None) -> None:
         self.pool, self.places, self.attention = rows.pool, rows.places, attention
@@ -137,9 +138,10 @@ class LatentRows:
 
 
 class PartRows:
-    """One part's queries, keys and values in a step, and attention over them. ``places`` are those of its layers
-    in the shard. ``attention`` computes attention over it, and is None where the shard is only written;
-    ``attention_words`` is the length of the attention's record."""
+    """One part's queries, keys and values in a step, and attention over them.
+
+    ``places``: those of its layers in the shard. ``attention``: None if the shard is only written. ``attention_words``:
+    the length of the attention's record."""
 
     def __init__(
         self,
@@ -151,16 +153,16 @@ class PartRows:
         max_tokens: int,
         like: torch.Tensor,
     ) -> None:
-        """Make the rows of a part. The process has ``num_heads`` query heads in a layer, and the KV heads ``mine``.
-        ``like`` is a tensor of the device and type of projections."""
+        """Allocate the rows of a part. The process has ``num_heads`` query heads per layer, and the KV heads ``mine``.
+        ``like``: a tensor of the device and type of projections."""
         self.part, self.attention = part, attention
         self.places, self._pool = rows.places, rows.pool
         group, size = num_heads // len(mine), part.kind.head_dim
         self.heads, self._head_dim = len(part.heads) * group, size
-        # Queries may be rotated in place only where one part has all heads.
+        # Queries may be rotated in place only if one part has all heads.
         self._whole = part.attended and part.heads == mine
         first, count = part.heads.start - mine.start, len(part.heads)
-        # For each of queries, keys and values these are the columns of the part's heads in the process's projection.
+        # Columns of the part's queries, keys and values in the process's projection.
         ranges = (
             (first * group, self.heads),
             (num_heads + first, count),
@@ -188,12 +190,12 @@ class PartRows:
         *,
         source: int,
     ) -> None:
-        """Norm and rotates the part's queries of layer ``index``, and writes its keys and values into the pool's
-        ``rows``, unless these are those of another layer, ``source``. ``qkv`` has the projections [T, ...] of all heads
-        of the process."""
+        """Norm and rotate the part's queries of layer ``index``, and write its keys and values into the pool's
+        ``rows``, unless the layer reads those of another layer, ``source``. ``qkv``: the projections [T, ...] of all
+        heads of the process."""
         part, writes = self.part, source == index
         mine = self._mine(qkv)
-        # Layers that have no keys and values of their own are in pools in one piece.
+        # Layers without keys and values are in pools in one piece.
         assert writes or self._whole
         if not self._whole:
             torch.cat([qkv[:, columns] for columns in self._columns], 1, out=mine)
@@ -224,8 +226,8 @@ class PartRows:
         sinks: torch.Tensor | None = None,
     ) -> None:
         """Compute the attention of the queries of layer ``index`` that :meth:`write` rotated, over the keys and values
-        of layer ``source``, into the part's columns of ``out`` [T, heads * head_dim]. ``sinks`` [heads] are those of
-        the process's heads."""
+        of layer ``source``, into the part's columns of ``out`` [T, heads * head_dim]. ``sinks`` [heads]: those of the
+        process's heads."""
         if self.attention is None:
             return
         tokens, width = len(qkv), self.heads * self._head_dim
@@ -241,14 +243,14 @@ class PartRows:
         return qkv if self._whole else self._buffer[: len(qkv)]
 
     def _sinks_of(self, index: int, sinks: torch.Tensor) -> torch.Tensor:
-        """Return the sinks of the part's heads in float32, selected once for each layer."""
+        """Return the sinks of the part's heads in float32, selected once per layer."""
         if index not in self._sinks:
             begin = self._columns[0].start // self._head_dim
             self._sinks[index] = sinks[begin : begin + self.heads].to(torch.float32, copy=True)
         return self._sinks[index]
 
     def _norm_of(self, index: int, norm: HeadNorm) -> HeadNorm:
-        """Return a norm with the weights of the part's heads, selected once for each layer."""
+        """Return a norm with the weights of the part's heads, selected once per layer."""
         if index not in self._norms:
             mine = self._normed.to(norm.weight.device)
             self._norms[index] = norm._replace(weight=norm.weight.index_select(0, mine))

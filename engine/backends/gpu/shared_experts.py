@@ -1,17 +1,17 @@
-"""Joins the mixture of experts of a layer with the MLP that all rows pass beside it (shared experts) into one sum.
+"""Fusion of a layer's mixture of experts with the MLP that all rows pass beside it (shared experts).
 
     Keep, Experts, AddToResidual, Again, Mlp, AddToResidual  -->  JoinedExperts, AddToResidual
     Keep, Experts, AddUp, Again, Mlp, AddUp  -->  JoinedExperts
 
-An MLP whose inner width is some times an expert's is as many experts, which every row chooses, with a score of 1 or
-that of the MLP's gate. Where its matrices are like the experts', they follow these in one stack: the products of
-experts then compute them, too, and need no launches beside. Elsewhere the MLP has launches of its own, and the sum over
-experts adds its rows:
+An MLP whose inner width is a multiple of an expert's is as many experts, which every row chooses, with a score of 1 or
+that of the MLP's gate. If its matrices have the experts' format, they follow these in one stack: the products of
+experts then compute them as well, without additional launches. Otherwise the MLP has separate launches, and the sum
+over experts adds its rows:
 
-* where it is in another format than the experts, or multiplies FP8 by FP8, which experts do not,
-* where it is wider than MOST_JOINED experts, whose results would each be written and read once,
-* where ranks have whole experts: the one that had it would compute all of it while the others wait,
-* where adapters may change it, or experts: they have slots of their own for both.
+* if it is in another format than the experts, or multiplies FP8 by FP8, which experts do not,
+* if it is wider than MOST_JOINED experts, whose results would each be written and read once,
+* if ranks have whole experts: the rank with the MLP would compute all of it while the others wait,
+* if adapters may change it, or experts: both have separate slots.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from pillion.kernels.gpu.products.gpu_packing import can_pack, pack
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_columns, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
-# An MLP beside experts is at most so many experts.
+# Max experts that an MLP is split into.
 MOST_JOINED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedExperts(Experts):
-    """Computes a mixture of experts and the MLP beside it, in one sum.
+    """A mixture of experts and the MLP beside it, in one sum.
 
     Attributes:
         beside: the MLP.
-        joined: as how many experts it follows the others in their stack; 0 where it is an MLP of its own.
+        joined: number of experts that the MLP adds to the stack; 0 if it has separate matrices.
     """
 
     beside: Mlp
@@ -58,13 +58,13 @@ class JoinedExperts(Experts):
 
     @property
     def always(self) -> int:
-        """Gives the number of choices that each row has beside those of the router."""
+        """The number of choices of each row beside those of the router."""
         return max(1, self.joined)
 
 
 def join_operations(operations: Layer, joined: Callable[[Experts, Mlp], int]) -> Layer:
-    """Return the operations of a layer with its mixture joined with the MLP beside it, where it has one. ``joined``
-    says as how many experts."""
+    """Return the operations of a layer with its mixture fused with the MLP beside it, if any. ``joined`` returns the
+    number of experts for the MLP."""
     found: list[LayerOperation] = []
     left = list(operations)
     while left:
@@ -90,8 +90,8 @@ def join_operations(operations: Layer, joined: Callable[[Experts, Mlp], int]) ->
 def join_weights(
     whole: LayerWeights, operations: Layer, shard: ModelShard, *, in_fp8: bool = False
 ) -> tuple[LayerWeights, Layer]:
-    """Return a layer's weights with the MLP in the stack of the experts, where it can be so, and the operations that
-    read them; both are for loading alone. ``in_fp8`` says that quantized matrices may be multiplied in FP8."""
+    """Return a layer's weights with the MLP in the experts' stack, if possible, and the operations that read them; both
+    only for loading. ``in_fp8``: quantized matrices may be multiplied in FP8."""
 
     def count(mixed: Experts, beside: Mlp) -> int:
         other = in_fp8 and isinstance(whole.linear(beside.down).weight, QuantizedMatrix)
@@ -118,14 +118,14 @@ def _stacked(whole: LayerWeights, operations: Layer, mixture: JoinedExperts) -> 
         if one == beside:
             if beside.row_gate is None:
                 continue
-            # The gate is a tensor of its own.
+            # The gate is a separate tensor.
             one = Multiply(beside.row_gate)
         found.append(one)
     return weights, tuple(found)
 
 
 def _pieces(matrix: Matrix, tensor: LayerTensor, count: int) -> Iterator[Matrix]:
-    """Yield the parts of an MLP's matrix that are each an expert's, by inner values."""
+    """Yield the parts of an MLP's matrix that become experts, by inner values."""
     if count == 1:
         yield matrix
         return
@@ -140,7 +140,7 @@ def _pieces(matrix: Matrix, tensor: LayerTensor, count: int) -> Iterator[Matrix]
 
 
 def _joined(whole: LayerWeights, mixed: Experts, beside: Mlp, shard: ModelShard) -> int:
-    """Return as how many experts the MLP goes into the experts' stack; 0 where it does not."""
+    """Return the number of experts that the MLP adds to the experts' stack; 0 if it cannot."""
     count, rest = divmod(beside.down.shape[1], mixed.down.shape[1])
     how = mixed.gated == beside.gated and mixed.activation == beside.activation and mixed.clamped is None
     if rest or count > MOST_JOINED or not how or beside.bends is not None or (shard.whole_experts and not shard.whole):
@@ -151,7 +151,7 @@ def _joined(whole: LayerWeights, mixed: Experts, beside: Mlp, shard: ModelShard)
             return 0
         if not all(_alike(linear.weight, one.weight, mixed.down.shape[1]) for one in others):
             return 0
-        # Small scales are kept in fewer bits, where all of a matrix are small, and most kinds are for bfloat16.
+        # A matrix whose scales are all small stores them in fewer bits; most kinds require bfloat16.
         few = [*_pieces(linear.weight, own, count), others[0].weight]
         packed = [pack(one, torch.bfloat16) for one in few if isinstance(one, QuantizedMatrix) and can_pack(one)]
         if len({(each.kind, *each.parts) for each in packed}) > 1:
@@ -160,7 +160,7 @@ def _joined(whole: LayerWeights, mixed: Experts, beside: Mlp, shard: ModelShard)
 
 
 def _alike(one: Matrix, other: Matrix, inner: int) -> bool:
-    """Says whether matrices are of one format, and the first one can be cut at multiples of ``inner`` values."""
+    """Return whether matrices have one format, and the first one can be cut at multiples of ``inner`` values."""
     if not isinstance(one, QuantizedMatrix) or not isinstance(other, QuantizedMatrix):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
 
@@ -170,6 +170,6 @@ def _alike(one: Matrix, other: Matrix, inner: int) -> bool:
     ordered = one.order is not None or other.order is not None
     if ordered or form(one) != form(other):
         return False
-    # Where an output has one scale for all of its inputs, parts of the matrix by inputs keep that scale.
+    # An output with one scale for all of its inputs keeps it when the matrix is cut by inputs.
     groups = {matrix.group if matrix.group < matrix.shape[1] else 0 for matrix in (one, other)}
     return len(groups) == 1 and not any(group and inner % group for group in groups)

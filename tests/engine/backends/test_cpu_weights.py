@@ -224,7 +224,7 @@ def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
     weights.linear(name)
     for wrong in (0, -1, 100_000):
         weights.numbers[f"{name}.{number}"] = wrong
-        with pytest.raises(ConfigError, match="do not fit together"):
+        with pytest.raises(ConfigError, match="are inconsistent"):
             weights.linear(name)
 
 

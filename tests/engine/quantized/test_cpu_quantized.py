@@ -139,5 +139,5 @@ def test_an_order_that_leaves_the_row_is_refused(quantized_checkpoint, tmp_path)
         order = weights.tensors[f"{name}.order"].clone()
         order[3] = wrong
         weights.tensors[f"{name}.order"] = order
-        with pytest.raises(ConfigError, match="do not fit together"):
+        with pytest.raises(ConfigError, match="are inconsistent"):
             weights.linear(name)
