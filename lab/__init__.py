@@ -1,12 +1,11 @@
-"""The laboratory: what measures and tries the product from outside. Nothing here is in the wheel, and nothing in
-`pillion` imports it.
+"""Tests, benchmarks and simulations of the product; not in the wheel, and never imported by `pillion`.
 
-    testbed/     servers, clusters and models that tests and benchmarks share. Open it first
-    benchmarks/  programs that measure, and their results
-    simulator/   whole components on a simulated clock, with faults that a seed draws
-    fleets/      fleets of any size on a simulated clock under a trace's load: `python -m lab.fleets`
-    demo.py      a cluster of the product's, a few questions and a table: `make demo`
-    blocking_client.py  writes the SDK's blocking client from its asyncio one: `make client`
-    gpu_builds/  builds the kernels of GPUs without a GPU, within limits of registers and spills
-    docs/        where ideas came from, what was measured before, and what is used of libraries inside
+testbed/     servers, clusters and models shared by tests and benchmarks. Open it first
+benchmarks/  performance measurements and their results
+simulator/   whole components on a simulated clock, with faults drawn from a seed
+fleets/      fleets of any size in simulated time under a trace: `python -m lab.fleets`
+demo.py      a cluster, a few questions and a table: `make demo`
+blocking_client.py  generator of the SDK's blocking client: `make client`
+gpu_builds/  GPU kernels compiled without a GPU, within limits on registers and spills
+docs/        measurements, sources of ideas, internals of libraries
 """

@@ -1,7 +1,6 @@
-"""Writes pillion/client/client.py, the blocking client, from async_client.py: `make client`, after each edit of the
-latter.
+"""Generator of pillion/client/client.py, the blocking client, from async_client.py: `make client`.
 
-The generated file is committed, so that a clone runs as it is; a test generates it again and compares.
+The generated file is committed; a test regenerates and compares it.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "pillion" / "client"
-# These replacements turn the asyncio client into the blocking one, in this order. A text that does not occur any more
-# is an error, so the list cannot go stale.
+# Applied in this order. Text without a match is an error, so the list cannot go stale.
 REPLACEMENTS = (
     ("Has the SDK's asyncio client. :mod:`pillion.client.client` is", "Has the SDK's blocking client,"),
     ("this file by `make client`", "async_client.py by `make client`: edit that file"),
@@ -42,8 +40,7 @@ REPLACEMENTS = (
 
 
 def blocking(text: str) -> str:
-    """Returns the blocking client's code, made of ``text``, the asyncio client's code. Raises ValueError for a stale
-    replacement."""
+    """Return the blocking client's source from the asyncio client's. Raises ValueError for a stale replacement."""
     for old, new in REPLACEMENTS:
         if old not in text:
             raise ValueError(f"{old!r} does not occur in async_client.py")

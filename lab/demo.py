@@ -1,8 +1,7 @@
-"""`make demo` runs the real cluster, asks the model a few questions, and shows in a table where each prompt's tokens
-went.
+"""The demo: a real cluster, a few questions, and a table of where each prompt's tokens were computed (`make demo`).
 
-A long prompt is asked once as each split policy has it. An operator's call names the policy, and each time the prompt
-has another cache salt, so that its KV is found nowhere.
+A long prompt is sent once per split policy, named by an operator's header. Each time it has another cache salt, so that
+it hits no cache.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ FOLLOW_UP = "Write one sentence about that city."
 LONG_PROMPT_CHARACTERS = 5000
 SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 48
-# The cluster has just started, and the model's pages may still be read from disk.
+# Generous, since the cluster has just started and the model may still be paged in from disk.
 REQUEST_TIMEOUT_S = 300.0
 TABLE_WIDTH = 80
-# The conversation that comes first has this many turns.
+# Turns of the first conversation.
 TURNS = 2
-# The long prompt is asked with these split policies, and then with that of the flags.
+# Split policies of the long prompt; the last run uses the flags' own.
 POLICIES = ("colocated", "disaggregated")
 EXIT_INTERRUPTED = 130
 
 
 @dataclass(slots=True)
 class DemoAnswer:
-    """Records one request as its client saw it. ``token_times_s`` has one entry per token, on a monotonic clock."""
+    """One request as its client saw it. ``token_times_s``: one monotonic time per token."""
 
     title: str
     text: str = ""
@@ -60,19 +59,18 @@ class DemoAnswer:
 
     @property
     def first_token_ms(self) -> float:
-        """Gives the time from the call to the first token."""
         return (self.token_times_s[0] - self.began_s) * 1000 if self.token_times_s else 0.0
 
     @property
     def inter_token_ms(self) -> float:
-        """Gives the median of the pauses between tokens; 0 where there are fewer than two."""
+        """Median gap between tokens; 0 with fewer than two gaps."""
         pauses = [after - before for before, after in itertools.pairwise(self.token_times_s)]
         return statistics.median(pauses) * 1000 if pauses else 0.0
 
 
 @contextmanager
 def timed(stages: dict[str, float], name: str) -> Iterator[None]:
-    """Measures the block's seconds as ``stages[name]``."""
+    """Measure the block's seconds into ``stages[name]``."""
     began = time.monotonic()
     try:
         yield
@@ -94,7 +92,7 @@ def demo(**values: Any) -> int:
                 f"the demonstration asks its own cluster and takes no {option_name(name)}: use pillion serve"
             )
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
-    # A demonstration must not meet another cluster's ports, and ends before a standby could be of use.
+    # Avoid another cluster's ports; the demo ends before a standby is useful.
     for name, value in {"http_port": 0, "grpc_port": 0, "max_model_len": 4096, "standby": False}.items():
         if ctx.get_parameter_source(name) is default:
             values[name] = value
@@ -143,7 +141,7 @@ async def _run(cluster: LocalCluster, notices: Notices, stages: dict[str, float]
 
 
 async def converse(target: str, policies: Sequence[str]) -> list[DemoAnswer]:
-    """Asks a gateway everything that the table shows: the long prompt by each split policy, by the last one twice."""
+    """Send all requests of the table: the long prompt per split policy, twice with the last."""
     first = [ChatMessage("user", QUESTION)]
     one = await ask(target, "first turn", first, SHORT_ANSWER_TOKENS)
     second = [*first, ChatMessage("assistant", one.text), ChatMessage("user", FOLLOW_UP)]
@@ -156,8 +154,8 @@ async def converse(target: str, policies: Sequence[str]) -> list[DemoAnswer]:
 
 
 async def ask(target: str, title: str, messages: list[ChatMessage], max_tokens: int, policy: str = "") -> DemoAnswer:
-    """Sends one greedy chat request, and writes its text as it comes. With a split ``policy``, only a request of the
-    same policy finds its KV. Raises PillionError."""
+    """Send one greedy chat request and print its text as it streams. KV is shared only between requests of the same
+    ``policy``. Raises PillionError."""
     asked = messages[-1].content
     shown = asked if len(asked) < 200 else f"({len(asked):,} characters of README.md) {asked.rpartition(chr(10))[2]}"
     print(f"\n{title} > {shown}")
@@ -176,7 +174,7 @@ async def ask(target: str, title: str, messages: list[ChatMessage], max_tokens: 
 
 
 def table_of(answers: list[DemoAnswer]) -> Table:
-    """Makes a table with one row per request: prompt = cached + prefilled + decode worker's, and its times."""
+    """Make a table with one row per request: prompt = cached + prefilled + decode worker's, and its times."""
     table = Table(
         title="Where each prompt's tokens were computed, and when the answer's tokens came",
         caption="Tokens from the cache were not computed. The rows below the line are one long prompt: without"
@@ -186,7 +184,7 @@ def table_of(answers: list[DemoAnswer]) -> Table:
         padding=0,
     )
     table.add_column("")
-    # The table fits into 80 columns.
+    # Fits in 80 columns.
     tokens = ("\nprompt", "= from\ncache", "+ prefill\n(chunks)", "+ decode\nworker")
     for name in (*tokens, "prefill\nms", "hand-off\nms", "first\nms", "between\nms"):
         table.add_column(name, justify="right", no_wrap=True)

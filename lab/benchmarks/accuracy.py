@@ -33,7 +33,7 @@ class TextScorer:
         backend.bind_pool(memoryview(self._pool), self._blocks)
 
     def score(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns log probabilities [T, vocab] of the token after each of a window's T tokens."""
+        """Return log probabilities [T, vocab] of the token after each of a window's T tokens."""
         count = len(ids)
         batch = StepBatch(
             token_ids=np.array(ids, np.int32),
@@ -63,7 +63,7 @@ class Accuracy:
     agreed: int = 0
 
     def add(self, ids: Sequence[int], exact: torch.Tensor, other: torch.Tensor) -> None:
-        """Adds a window: its tokens, and both models' log probabilities [T, vocab]."""
+        """Add a window: its tokens, and both models' log probabilities [T, vocab]."""
         exact, other = exact[:-1], other[:-1]
         self.tokens += len(other)
         self.surprise -= float(other.gather(1, torch.tensor(ids[1:])[:, None]).sum())
@@ -80,18 +80,18 @@ class Accuracy:
 
     @property
     def agreement(self) -> float:
-        """Gives the share of tokens at which both models find the same one likeliest."""
+        """Share of tokens at which both models find the same one likeliest."""
         return self.agreed / self.tokens
 
 
 def windows(ids: Sequence[int], window_tokens: int = WINDOW_TOKENS) -> Iterator[list[int]]:
-    """Yields the whole windows into which a text can be cut."""
+    """Yield the whole windows into which a text can be cut."""
     for begin in range(0, len(ids) - window_tokens + 1, window_tokens):
         yield list(ids[begin : begin + window_tokens])
 
 
 def text_windows(tokenizer: Tokenizer, count: int, window_tokens: int = WINDOW_TOKENS) -> list[list[int]]:
-    """Returns at most ``count`` windows from all over TEXT. Raises ConfigError where this Python has no TEXT."""
+    """Return at most ``count`` windows from all over TEXT. Raises ConfigError where this Python has no TEXT."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

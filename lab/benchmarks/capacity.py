@@ -85,7 +85,7 @@ class LengthQuantiles:
     answer: tuple[float, float]
 
     def draw(self, rng: random.Random, scale: float) -> tuple[int, int]:
-        """Returns the tokens of a prompt and of its answer, divided by ``scale``."""
+        """Return the tokens of a prompt and of its answer, divided by ``scale``."""
         drawn = []
         for (p50, p90), most in ((self.prompt, MOST_PROMPT_TOKENS), (self.answer, MOST_ANSWER_TOKENS)):
             tokens = rng.lognormvariate(math.log(p50), math.log(p90 / p50) / P90) / scale
@@ -108,7 +108,7 @@ class OpenLoad:
     concurrency: None = None
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Returns the sessions, each with its time. Load, rate and seed determine all of them. With the same seed, two
+        """Return the sessions, each with its time. Load, rate and seed determine all of them. With the same seed, two
         rates have sessions of the same lengths in the same order. The higher rate has more sessions, and its tokens
         are others, so that no run finds the KV of another run."""
         count = max(8, round(self.rate * self.seconds))
@@ -120,7 +120,7 @@ class OpenLoad:
 
 
 def unlike(session: LoadSession, rate: float) -> LoadSession:
-    """Returns a session with other tokens at each rate. Those that are alike in two sessions stay so."""
+    """Return a session with other tokens at each rate. Those that are alike in two sessions stay so."""
     low, width = TOKEN_RANGE[0], TOKEN_RANGE[1] - TOKEN_RANGE[0]
     shift = random.Random(f"tokens {rate}").randrange(width) - low
     turns = tuple(replace(turn, ids=[low + (token + shift) % width for token in turn.ids]) for turn in session.turns)
@@ -128,7 +128,7 @@ def unlike(session: LoadSession, rate: float) -> LoadSession:
 
 
 def drawn(scale: float, summary_share: float) -> Callable[[int, int], list[LoadSession]]:
-    """Returns a maker of prompts of random tokens, ``summary_share`` of them with the lengths of summaries."""
+    """Return a maker of prompts of random tokens, ``summary_share`` of them with the lengths of summaries."""
 
     def sessions(count: int, seed: int) -> list[LoadSession]:
         rng = random.Random(f"lengths {seed}")
@@ -143,7 +143,7 @@ def drawn(scale: float, summary_share: float) -> Callable[[int, int], list[LoadS
 
 
 def traced(scale: float, name: str) -> Callable[[int, int], list[LoadSession]]:
-    """Returns a maker of prompts that begin alike as those of a trace do: a block of 512 tokens has 512 / ``scale``."""
+    """Return a maker of prompts that begin alike as those of a trace do: a block of 512 tokens has 512 / ``scale``."""
     block = round(TRACE_BLOCK_TOKENS / scale)
 
     def sessions(count: int, seed: int) -> list[LoadSession]:
@@ -163,7 +163,7 @@ def traced(scale: float, name: str) -> Callable[[int, int], list[LoadSession]]:
 
 
 def chatted(scale: float) -> Callable[[int, int], list[LoadSession]]:
-    """Returns a maker of chats of several turns, with a few system prompts that many share."""
+    """Return a maker of chats of several turns, with a few system prompts that many share."""
 
     def sessions(count: int, seed: int) -> list[LoadSession]:
         def lengths(tokens: float) -> str:
@@ -186,7 +186,7 @@ def chatted(scale: float) -> Callable[[int, int], list[LoadSession]]:
 
 
 def loads(scale: float) -> dict[str, Callable[[int, int], list[LoadSession]]]:
-    """Returns each load's maker of sessions by its name."""
+    """Return each load's maker of sessions by its name."""
     return {
         "chat": drawn(scale, 0.0),
         "summaries": drawn(scale, 1.0),
@@ -198,7 +198,7 @@ def loads(scale: float) -> dict[str, Callable[[int, int], list[LoadSession]]]:
 
 
 def run_figures(run: Run, ttft: Objective, bounds_ms: dict[str, float]) -> dict[str, float]:
-    """Returns a run's figures; times in milliseconds. ``ttft_of_bound_p99`` is over each request's own bound, and
+    """Return a run's figures; times in milliseconds. ``ttft_of_bound_p99`` is over each request's own bound, and
     ``good_strict_per_s`` counts the requests that met both bounds of the objective on their own."""
     own = {name: (ttft, Objective("itl_p99", bound / 1000)) for name, bound in bounds_ms.items()}
     gaps = [gap * 1000 for record in run.records for gap in record.itl_s] or [0.0]
@@ -232,7 +232,7 @@ class CapacitySearch:
     runs: dict[float, dict[str, float]] = field(default_factory=dict)
 
     def tried(self, objective: str) -> list[Tried]:
-        """Returns the runs, as they look under an objective. One that failed at a rate below one that passed was run
+        """Return the runs, as they look under an objective. One that failed at a rate below one that passed was run
         for another objective, and does not count: a system whose search goes further down must not lose by it."""
         bound_ms = self.bounds_ms[objective]
         found = [
@@ -243,7 +243,7 @@ class CapacitySearch:
         return [one for one in found if one.passed or one.rate > highest]
 
     def next(self) -> float | None:
-        """Returns the rate to run next; None when the capacities are known or all runs are spent."""
+        """Return the rate to run next; None when the capacities are known or all runs are spent."""
         for objective in self.bounds_ms:
             rate = next_rate(self.tried(objective), self.start, TOLERANCE, MAX_RUNS)
             if rate is not None and rate >= LEAST_RATE:
@@ -251,7 +251,7 @@ class CapacitySearch:
         return None
 
     def capacities(self) -> dict[str, float]:
-        """Returns the highest passed rate of each objective, 0 where none passed."""
+        """Return the highest passed rate of each objective, 0 where none passed."""
         return {objective: best_rate(self.tried(objective)) or 0.0 for objective in self.bounds_ms}
 
 
@@ -270,7 +270,7 @@ class CapacityBench:
 
     @contextlib.contextmanager
     def turn_of(self, system: System) -> Iterator[RunningSystem]:
-        """Starts or resumes a system, warms it up, and ends or pauses it after the block."""
+        """Start or resumes a system, warms it up, and ends or pauses it after the block."""
         with contextlib.ExitStack() as stack:
             running = self.running.get(system.name) or stack.enter_context(system.running())
             running.resume()
@@ -280,19 +280,19 @@ class CapacityBench:
             running.pause()
 
     def measure_plain_step(self, system: System) -> None:
-        """Measures the median time between tokens of streams whose prompts are all done."""
+        """Measure the median time between tokens of streams whose prompts are all done."""
         with self.turn_of(system) as running:
             run = running.measure(PLAIN, 1)
         self.plain_ms[system.name] = plain_step_s(PLAIN, run) * 1000
         print(f"{system.name}: a plain step takes {self.plain_ms[system.name]:.1f} ms", flush=True)
 
     def bounds_ms(self) -> dict[str, float]:
-        """Returns the bound of the time between tokens of each objective."""
+        """Return the bound of the time between tokens of each objective."""
         plain_ms = self.args.plain_step_ms or max(self.plain_ms.values())
         return {name: steps * plain_ms for name, steps in OBJECTIVES.items()}
 
     def search(self, system: System, load: str, round_: int, wanted: Sequence[str]) -> None:
-        """Searches a system's capacities under a load in one round, for the objectives ``wanted``."""
+        """Search a system's capacities under a load in one round, for the objectives ``wanted``."""
         make = loads(self.args.scale)[load]
         bounds_ms = {name: bound for name, bound in self.bounds_ms().items() if name in wanted}
         found = CapacitySearch(bounds_ms, self.start(system.name, load, wanted))
@@ -313,7 +313,7 @@ class CapacityBench:
         )
 
     def start(self, system: str, load: str, wanted: Sequence[str]) -> float:
-        """Returns the rate at which a search begins: what the last round found, or else the flag's."""
+        """Return the rate at which a search begins: what the last round found, or else the flag's."""
         known = [
             row["capacity"][wanted[0]]
             for row in self.found
@@ -322,13 +322,13 @@ class CapacityBench:
         return known[-1] if known else float(self.args.start)
 
     def best(self, load: str, objective: str, names: Sequence[str]) -> str | None:
-        """Returns the name of the setting with the highest capacity in the first round; None where all have none."""
+        """Return the name of the setting with the highest capacity in the first round; None where all have none."""
         first = [row for row in self.found if row["load"] == load and row["round"] == 1 and row["system"] in names]
         best = max(first, key=lambda row: row["capacity"][objective])
         return str(best["system"]) if best["capacity"][objective] else None
 
     def all_rounds(self, systems: Sequence[System], load: str) -> None:
-        """Measures a load in all rounds; the order of the systems changes from round to round."""
+        """Measure a load in all rounds; the order of the systems changes from round to round."""
         peers = [system.name for system in systems if system.name.startswith(PEER)]
         for round_ in range(1, self.args.rounds + 1):
             turn = round_ % len(systems)
@@ -341,7 +341,7 @@ class CapacityBench:
 
 
 def systems_of(args: argparse.Namespace, folder: pathlib.Path, dtype: str) -> list[System]:
-    """Returns the systems that are wanted and installed."""
+    """Return the systems that are wanted and installed."""
     found = []
     for setting in args.pillion or ["auto=", "colocated=--split-policy colocated"]:
         name, _, flags = setting.partition("=")
@@ -357,7 +357,7 @@ def systems_of(args: argparse.Namespace, folder: pathlib.Path, dtype: str) -> li
 
 
 def rows_of(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each load and objective: each system's capacities over the rounds, and Pillion's best system's
+    """Return a row for each load and objective: each system's capacities over the rounds, and Pillion's best system's
     over the best setting of vLLM."""
     rows = []
     for load in dict.fromkeys(row["load"] for row in found):
@@ -380,7 +380,7 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the capacities."""
+    """Print the capacities."""
     table = Table("load", "objective", "system", "requests/s", title="Capacity: medians of the rounds (least-greatest)")
     for row in rows:
         for name, rates in row["systems"].items():
@@ -392,7 +392,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def picture(path: pathlib.Path, found: Sequence[dict[str, Any]], bounds_ms: dict[str, float]) -> None:
-    """Draws three charts for each load into an SVG; lines are medians of the rounds."""
+    """Draw three charts for each load into an SVG; lines are medians of the rounds."""
     charts = []
     for load in dict.fromkeys(row["load"] for row in found):
         runs: dict[str, list[dict[str, float]]] = {}
@@ -404,7 +404,7 @@ def picture(path: pathlib.Path, found: Sequence[dict[str, Any]], bounds_ms: dict
 
 
 def charts_of(load: str, runs: dict[str, list[dict[str, float]]], bounds_ms: dict[str, float]) -> list[Chart]:
-    """Returns three charts against the rate of arrivals: p99 of the time between tokens, p99 of the time to the first
+    """Return three charts against the rate of arrivals: p99 of the time between tokens, p99 of the time to the first
     one over its bound, and requests a second that met the strict objective. ``runs`` has those of each system."""
     rates = [run["rate"] for each in runs.values() for run in each]
     arrive, strict = "requests/s that arrive", next(iter(OBJECTIVES))
@@ -422,7 +422,7 @@ def charts_of(load: str, runs: dict[str, list[dict[str, float]]], bounds_ms: dic
 
 
 def by_rate(runs: Sequence[dict[str, float]], figure: str) -> list[tuple[float, float]]:
-    """Returns the median of a figure at each rate that was run, in order of the rates. Rates that differ by
+    """Return the median of a figure at each rate that was run, in order of the rates. Rates that differ by
     rounding errors alone count as one."""
     found: dict[float, list[float]] = {}
     for run in runs:
@@ -431,7 +431,7 @@ def by_rate(runs: Sequence[dict[str, float]], figure: str) -> list[tuple[float, 
 
 
 def write(name: str, result: dict[str, Any], loads_: Sequence[str]) -> pathlib.Path:
-    """Writes the result; what the file has of loads that this run did not measure stays, with its own machine."""
+    """Write the result; what the file has of loads that this run did not measure stays, with its own machine."""
     path = WRITTEN / f"{name}.json"
     known = json.loads(path.read_text())["loads"] if path.exists() else {}
     for load in loads_:
@@ -442,7 +442,7 @@ def write(name: str, result: dict[str, Any], loads_: Sequence[str]) -> pathlib.P
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", nargs="+", choices=list(loads(1.0)), default=["chat", "summaries", "mixed"])
     parser.add_argument("--scale", type=float, default=8.0, help="lengths of the data sets are divided by it")

@@ -64,7 +64,7 @@ class Contender:
     first_come: bool = False
 
     def worker(self, clock: Clock, number: int) -> SimWorker:
-        """Returns an idle worker."""
+        """Return an idle worker."""
         auto = self.target_ms == AUTO
         record = ComponentRecord(
             component_id=self.name,
@@ -95,13 +95,13 @@ class PrefixCache:
 
     @staticmethod
     def chain(tokens: Sequence[Any]) -> list[int]:
-        """Returns the hashes of the whole blocks."""
+        """Return the hashes of the whole blocks."""
         ends = range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
         each = (hash(tuple(tokens[end - BLOCK_SIZE : end])) for end in ends)
         return list(itertools.accumulate(each, lambda before, own: hash((before, own))))
 
     def hits(self, tokens: Sequence[Any]) -> int:
-        """Returns how many leading blocks are known; at least one token is left to compute."""
+        """Return how many leading blocks are known; at least one token is left to compute."""
         chain = self.chain(tokens[:-1])
         return next((number for number, one in enumerate(chain) if one not in self.known), len(chain))
 
@@ -123,7 +123,7 @@ class CapacityRun:
             self._clock.at(session.at_s, partial(self._arrive, number, session, 0, history))
 
     def run(self) -> Run:
-        """Simulates until every turn has been answered."""
+        """Simulate until every turn has been answered."""
         while not self._clock.idle:
             self._clock.run(self._clock.now + 60.0)
         records = tuple(sorted(self.records, key=lambda record: record.due_s))
@@ -174,7 +174,7 @@ class CapacityRun:
 
 
 def contenders(machine: str, peer_tokens: Sequence[int]) -> list[Contender]:
-    """Returns the servers that are compared on a machine; the last one is a peer with its own costs."""
+    """Return the servers that are compared on a machine; the last one is a peer with its own costs."""
     cost = MACHINES[machine]
     own = StepModel._make(factor * each for factor, each in zip(PEER_COSTS, cost, strict=True))
     found = [Contender("auto", cost), Contender("600", cost, seqs=PEER_SEQS, target_ms=600.0)]
@@ -184,7 +184,7 @@ def contenders(machine: str, peer_tokens: Sequence[int]) -> list[Contender]:
 
 
 def capacities(contender: Contender, load: str, seed: int, bounds_ms: dict[str, float], args: Any) -> CapacitySearch:
-    """Searches the highest rates of a contender under a load."""
+    """Search the highest rates of a contender under a load."""
     make = loads(args.scale)[load]
     [ttft] = parse_slo(f"ttft={args.ttft}")
     found = CapacitySearch(bounds_ms, args.start)

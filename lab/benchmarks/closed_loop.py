@@ -26,10 +26,10 @@ class DrivenLoad(Protocol):
 
     @property
     def concurrency(self) -> int | None:
-        """Returns the number of sessions at any time."""
+        """Number of sessions at any time."""
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Returns the sessions, which load and seed determine."""
+        """Return the sessions, which load and seed determine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ClosedLoad:
         return f"{self.input_tokens}/{self.output_tokens} x {self.concurrency}"
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Returns sessions of one random prompt each; no two prompts are alike. Load and seed determine all of them."""
+        """Return sessions of one random prompt each; no two prompts are alike. Load and seed determine all of them."""
         # A seed for each load: prompts of two loads must not begin alike, or a prefix cache would know them.
         own = random.Random(f"{self.name} {seed}").getrandbits(48)
         config = LoadConfig(
@@ -62,7 +62,7 @@ class ClosedLoad:
 
 
 async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurrency: int | None) -> Run:
-    """Sends all sessions, ``concurrency`` at a time or each when it is due, and closes the target.
+    """Send all sessions, ``concurrency`` at a time or each when it is due, and closes the target.
 
     Raises RuntimeError for a request that failed, and for an answer of another length than requested, since rates
     would not compare then.
@@ -80,13 +80,13 @@ async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurren
 
 
 def plain_step_s(load: ClosedLoad, run: Run) -> float:
-    """Returns the median seconds between tokens of streams whose prompts are all done."""
+    """Return the median seconds between tokens of streams whose prompts are all done."""
     # The first tokens of a stream come while other prompts are computed.
     return statistics.median(gap for record in run.records for gap in record.itl_s[load.output_tokens // 3 :])
 
 
 def figures(load: ClosedLoad, run: Run) -> dict[str, float]:
-    """Returns a run's figures: rates in tokens per second, latencies in milliseconds."""
+    """Return a run's figures: rates in tokens per second, latencies in milliseconds."""
     summary = summarize(run.records, run.duration_s)
     ttft, itl = summary["ttft_ms"], summary["itl_ms"] or {"p50": 0.0, "p99": 0.0, "max": 0.0}
     found = {

@@ -52,12 +52,12 @@ Round = dict[str, float]
 
 
 def load_of(tokens: int) -> ClosedLoad:
-    """Returns a round's prompts of one length, one at a time."""
+    """Return a round's prompts of one length, one at a time."""
     return ClosedLoad(tokens, 1, 1, min(MOST_PROMPTS, max(1, ROUND_TOKENS // tokens)))
 
 
 def systems(args: argparse.Namespace, folder: pathlib.Path, gguf: pathlib.Path, copies: pathlib.Path) -> list[System]:
-    """Returns the systems that are installed and wanted; prints which are left out. ``copies``: a folder for the GGUF
+    """Return the systems that are installed and wanted; prints which are left out. ``copies``: a folder for the GGUF
     file's copy in bfloat16."""
     vllm, llama = (shutil.which(path) if path else None for path in (args.vllm, args.llama_python))
     absent = {
@@ -83,7 +83,7 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, gguf: pathlib.Path, 
 def rounds_of(
     found: dict[tuple[str, str], list[dict[str, float]]], lengths: Sequence[int], rounds: int
 ) -> dict[str, list[Round]]:
-    """Returns the rounds of each length, from the figures by (load, system)."""
+    """Return the rounds of each length, from the figures by (load, system)."""
     figures = {(load, system): [each["ttft_p50_ms"] for each in rows] for (load, system), rows in found.items()}
     return {
         str(tokens): [
@@ -95,7 +95,7 @@ def rounds_of(
 
 
 def earlier(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the result to which rounds are added, if there is one. Raises SystemExit where it is of another kind of
+    """Return the result to which rounds are added, if there is one. Raises SystemExit where it is of another kind of
     machine."""
     if not path.exists():
         return {"rounds": {}, "systems": {}}
@@ -107,7 +107,7 @@ def earlier(path: pathlib.Path) -> dict[str, Any]:
 
 
 def rows_of(rounds: dict[str, list[Round]]) -> list[dict[str, Any]]:
-    """Returns a row per length and system: milliseconds, and for Pillion's systems times the peer's time."""
+    """Return a row per length and system: milliseconds, and for Pillion's systems times the peer's time."""
     rows = []
     for tokens, each in sorted(rounds.items(), key=lambda item: int(item[0])):
         for system in SYSTEMS:
@@ -124,7 +124,7 @@ def rows_of(rounds: dict[str, list[Round]]) -> list[dict[str, Any]]:
 
 
 def added(before: dict[str, Any], rounds: dict[str, list[Round]], about: dict[str, Any]) -> dict[str, Any]:
-    """Returns a result with further rounds and descriptions of systems."""
+    """Return a result with further rounds and descriptions of systems."""
     all_of_it = {
         tokens: [*before["rounds"].get(tokens, ()), *rounds.get(tokens, ())]
         for tokens in {**before["rounds"], **rounds}
@@ -133,7 +133,7 @@ def added(before: dict[str, Any], rounds: dict[str, list[Round]], about: dict[st
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the rows."""
+    """Print the rows."""
     table = Table("tokens", "system", "first token, ms", "rounds", "times the peer's time", title="Cold prompts")
     for row in rows:
         ratios = ", ".join(f"{cell(row[key], 2)} {key}" for key in row if key.startswith("of "))
@@ -142,7 +142,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     environ = os.environ.get
     parser.add_argument("--vllm", default=environ("PILLION_VLLM"), metavar="PATH", help="a CPU build's `vllm` program")
@@ -162,7 +162,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, prints, and writes results/cold_prompts.json, or by another --name."""
+    """Measure, prints, and writes results/cold_prompts.json, or by another --name."""
     args = arguments()
     # Without this, paused processes would outlive a driver that gets SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

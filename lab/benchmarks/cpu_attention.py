@@ -87,7 +87,7 @@ class AttentionBench:
         self._order = np.random.default_rng(0).permutation(self._slots).astype(np.int32)
 
     def seconds(self, streams: int, context: int, rounds: int) -> tuple[float, float]:
-        """Returns the seconds of attention over all layers, and of the read."""
+        """Return the seconds of attention over all layers, and of the read."""
         step, merges, keep = self._step(streams, context)
         attend, read = [], []
         for layer in range(self._layers):
@@ -105,11 +105,11 @@ class AttentionBench:
         return float(best[0].sum()), float(best[1].sum())
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._pool_of_threads.close()
 
     def prompt_rates(self, before: int, tokens: int, rounds: int) -> tuple[float, float]:
-        """Returns the operations a second of a prompt's attention, and of the registers alone."""
+        """Return the operations a second of a prompt's attention, and of the registers alone."""
         step, merges, keep = self._step(1, before + tokens, tokens)
         layers = [self._operations(layer, tokens)[: 1 + merges] for layer in range(self._layers)]
         calls = [self._call(operations, step) for operations in layers]
@@ -129,7 +129,7 @@ class AttentionBench:
         return operations * len(calls) / float(best[:-1].sum()), peak_operations / float(best[-1])
 
     def _step(self, streams: int, context: int, tokens: int = 1) -> tuple[CpuStepRecord, bool, StepBatch]:
-        """Returns the step of the last ``tokens`` of each stream, whether it has merges, and what it points to."""
+        """Return the step of the last ``tokens`` of each stream, whether it has merges, and what it points to."""
         blocks = -(-context // BLOCK_SIZE)
         tables = self._order[np.arange(streams * blocks) % self._slots].reshape(streams, blocks).copy()
         starts = np.arange(streams + 1, dtype=np.int32) * tokens
@@ -181,7 +181,7 @@ class AttentionBench:
 
 
 def cost_of_options(isa: str, rounds: int) -> dict[str, float]:
-    """Returns how fast attention with each option is, as a share of the same without."""
+    """Return how fast attention with each option is, as a share of the same without."""
     head_dim, group, kv_heads = OPTIONS
     shape = AttentionShape(head_dim, group, BLOCK_SIZE, bool(BY_NAME[isa].bf16_dot))
 
@@ -198,7 +198,7 @@ def cost_of_options(isa: str, rounds: int) -> dict[str, float]:
 
 
 def measure_prompts(kernels: list[str], threads: int, rounds: int) -> None:
-    """Prints and saves the rates of prompts as a share of the registers' rate."""
+    """Print and saves the rates of prompts as a share of the registers' rate."""
     rows: list[dict[str, Any]] = []
     for isa in kernels:
         for name, (head_dim, group, kv_heads) in PROMPT_SHAPES.items():

@@ -39,7 +39,7 @@ class PeakDots(KernelSpec):
     rows: str
 
     def operations(self, isa: Isa) -> int:
-        """Multiplications and additions of a round."""
+        """Multiplication and additions of a round."""
         steps = self._sums(isa) * LANES
         if self._in_matrix_tiles(isa):
             steps = _TILE_SUMS * TILE_ROWS * TILE_STEPS * LANES
@@ -151,6 +151,6 @@ def _added(sums: list[KernelVariable]) -> Any:
 
 
 def _store_sum(call: KernelCall, k: Kernel, sums: list[KernelVariable]) -> None:
-    """Stores the sum of all ``sums`` into this call's place in ``sink``."""
+    """Store the sum of all ``sums`` into this call's place in ``sink``."""
     result = _added(sums)
     k.store(call.args.pointer("sink") + call.thread * VECTOR_BYTES, result)

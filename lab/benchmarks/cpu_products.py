@@ -77,7 +77,7 @@ CASES = (
 
 
 def operations(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -> Iterator[Operation]:
-    """Yields a product of random weights, whose scales are numbers that are neither 0 nor denormal, after the rounding
+    """Yield a product of random weights, whose scales are numbers that are neither 0 nor denormal, after the rounding
     of its rows where it meets codes."""
     (columns, depth), rows = shape, len(x)
     pairs = columns // PANEL_COLUMNS
@@ -120,20 +120,20 @@ def operations(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) 
 
 
 def rounding(spec: Gemm) -> CodeInputs:
-    """Returns the kernel that rounds a product's rows."""
+    """Return the kernel that rounds a product's rows."""
     bias = CODE_BIAS if spec.weights == INT8_DOTS else DOT_KINDS[spec.weights].bias
     return CodeInputs(spec.rows == "bf16", bias=bias)
 
 
 def runner(operations: list[Operation], kernels: CompiledKernels, pool: ThreadPool, rows: int) -> Callable[[], None]:
-    """Returns a call of a program for so many rows."""
+    """Return a call of a program for so many rows."""
     program, step = Program(operations, kernels, Workspace()), CpuStepRecord()
     step.count("num_tokens", rows)
     return lambda: pool.run(program.entries, step.words)
 
 
 def linear(shapes: Sequence[tuple[int, int]], layers: int, x: torch.Tensor) -> Callable[[], None]:
-    """Returns a call of torch's linear layers, with weights of their own."""
+    """Return a call of torch's linear layers, with weights of their own."""
     weights = [torch.randn(shape).to(x.dtype) for _ in range(layers) for shape in shapes]
     inputs = [x[:, : weight.shape[1]].contiguous() for weight in weights]
 
@@ -146,7 +146,7 @@ def linear(shapes: Sequence[tuple[int, int]], layers: int, x: torch.Tensor) -> C
 
 
 def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Returns the milliseconds of each call's quickest run; the calls take turns."""
+    """Return the milliseconds of each call's quickest run; the calls take turns."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(repeats):
         for name, call in calls.items():
@@ -157,14 +157,14 @@ def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
 
 
 def _registers_alone(peak: PeakDots, isa: Isa, kernels: CompiledKernels, pool: ThreadPool, threads: int) -> float:
-    """Returns the most G operations/s of products that never leave the registers."""
+    """Return the most G operations/s of products that never leave the registers."""
     values = {"sink": np.ones(16 * threads, np.float32), "rounds": PEAK_ROUNDS}
     found = fastest_ms({peak.rows: runner([Operation(peak, values)], kernels, pool, 1)}, 5)[peak.rows]
     return peak.operations(isa) * PEAK_ROUNDS * threads / found / 1e6
 
 
 def _chosen(kernels: str, codes: str) -> Isa:
-    """Returns an instruction set with the arithmetic of ``--codes``."""
+    """Return an instruction set with the arithmetic of ``--codes``."""
     isa = choose_isa(kernels, host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
@@ -172,7 +172,7 @@ def _chosen(kernels: str, codes: str) -> Isa:
 
 
 def _show(title: str, found: Mapping[str, float], sizes: Mapping[str, int], work: float, alone: float) -> None:
-    """Prints a table of the milliseconds of each call, whose weights have ``sizes`` bytes and which computes ``work``
+    """Print a table of the milliseconds of each call, whose weights have ``sizes`` bytes and which computes ``work``
     million operations; ``alone`` is the rate of registers in G operations/s."""
     table, rate = Table(title=title), sizes[READ] / found[READ]
     headings = ("weights", "ms", "G operations/s", "share of registers alone", "GB/s", "share of the read's rate")
@@ -193,7 +193,7 @@ def _show(title: str, found: Mapping[str, float], sizes: Mapping[str, int], work
 
 
 def main() -> None:
-    """Prints a table for each number of rows."""
+    """Print a table for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default="1,16,256")
     parser.add_argument("--shapes", choices=MODEL_SHAPES, default="llama")

@@ -52,12 +52,12 @@ Figures = dict[str, float]
 
 
 def quick(load: ClosedLoad) -> ClosedLoad:
-    """Returns a load that is just large enough to show whether everything works."""
+    """Return a load that is just large enough to show whether everything works."""
     return replace(load, output_tokens=QUICK_OUTPUT_TOKENS, requests=load.concurrency)
 
 
 def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pathlib.Path) -> list[System]:
-    """Returns the systems that are installed and wanted; prints which are left out."""
+    """Return the systems that are installed and wanted; prints which are left out."""
     found: list[System] = []
     absent: list[tuple[str, str]] = []
     common, model = ("--dtype", dtype), args.model or str(folder)
@@ -96,7 +96,7 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
 def measure(
     system: System, running: RunningSystem, loads: Sequence[ClosedLoad], seed: int, warm_up: Sequence[ClosedLoad]
 ) -> dict[str, Figures]:
-    """Measures one round; returns its figures by the load's name."""
+    """Measure one round; return its figures by the load's name."""
     for load in warm_up:
         if system.takes(load):
             running.measure(load, seed - 1)
@@ -113,7 +113,7 @@ def measure(
 
 
 def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
-    """Starts a system until ``stack`` is closed, and pauses it if it can be paused."""
+    """Start a system until ``stack`` is closed, and pauses it if it can be paused."""
     begin = time.perf_counter()
     running = stack.enter_context(system.running())
     running.pause()
@@ -125,7 +125,7 @@ def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
 def all_rounds(
     wanted: Sequence[System], loads: Sequence[ClosedLoad], rounds: int, warm_up: Sequence[ClosedLoad] = WARM_UP
 ) -> tuple[dict[tuple[str, str], list[Figures]], dict[str, Any]]:
-    """Returns the figures of all rounds by (load, system), and a description of each system."""
+    """Return the figures of all rounds by (load, system), and a description of each system."""
     found: dict[tuple[str, str], list[Figures]] = {}
     about: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -152,7 +152,7 @@ def all_rounds(
 def rows_of(
     found: dict[tuple[str, str], list[Figures]], loads: Sequence[ClosedLoad], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Returns a row per load and system: each figure's spread over the rounds, and its rate over the reference's."""
+    """Return a row per load and system: each figure's spread over the rounds, and its rate over the reference's."""
     rows = []
     for load in loads:
         reference = found.get((load.name, REFERENCE))
@@ -175,7 +175,7 @@ def rows_of(
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints two tables: all loads, and one stream alone."""
+    """Print two tables: all loads, and one stream alone."""
     headings = ("load", "system", "tokens/s", f"over {REFERENCE}", "TTFT p50/p99 ms", "ITL p50/p99/max ms", "p99 over")
     table = Table(*headings, title="Tokens in/out x streams: medians of the rounds (least-greatest)")
     alone = Table("system", "prefill tokens/s", "decode tokens/s", "driver", title="One stream, without its prompt")
@@ -201,12 +201,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def cell(found: dict[str, float], digits: int = 0) -> str:
-    """Formats a spread as "median (least-greatest)"."""
+    """Format a spread as "median (least-greatest)"."""
     return f"{found['median']:.{digits}f} ({found['min']:.{digits}f}-{found['max']:.{digits}f})"
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--pillion", action="append", metavar="NAME=FLAGS", help="repeatable; default: pillion, without flags"

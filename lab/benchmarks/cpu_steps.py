@@ -40,7 +40,7 @@ class CpuStepBench:
         self._order = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)
 
     def decode(self, batch: int, context: int) -> StepBatch:
-        """Returns a step of ``batch`` streams, each at its token number ``context``, with all logits."""
+        """Return a step of ``batch`` streams, each at its token number ``context``, with all logits."""
         blocks = -(-context // BLOCK_SIZE)
         tables = self._order[np.arange(batch * blocks) % SLOTS].reshape(batch, blocks)
         return StepBatch(
@@ -53,7 +53,7 @@ class CpuStepBench:
         )
 
     def chunk(self, tokens: int, prefix: int, sample: bool = False) -> StepBatch:
-        """Returns a step with a chunk of a prompt after ``prefix`` tokens."""
+        """Return a step with a chunk of a prompt after ``prefix`` tokens."""
         blocks = -(-(tokens + prefix) // BLOCK_SIZE)
         return StepBatch(
             token_ids=np.full(tokens, 5, np.int32),
@@ -65,7 +65,7 @@ class CpuStepBench:
         )
 
     def seconds(self, batch: StepBatch, repeats: int) -> list[float]:
-        """Returns the seconds of each of ``repeats`` steps, after an untimed one."""
+        """Return the seconds of each of ``repeats`` steps, after an untimed one."""
         self.backend.forward(batch)
         found = []
         for _ in range(repeats):
@@ -81,7 +81,7 @@ def kernels_bench(
     kernels: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> CpuStepBench:
-    """Returns a bench of the CPU kernels. Raises ConfigError where this processor has none."""
+    """Return a bench of the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa(kernels, host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
@@ -92,7 +92,7 @@ def kernels_bench(
 
 
 def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
-    """Measures the most operations and bytes a second: products in registers, and a read of the packed weights."""
+    """Measure the most operations and bytes a second: products in registers, and a read of the packed weights."""
     sink = np.ones(16 * SINK_THREADS, np.float32)
     data = backend.model.weights.linear("lm_head").data
     size = data.numel() * data.element_size() // 65536 * 65536
@@ -102,14 +102,14 @@ def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
 
 
 def dots_rate(backend: CpuBackend, threads: int, rows: str) -> float:
-    """Measures the most operations a second of products in registers, of rows of a type of :class:`PeakDots`."""
+    """Measure the most operations a second of products in registers, of rows of a type of :class:`PeakDots`."""
     dots, sink = PeakDots(rows), np.ones(16 * SINK_THREADS, np.float32)
     multiply = backend.again([Operation(dots, {"sink": sink, "rounds": PEAK_ROUNDS})])
     return dots.operations(backend.model.isa) * PEAK_ROUNDS * threads / fastest(multiply, 5)
 
 
 def fastest(call: Callable[[], None], repeats: int) -> float:
-    """Returns the seconds of the quickest of ``repeats`` runs, after an untimed one."""
+    """Return the seconds of the quickest of ``repeats`` runs, after an untimed one."""
     call()
     best = float("inf")
     for _ in range(repeats):

@@ -40,7 +40,7 @@ SUBJECTS = ("a ferry", "two brothers", "an old map", "the last train", "a lighth
 
 
 def prompt_of(text: str, stream: int) -> str:
-    """Returns the prompt of one stream."""
+    """Return the prompt of one stream."""
     if text == "repeating":
         return f"# Number {stream}\n" + 3 * inspect.getsource(FUNCTIONS[stream % len(FUNCTIONS)])
     asked = f"Tell a long story about {SUBJECTS[stream % len(SUBJECTS)]} in the year {1900 + stream}."
@@ -48,7 +48,7 @@ def prompt_of(text: str, stream: int) -> str:
 
 
 def answers(llm: LLM, text: str, streams: int, number: int, tokens: int) -> tuple[float, list[RequestOutput]]:
-    """Returns the seconds of one round, and its answers. The prompts' KV is there before."""
+    """Return the seconds of one round, and its answers. The prompts' KV is there before."""
     params = SamplingParams(
         temperature=0.0 if text in ("greedy", "repeating") else 1.0, max_tokens=tokens, ignore_eos=True
     )
@@ -62,13 +62,13 @@ def answers(llm: LLM, text: str, streams: int, number: int, tokens: int) -> tupl
 
 
 def shares(found: Sequence[RequestOutput]) -> tuple[int, int]:
-    """Returns how many tokens were drafted for these answers, and how many of them were right."""
+    """Return how many tokens were drafted for these answers, and how many of them were right."""
     timings = [one.timings for one in found if one.timings is not None]
     return sum(one.guessed_tokens for one in timings), sum(one.accepted_tokens for one in timings)
 
 
 def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """Returns each method's figures for one text and number of streams."""
+    """Return each method's figures for one text and number of streams."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     drafted, accepted = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0)
     # The first round warms up, and is what is answered again.
@@ -99,7 +99,7 @@ def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, token
 
 
 def show(rows: dict[str, dict[str, Any]], title: str) -> None:
-    """Prints the figures as a table."""
+    """Print the figures as a table."""
     table = Table(title=title)
     for heading in ("text", "streams", "method", "tokens/s", "beside off", "by best", "drafted", "right", "saved"):
         table.add_column(heading, justify="left" if heading in ("text", "method") else "right")

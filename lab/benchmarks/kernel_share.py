@@ -55,24 +55,24 @@ class KernelTimes:
     bench: CpuStepBench
 
     def limit(self, load: ClosedLoad) -> float:
-        """Returns the output tokens a second of a load on a service that did nothing but run its kernels."""
+        """Return the output tokens a second of a load on a service that did nothing but run its kernels."""
         chunk_s = statistics.median(self.bench.seconds(self.bench.chunk(load.input_tokens, 0), CHUNK_REPEATS))
         return load.output_tokens / (chunk_s + load.output_tokens * self.step_s(load) / load.concurrency)
 
     def step_s(self, load: ClosedLoad) -> float:
-        """Returns the seconds of a step of the load's streams, with contexts half-way."""
+        """Return the seconds of a step of the load's streams, with contexts half-way."""
         context = load.input_tokens + load.output_tokens // 2
         return statistics.median(self.bench.seconds(self.bench.decode(load.concurrency, context), STEP_REPEATS))
 
 
 def role_of(process: psutil.Process) -> str:
-    """Returns what a process of the service is."""
+    """Return what a process of the service is."""
     words = process.cmdline()
     return next((name for command, name in ROLES.items() if command in words), OTHER)
 
 
 def processor_s() -> dict[str, float]:
-    """Returns the processor time of the service's processes by role, of this process, and the idle time, so far."""
+    """Return the processor time of the service's processes by role, of this process, and the idle time, so far."""
     found = dict.fromkeys((*ROLES.values(), OTHER), 0.0)
     for process in psutil.Process().children(recursive=True):
         times = process.cpu_times()
@@ -82,7 +82,7 @@ def processor_s() -> dict[str, float]:
 
 
 def measure_load(running: RunningSystem, load: ClosedLoad, seed: int) -> dict[str, float]:
-    """Runs a load; returns its rate, the median time between tokens, and the cores that each process took."""
+    """Run a load; return its rate, the median time between tokens, and the cores that each process took."""
     before = processor_s()
     run = running.measure(load, seed)
     after = processor_s()
@@ -94,7 +94,7 @@ def measure_load(running: RunningSystem, load: ClosedLoad, seed: int) -> dict[st
 def one_round(
     args: argparse.Namespace, kernels: KernelTimes, loads: Sequence[ClosedLoad], round_: int
 ) -> dict[str, Any]:
-    """Measures the kernels, then a fresh service, then the kernels again."""
+    """Measure the kernels, then a fresh service, then the kernels again."""
     folder = str(plain_folder(MODEL))
     limits = {load.name: [kernels.limit(load)] for load in loads}
     alone = [kernels.step_s(PLAIN)]
@@ -113,7 +113,7 @@ def one_round(
 
 
 def show(rows: dict[str, dict[str, dict[str, float]]], plain: dict[str, dict[str, float]]) -> None:
-    """Prints each load's medians, with the least and the greatest of the rounds."""
+    """Print each load's medians, with the least and the greatest of the rounds."""
     roles = (*ROLES.values(), OTHER, DRIVER, IDLE, ELSEWHERE)
     table = Table("load", "tokens/s", "the kernels alone", "share", *roles, title="Cores that each process takes")
     for name, row in rows.items():
@@ -124,7 +124,7 @@ def show(rows: dict[str, dict[str, dict[str, float]]], plain: dict[str, dict[str
 
 
 def main() -> None:
-    """Measures all rounds, prints a table, and writes results/kernel_share.json."""
+    """Measure all rounds, prints a table, and writes results/kernel_share.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")

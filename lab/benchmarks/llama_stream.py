@@ -41,7 +41,7 @@ class Greedy:
         self.sampler = api.llama_sampler_init_greedy()
 
     def answer(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """Generates an answer; returns the times of the request and of each token, in seconds of one clock."""
+        """Generate an answer; return the times of the request and of each token, in seconds of one clock."""
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         asked, times = time.perf_counter(), []
         for start in range(0, len(prompt), self.batch_tokens):
@@ -54,7 +54,7 @@ class Greedy:
             self.decode([token])
 
     def decode(self, ids: list[int]) -> None:
-        """Appends ``ids`` to the context. Raises RuntimeError when llama.cpp refuses."""
+        """Append ``ids`` to the context. Raises RuntimeError when llama.cpp refuses."""
         tokens = (self.api.llama_token * len(ids))(*ids)
         status = self.api.llama_decode(self.context, self.api.llama_batch_get_one(tokens, len(ids)))
         if status:
@@ -62,7 +62,7 @@ class Greedy:
 
 
 def write_bf16(api: Any, path: str, copy: str) -> None:
-    """Writes a model in bfloat16."""
+    """Write a model in bfloat16."""
     params = api.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize = BF16, True
     if api.llama_model_quantize(path.encode(), copy.encode(), params):
@@ -70,7 +70,7 @@ def write_bf16(api: Any, path: str, copy: str) -> None:
 
 
 def main() -> None:
-    """Serves standard input until it ends, or writes a copy."""
+    """Serve standard input until it ends, or writes a copy."""
     api: Any = importlib.import_module("llama_cpp")
     path, *rest = sys.argv[1:]
     if len(rest) == 1:

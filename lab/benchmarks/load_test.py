@@ -48,7 +48,7 @@ TRACE_MIX = Mix(
 def stages(
     grpc: str, http: str, trace: pathlib.Path, seconds: float, rate: float, token_range: tuple[int, int]
 ) -> Iterator[tuple[str, BenchPlan]]:
-    """Returns the name and plan of each stage, with arrivals for ``seconds`` at ``rate`` requests a second."""
+    """Return the name and plan of each stage, with arrivals for ``seconds`` at ``rate`` requests a second."""
     count = max(3, round(seconds * rate))
     one = Server(backend="pillion", target=grpc, timeout_s=120.0)
     other = Server(backend="openai", target=http, timeout_s=120.0)
@@ -67,13 +67,13 @@ def stages(
 
 
 async def run_stage(plan: BenchPlan) -> dict[str, Any]:
-    """Runs one stage; returns its result."""
+    """Run one stage; return its result."""
     async with opened(plan.server) as (target, _):
         return (await run_plan(target, plan))[1]
 
 
 def complaints(name: str, result: dict[str, Any]) -> list[str]:
-    """Returns what was wrong in one stage; empty where it passed."""
+    """Return what was wrong in one stage; empty where it passed."""
     summary = result["summary"]
     found = [f"{name}: {kind}, {one['count']} times ({one['first']})" for kind, one in summary["errors"].items()]
     for field in ("short_answers", "unsent_turns"):
@@ -82,19 +82,19 @@ def complaints(name: str, result: dict[str, Any]) -> list[str]:
 
 
 def process_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
-    """Returns the living process of ``role``. Redis shows a title of its own in place of its command line."""
+    """Return the living process of ``role``. Redis shows a title of its own in place of its command line."""
     if role == "redis-server":
         return next((process for process in cluster.processes() if process.name() == role), None)
     return cluster.component(role)
 
 
 def pids(cluster: ServedCluster) -> dict[str, int | None]:
-    """Returns the components' process ids by role."""
+    """Return the components' process ids by role."""
     return {role: component.pid if (component := process_of(cluster, role)) else None for role in ROLES}
 
 
 def idle_complaints(cluster: ServedCluster) -> list[str]:
-    """Waits until everything is released, then proves the node's integrity; returns what is wrong."""
+    """Wait until everything is released, then proves the node's integrity; return what is wrong."""
     deadline, found = time.monotonic() + IDLE_TIMEOUT_S, ["never looked"]
     with Client(cluster.target) as client:
         while found and time.monotonic() < deadline:
@@ -120,7 +120,7 @@ def idle_complaints(cluster: ServedCluster) -> list[str]:
 
 
 def status_complaints(cluster: ServedCluster) -> list[str]:
-    """Returns what is wrong in the output of `pillion status --json`."""
+    """Return what is wrong in the output of `pillion status --json`."""
     command = [sys.executable, "-m", "pillion", "status", "--json", "--target", cluster.target]
     status_run = subprocess.run(command, capture_output=True, text=True, timeout=STATUS_TIMEOUT_S, check=False)
     if status_run.returncode:
@@ -132,7 +132,7 @@ def status_complaints(cluster: ServedCluster) -> list[str]:
 
 
 def load_test(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Runs all stages on a running cluster; returns their rows, and everything that is wrong."""
+    """Run all stages on a running cluster; return their rows, and everything that is wrong."""
     trace = cluster.folder / "trace.jsonl"
     write_trace(trace, generate(1, 1000, TRACE_MIX))
     rows, wrong, before = [], [], pids(cluster)
@@ -153,7 +153,7 @@ def load_test(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tu
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that the load test and the soak share."""
+    """Add the flags that the load test and the soak share."""
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rate", type=float, default=1.0, help="sessions a second")
     parser.add_argument("--token-range", type=int, nargs=2, default=[1000, 30_000], help="ids of random prompts")
@@ -161,7 +161,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Starts the cluster, loads it, and writes results/load_test.json; 1 where anything was wrong."""
+    """Start the cluster, loads it, and writes results/load_test.json; 1 where anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the arrivals of each stage")
     parser.add_argument("--quiet", action="store_true", help="no tables")

@@ -40,12 +40,12 @@ class Halves:
     most: float = math.inf
 
     def draw(self, rng: random.Random) -> float:
-        """Draws the next one."""
+        """Draw the next one."""
         step = rng.gauss(0.0, 1.0)
         return min(self.most, self.median * math.exp(step * (self.low if step < 0 else self.high)))
 
     def tokens(self, rng: random.Random) -> int:
-        """Draws the next one as a number of tokens."""
+        """Draw the next one as a number of tokens."""
         return max(1, round(self.draw(rng)))
 
 
@@ -164,7 +164,7 @@ WORKLOADS = {
 
 
 def generate_like(workload: Workload, seed: int, requests: int = 0) -> list[TraceRequest]:
-    """Returns ``requests`` trace lines in order of time, by default as many as the workload has; fewer take less time,
+    """Return ``requests`` trace lines in order of time, by default as many as the workload has; fewer take less time,
     so the rate stays."""
     rng, ids = random.Random(seed), itertools.count()
     count = requests or workload.requests
@@ -245,7 +245,7 @@ def described(trace: Sequence[TraceRequest]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Writes a trace to a file, and prints its numbers."""
+    """Write a trace to a file, and prints its numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=pathlib.Path)
     parser.add_argument("--workload", choices=list(WORKLOADS), default="conversation")

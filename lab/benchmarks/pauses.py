@@ -97,7 +97,7 @@ def one_fault(
     seed: int,
     standby: bool,
 ) -> dict[str, Any] | None:
-    """Has one fault happen; returns its pauses and milestones, None where its point was not passed."""
+    """Have one fault happen; return its pauses and milestones, None where its point was not passed."""
     chance = random.Random(f"{role} {number} {seed}")
     point = chance.choice([point for point in POINTS if point.role == role and point.passed != AT_START])
     board.clear()
@@ -132,7 +132,7 @@ def first_tokens_of(load: StreamLoad) -> list[float]:
 def faults_of(
     cluster: ServedCluster, board: FaultBoard, load: StreamLoad, role: str, number: signal.Signals, args: Any
 ) -> list[dict[str, Any]]:
-    """Has ``args.faults`` faults of a case happen, by one seed after the other."""
+    """Have ``args.faults`` faults of a case happen, by one seed after the other."""
     found: list[dict[str, Any]] = []
     for seed in range(SEEDS_PER_FAULT * args.faults):
         fault = one_fault(cluster, board, load, role, number, seed, args.standby)
@@ -144,13 +144,13 @@ def faults_of(
 
 
 def cluster_signal(pid: int, number: signal.Signals) -> None:
-    """Sends a signal to a process that may have ended."""
+    """Send a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def until(failure: str, reached: Callable[[], bool]) -> None:
-    """Returns when ``reached`` says so. It looks rarely, for looking takes a core."""
+    """Return when ``reached`` says so. It looks rarely, for looking takes a core."""
     deadline_s = time.monotonic() + READY_WITHIN_S
     while not reached():
         if time.monotonic() > deadline_s:
@@ -159,13 +159,13 @@ def until(failure: str, reached: Callable[[], bool]) -> None:
 
 
 def whole(cluster: ServedCluster, standby: bool) -> bool:
-    """Returns whether all components serve, and all standbys are ready."""
+    """Return whether all components serve, and all standbys are ready."""
     workers = sum(len(cluster.components(role)) for role in ("prefill", "decode", "kvnode"))
     return cluster.serving() and (not standby or cluster.standbys() >= workers)
 
 
 def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the pauses of all faults of a case, and the median of each phase's share."""
+    """Return the pauses of all faults of a case, and the median of each phase's share."""
     return {
         "faults": len(faults),
         "points": [fault["point"] for fault in faults],
@@ -176,7 +176,7 @@ def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def spread(seconds: Iterable[float]) -> dict[str, Any]:
-    """Returns how many streams waited, and the middle, the 99th percentile and the longest of their times."""
+    """Return how many streams waited, and the middle, the 99th percentile and the longest of their times."""
     every = sorted(seconds)
     if not every:
         return {"streams": 0}
@@ -185,7 +185,7 @@ def spread(seconds: Iterable[float]) -> dict[str, Any]:
 
 
 def phase_seconds(faults: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Returns the median length of each phase: from the milestone before it that was reached."""
+    """Return the median length of each phase: from the milestone before it that was reached."""
     lengths: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for fault in faults:
         if not fault["pauses_s"]:
@@ -247,7 +247,7 @@ def table_of(shape: str, cases: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Measures both shapes and prints the table."""
+    """Measure both shapes and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.pauses", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--faults", type=int, default=5, help="faults of each case")

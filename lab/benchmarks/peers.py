@@ -76,12 +76,12 @@ class RunningSystem:
     group: int | None = None
 
     def pause(self) -> None:
-        """Stops the system's processes until :meth:`resume`."""
+        """Stop the system's processes until :meth:`resume`."""
         if self.group is not None:
             os.killpg(self.group, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continues after :meth:`pause`; without one it does nothing."""
+        """Continue after :meth:`pause`; without one it does nothing."""
         if self.group is not None:
             os.killpg(self.group, signal.SIGCONT)
 
@@ -101,13 +101,13 @@ class System:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[RunningSystem]:
-        """Starts the system, with temporary files of its own."""
+        """Start the system, with temporary files of its own."""
         with tempfile.TemporaryDirectory(prefix="pil-") as folder, self.start(pathlib.Path(folder)) as running:
             yield running
 
 
 def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
-    """Describes `pillion serve MODEL FLAGS` with its own defaults, driven over gRPC by the SDK."""
+    """Describe `pillion serve MODEL FLAGS` with its own defaults, driven over gRPC by the SDK."""
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
@@ -121,13 +121,13 @@ def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
 
 
 def about_kernels(log: str) -> str:
-    """Returns the kernels that the workers' log names: figures of the fallback are not the CPU engine's."""
+    """Return the kernels that the workers' log names: figures of the fallback are not the CPU engine's."""
     lines = [line.split("pillion.worker: ")[1] for line in log.splitlines() if "operators run on" in line]
     return "; ".join(dict.fromkeys(lines))
 
 
 def over(make: Callable[[], LoadTarget]) -> Measure:
-    """Measures loads with the closed loop of `pillion bench`, over a new target for each load."""
+    """Measure loads with the closed loop of `pillion bench`, over a new target for each load."""
 
     def run(load: DrivenLoad, seed: int) -> Run:
         async def all_of_it() -> Run:
@@ -147,7 +147,7 @@ def vllm_system(
     takes: Callable[[ClosedLoad], bool],
     isa: str = "",
 ) -> System:
-    """Describes `vllm serve` of the same folder, in a session of its own so that all its processes can be ended.
+    """Describe `vllm serve` of the same folder, in a session of its own so that all its processes can be ended.
 
     ``isa``: a key of PEER_ISAS.
     """
@@ -168,7 +168,7 @@ def vllm_system(
 def serving_vllm(
     program: str, model: pathlib.Path, dtype: str, flags: Sequence[str], log: pathlib.Path, isa: str = ""
 ) -> Iterator[tuple[str, str, int]]:
-    """Runs `vllm serve` until the block ends; yields its URL, its version, and its process group's number.
+    """Run `vllm serve` until the block ends; yields its URL, its version, and its process group's number.
 
     It serves the model as "peer" and writes to ``log``, whose end is shown where something fails. ``isa``: a key of
     PEER_ISAS.
@@ -194,7 +194,7 @@ def serving_vllm(
 
 
 def about_vllm(pid: int, isa: str) -> str:
-    """Returns which of vLLM's kernels a server and its children have mapped, and what they are limited to."""
+    """Return which of vLLM's kernels a server and its children have mapped, and what they are limited to."""
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     mapped = {pathlib.Path(piece.path) for process in processes for piece in process.memory_maps()}
     kernels = sorted(path.name for path in mapped if path.parent.name == "vllm" and path.name.startswith("_C"))
@@ -202,7 +202,7 @@ def about_vllm(pid: int, isa: str) -> str:
 
 
 def vllm_environment(isa: str = "") -> dict[str, str]:
-    """Returns this process' environment with all cores for vLLM's threads and without access to model hubs. ``isa``: a
+    """Return this process' environment with all cores for vLLM's threads and without access to model hubs. ``isa``: a
     key of PEER_ISAS."""
     return {
         **os.environ,
@@ -220,7 +220,7 @@ def vllm_environment(isa: str = "") -> dict[str, str]:
 
 
 def _vllm_version(process: subprocess.Popen[bytes], port: int) -> str:
-    """Returns vLLM's version once it is healthy, "" before. Raises AssertionError where its process has ended."""
+    """Return vLLM's version once it is healthy, "" before. Raises AssertionError where its process has ended."""
     assert process.poll() is None, f"vLLM ended with status {process.returncode}"
     try:
         for path in ("health", "version"):
@@ -232,7 +232,7 @@ def _vllm_version(process: subprocess.Popen[bytes], port: int) -> str:
 
 
 def stop_session(process: subprocess.Popen[bytes], timeout_s: float = VLLM_STOP_TIMEOUT_S) -> None:
-    """Ends a process, paused or not, as Ctrl-C does, then kill what is left of its session."""
+    """End a process, paused or not, as Ctrl-C does, then kill what is left of its session."""
     with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
         os.killpg(process.pid, signal.SIGCONT)
         process.send_signal(signal.SIGINT)
@@ -243,7 +243,7 @@ def stop_session(process: subprocess.Popen[bytes], timeout_s: float = VLLM_STOP_
 
 
 def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
-    """Describes llama.cpp in a process of its own, with one stream and all cores."""
+    """Describe llama.cpp in a process of its own, with one stream and all cores."""
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
@@ -272,7 +272,7 @@ def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
 
 
 def bf16_gguf(python: str, gguf: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Writes a GGUF file's model in bfloat16 into ``folder`` by llama.cpp; returns the new file."""
+    """Write a GGUF file's model in bfloat16 into ``folder`` by llama.cpp; return the new file."""
     written = folder / f"{gguf.stem}-bf16.gguf"
     subprocess.run([python, llama_stream.__file__, str(gguf), str(written)], check=True, stderr=subprocess.DEVNULL)
     return written
@@ -287,7 +287,7 @@ def _reply(pipe: IO[bytes]) -> dict[str, Any]:
 
 
 def _run_llama(questions: IO[bytes], replies: IO[bytes], load: DrivenLoad, seed: int) -> Run:
-    """Runs one prompt of a closed load after the other. The process has its own clock, so only differences of times
+    """Run one prompt of a closed load after the other. The process has its own clock, so only differences of times
     count."""
     assert isinstance(load, ClosedLoad), "one stream has no times of arrival"
     cpu, begin, records = time.process_time(), time.perf_counter(), []
@@ -313,5 +313,5 @@ def _run_llama(questions: IO[bytes], replies: IO[bytes], load: DrivenLoad, seed:
 
 
 def tail(log: pathlib.Path) -> str:
-    """Returns the end of a log."""
+    """Return the end of a log."""
     return log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")

@@ -36,7 +36,7 @@ class Chart:
 
 
 def figure_of(charts: Sequence[Chart], columns: int = 0) -> Figure:
-    """Returns a figure of the charts, ``columns`` of them side by side, or all (0). Raises ValueError for a chart
+    """Return a figure of the charts, ``columns`` of them side by side, or all (0). Raises ValueError for a chart
     without a point."""
     columns = columns or len(charts)
     rows = -(-len(charts) // columns)
@@ -65,7 +65,7 @@ def figure_of(charts: Sequence[Chart], columns: int = 0) -> Figure:
 
 
 def line_charts(path: pathlib.Path, charts: Sequence[Chart], columns: int = 0) -> None:
-    """Draws charts into an SVG, ``columns`` of them side by side, or all (0). Raises ValueError for a chart without a
+    """Draw charts into an SVG, ``columns`` of them side by side, or all (0). Raises ValueError for a chart without a
     point."""
     figure = figure_of(charts, columns)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def line_charts(path: pathlib.Path, charts: Sequence[Chart], columns: int = 0) -
 
 
 def number(value: float) -> str:
-    """Formats a tick: 4096 as 4K, like sizes in flags; other numbers with few digits."""
+    """Format a tick: 4096 as 4K, like sizes in flags; other numbers with few digits."""
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:g}K"
     return f"{value:.6g}"

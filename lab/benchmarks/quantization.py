@@ -49,7 +49,7 @@ KINDS = {
 
 
 def scorer(prepared: PreparedModel, threads: int, kv_cache_dtype: str, *, rounds_codes: bool = False) -> TextScorer:
-    """Returns a scorer on the CPU kernels. Raises ConfigError where this processor has none."""
+    """Return a scorer on the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa("auto", host_features())
     if isa is None or (rounds_codes and not isa.bf16_dot):
         raise ConfigError("there are no such kernels for this processor")
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def show(found: dict[str, Accuracy]) -> None:
-    """Prints the table."""
+    """Print the table."""
     table = Table(title="accuracy beside float32 on torch")
     for heading in ("weights", "tokens", "perplexity", "top-1 agreement", "KL divergence"):
         table.add_column(heading, justify="right")

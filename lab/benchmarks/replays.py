@@ -62,7 +62,7 @@ FRESH = (
 
 
 def run_replays(requests: int, folder: pathlib.Path) -> dict[str, Any]:
-    """Records so many requests at one cluster and replays them at another; returns how many of each kind of recording
+    """Record so many requests at one cluster and replays them at another; return how many of each kind of recording
     were equal, and the last lines of those that were not."""
     model, adapter = recorded_model(folder)
     modules = ("--lora-modules", f"red={adapter}")
@@ -96,7 +96,7 @@ def _begin_node(cluster: Hosts, node_id: str, flags: tuple[str, ...]) -> None:
 
 
 def _begin_anew(cluster: Hosts, target: str, flags: tuple[str, ...]) -> None:
-    """Ends kv-b once its bucket has all of its blocks, and starts it again with an empty pool."""
+    """End kv-b once its bucket has all of its blocks, and starts it again with an empty pool."""
 
     def all_written() -> bool:
         status = cluster.node_status("kv-b")
@@ -113,7 +113,7 @@ def _begin_anew(cluster: Hosts, target: str, flags: tuple[str, ...]) -> None:
 
 
 async def _record(target: str, turns: range, plans: Sequence[str], victim: Hosts | None = None) -> None:
-    """Asks for answers of these turns, each by one of the plans ("" is a free one), while kv-a's decode worker is
+    """Ask for answers of these turns, each by one of the plans ("" is a free one), while kv-a's decode worker is
     killed KILLS times, where there is a ``victim``."""
     # All thirds have the same prompts, so the later ones find what the first one has left.
     draw, todo = random.Random(1), iter(turns)
@@ -176,7 +176,7 @@ async def _replay(target: str, paths: list[pathlib.Path]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=500)
     args = parser.parse_args()

@@ -25,7 +25,7 @@ PICTURES = pathlib.Path(os.environ.get("LAB_WRITTEN", RESULTS.parents[1] / "docs
 
 
 def machine() -> dict[str, Any]:
-    """Describes the machine: processor, its class (the CPU kernels that it can run), cores and versions."""
+    """Describe the machine: processor, its class (the CPU kernels that it can run), cores and versions."""
     model = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -44,12 +44,12 @@ def machine() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Returns the minimum, median and maximum of some rounds."""
+    """Return the minimum, median and maximum of some rounds."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def save(name: str, result: dict[str, Any]) -> pathlib.Path:
-    """Writes ``result`` with the machine's description to results/NAME.json."""
+    """Write ``result`` with the machine's description to results/NAME.json."""
     path = WRITTEN / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **result}, indent=2, sort_keys=True) + "\n")
@@ -67,7 +67,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_table(table: Table) -> None:
-    """Prints a table on the terminal, or where there is none with the width that the table needs."""
+    """Print a table on the terminal, or where there is none with the width that the table needs."""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table)

@@ -17,7 +17,7 @@ from pillion.engine.models.config_parser import load_config
 
 
 def save_shuffled_model(source: pathlib.Path, folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
-    """Writes the Llama of ``source``, a plain Hugging Face folder, in another order to ``folder``; returns that."""
+    """Write the Llama of ``source``, a plain Hugging Face folder, in another order to ``folder``; return that."""
     folder.mkdir(parents=True)
     for path in source.iterdir():
         if path.suffix in (".json", ".jinja"):

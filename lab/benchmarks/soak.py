@@ -67,7 +67,7 @@ Points = list[tuple[float, float]]
 
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
-    """Returns the growth of a series of (time, value): its Theil-Sen slope times its span; 0 for less than two points.
+    """Return the growth of a series of (time, value): its Theil-Sen slope times its span; 0 for less than two points.
 
     Up to 29 % of the points may be outliers without an effect (Sen 1968).
     """
@@ -77,7 +77,7 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
 
 
 def verdict(kind: str, points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns how much a series of a kind of ALLOWED grew after its warm-up, and how much it may grow."""
+    """Return how much a series of a kind of ALLOWED grew after its warm-up, and how much it may grow."""
     begin = points[0][0] + (points[-1][0] - points[0][0]) * WARM_UP_SHARE
     later = [point for point in points if point[0] >= begin]
     absolute, share = ALLOWED[kind]
@@ -95,13 +95,13 @@ class Watch:
         self.series: dict[tuple[str, str], Points] = {}
 
     async def run(self, until_s: float) -> None:
-        """Samples until ``until_s`` of the monotonic clock, or cancelled. Raises where a component is gone."""
+        """Sample until ``until_s`` of the monotonic clock, or cancelled. Raises where a component is gone."""
         while time.monotonic() < until_s:
             await self.sample()
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
     async def sample(self) -> None:
-        """Adds one point to each series."""
+        """Add one point to each series."""
         for role, component in self._components.items():
             memory = component.memory_info()
             # The pool is shared memory that all processes map, and it may fill.
@@ -116,13 +116,13 @@ class Watch:
         self.series.setdefault((kind, component), []).append((time.monotonic(), float(value)))
 
     async def aclose(self) -> None:
-        """Closes both connections."""
+        """Close both connections."""
         await self._node.aclose()
         await self._redis.aclose()
 
 
 async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tuple[Watch, list[str], int]:
-    """Loads the cluster and watches it; returns the watch, the failures, and the number of requests."""
+    """Load the cluster and watches it; return the watch, the failures, and the number of requests."""
     trace = cluster.folder / "trace.jsonl"
     write_trace(trace, generate(1, 1000, Mix(system_tokens=700, turn_tokens=60, answer_tokens=12, document_tokens=500)))
     plans = list(stages(cluster.target, http, trace, STAGE_S, args.rate, tuple(args.token_range)))
@@ -151,7 +151,7 @@ async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> t
 
 
 def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns a row for each series, and a complaint for each series that grew."""
+    """Return a row for each series, and a complaint for each series that grew."""
     rows, wrong = [], []
     for (kind, component), points in sorted(series.items()):
         grew, allowed = verdict(kind, points)
@@ -165,7 +165,7 @@ def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], 
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Prints the table."""
+    """Print the table."""
     table = Table(title="growth after the warm-up")
     for heading in ("component", "series", "last", "grew by", "allowed"):
         table.add_column(heading, justify="left" if heading in ("component", "series") else "right")
@@ -175,7 +175,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(path: pathlib.Path, series: dict[tuple[str, str], Points]) -> None:
-    """Draws a chart for each kind, with a line for each component."""
+    """Draw a chart for each kind, with a line for each component."""
     first = min(points[0][0] for points in series.values())
     charts = []
     for kind in ("memory MiB", "open files", "redis keys"):
@@ -189,7 +189,7 @@ def draw(path: pathlib.Path, series: dict[tuple[str, str], Points]) -> None:
 
 
 def main() -> int:
-    """Starts the cluster, soaks it, and writes results/soak.json; 1 where a request failed or something grew."""
+    """Start the cluster, soaks it, and writes results/soak.json; 1 where a request failed or something grew."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--plot", type=pathlib.Path, help="an SVG of the series")

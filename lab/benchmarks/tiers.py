@@ -53,7 +53,7 @@ class Measured:
 
 
 def long_model(folder: pathlib.Path, tokens: int) -> str:
-    """Makes the demo model in ``folder``, whose configuration allows prompts of ``tokens`` tokens."""
+    """Make the demo model in ``folder``, whose configuration allows prompts of ``tokens`` tokens."""
     shutil.copytree(plain_folder(), folder, copy_function=os.symlink)
     path = folder / "config.json"
     settings = json.loads(path.read_text())
@@ -100,7 +100,7 @@ class Tiers:
         self.measured: dict[int, dict[str, Measured]] = {length: {} for length in args.lengths}
 
     def measure(self, tier: str, length: int) -> None:
-        """Asks for one prompt, whose KV is only where ``tier`` says. Raises AssertionError where it was computed after
+        """Ask for one prompt, whose KV is only where ``tier`` says. Raises AssertionError where it was computed after
         all."""
         into = self.measured[length].setdefault(tier, Measured())
         ask(self._target, self.prompts[length], into)
@@ -114,7 +114,7 @@ class Tiers:
             ask(self._target, self.prompts[length], Measured())
 
     def serve_at(self, node_id: str) -> None:
-        """Moves the decode worker to a node, and warms it."""
+        """Move the decode worker to a node, and warms it."""
         if self._worker:
             self._cluster.stop(self._worker)
         self._worker = self._cluster.worker("decode", node_id, "--cpu-threads", str(len(os.sched_getaffinity(0))))
@@ -123,19 +123,19 @@ class Tiers:
             self.fill(WARMING_TOKENS)
 
     def stop(self, node_id: str) -> None:
-        """Ends a node, which forgets its pool, with its decode worker."""
+        """End a node, which forgets its pool, with its decode worker."""
         self._cluster.stop(self._worker)
         self._worker = ""
         self._cluster.stop(node_id)
 
     def fill(self, tokens: int) -> None:
-        """Computes a prompt that was never asked for."""
+        """Compute a prompt that was never asked for."""
         self._fillers += 1
         ask(self._target, tokens_of(f"filler {self._fillers}", tokens), Measured())
 
 
 def run(args: argparse.Namespace, folder: pathlib.Path) -> tuple[Tiers, int]:
-    """Measures everything; returns it with the bytes of a block."""
+    """Measure everything; return it with the bytes of a block."""
     most = max(args.lengths)
     model = long_model(folder / "model", most)
     with s3_service(folder / "s3") as service:

@@ -75,7 +75,7 @@ class TraceText:
 
 
 def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequest]:
-    """Returns ``requests`` trace lines in order of time."""
+    """Return ``requests`` trace lines in order of time."""
     mix = mix or Mix()
     rng, ids = random.Random(seed), itertools.count()
     prompts = []
@@ -102,7 +102,7 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequ
 def _session(
     rng: random.Random, mix: Mix, text: TraceText, at_s: float, mean: float, gap_s: float, *, keeps_growing: bool = True
 ) -> Iterator[TraceRequest]:
-    """Returns a geometric number of requests with mean ``mean``, each about all of ``text``."""
+    """Return a geometric number of requests with mean ``mean``, each about all of ``text``."""
     while True:
         asked = _length(rng, mix.turn_tokens, mix.sigma)
         answered = _length(rng, mix.answer_tokens, mix.sigma)
@@ -124,7 +124,7 @@ def _length(rng: random.Random, median: int, sigma: float) -> int:
 
 
 def from_csv(path: pathlib.Path) -> list[TraceRequest]:
-    """Reads a trace of BurstGPT (Wang et al., 2024) or one of Azure's LLM inference traces, by its columns. Raises
+    """Read a trace of BurstGPT (Wang et al., 2024) or one of Azure's LLM inference traces, by its columns. Raises
     ValueError for any other table."""
     with path.open(encoding="utf-8-sig") as file:
         table = csv.DictReader(file)
@@ -144,12 +144,12 @@ def _epoch_ms(text: str) -> float:
 
 
 def write_trace(path: pathlib.Path, requests: Iterable[TraceRequest]) -> None:
-    """Writes a trace in Mooncake's form, one JSON object a line."""
+    """Write a trace in Mooncake's form, one JSON object a line."""
     path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
 
 
 def main() -> None:
-    """Writes a trace to a file."""
+    """Write a trace to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=pathlib.Path)
     parser.add_argument("--seed", type=int, default=1)

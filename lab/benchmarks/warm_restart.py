@@ -59,7 +59,7 @@ def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
 
 
 def one_kill(cluster: ServedCluster, role: str) -> dict[str, Any]:
-    """Kills a component; returns the milestones of its next process, and the CPU seconds that this took until then."""
+    """Kill a component; return the milestones of its next process, and the CPU seconds that this took until then."""
     began_s, written = time.monotonic(), len(cluster.log.read_text())
     # Log lines have milliseconds, which are cut and not rounded.
     at_s = time.time() - 0.001
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def summary(kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the spread of a role's times until it was ready, and the medians of phases and CPU seconds."""
+    """Return the spread of a role's times until it was ready, and the medians of phases and CPU seconds."""
     ready = [kill["milestones_s"]["ready"] for kill in kills]
     return {
         "ready_s": {"min": min(ready), "median": statistics.median(ready), "max": max(ready)},
@@ -112,7 +112,7 @@ def summary(kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def phase_seconds(kills: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Returns the median length of each phase that a role has, from the one before it."""
+    """Return the median length of each phase that a role has, from the one before it."""
     for number, phase in enumerate(PHASES):
         lengths = []
         for kill in kills:
@@ -141,7 +141,7 @@ def table_of(results: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Measures both modes and prints the table."""
+    """Measure both modes and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.warm_restart", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--kills", type=int, default=10, help="of each component")

@@ -18,7 +18,7 @@ COST_HELP = "Seconds of a step, and of each token, sequence, KV token read and q
 
 
 def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[float, ...]:
-    """Parses five numbers separated by commas; without any text it returns an empty tuple."""
+    """Parse five numbers separated by commas; without any text it returns an empty tuple."""
     if not text:
         return ()
     try:
@@ -59,7 +59,7 @@ def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> t
 @click.option("--capacity", is_flag=True, help="Find the fewest workers of each kind that meet the objectives.")
 @options(option("--json", "Write the result to PATH.", type=FILE, metavar="PATH"))
 def simulate(**values: Any) -> int:
-    """Replays a trace on a simulated fleet.
+    """Replay a trace on a simulated fleet.
 
     It shows what a change of a flag costs, or how many workers a trace takes.
 
@@ -70,7 +70,7 @@ def simulate(**values: Any) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line. Every error that is not a defect is one line on standard error."""
+    """Run the command line. Every error that is not a defect is one line on standard error."""
     run_command(simulate, argv, "python -m lab.fleets")
 
 

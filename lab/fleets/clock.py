@@ -16,21 +16,21 @@ class Clock:
         self._numbers = itertools.count()
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Calls ``event`` when ``seconds`` seconds have passed; events of the same time run in the order in which they
+        """Call ``event`` when ``seconds`` seconds have passed; events of the same time run in the order in which they
         were passed to the clock."""
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
 
     def at(self, when_s: float, event: Callable[[], None]) -> None:
-        """Calls ``event`` at the time ``when_s``, which is not before now."""
+        """Call ``event`` at the time ``when_s``, which is not before now."""
         heapq.heappush(self._events, (when_s, next(self._numbers), event))
 
     @property
     def idle(self) -> bool:
-        """Returns whether no event is left."""
+        """True if no event is left."""
         return not self._events
 
     def run(self, until_s: float) -> None:
-        """Runs all events up to the time ``until_s``, to which it sets the clock."""
+        """Run all events up to the time ``until_s``, to which it sets the clock."""
         while self._events and self._events[0][0] <= until_s:
             self.now, _, event = heapq.heappop(self._events)
             event()

@@ -30,7 +30,7 @@ COUNTS = ("prefill_workers", "decode_workers", "gateway_workers")
 
 
 class Study(NamedTuple):
-    """Holds the options of a study: a fleet and its load, objectives, the values of flags as text and parsed, and all
+    """The options of a study: a fleet and its load, objectives, the values of flags as text and parsed, and all
     others."""
 
     config: FleetConfig
@@ -42,7 +42,7 @@ class Study(NamedTuple):
 
 
 def run_simulate(values: dict[str, Any]) -> int:
-    """Runs the study that the options ask for; returns the exit status. Raises ConfigError."""
+    """Run the study that the options ask for; return the exit status. Raises ConfigError."""
     objectives = GoodBounds(values["ttft_ms"] / 1000, values["itl_ms"] / 1000, values["attainment"])
     changes = parse_changes(values["flags"])
     if values["capacity"] and not (objectives.ttft_s or objectives.itl_s):
@@ -54,7 +54,7 @@ def run_simulate(values: dict[str, Any]) -> int:
 
 
 def parse_changes(texts: tuple[str, ...]) -> dict[str, list[tuple[str, Any]]]:
-    """Returns the values of each flag, as text and parsed. Raises ConfigError for an unknown flag or a bad value."""
+    """Return the values of each flag, as text and parsed. Raises ConfigError for an unknown flag or a bad value."""
     found: dict[str, list[tuple[str, Any]]] = {}
     known = {field.name: field.metadata for field in fields(ServeFlags)}
     for text in texts:
@@ -87,7 +87,7 @@ def _parsed(name: str, about: Mapping[str, Any], text: str) -> Any:
 
 
 def load_of(values: dict[str, Any]) -> list[Request]:
-    """Returns the trace's requests. Raises ConfigError for a file that is no trace."""
+    """Return the trace's requests. Raises ConfigError for a file that is no trace."""
     try:
         trace = read_trace(values["trace"])
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def load_of(values: dict[str, Any]) -> list[Request]:
 
 
 def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]]) -> FleetConfig:
-    """Returns the fleet, with the flags that have one value. Raises ConfigError, also for flags that cannot work
+    """Return the fleet, with the flags that have one value. Raises ConfigError, also for flags that cannot work
     together."""
     decode, prefill = values["step_cost"], values["prefill_step_cost"]
     config = FleetConfig(
@@ -115,7 +115,7 @@ def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]
 
 
 def run_comparison(study: Study) -> int:
-    """Simulates each combination of flags and prints a table."""
+    """Simulate each combination of flags and prints a table."""
     config, requests, objectives, changes, values, title = study
     console = table_console(TABLE_WIDTH)
     found = compare(config, requests, changes, objectives, lambda variant: console.print(f"{variant.name}: done"))
@@ -128,7 +128,7 @@ def run_comparison(study: Study) -> int:
 
 
 def run_capacity(study: Study) -> int:
-    """Looks for the fewest workers and prints what was tried."""
+    """Look for the fewest workers and prints what was tried."""
     config, requests, objectives, changes, values, title = study
     several = [name for name, listed in changes.items() if len(listed) > 1]
     if several or "prefill_workers" in changes or "decode_workers" in changes:
@@ -157,7 +157,7 @@ def run_capacity(study: Study) -> int:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Writes the result of a study as JSON. Raises ConfigError where it cannot."""
+    """Write the result of a study as JSON. Raises ConfigError where it cannot."""
     try:
         path.write_text(json.dumps(result, indent=2) + "\n")
     except OSError as error:
@@ -165,7 +165,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def comparison_tables(found: list[FleetVariant], title: str) -> Iterator[Table]:
-    """Yields a column for each fleet of a comparison, in tables of a few fleets that fit into 80 columns."""
+    """Yield a column for each fleet of a comparison, in tables of a few fleets that fit into 80 columns."""
     shares = [variant.figures for variant in found]
     figures = {
         "TTFT p50 / p99, ms": [f"{one.ttft_p50_ms:.0f} / {one.ttft_p99_ms:.0f}" for one in shares],
@@ -189,7 +189,7 @@ def comparison_tables(found: list[FleetVariant], title: str) -> Iterator[Table]:
 
 
 def capacity_table(points: tuple[CapacityPoint, ...], title: str) -> Table:
-    """Returns a row for each number of workers that was tried."""
+    """Return a row for each number of workers that was tried."""
     table = Table(title=title)
     headings = ("prefill\nworkers", "decode\nworkers", "TTFT ms\np50 / p99", "ITL ms\np50 / p99", "met all\nobjectives")
     for heading in (*headings, "enough"):

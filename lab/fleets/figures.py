@@ -30,7 +30,7 @@ class GoodBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFigures:
-    """Holds the figures of one load, with times in ms.
+    """The figures of one load, with times in ms.
 
     Attributes:
         failed: requests that were refused, or not answered in time.
@@ -57,7 +57,7 @@ class FleetFigures:
 def figures_of(
     records: Sequence[ClientRecord], objectives: GoodBounds, first: Sequence[ClientRecord] = ()
 ) -> FleetFigures:
-    """Returns the figures of one load. ``first`` are the same requests in the first fleet of a comparison."""
+    """Return the figures of one load. ``first`` are the same requests in the first fleet of a comparison."""
     ttft_s = np.array([record.ttft_s for record in records])
     gaps_s = all_gaps_s(records)
     tokens = max(1, sum(record.request.prompt_tokens for record in records))
@@ -81,7 +81,7 @@ def figures_of(
 
 
 def is_good(record: ClientRecord, objectives: GoodBounds) -> bool:
-    """Returns whether a request was answered within the objectives."""
+    """Return whether a request was answered within the objectives."""
     if record.failed or (objectives.ttft_s and record.ttft_s > objectives.ttft_s):
         return False
     if not objectives.itl_s or not len(record.gaps_s):
@@ -90,7 +90,7 @@ def is_good(record: ClientRecord, objectives: GoodBounds) -> bool:
 
 
 def all_gaps_s(records: Sequence[ClientRecord]) -> npt.NDArray[np.float64]:
-    """Returns the seconds between tokens of all requests, float64 [gaps]."""
+    """Return the seconds between tokens of all requests, float64 [gaps]."""
     found = [np.asarray(record.gaps_s, dtype=np.float64) for record in records]
     return np.concatenate(found) if found else np.zeros(0)
 

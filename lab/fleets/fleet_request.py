@@ -37,16 +37,16 @@ GONE = "the worker has stopped"
 
 
 class RequestHost(Protocol):
-    """Describes the methods that a request calls of its gateway."""
+    """The methods that a request calls of its gateway."""
 
     site: FleetSite
     routes: RoutePlanner
 
     def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
-        """Plans an attempt; ``then`` is called later, with the plan or the error."""
+        """Plan an attempt; ``then`` is called later, with the plan or the error."""
 
     def ended(self, flow: FleetRequest) -> None:
-        """Notes that a request is over."""
+        """Note that a request is over."""
 
 
 class FleetRequest:
@@ -83,11 +83,11 @@ class FleetRequest:
         self._begun = False
 
     def start(self) -> None:
-        """Starts the request, which the gateway has admitted."""
+        """Start the request, which the gateway has admitted."""
         self._perform(self.machine.start())
 
     def record(self, patience_s: float) -> ClientRecord:
-        """Returns what the client has seen; a client without a first token has waited for ``patience_s``."""
+        """Return what the client has seen; a client without a first token has waited for ``patience_s``."""
         timings, plan = self.machine.timings(self._site.clock.now), self.machine.plan
         ttft_s = self.first_s - self.arrived_s if self.first_s else patience_s
         reason = self.error.message if self.error is not None else plan.reason if plan is not None else ""
@@ -97,7 +97,7 @@ class FleetRequest:
 
     @property
     def begun(self) -> bool:
-        """Returns whether a worker has begun the request's prompt in this attempt."""
+        """True if a worker has begun the request's prompt in this attempt."""
         return self._prefill_range is not None or self._blocks_here > 0
 
     def _post(self, event: ev.Event) -> None:
@@ -134,7 +134,7 @@ class FleetRequest:
                     self._over(error)
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Calls ``call`` after ``seconds``, unless the work that is under way now is no longer wanted then."""
+        """Call ``call`` after ``seconds``, unless the work that is under way now is no longer wanted then."""
         number = self._work
 
         def due() -> None:
@@ -172,7 +172,7 @@ class FleetRequest:
         self._later(site.call_s / 2, arrived)
 
     def _open_at(self, plan: RequestPlan, granted: Callable[[int], None]) -> bool:
-        """Opens the request's ticket at its plan's node; ``granted`` is called with the number of pinned blocks.
+        """Open the request's ticket at its plan's node; ``granted`` is called with the number of pinned blocks.
         Returns False where the node has stopped."""
         site, store = self._site, self._site.stores.get(plan.node_id)
         if store is None:
@@ -188,7 +188,7 @@ class FleetRequest:
         return True
 
     def _fetch(self, action: ev.Fetch) -> None:
-        """Fetches the blocks that the sources still have when the fetch begins."""
+        """Fetch the blocks that the sources still have when the fetch begins."""
         here, took_s, blocks = action.plan.cached_blocks, *self._brought(action.wanted)
         count = max(0, min(action.wanted.blocks, blocks) - here)
         seconds = took_s + count * self._site.block_s
@@ -204,7 +204,7 @@ class FleetRequest:
         self._later(seconds, brought)
 
     def _brought(self, wanted: FetchPlan) -> tuple[float, int]:
-        """Returns the seconds that the call of a fetch takes, and how many of the blocks that are wanted the best of
+        """Return the seconds that the call of a fetch takes, and how many of the blocks that are wanted the best of
         the sources has."""
         chain = self.blocks[: -(-wanted.blocks * self._site.block_size // TRACE_BLOCK_TOKENS)]
         stores = (self._site.stores.get(name) for name in wanted.source_node_ids)
@@ -227,7 +227,7 @@ class FleetRequest:
         action: ev.RunPrefill,
         acked: Callable[[ev.RunPrefill, ChunkDone], None],
     ) -> None:
-        """Offers the prefill range to its prefill worker, under a ticket at its node."""
+        """Offer the prefill range to its prefill worker, under a ticket at its node."""
         plan = action.plan
         ends = itertools.accumulate(plan.chunks, initial=plan.cached_tokens)
         job = WorkerJob(
@@ -242,7 +242,7 @@ class FleetRequest:
         worker.add(job)
 
     def _acked(self, action: ev.RunPrefill, chunk: ChunkDone) -> None:
-        """Notes that the KV of a chunk has arrived at the decode worker's node."""
+        """Note that the KV of a chunk has arrived at the decode worker's node."""
         plan, last = action.plan, chunk.end_tokens == action.plan.split_tokens
         self._commit(chunk.end_tokens)
         self._blocks_here = chunk.end_tokens // plan.block_size
@@ -262,7 +262,7 @@ class FleetRequest:
         self._post(ev.PrefillLost(attempt, Unavailable(GONE), retryable=True))
 
     def _open_remote(self, action: ev.RunPrefill, worker: SimWorker) -> None:
-        """Opens a prefill range on another node: a ticket there, the cached prefix, and each chunk, which is carried
+        """Open a prefill range on another node: a ticket there, the cached prefix, and each chunk, which is carried
         over as it is computed."""
         plan, site, store = action.plan, self._site, self._site.stores.get(worker.record.node_id)
         if store is None:
@@ -278,7 +278,7 @@ class FleetRequest:
             store.close(ticket)
 
         def carry() -> None:
-            """Carries the oldest chunk to the decode worker's node, then the next one."""
+            """Carry the oldest chunk to the decode worker's node, then the next one."""
             end = carried[0].end_tokens
             blocks = end // site.block_size - self._blocks_here
 
@@ -423,7 +423,7 @@ class FleetRequest:
         return self._site.workers.get(component_id)
 
     def _commit(self, tokens: int) -> None:
-        """Commits the prompt's KV before ``tokens``, which is at the ticket's node."""
+        """Commit the prompt's KV before ``tokens``, which is at the ticket's node."""
         if self._ticket is not None and self._store is not None and self._ticket.open:
             self._store.commit(self._ticket, tokens // TRACE_BLOCK_TOKENS)
 

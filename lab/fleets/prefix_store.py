@@ -31,18 +31,18 @@ class PrefixIndex:
         self._holders: dict[int, set[str]] = {}
 
     def add(self, block: int, node_id: str) -> None:
-        """Notes that a node has a block."""
+        """Note that a node has a block."""
         self._holders.setdefault(block, set()).add(node_id)
 
     def remove(self, block: int, node_id: str) -> None:
-        """Notes that a node has a block no more."""
+        """Note that a node has a block no more."""
         holders = self._holders[block]
         holders.discard(node_id)
         if not holders:
             del self._holders[block]
 
     def longest_prefix(self, blocks: Sequence[int]) -> dict[str, int]:
-        """Returns how many leading blocks of the chain nodes have, by node id: of MAX_ENTRIES_PER_LOOKUP nodes at most,
+        """Return how many leading blocks of the chain nodes have, by node id: of MAX_ENTRIES_PER_LOOKUP nodes at most,
         those with the most."""
         holders, low, high = self._holders, 0, len(blocks)
         while low < high:
@@ -69,7 +69,7 @@ class PrefixIndex:
 
 @dataclass(slots=True, eq=False)
 class SimTicket:
-    """Represents a request's ticket at a node: it pins the first ``pinned`` blocks of the prompt's ``blocks``, and
+    """A request's ticket at a node: it pins the first ``pinned`` blocks of the prompt's ``blocks``, and
     reserves memory for the rest.
 
     The ticket has ``total`` KV blocks in all, pinned or reserved; ``own`` of them are reserved and not shared yet.
@@ -85,7 +85,7 @@ class SimTicket:
 
 
 class NodeStore:
-    """Represents the pool of one node. It has ``capacity`` KV blocks of ``block_size`` tokens, or as many as come if
+    """The pool of one node. It has ``capacity`` KV blocks of ``block_size`` tokens, or as many as come if
     that is 0."""
 
     def __init__(self, node_id: str, index: PrefixIndex, capacity: int, block_size: int) -> None:
@@ -108,11 +108,11 @@ class NodeStore:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of tickets that wait for memory."""
+        """Number of tickets that wait for memory."""
         return len(self._waiting)
 
     def prefix(self, blocks: Sequence[int]) -> int:
-        """Returns how many leading blocks of a chain the node has."""
+        """Return how many leading blocks of a chain the node has."""
         count = 0
         for block in blocks:
             if block not in self._idle and block not in self._pins:
@@ -121,7 +121,7 @@ class NodeStore:
         return count
 
     def open(self, ticket: SimTicket) -> None:
-        """Pins those of a ticket's blocks that the node has and reserves the rest; ``granted`` is called, at once or
+        """Pin those of a ticket's blocks that the node has and reserves the rest; ``granted`` is called, at once or
         when there is memory. A ticket that the empty pool could not hold is granted all the same: the caller checks
         sizes."""
         ticket.waiting = True
@@ -129,7 +129,7 @@ class NodeStore:
         self._grant()
 
     def close(self, ticket: SimTicket) -> None:
-        """Closes a ticket and frees its memory; its shared blocks stay until they are evicted. Closing it a second time
+        """Close a ticket and frees its memory; its shared blocks stay until they are evicted. Closing it a second time
         does nothing."""
         if not ticket.open:
             return
@@ -143,7 +143,7 @@ class NodeStore:
         self._grant()
 
     def commit(self, ticket: SimTicket, count: int) -> None:
-        """Shares the first ``count`` blocks of the ticket's chain, which are computed or were fetched; the ticket pins
+        """Share the first ``count`` blocks of the ticket's chain, which are computed or were fetched; the ticket pins
         them."""
         for block in ticket.blocks[ticket.pinned : count]:
             self._pin(block)
@@ -152,7 +152,7 @@ class NodeStore:
             ticket.pinned += 1
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless pins and memory add up."""
+        """Raise AssertionError unless pins and memory add up."""
         assert not self._idle.keys() & self._pins.keys(), "a block is idle and pinned"
         assert all(count > 0 for count in self._pins.values()), "a block is pinned by nobody"
         assert self._own >= 0, "more was given back than was reserved"

@@ -38,7 +38,7 @@ Loads = tuple[Mapping[str, int], Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Holds the flags of a gateway, by the names that :mod:`pillion.config` gives them."""
+    """The flags of a gateway, by the names that :mod:`pillion.config` gives them."""
 
     split_policy: str
     chunk_size: int
@@ -109,13 +109,13 @@ class SimGateway:
             self._turns.began(permit, now)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
-        """Frees the slots of a request that had its turn."""
+        """Free the slots of a request that had its turn."""
         self._turns.free(permit, generated_tokens)
         self._grant()
         self._turns.left(permit, self.clock.now)
 
     def ended(self, flow: FleetRequest) -> None:
-        """Records a request that is over."""
+        """Record a request that is over."""
         permit = self.open.pop(flow)
         self._waiting.pop(permit.number, None)
         self._turns.give_up(permit)
@@ -165,7 +165,7 @@ class SimGateway:
         return max(0.0, (self.clock.now - phase_s) // VIEW_POLL_S * VIEW_POLL_S + phase_s)
 
     def components(self, prompt_tokens: int, hits: Mapping[str, int], spread: int) -> list[ComponentRecord]:
-        """Returns the nodes and workers that a request is planned with, as of this gateway's last look."""
+        """Return the nodes and workers that a request is planned with, as of this gateway's last look."""
         site, seen_s = self.site, self.seen_s
         roster = site.roster(seen_s)
 
@@ -180,7 +180,7 @@ class SimGateway:
         return [*nodes, *(site.workers[one.component_id].seen(seen_s) for one in (*decodes, *prefills))]
 
     def loads(self, components: Sequence[ComponentRecord]) -> Loads:
-        """Returns what is known to be under way on some components: streams or tokens, and prompt tokens to be
+        """Return what is known to be under way on some components: streams or tokens, and prompt tokens to be
         computed."""
         amounts, tokens = self.load.by_component, self.load.tokens
         if not self.site.sharing:
@@ -193,7 +193,7 @@ class SimGateway:
         )
 
     def _note(self, component_id: str, grew: bool) -> None:
-        """Notes work under way as LoadExchange does: what is sent is told at once, what is done within REPORT_S."""
+        """Note work under way as LoadExchange does: what is sent is told at once, what is done within REPORT_S."""
         self._changed.add(component_id)
         if grew:
             self.clock.after(self.site.call_s / 2, self._tell)
@@ -211,7 +211,7 @@ class SimGateway:
         self._changed.clear()
 
     def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
-        """Plans an attempt: first the index is asked, then the other gateways' work is read."""
+        """Plan an attempt: first the index is asked, then the other gateways' work is read."""
         self._arrivals += 1
         spread = self._arrivals
         self.clock.after(self.site.call_s / 2, lambda: self._look(flow, action, spread, then))

@@ -49,7 +49,7 @@ LEAST_NOISE = 0.5
 
 
 class KnownCost(StepCost):
-    """Stands for a cost model that is right from the beginning and learns nothing."""
+    """A cost model that is right from the beginning and learns nothing."""
 
     def __init__(self, cost_s: Sequence[float]) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class KnownCost(StepCost):
         self.steps = 1
 
     def observe(self, found: Features, seconds: float, borrowed_s: float = 0.0) -> None:
-        """Ignores a step, because its cost is known."""
+        """Ignore a step, because its cost is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """Describes a worker's costs, flags and noise.
+    """A worker's costs, flags and noise.
 
     Attributes:
         cost_s: seconds of a step, token, sequence, KV token read and query-key pair (StepCost.weights_s).
@@ -91,7 +91,7 @@ NO_GAPS: array[float] = array("d")
 
 @dataclass(slots=True, eq=False)
 class WorkerJob:
-    """Represents a prefill range or a stream on a worker.
+    """A prefill range or a stream on a worker.
 
     Attributes:
         tokens: those of its text; ``computed_blocks`` blocks of it have their KV.
@@ -125,7 +125,7 @@ class StepRun:
     noises: list[float]
 
     def ended(self, now: float) -> int:
-        """Returns how many of the steps have ended."""
+        """Return how many of the steps have ended."""
         return bisect_right(self.ends_s, now)
 
 
@@ -180,14 +180,14 @@ class SimWorker:
         self.beat_s = self._clock.now
 
     def beat(self) -> None:
-        """Publishes the worker's record, and again after each heartbeat's period while there is work."""
+        """Publish the worker's record, and again after each heartbeat's period while there is work."""
         self.earlier, self.record, self.beat_s = self.record, self.fresh_record(), self._clock.now
         self._beating = bool(self._jobs) or self._busy
         if self._beating:
             self._clock.after(self._settings.heartbeat_s, self.beat)
 
     def seen(self, at_s: float) -> ComponentRecord:
-        """Returns the worker's record as the registry had it at a recent time, with its age in ms."""
+        """Return the worker's record as the registry had it at a recent time, with its age in ms."""
         period_s = self._settings.heartbeat_s
         record, beat_s = (self.record, self.beat_s) if self.beat_s <= at_s else (self.earlier, self.beat_s - period_s)
         if at_s > beat_s:
@@ -195,7 +195,7 @@ class SimWorker:
         return msgspec.structs.replace(record, heartbeat_age_ms=max(0, int((self._clock.now - beat_s) * 1000)))
 
     def fresh_record(self) -> ComponentRecord:
-        """Returns the worker's record as a heartbeat would send it now."""
+        """Return the worker's record as a heartbeat would send it now."""
         load = self._load_now()
         return msgspec.structs.replace(
             self.record,
@@ -217,11 +217,11 @@ class SimWorker:
 
     @property
     def jobs(self) -> int:
-        """Returns the number of prefill ranges and streams on this worker."""
+        """Number of prefill ranges and streams on this worker."""
         return len(self._jobs)
 
     def add(self, job: WorkerJob) -> None:
-        """Adds a prefill range or a stream, whose ticket it now holds."""
+        """Add a prefill range or a stream, whose ticket it now holds."""
         self._catch_up()
         job.seq_id, size = next(self._ids), self._settings.block_size
         prefill_range = not job.answer_tokens
@@ -251,14 +251,14 @@ class SimWorker:
         self._step()
 
     def cancel(self, job: WorkerJob) -> None:
-        """Cancels a job that nobody wants any more."""
+        """Cancel a job that nobody wants any more."""
         if self._jobs.pop(job.seq_id, None) is not None:
             self._catch_up()
             self._cancelled.append(job.seq_id)
             self._step()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the scheduler's own accounts do not add up, or the worker has jobs that
+        """Raise AssertionError where the scheduler's own accounts do not add up, or the worker has jobs that
         it lacks."""
         self._scheduler.check_integrity()
         assert self._jobs.keys() <= self._scheduler.sequences.keys(), "a job is left that the scheduler does not have"
@@ -310,7 +310,7 @@ class SimWorker:
         return max(LEAST_NOISE, self._draw.gauss(1.0, self._settings.noise))
 
     def _plain_steps(self, plan: StepPlan) -> int:
-        """Returns how many steps from this one on only decode, and end no stream. It is 0 where steps may not be
+        """Return how many steps from this one on only decode, and end no stream. It is 0 where steps may not be
         joined."""
         if not self._settings.macro_steps:
             return 0
@@ -333,7 +333,7 @@ class SimWorker:
             self._step()
 
     def _catch_up(self) -> None:
-        """Commits the steps of a run that have ended; the one under way becomes a step of its own."""
+        """Commit the steps of a run that have ended; the one under way becomes a step of its own."""
         run = self._run
         if run is None:
             return
@@ -353,7 +353,7 @@ class SimWorker:
         self._clock.at(run.ends_s[count], lambda: self._done(plan))
 
     def _commit_run(self, run: StepRun, count: int) -> None:
-        """Commits the first ``count`` steps of the run under way, as one whose tokens were known."""
+        """Commit the first ``count`` steps of the run under way, as one whose tokens were known."""
         self._run, self._version, self._busy = None, self._version + 1, False
         ends_s = run.ends_s[:count]
         if count > 1:

@@ -25,7 +25,7 @@ class Roster:
 
 
 class TalkOfGateways:
-    """Represents the exchange of gateways by Redis: the load that each has under way on each component
+    """The exchange of gateways by Redis: the load that each has under way on each component
     (SharedLoads)."""
 
     def __init__(self) -> None:
@@ -34,21 +34,21 @@ class TalkOfGateways:
         self._tokens: Counter[str] = Counter()
 
     def tell(self, gateway: int, component_id: str, own: OwnLoad) -> None:
-        """Notes the load that a gateway says that it has under way on a component."""
+        """Note the load that a gateway says that it has under way on a component."""
         before, now = self._told.get((gateway, component_id), UnderWay(0, 0)), own.of(component_id)
         self._amounts[component_id] += now.amount - before.amount
         self._tokens[component_id] += now.tokens - before.tokens
         self._told[gateway, component_id] = now
 
     def others(self, gateway: int, component_id: str) -> UnderWay:
-        """Returns the load that the other gateways have said that they have under way on a component."""
+        """Return the load that the other gateways have said that they have under way on a component."""
         mine = self._told.get((gateway, component_id), UnderWay(0, 0))
         return UnderWay(self._amounts[component_id] - mine.amount, self._tokens[component_id] - mine.tokens)
 
 
 @dataclass(slots=True, kw_only=True)
 class FleetSite:
-    """Holds the part of a fleet that gateways share. Only the world (:mod:`lab.fleets.world`) changes it.
+    """The part of a fleet that gateways share. Only the world (:mod:`lab.fleets.world`) changes it.
 
     Attributes:
         block_size: tokens of a KV block.
@@ -73,11 +73,11 @@ class FleetSite:
     running: dict[int, int] = field(default_factory=dict)
 
     def roster(self, seen_s: float) -> Roster:
-        """Returns the workers that the registry listed at the time ``seen_s``."""
+        """Return the workers that the registry listed at the time ``seen_s``."""
         return next((one for one in reversed(self.rosters) if one.changed_s <= seen_s), self.rosters[0])
 
     def list_workers(self, records: list[ComponentRecord], keep_s: float) -> None:
-        """Makes the registry list these workers from now on, and forgets what it listed longer ago than ``keep_s``."""
+        """Make the registry list these workers from now on, and forgets what it listed longer ago than ``keep_s``."""
         of_role: dict[str, list[ComponentRecord]] = {"prefill": [], "decode": []}
         on_node: dict[str, list[ComponentRecord]] = {}
         for record in records:

@@ -38,7 +38,7 @@ PREFILL_SHARES = (0.0, 0.25, 0.5, 0.75)
 
 @dataclass(frozen=True, slots=True)
 class FleetVariant:
-    """Holds one fleet of a comparison: the flags that set it apart, in words, and what its clients saw."""
+    """One fleet of a comparison: the flags that set it apart, in words, and what its clients saw."""
 
     name: str
     records: Sequence[ClientRecord]
@@ -47,7 +47,7 @@ class FleetVariant:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPoint:
-    """Holds a number of workers of either kind, and what share of the requests was good with them."""
+    """A number of workers of either kind, and what share of the requests was good with them."""
 
     prefills: int
     decodes: int
@@ -56,13 +56,13 @@ class CapacityPoint:
 
     @property
     def workers(self) -> int:
-        """Returns the number of workers of both kinds."""
+        """Number of workers of both kinds."""
         return self.prefills + self.decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Holds the fewest workers that are enough, or None where MAX_FLEET_WORKERS are not, and all numbers that were
+    """The fewest workers that are enough, or None where MAX_FLEET_WORKERS are not, and all numbers that were
     tried."""
 
     best: CapacityPoint | None
@@ -70,7 +70,7 @@ class Capacity:
 
 
 def with_flags(config: FleetConfig, values: Mapping[str, Any]) -> FleetConfig:
-    """Returns the fleet with other values of some flags. Raises ConfigError for flags that change nothing here, and for
+    """Return the fleet with other values of some flags. Raises ConfigError for flags that change nothing here, and for
     numbers of workers that are too large."""
     for name in values:
         if name not in SIMULATED_FLAGS:
@@ -96,7 +96,7 @@ def compare(
     objectives: GoodBounds,
     told: Callable[[FleetVariant], None] = lambda variant: None,
 ) -> list[FleetVariant]:
-    """Simulates the requests with each combination of flags; ``changes`` has the values of each, as text and parsed.
+    """Simulate the requests with each combination of flags; ``changes`` has the values of each, as text and parsed.
 
     The others are compared with the first combination. ``told`` is called with the result of each fleet as soon as it
     was simulated. Raises ConfigError.
@@ -121,7 +121,7 @@ def compare(
 
 
 def fitting(requests: Sequence[Request], max_model_len: int) -> Sequence[Request]:
-    """Returns requests that need no more than this many tokens, or all if it is 0. Raises ConfigError where none is
+    """Return requests that need no more than this many tokens, or all if it is 0. Raises ConfigError where none is
     left."""
     if not max_model_len:
         return requests
@@ -138,7 +138,7 @@ def capacity(
     told: Callable[[CapacityPoint], None] = lambda point: None,
     shares: Sequence[float] = PREFILL_SHARES,
 ) -> Capacity:
-    """Returns the fewest workers with which ``objectives.attainment`` of the requests is good.
+    """Return the fewest workers with which ``objectives.attainment`` of the requests is good.
 
     For each share of prefill workers the number is doubled until it is enough, and then bisected, as if more were never
     worse; around the best, one worker less of either kind is tried. ``told`` gets each point as it is known.
@@ -178,7 +178,7 @@ def _one_less(prefills: int, decodes: int) -> Iterator[tuple[int, int]]:
 
 
 def _least_workers(share: float, least: int, most: int, enough: Callable[[int, int], bool]) -> tuple[int, int] | None:
-    """Returns the least number of workers, of which a share prefills, that is enough and not above ``most``."""
+    """Return the least number of workers, of which a share prefills, that is enough and not above ``most``."""
 
     def split(workers: int) -> tuple[int, int]:
         prefills = min(workers - 1, max(1, round(workers * share))) if share else 0
@@ -203,7 +203,7 @@ def _least_workers(share: float, least: int, most: int, enough: Callable[[int, i
 
 
 def _workers_at_least(config: FleetConfig, requests: Sequence[Request]) -> int:
-    """Returns a number of workers to begin the search with: half as many as the prompts would keep busy all the time if
+    """Return a number of workers to begin the search with: half as many as the prompts would keep busy all the time if
     no prefix were ever found."""
     model = StepModel._make(config.decode_cost_s)
     size = config.settled().flags.max_num_batched_prefill_tokens

@@ -12,7 +12,7 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Describes one arrival, ``at_s`` seconds after the begin, of a client of ``tenant``. ``blocks`` are the numbers of
+    """One arrival, ``at_s`` seconds after the begin, of a client of ``tenant``. ``blocks`` are the numbers of
     its prompt's whole blocks of TRACE_BLOCK_TOKENS tokens; two prompts whose first n numbers are the same begin alike.
     Where ``blocks`` are empty, no prompt begins like another one."""
 
@@ -44,7 +44,7 @@ class ClientRecord:
 
 
 def requests_of(trace: Sequence[TraceRequest], *, speed: float = 1.0, max_model_len: int = 0) -> list[Request]:
-    """Returns the requests of a trace, ``speed`` times as fast as they were recorded, from time 0 on. Those that need
+    """Return the requests of a trace, ``speed`` times as fast as they were recorded, from time 0 on. Those that need
     more than ``max_model_len`` tokens are left out, unless that is 0. Raises ConfigError where none is left."""
     kept = [row for row in trace if not 0 < max_model_len < row.input_length + row.output_length]
     if not kept:

@@ -49,7 +49,7 @@ WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """Describes a fleet at its start, and what its machines are like.
+    """A fleet at its start, and what its machines are like.
 
     Attributes:
         flags: of all components; of the numbers of workers and gateways, those at the start. Only SIMULATED_FLAGS
@@ -79,11 +79,11 @@ class FleetConfig:
 
     @property
     def prefills(self) -> int:
-        """Returns the number of prefill workers at the start."""
+        """Number of prefill workers at the start."""
         return max(0, self.flags.prefill_workers)
 
     def settled(self) -> FleetConfig:
-        """Returns the fleet with a number for each budget that no flag sets: those of a CPU, or, with --device cuda,
+        """Return the fleet with a number for each budget that no flag sets: those of a CPU, or, with --device cuda,
         those that suit what steps cost."""
         budgets = cpu_budgets(self.flags)
         for name in budgets if self.flags.device == CUDA else ():
@@ -93,7 +93,7 @@ class FleetConfig:
         return replace(self, flags=replace(self.flags, **budgets))
 
     def check(self) -> None:
-        """Raises ConfigError for what cannot be simulated."""
+        """Raise ConfigError for what cannot be simulated."""
         if TRACE_BLOCK_TOKENS % self.flags.block_size:
             raise ConfigError(f"--block-size {self.flags.block_size} does not divide a trace's {TRACE_BLOCK_TOKENS}")
         if self.macro_steps and not self.known_costs:
@@ -113,7 +113,7 @@ def lab_fleet(
     heartbeat_s: float = 1.0,
     sharing: bool = False,
 ) -> FleetConfig:
-    """Returns a few workers at one KV node, which learn the cost of their steps: what the benchmarks of planning
+    """Return a few workers at one KV node, which learn the cost of their steps: what the benchmarks of planning
     compare."""
     flags = ServeFlags(
         prefill_workers=prefills,
@@ -166,7 +166,7 @@ class FleetWorld:
         self._list()
 
     def workers(self, role: str) -> list[SimWorker]:
-        """Returns the workers of a role that the registry lists, in the order of their starts."""
+        """Return the workers of a role that the registry lists, in the order of their starts."""
         return [self.site.workers[name] for name, record in self._listed.items() if record.role == role]
 
     def send(self, requests: Sequence[Request], begin_s: float = 0.0) -> None:
@@ -196,18 +196,18 @@ class FleetWorld:
         return WARM_UP_S
 
     def open_requests(self) -> int:
-        """Returns how many requests gateways have taken on that have not ended."""
+        """Return how many requests gateways have taken on that have not ended."""
         return sum(self.site.running.values())
 
     def records(self) -> list[ClientRecord]:
-        """Returns what clients have seen, in the order of the requests' numbers; the warm-up is left out."""
+        """Return what clients have seen, in the order of the requests' numbers; the warm-up is left out."""
         found = [record for gateway in self.gateways for record in gateway.records]
         found += [flow.record(PATIENCE_S) for gateway in self.gateways for flow in gateway.open]
         kept = (record for record in found if record.request.number >= 0)
         return sorted(kept, key=lambda record: record.request.number)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where a worker's or a node's accounts do not add up."""
+        """Raise AssertionError where a worker's or a node's accounts do not add up."""
         for worker in self.site.workers.values():
             worker.check_integrity()
         for store in self.site.stores.values():
@@ -246,7 +246,7 @@ class FleetWorld:
         return worker
 
     def _node_of(self, role: str) -> str:
-        """Returns the KV node of a new worker of a role."""
+        """Return the KV node of a new worker of a role."""
         stores = self.site.stores
         if self.config.one_node and stores:
             return next(iter(stores))
@@ -267,7 +267,7 @@ class FleetWorld:
 
 
 def simulate(config: FleetConfig, requests: Sequence[Request]) -> tuple[list[ClientRecord], FleetWorld]:
-    """Simulates a load; returns the clients' records, and the world as it was left.
+    """Simulate a load; return the clients' records, and the world as it was left.
 
     The simulation ends when every request has, or PATIENCE_S after the last arrival.
     """

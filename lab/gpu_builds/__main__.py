@@ -110,7 +110,7 @@ RARE = (
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """Holds the resources of a built kernel: registers and bytes of spills per thread, bytes of shared memory per
+    """The resources of a built kernel: registers and bytes of spills per thread, bytes of shared memory per
     block.
 
     ``excess`` names exceeded limits; "" for none. ``loop`` counts the instructions of one turn of a product's loop, and
@@ -130,7 +130,7 @@ class BuildResult:
 
 
 def build(spec: BuildSpec, arch: int, *, loops: bool = False) -> BuildResult:
-    """Compiles one kernel for one architecture, and counts its loop's instructions if asked."""
+    """Compile one kernel for one architecture, and counts its loop's instructions if asked."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -170,13 +170,13 @@ def build(spec: BuildSpec, arch: int, *, loops: bool = False) -> BuildResult:
 
 
 def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
-    """Lists the specs whose names contain ``only``; without ``rare``, only those of common kernels."""
+    """List the specs whose names contain ``only``; without ``rare``, only those of common kernels."""
     specs = [spec for spec in build_specs() if only in spec.name]
     return [spec for spec in specs if rare or not any(fnmatch(spec.name, pattern) for pattern in RARE)]
 
 
 def few_specs(specs: Sequence[BuildSpec]) -> list[BuildSpec]:
-    """Chooses as few of these specs as show each kernel with each type of its arguments and each value of its
+    """Choose as few of these specs as show each kernel with each type of its arguments and each value of its
     constants, for the newest architecture; of the older one, one of each name of a kernel, and one of attention over
     chunks, which has the most registers."""
     oldest, newest = ARCHITECTURES
@@ -219,7 +219,7 @@ def _excess(spec: BuildSpec, arch: int, usage: Mapping[str, int], shared: int) -
 
 
 def main() -> int:
-    """Compiles the chosen kernels and prints a line for each. Returns 1 if a kernel exceeds its limits."""
+    """Compile the chosen kernels and prints a line for each. Returns 1 if a kernel exceeds its limits."""
     parser = argparse.ArgumentParser(description="Build all GPU kernels ahead of time.")
     parser.add_argument("--only", default="", help="build kernels whose name contains this")
     uses = parser.add_mutually_exclusive_group()

@@ -94,7 +94,7 @@ _LIBRARY = "triton/_C/libtriton.so"
 
 
 def compiler_key(wheel: Path | None = None) -> str:
-    """Returns the part of a cache's keys that stands for Triton, or for the Triton of a wheel of the same release.
+    """Return the part of a cache's keys that stands for Triton, or for the Triton of a wheel of the same release.
 
     Raises ValueError where the wheel's compiler differs in more than the library's build.
     """
@@ -129,29 +129,29 @@ class _CompilingDriver:
         self.launcher_cls = lambda source, metadata: lambda *arguments: None
 
     def get_current_target(self) -> Any:
-        """Returns what is compiled for."""
+        """Return what is compiled for."""
         return self._target
 
     def get_current_device(self) -> int:
-        """Returns the only device."""
+        """Return the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Returns the only stream."""
+        """Return the only stream."""
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Returns what Triton asks for before it loads a kernel."""
+        """Return what Triton asks for before it loads a kernel."""
         return {"max_shared_mem": 227 * 2**10, "multiprocessor_count": PROCESSORS}
 
     def load_binary(self, *arguments: Any) -> tuple[int, int, int, int, int]:
-        """Loads nothing. Returns a module, a function, registers, spills and the most threads."""
+        """Load nothing. Returns a module, a function, registers, spills and the most threads."""
         return 0, 0, 0, 0, 1024
 
 
 @functools.cache
 def _begin(key: str) -> None:
-    """Makes this process compile, and make neither launches nor random numbers, nor torch's products."""
+    """Make this process compile, and make neither launches nor random numbers, nor torch's products."""
     import torch
 
     from lab.benchmarks.gpu import bench
@@ -169,7 +169,7 @@ def _begin(key: str) -> None:
 
 
 def compile_for_gpu(key: str) -> None:
-    """Makes launches of this process compile, under this ``key``."""
+    """Make launches of this process compile, under this ``key``."""
     from triton.runtime import cache, driver
 
     from pillion.kernels.gpu import launch
@@ -181,7 +181,7 @@ def compile_for_gpu(key: str) -> None:
 
 
 def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yields what is compiled, by its name and the constants that are tried, in the order of a visit's parts: each
+    """Yield what is compiled, by its name and the constants that are tried, in the order of a visit's parts: each
     candidate of the chunk's attention; tests; what models and sections launch; candidates of the other kernels."""
     from lab.benchmarks.gpu.launches import section_launches
     from lab.benchmarks.gpu.mixture_shapes import ALL_MIXTURES
@@ -212,7 +212,7 @@ def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int]]]
 
 
 def _compile(key: str, name: str, use: dict[str, int]) -> tuple[int, int]:
-    """Compiles one job; returns how many kernels it compiled, and how many were in the cache."""
+    """Compile one job; return how many kernels it compiled, and how many were in the cache."""
     kind, _, what = name.partition(": ")
     if kind == "tests":
         return _run_tests(key, what)
@@ -266,7 +266,7 @@ def _run_model(name: str, use: dict[str, int]) -> None:
 
 
 def _run_tests(key: str, name: str) -> tuple[int, int]:
-    """Runs a file of tests for what it launches: in a process of its own, since tests choose where kernels run."""
+    """Run a file of tests for what it launches: in a process of its own, since tests choose where kernels run."""
     command = ["-m", "pytest", "-q", "-p", COMPILING, "-p", "no:cacheprovider", f"tests/gpu/{name}.py"]
     environment = {**os.environ, KEY: key}
     done = subprocess.run(
@@ -287,8 +287,8 @@ def compile_all(
     say: Callable[[str], None],
     until_s: float = math.inf,
 ) -> dict[str, int]:
-    """Compiles all jobs side by side, but for those that ``folder`` lists as done, and begins none after ``until_s`` of
-    time.monotonic(); returns counts of kernels and of jobs that failed, were done or are left."""
+    """Compile all jobs side by side, but for those that ``folder`` lists as done, and begins none after ``until_s`` of
+    time.monotonic(); return counts of kernels and of jobs that failed, were done or are left."""
     found: collections.Counter[str] = collections.Counter()
     about = {"sources": sources_digest(), "key": _digest(key)}
     known = json.loads((folder / DONE).read_text("utf-8")) if (folder / DONE).exists() else {}
@@ -316,7 +316,7 @@ def compile_all(
 
 
 def sources_digest() -> str:
-    """Returns a digest of the files that say what is launched, and with which constants."""
+    """Return a digest of the files that say what is launched, and with which constants."""
     found = hashlib.sha256()
     for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern)}):
         found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
@@ -324,7 +324,7 @@ def sources_digest() -> str:
 
 
 def pack(folder: Path, target: Path, key: str) -> int:
-    """Packs the kernels of a cache; returns how many there are."""
+    """Pack the kernels of a cache; return how many there are."""
     import triton
 
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -345,7 +345,7 @@ def pack(folder: Path, target: Path, key: str) -> int:
 
 
 def unpack(source: Path, folder: Path, key: str) -> str:
-    """Unpacks a cache that was packed under this ``key``; returns a line that says what became of it."""
+    """Unpack a cache that was packed under this ``key``; return a line that says what became of it."""
     with tarfile.open(source) as archive:
         manifest = archive.extractfile(MANIFEST)
         about = json.load(manifest) if manifest is not None else {}
@@ -364,7 +364,7 @@ def _digest(key: str) -> str:
 
 
 def main() -> int:
-    """Unpacks, compiles and packs, as asked for."""
+    """Unpack, compiles and packs, as asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="Triton's cache; default: a new one that is removed")
     parser.add_argument("--carried", type=Path, help="a packed cache, which is unpacked first")

@@ -28,7 +28,7 @@ def stable_keys() -> None:
 
 
 def counted_kernels() -> collections.Counter[str]:
-    """Counts the kernels of this process from now on, those that it compiles and those that are in Triton's cache."""
+    """Count the kernels of this process from now on, those that it compiles and those that are in Triton's cache."""
     from triton import knobs
 
     counts: collections.Counter[str] = collections.Counter()

@@ -16,7 +16,7 @@ _PRODUCTS = ("HGMMA", "HMMA", "FFMA")
 
 
 def main_loop(cubin: bytes) -> list[str]:
-    """Returns the instructions, by name, of the longest loop without loops in it that multiplies."""
+    """Return the instructions, by name, of the longest loop without loops in it that multiplies."""
     lines = [(int(at, 16), name, more) for at, name, more in _LINE.findall(_disassembled(cubin))]
     ends = {}
     for at, name, more in lines:
@@ -32,7 +32,7 @@ def main_loop(cubin: bytes) -> list[str]:
 
 
 def weights_of(constants: Mapping[str, Any]) -> int:
-    """Returns how many weights one turn of the loop multiplies by, 0 for kernels that are no products."""
+    """Return how many weights one turn of the loop multiplies by, 0 for kernels that are no products."""
     if not constants.get("CODING"):
         return int(constants["BLOCK_N"] * constants["BLOCK_K"]) if "CODING" in constants else 0
     return int(constants["BLOCK_N"] * constants["PER_WORD"] * COLUMNS)

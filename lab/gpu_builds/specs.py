@@ -62,7 +62,7 @@ _WORD_NAMES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSpec:
-    """Describes one kernel with the constants of one use.
+    """One kernel with the constants of one use.
 
     Attributes:
         kernel: the jitted function.
@@ -84,7 +84,7 @@ class BuildSpec:
 
 
 def kv_write_specs() -> list[BuildSpec]:
-    """Lists the uses that are built ahead of time: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
+    """List the uses that are built ahead of time: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
     return [
         _kv_write_spec("llama3-bf16", 32, 8, 128, "bf16", "bf16"),
         _kv_write_spec("llama3-fp16", 32, 8, 128, "fp16", "fp16"),
@@ -123,7 +123,7 @@ def _kv_write_spec(
     rope: bool = True,
     pool_heads: int = 0,
 ) -> BuildSpec:
-    """Describes one use of the kernel to be built ahead of time. The kernel writes the last heads of a pool of
+    """Describe one use of the kernel to be built ahead of time. The kernel writes the last heads of a pool of
     ``pool_heads`` heads; 0 means as many as it writes."""
     pool_heads = pool_heads or kv_heads
     mine = range(pool_heads - kv_heads, pool_heads)
@@ -149,7 +149,7 @@ def _kv_write_spec(
 
 
 def latent_attention_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: DeepSeek V3, its share of one rank out of eight, and other types."""
+    """List what is built ahead of time: DeepSeek V3, its share of one rank out of eight, and other types."""
     deepseek = {"HEADS": 128, "RANK": 512, "ROTARY": 64, "BLOCK_SIZE": 16}
     cases = [
         ("", "bf16", deepseek),
@@ -188,7 +188,7 @@ def _latent_attention_spec(kernel: str, name: str, arch: int, dtype: str, shape:
 
 
 def _latent_parts_spec(place: int, name: str, arch: int, dtype: str, shape: dict[str, int]) -> BuildSpec:
-    """Describes attention over latents in parts, of decodes (``place`` 0) or of chunks (1)."""
+    """Describe attention over latents in parts, of decodes (``place`` 0) or of chunks (1)."""
     fp8 = name == "_fp8"
     each = latent_attention._parted_constants(arch, shape, fp8, 4 if dtype == "fp32" else 2, 131072, 132)
     constants, _ = each[:2][place]
@@ -204,7 +204,7 @@ def _latent_parts_spec(place: int, name: str, arch: int, dtype: str, shape: dict
 
 
 def latent_write_specs() -> list[BuildSpec]:
-    """Lists the uses that are built ahead of time: DeepSeek V3, in bfloat16, with rows in 8 bits, and in float32."""
+    """List the uses that are built ahead of time: DeepSeek V3, in bfloat16, with rows in 8 bits, and in float32."""
     return [
         BuildSpec(
             name=f"latent_write-{name}",
@@ -222,7 +222,7 @@ def latent_write_specs() -> list[BuildSpec]:
 
 
 def paged_attention_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B, and what differs in other models."""
+    """List what is built ahead of time: Llama 3 8B, and what differs in other models."""
     llama = {
         "KV_HEADS": 8,
         "POOL_HEADS": 8,
@@ -283,7 +283,7 @@ def paged_attention_specs() -> list[BuildSpec]:
 
 
 def _merge_specs() -> list[BuildSpec]:
-    """Lists the merges of parts of Llama 3 8B, and of heads of 512 values, or as many latents."""
+    """List the merges of parts of Llama 3 8B, and of heads of 512 values, or as many latents."""
     heads = {"KV_HEADS": 8, "GROUP": 4, "SINKS": False}
     return [
         BuildSpec(
@@ -298,7 +298,7 @@ def _merge_specs() -> list[BuildSpec]:
 
 
 def overlapped_attention_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time for Hopper: Llama 3 8B, and what differs in other models."""
+    """List what is built ahead of time for Hopper: Llama 3 8B, and what differs in other models."""
     llama = {"KV_HEADS": 8, "POOL_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
     plain = {"WINDOW": 0, "SOFTCAP": False, "SINKS": False}
     cases: list[tuple[str, str, int, int, dict[str, Any]]] = [
@@ -363,7 +363,7 @@ def _paged_attention_spec(
 def _parted_attention_spec(
     place: int, name: str, arch: int, dtype: str, kv: paged_attention.PlainOrFloat8, shape: dict[str, Any]
 ) -> BuildSpec:
-    """Describes attention in parts, of decodes (``place`` 0) or of chunks (1)."""
+    """Describe attention in parts, of decodes (``place`` 0) or of chunks (1)."""
     windowed, keys = shape["WINDOW"] != 0, 131072
     each = paged_attention._parted_constants(arch, shape, kv, 4 if dtype == "fp32" else 2, windowed, keys, 132)
     constants, _ = each[:2][place]
@@ -380,7 +380,7 @@ def _parted_attention_spec(
 
 
 def blocks_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B's blocks, plain and fp8, and blocks that no large word divides."""
+    """List what is built ahead of time: Llama 3 8B's blocks, plain and fp8, and blocks that no large word divides."""
     llama3 = 32 * 2 * 8 * 16 * 128
     return [
         _blocks_spec("llama3-gather", 2 * llama3, 8, "source"),
@@ -403,7 +403,7 @@ def _blocks_spec(name: str, block_bytes: int, word: int, paired: str) -> BuildSp
 
 
 def low_rank_product_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    """List the uses of the kernels that are built ahead of time, without a GPU."""
     specs = []
     for dtype in ("bf16", "fp16", "fp32"):
         for rank in (16, 64, 256):
@@ -437,7 +437,7 @@ def low_rank_product_specs() -> list[BuildSpec]:
 
 
 def plain_product_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B's products, a small matrix whose last tiles are not full, and other
+    """List what is built ahead of time: Llama 3 8B's products, a small matrix whose last tiles are not full, and other
     types."""
     cases = [
         ("qkv", 4096, 6144, "bf16"),
@@ -465,7 +465,7 @@ def _plain_product_spec(name: str, inputs: int, outputs: int, dtype: str, rows: 
 
 
 def fp8_product_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: rows of Llama 3 8B's and their products with scales of outputs and blocks."""
+    """List what is built ahead of time: rows of Llama 3 8B's and their products with scales of outputs and blocks."""
     use, sizes = tuned("fp8_rows", _ARCH), "i32, i32:16"
     rows = [
         BuildSpec(
@@ -491,7 +491,7 @@ def fp8_product_specs() -> list[BuildSpec]:
 
 
 def head_product_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: DeepSeek V3's queries, whose matrices are the other way round than those of
+    """List what is built ahead of time: DeepSeek V3's queries, whose matrices are the other way round than those of
     its values."""
     return [
         BuildSpec(
@@ -506,7 +506,7 @@ def head_product_specs() -> list[BuildSpec]:
 
 
 def quantized_product_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B's down and gate_up products, and what differs in other matrices."""
+    """List what is built ahead of time: Llama 3 8B's down and gate_up products, and what differs in other matrices."""
     down, up = (4096, 14336), (28672, 4096)
     cases = [
         ("uint4_128", PackedKind("uint4", *down, 128, shift="zeros"), "bf16"),
@@ -559,7 +559,7 @@ def _quantized_product_spec(name: str, kind: PackedKind, dtype: str, rows: int, 
 
 
 def expert_specs() -> list[BuildSpec]:
-    """Lists routers, sorting and sums of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek V2 Lite and DeepSeek V3."""
+    """List routers, sorting and sums of Qwen3-30B-A3B, gpt-oss-20b, DeepSeek V2 Lite and DeepSeek V3."""
     routers: tuple[tuple[str, RouteOptions, int, str, dict[str, bool]], ...] = (
         ("qwen3", RouteOptions(128, 8, True), 2048, "bf16", {}),
         ("gpt_oss", RouteOptions(32, 4, True), 2880, "bf16", {"BIAS": True}),
@@ -632,7 +632,7 @@ def _route_spec(
 
 
 def grouped_product_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: both products of the experts of Qwen3-30B-A3B, gpt-oss and DeepSeek-V2-Lite,
+    """List what is built ahead of time: both products of the experts of Qwen3-30B-A3B, gpt-oss and DeepSeek-V2-Lite,
     and what differs in other matrices."""
     qwen_up, qwen_down, oss_up, oss_down = (1536, 2048), (2048, 768), (5760, 2880), (2880, 2880)
     clamped = (1.702, 7.0)
@@ -675,7 +675,7 @@ def grouped_product_specs() -> list[BuildSpec]:
 
 
 def expert_adapter_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: both shrinks of Qwen3-30B-A3B, by rows of a tile."""
+    """List what is built ahead of time: both shrinks of Qwen3-30B-A3B, by rows of a tile."""
     described = "*i32:16, *i32:16, *i32:16, *i32:16"
     return [
         BuildSpec(
@@ -692,7 +692,7 @@ def expert_adapter_specs() -> list[BuildSpec]:
 
 
 def _adapted(outputs: int, inputs: int, gated: bool, rank: int) -> low_rank_product.LayerSlot:
-    """Returns the place of an adapter's matrices for the experts of a layer."""
+    """Return the place of an adapter's matrices for the experts of a layer."""
     ends = (outputs // 2, outputs) if gated else (outputs,)
     return low_rank_product.LayerSlot(0, 0, inputs, outputs, ends, rank, experts=128)
 
@@ -728,7 +728,7 @@ def _grouped_product_spec(
 
 
 def embedding_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    """List the uses of the kernels that are built ahead of time, without a GPU."""
     signature = "*i32:16, *i32, *bf16:16, *i32:16, *bf16:16, *bf16:16, i32:16, fp32"
     return [
         BuildSpec(
@@ -743,7 +743,7 @@ def embedding_specs() -> list[BuildSpec]:
 
 
 def gated_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    """List the uses of the kernels that are built ahead of time, without a GPU."""
     return [
         BuildSpec(
             name=f"gated-{activation}-{dtype}" + "-apart" * apart,
@@ -759,7 +759,7 @@ def gated_specs() -> list[BuildSpec]:
 
 
 def norms_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B's rows, the longest, queries of an OLMo 2, and small ones."""
+    """List what is built ahead of time: Llama 3 8B's rows, the longest, queries of an OLMo 2, and small ones."""
     return [
         _norms_spec(norms._rms_norm, 4096, "bf16", {"WIDE": False}, max_registers=96),
         _norms_spec(norms._rms_norm, 2048, "bf16", {"WIDE": True}, max_registers=96),
@@ -821,7 +821,7 @@ def _norms_spec(kernel: Any, columns: int, dtype: str, options: dict[str, int], 
 
 
 def gpu_sampling_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: vocabularies of 128,256 tokens, and of 262,144."""
+    """List what is built ahead of time: vocabularies of 128,256 tokens, and of 262,144."""
     slice_groups = tuned("sample_survey", 90)["slice_groups"]
     specs = []
     for name, kind, groups, sizes in (
@@ -849,7 +849,7 @@ def gpu_sampling_specs() -> list[BuildSpec]:
 
 
 def sampling_edits_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    """List the uses of the kernels that are built ahead of time, without a GPU."""
     signature = "*fp32:16, *i32:16, i32, i32, i32:16"
     return [
         BuildSpec(
@@ -863,7 +863,7 @@ def sampling_edits_specs() -> list[BuildSpec]:
 
 
 def sampling_masks_specs() -> list[BuildSpec]:
-    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
+    """List the uses of the kernels that are built ahead of time, without a GPU."""
     signature = "*fp32:16, *i32:16, *i32:16, i32, i32:16, i32"
     return [
         BuildSpec(
@@ -877,7 +877,7 @@ def sampling_masks_specs() -> list[BuildSpec]:
 
 
 def state_specs() -> list[BuildSpec]:
-    """Lists convolutions of LFM2 and Qwen3-Next, delta rules of Qwen3-Next and Kimi-Linear, and state spaces of
+    """List convolutions of LFM2 and Qwen3-Next, delta rules of Qwen3-Next and Kimi-Linear, and state spaces of
     Granite, Nemotron-H and Falcon-H1."""
     specs = [
         _convolution("lfm2-bf16", "bf16", 3, gated=True, bias=False),
@@ -984,7 +984,7 @@ def _gates() -> list[BuildSpec]:
 
 
 def build_specs() -> list[BuildSpec]:
-    """Lists all uses."""
+    """List all uses."""
     kernels = (
         kv_write_specs,
         latent_attention_specs,

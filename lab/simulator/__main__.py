@@ -1,4 +1,4 @@
-"""Runs ``python -m lab.simulator``: one seed with its history, or many seeds and what they found."""
+"""``python -m lab.simulator``: one seed with its history, or many seeds and their findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HASH_SEED = "0"
 
 
 def main() -> int:
-    """Runs what the command line asks for; returns 1 where a violation was found."""
+    """Run the command line; return 1 on a violation."""
     parser = argparse.ArgumentParser(prog="lab.simulator", description=__doc__)
     parser.add_argument("--seed", type=int, help="run this seed and print its history")
     parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--mutate", action="store_true", help="look for each of the defects made by hand")
     flags = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
-        # The seed of hashes is fixed, because the order of sets of texts is part of what a seed decides.
+        # Fixed, since a seed also determines the order of sets of str.
         os.environ["PYTHONHASHSEED"] = HASH_SEED
         os.execv(sys.executable, [sys.executable, "-m", "lab.simulator", *sys.argv[1:]])
     from lab.simulator.campaign import PART_SEEDS, run_mutations, run_one, run_seeds

@@ -1,4 +1,4 @@
-"""Runs the simulated worlds of many seeds, and prints the violations that they showed."""
+"""Runs of many seeds, and the violations that they found."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from lab.simulator.schedule import SimSchedule, draw
 from lab.simulator.shrink import shrink
 from lab.simulator.world import Result, World
 
-# A request may end with one of these errors where a fault happens. The errors are counted and printed all the same, so
-# that a person sees when there are many.
+# Errors with which a request may end during a fault; counted and printed, so that an increase is seen.
 ALLOWED_BUT_RARE = ("Unavailable", "Overloaded", "Internal")
-# At most this many violations are printed.
+# Violations printed.
 MAX_SHOWN = 20
-# Each process gets so many seeds at a time.
+# Seeds per task of a process.
 PART_SEEDS = 10
 
 
 def run_schedule(schedule: SimSchedule, *, careful: bool = False, told: bool = False) -> Result:
-    """Runs the simulated world of one schedule, without the garbage collector."""
+    """Run one schedule with the garbage collector off."""
     gc.disable()
-    # Modules that are imported stay alive, so the garbage collector need only look through the objects that this world
-    # has made.
+    # Exempt imported modules from the collection after this world.
     gc.freeze()
     try:
         return World(schedule, careful=careful, told=told).run()
@@ -39,7 +37,7 @@ def run_schedule(schedule: SimSchedule, *, careful: bool = False, told: bool = F
 
 
 def run_one(seed: int, *, careful: bool, smallest: bool) -> int:
-    """Runs the schedule of a seed and prints its history; returns 1 where a violation was found."""
+    """Run the schedule of a seed and print its history; return 1 on a violation."""
     schedule = draw(seed)
     if smallest:
         schedule = shrink(schedule, lambda one: bool(run_schedule(one, careful=careful).findings))
@@ -58,7 +56,7 @@ def _run_seed(seed: int, careful: bool) -> Result:
 
 
 def _results(seeds: range, careful: bool, processes: int) -> Iterator[Result]:
-    """Yields the result of each seed's schedule, in the order of the seeds. Several processes share the schedules."""
+    """Yield the result of each seed's schedule, in the order of the seeds, from several processes."""
     if processes == 1:
         yield from map(_run_seed, seeds, itertools.repeat(careful))
         return
@@ -67,8 +65,7 @@ def _results(seeds: range, careful: bool, processes: int) -> Iterator[Result]:
 
 
 def run_seeds(seeds: range, began_s: float, *, careful: bool, processes: int) -> int:
-    """Runs the schedules of many seeds in so many processes; returns 1 where a violation was found. ``began_s`` is a
-    time of the monotonic clock."""
+    """Run the schedules of many seeds; return 1 on a violation. ``began_s``: monotonic start time."""
     states: set[int] = set()
     endings: Counter[str] = Counter()
     failing: dict[int, list[str]] = {}
@@ -97,8 +94,7 @@ def run_seeds(seeds: range, began_s: float, *, careful: bool, processes: int) ->
 
 
 def seeds_to_find(mutation: Mutation, most: int, first: int = 0) -> tuple[int, str]:
-    """Returns the number of schedules that were run until a defect made by hand was found, or 0 where it was not found;
-    and the violations that showed it."""
+    """Return the number of schedules until a mutant was found (0: not found), and the violations."""
     with mutation():
         for count, seed in enumerate(range(first, first + most), 1):
             findings = run_schedule(draw(seed)).findings
@@ -108,8 +104,7 @@ def seeds_to_find(mutation: Mutation, most: int, first: int = 0) -> tuple[int, s
 
 
 def run_mutations(most: int, first: int) -> int:
-    """Looks for each of the defects made by hand; returns 1 where one of them is not found within ``most``
-    schedules."""
+    """Run all mutants; return 1 if one of them is not found within ``most`` schedules."""
     missed = 0
     for name, mutation in MUTATIONS.items():
         count, finding = seeds_to_find(mutation, most, first)

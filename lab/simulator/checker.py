@@ -1,12 +1,12 @@
-"""Checks what must hold in a simulated cluster, while it runs and when it has come to rest.
+"""Invariants of a simulated cluster, checked while it runs and when it is idle.
 
-    each step        reads and writes what is its worker's, within its token budget (I4, I5)
-    its tokens       are handed on before the worker can have been fenced (I4)
-    every few events the ledgers add up (I4); the schedulers' books do; nobody computes for long what nobody waits for
-                     (I8), and nobody waits for longer than the named limits; each state of the cluster is counted
-    at rest          no request, stream, ticket, pin, promise, wait, hold or share of a load is left anywhere (I7, I8)
+    each step        reads and writes only its worker's slots, within its token budget (I4, I5)
+    its tokens       are emitted before the worker can have been fenced (I4)
+    every few events ledgers (I4) and schedulers are consistent; no sequence computes for long without a reader (I8),
+                     and no wait exceeds the named limits; each distinct cluster state is counted
+    idle             no request, stream, ticket, pin, promise, wait or share of a load remains anywhere (I7, I8)
 
-The model and the clients look at tokens and KV themselves (I1, I2, I3, I6).
+The model and the clients check tokens and KV (I1, I2, I3, I6).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pillion.errors import PillionError
 from pillion.gateway.request.request_machine import RequestState
 from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, OPEN_TICKET_TIMEOUT_S
 
-# The checker looks at the whole cluster after each of so many events.
+# Events between two checks of the whole cluster.
 EVENTS_BETWEEN_LOOKS = 100
-# A sequence whose tokens nobody reads may run on for this many steps: those in flight have to end, and the next one may
-# be planned already. The time that messages may take is added.
+# Steps that a sequence may run without a reader: those in flight, and the next one, already planned. Latency of
+# messages is added.
 STEPS_OF_ORPHANS = 3
 ORPHAN_SLACK_S = 0.1
-# A call may wait this long for memory at a node: as long as its caller waits, a gateway or a decode worker, and until
-# the news of its end arrives.
+# Limit of a call's wait for memory at a node: as long as its caller, a gateway or decode worker, waits, plus the
+# latency of its cancellation.
 LONGEST_TICKET_WAIT_S = max(OPEN_TICKET_TIMEOUT_S, MEMORY_WAIT_S) + CALL_TIMEOUT_S
 
 
@@ -37,7 +37,7 @@ class Checker:
     """Checks the components in ``lives`` while they run; ``runners`` are all requests of all gateways. ``find`` is
     called with each violation.
 
-    ``node_of`` names a worker's node; ``careful`` looks after every event.
+    ``node_of`` returns a worker's node; ``careful``: check after every event.
     """
 
     def __init__(
@@ -60,19 +60,17 @@ class Checker:
         self._step_tokens = step_tokens
         self._between = 1 if careful else EVENTS_BETWEEN_LOOKS
         self._turn = 0
-        # For each worker, process and seq_id of a sequence whose tokens nobody reads any more, this says since when
-        # that is so.
+        # By worker: (process, seq_id) of sequences without a reader, and since when.
         self._orphans: dict[str, dict[tuple[int, int], float]] = {}
 
     def begin(self) -> None:
-        """Begins to check the cluster."""
         self._loop.next_look, self._loop.look = self._loop.events, self._look
 
-    # These checks are made at each step.
+    # Checks at each step:
 
     def watch_step(self, life: Life, process: Process, tokens: int, reads: set[int], writes: set[int]) -> None:
-        """Checks, when a worker's step begins and again when it ends, that the worker may use the slots which the step
-        reads and writes."""
+        """Check, at the start and end of a worker's step, that the worker owns the slots that the step reads and
+        writes."""
         if tokens > self._step_tokens:
             self._find(f"{life.name}: a step of {tokens} tokens, {self._step_tokens} are allowed")
         if life.process is not process or life.component is None:
@@ -80,7 +78,7 @@ class Checker:
         link = life.component.worker.attachment.link
         node = self._lives[self._node_of(life.name)]
         if node.process is not link.point.process or not node.runs:
-            # The worker's KV node is gone, so no other worker can have been given these slots.
+            # Its KV node is gone, so no other worker can own these slots.
             return
         ledger = node.component.pool.ledger
         own = [holder.leased for holder in ledger.holders.values() if holder.name == life.name]
@@ -95,7 +93,7 @@ class Checker:
             self._find(f"{life.name} reads slots {sorted(read)}, which nobody pins")
 
     def watch_tokens(self, epoch: int) -> None:
-        """Checks that the worker whose process runs may hand on tokens under ``epoch``: its node must not have fenced
+        """Check that the worker of the current process may emit tokens under ``epoch``: its node must not have fenced
         it (I4)."""
         process = PROCESS.get()
         life = self._lives[process.name]
@@ -107,10 +105,10 @@ class Checker:
             if holder is None or holder.fenced:
                 self._find(f"{life.name} hands tokens on under epoch {epoch}, which its node has fenced")
 
-    # These checks are made every few events.
+    # Checks every few events:
 
     def _look(self) -> int:
-        """Checks one component, or all of them; returns the number of the event after which to check again."""
+        """Check one component, or all; return the number of the next event to check after."""
         self._turn += 1
         lives = list(self._lives.values())
         for life in lives if self._between == 1 else (lives[self._turn % len(lives)],):
@@ -121,7 +119,7 @@ class Checker:
         return self._loop.events + self._between
 
     def _waits(self, life: Life) -> Iterator[str]:
-        """Yields a finding for each sequence that has been computed, and each call that has waited, for too long."""
+        """Yield a finding for each sequence that has run, and each call that has waited, for too long."""
         now = self._loop.time()
         if life.role == "kvnode":
             for waiter in life.component.pool.waiting._by_key.values():
@@ -129,7 +127,7 @@ class Checker:
                     yield f"{life.name}: a call has waited for memory for {now - waiter.asked_s:.1f} s"
         elif life.is_worker and life.costs is not None and life.process is not None:
             epoch = life.component.worker.epoch
-            # A worker begins no step under an epoch that is over, so sequences of such an epoch need no check.
+            # A worker begins no step under a finished epoch, so skip its sequences.
             running = () if epoch.over else epoch._steps.scheduler.sequences.items()
             orphans = {
                 (life.process.number, seq_id)
@@ -145,7 +143,7 @@ class Checker:
                     yield f"{life.name} has run sequence {seq_id} for {now - began_s:.2f} s, and nobody listens to it"
 
     def _state(self) -> tuple[Any, ...]:
-        """Returns the part of the cluster's state that tells two states apart, without numbers that only grow."""
+        """Return the cluster's state without numbers that only grow, to count distinct states."""
         components = tuple(_component_state(life) for life in self._lives.values())
         requests = sorted(
             (machine.state.value, machine.attempt, machine._prefill_open, machine._stream_open, machine.hold is None)
@@ -155,11 +153,10 @@ class Checker:
         )
         return components, tuple(requests)
 
-    # These checks are made at rest.
+    # Checks when idle:
 
     def troubles(self) -> list[str]:
-        """Returns findings: what a component still holds although every request has ended, and accounts that do not add
-        up."""
+        """Return findings: what remains although every request has ended, and inconsistent ledgers."""
         found: list[str] = []
         for life in self._lives.values():
             if not life.runs:
@@ -173,8 +170,8 @@ class Checker:
         return found
 
     def _leases(self, node: Life) -> Iterator[str]:
-        """Yields a finding for leased slots that are in neither the free slots nor the features of a worker, and for
-        holders that are still fenced."""
+        """Yield a finding for leased slots that are neither free nor owned by a feature of a worker, and for fenced
+        holders."""
         free = {}
         for life in self._lives.values():
             if life.is_worker and life.runs:
@@ -191,7 +188,7 @@ class Checker:
 
 
 def _books(life: Life) -> Iterator[str]:
-    """Yields the defects that a component finds in its own accounts."""
+    """Yield inconsistencies of a component's own accounts."""
     try:
         if life.role == "kvnode":
             life.component.pool.check_integrity()
@@ -202,7 +199,7 @@ def _books(life: Life) -> Iterator[str]:
 
 
 def _left(life: Life) -> Iterator[str]:
-    """Yields a finding for everything that a component still holds at rest."""
+    """Yield a finding for everything that an idle component still holds."""
     if life.role == "kvnode":
         status = life.component.pool.status()
         for name in ("tickets", "pinned_blocks", "reserved_blocks", "quarantined_blocks", "waiting_tickets"):

@@ -1,4 +1,4 @@
-"""Starts the production components as simulated processes, with the flags that a schedule's cluster shape asks for.
+"""Production components as simulated processes, with the flags of a schedule's cluster shape.
 
 In production :mod:`pillion.supervisor.component_process` ends the process; here an exit is a return value.
 """
@@ -39,12 +39,12 @@ STOP_GRACE_S = 1.0
 
 
 def address_of(name: str) -> str:
-    """Returns the address at which a component listens, in each of its lives."""
+    """Return the address of a component, the same in each of its lives."""
     return f"{IN_PROCESS}{name}"
 
 
 def node_flags(shape: ClusterShape, name: str, disk_path: str) -> KVNodeFlags:
-    """Returns the flags of a KV node; ``disk_path`` is empty where it has no disk."""
+    """Return the flags of a KV node; ``disk_path``: empty without a disk."""
     return KVNodeFlags(
         node_id=name,
         node_listen=address_of(name),
@@ -63,7 +63,7 @@ def node_flags(shape: ClusterShape, name: str, disk_path: str) -> KVNodeFlags:
 
 
 def worker_flags(shape: ClusterShape, name: str) -> dict[str, Any]:
-    """Returns the flags that both kinds of workers share."""
+    """Return the flags of both kinds of workers."""
     return {
         "component_id": name,
         "listen": address_of(name),
@@ -79,8 +79,8 @@ def worker_flags(shape: ClusterShape, name: str) -> dict[str, Any]:
 
 
 async def start_component(shape: ClusterShape, name: str, backend: Any, turn: SimTurn, disk_path: str) -> Any:
-    """Starts the component of this name; where it is a standby, once ``turn`` says that it takes over. Only workers
-    have a ``backend``, and only KV nodes a ``disk_path``. Raises ConfigError."""
+    """Start a component, a standby once ``turn`` arrives. Only workers have a ``backend``, and only KV nodes a
+    ``disk_path``. Raises ConfigError."""
     role = name.rpartition("-")[0]
     if role not in ("prefill", "decode") and turn.waiting:
         await turn.wait()
@@ -104,14 +104,14 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, turn: Si
         max_num_batched_tokens=shape.step_tokens,
         max_num_seqs=shape.max_seqs,
         speculative_config=draft_tokens,
-        # Pools are small.
+        # Not 0, which small pools would round to.
         partial_block_percent=5,
     )
     return await start_decode(decode, backend_factory=factory, turn=turn)
 
 
 class _NoHttp:
-    """Stands for the HTTP port of a gateway that has none."""
+    """The HTTP server of a gateway without one."""
 
     address = ""
 
@@ -119,22 +119,22 @@ class _NoHttp:
         self.task: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def stop(self, grace_s: float) -> None:
-        """Does nothing, because no call is under way."""
+        """Do nothing."""
 
 
 class _NoTexts:
-    """Stands for a tokenizer, because the prompts of a simulated world are ids."""
+    """A tokenizer without processes: prompts of a simulated world are ids."""
 
     async def warm_up(self) -> None:
-        """Does nothing, because there are no processes."""
+        """Do nothing."""
 
     async def aclose(self) -> None:
-        """Does nothing, because there are no processes."""
+        """Do nothing."""
 
 
 class _SerializedServicer:
-    """Gives a gateway's servicer its messages as bytes, as its server's interceptor does, and sends copies of its
-    answers, because it writes again and again into one message."""
+    """A gateway's servicer called with bytes, as by its server's interceptor; answers are copied, since the servicer
+    reuses one message."""
 
     def __init__(self, servicer: GatewayServicer) -> None:
         self._servicer = servicer
@@ -157,7 +157,7 @@ def _tokenizer() -> ModelTokenizer:
 
 
 def gateway_flags(shape: ClusterShape, name: str) -> GatewayFlags:
-    """Returns the flags of a gateway."""
+    """Return the flags of a gateway."""
     return GatewayFlags(
         model=MODEL_NAME,
         component_id=name,
@@ -173,7 +173,7 @@ def gateway_flags(shape: ClusterShape, name: str) -> GatewayFlags:
 
 
 async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServer:
-    """Starts a gateway that listens for gRPC alone, and returns it."""
+    """Start a gateway with gRPC only."""
     nothing: Any = _NoTexts()
     entry = ModelEntry(
         limits=ModelLimits(MODEL_NAME, MAX_MODEL_LEN, VOCAB_SIZE),
@@ -195,6 +195,5 @@ async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServ
 
 
 def exit_status(error: Exception) -> int:
-    """Returns the exit status of a component whose start has failed: the one that :mod:`pillion.cli.app` would
-    choose."""
+    """Return the exit status of a component whose start failed, as :mod:`pillion.cli.app` would."""
     return EXIT_CONFIG if isinstance(error, ConfigError) else 1

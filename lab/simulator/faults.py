@@ -1,4 +1,4 @@
-"""Plays the faults of a schedule on a simulated cluster, and takes back those that last for a while."""
+"""Plays the faults of a schedule on a simulated cluster, and ends those that last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lab.simulator.virtual_loop import Process, VirtualLoop
 
 
 class FaultPlayer:
-    """Begins and ends the faults of a schedule. ``kill`` ends a component by its name."""
+    """Starts and ends the faults of a schedule. ``kill`` ends a component by name."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class FaultPlayer:
         self._undoing: list[asyncio.Task[None]] = []
 
     async def run(self, faults: tuple[SimFault, ...]) -> None:
-        """Plays all faults, in their order; returns when none lasts any more."""
+        """Play all faults in order and wait until none lasts."""
         began_s = self._loop.time()
         for fault in faults:
             await asyncio.sleep(max(0.0, began_s + fault.at_s - self._loop.time()))
@@ -58,7 +58,7 @@ class FaultPlayer:
         undo()
 
     def _play(self, fault: SimFault) -> Callable[[], None] | None:
-        """Begins a fault; returns the function that ends it."""
+        """Start a fault; return the function that ends it."""
         kind = fault.kind
         if kind in (FaultKind.DISK_STALL, FaultKind.DISK_FULL, FaultKind.DISK_FLIP):
             return self._play_on_disk(self._disks[fault.process], fault)
@@ -88,7 +88,7 @@ class FaultPlayer:
             self._loop.post(process, life.stop.set)
         elif fault.kind is FaultKind.STALL and life.costs is not None:
             life.costs.stalls.append(fault.for_s)
-            # A stall ends by itself. The player waits for its end, because the cluster counts as quiet only after that.
+            # Ends by itself; the player waits for it, since the cluster is idle only afterwards.
             return lambda: None
         elif fault.kind is FaultKind.EVICT and life.runs and process is not None:
             self._loop.post(process, self._evict, life)
@@ -100,10 +100,9 @@ class FaultPlayer:
         self._loop.resume(process)
 
     def _evict(self, life: Life) -> None:
-        """Evicts every block that may be evicted (I1)."""
+        """Evict every block that may be evicted (I1)."""
         pool = life.component.pool
-        # Blocks are evicted in the order of the production policy, in which a block comes before the block that it
-        # continues.
+        # In the production policy's order, which has children before parents.
         for block in list(pool.ledger.tree.policy):
             pool.ledger.evict_block(block)
         pool.changed()

@@ -1,18 +1,17 @@
-"""Defines a model whose next token is a hash of all tokens before it, read back from the pool, and the checks of its
-memory.
+"""A model whose next token is a hash of all tokens before it, read back from the pool, and the checks of its memory.
 
-    cell of position p = mix(cell of position p - 1, token, p)      the KV of a token: it names the whole history
+    cell of position p = mix(cell of position p - 1, token, p)      the KV of a token: identifies the whole history
     token after p     = a hash of cell p, of the seed and of p     greedy: of cell p alone
     its log probability = a hash of cell p and of the token         the likeliest ones: of cell p alone
 
-Where it ``repeats``, three tokens of four are the next one of a short cycle, so that drafts by looking back in the
-text are often right, and often wrong.
+With ``repeats``, three of four tokens are the next one of a short cycle, so that drafts from the history are often
+accepted, and often rejected.
 
-A step reads every cell of a context through its block table and computes it anew from the cell before: a block of
-another prompt, a lost or a stale one, or one that somebody else writes shows at once, as does a token that is wrong,
-missing or repeated, in the step that meets it. A whole block with the bytes, and after the cell, that it had when it
-was last computed needs no second time. The watch also knows the node's books: a step that reads or writes a
-slot which is not the worker's to read or write is a finding even where the bytes happen to be right (I4).
+A step reads every cell of a context through its block table and recomputes it from the previous cell: a block of
+another prompt, a lost or stale one, or one with a second writer shows at once, as does a wrong, missing or repeated
+token. A whole block with the bytes and previous cell of its last computation is not recomputed. The watch also
+compares with the node's ledger: a step that accesses a slot that its worker does not own is a finding even if the
+bytes are right (I4).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pillion.kernels.step import MIN_TEMPERATURE, Sampled, SamplingRows, StepBat
 from pillion.types import TokenLogprob
 
 VOCAB_SIZE = 251
-# A model whose answers repeat themselves goes through this cycle of tokens.
+# Cycle of tokens in repeating answers.
 CYCLE_TOKENS = 6
 CELL_BYTES = 16
 MODEL_NAME = "hash"
@@ -41,12 +40,12 @@ _FINISHER = 0x2545F4914F6CDD1D
 
 
 def mix(before: int, token: int, position: int) -> int:
-    """Returns the cell of a position, 63 bits, never 0."""
+    """Return the cell of a position, 63 bits, never 0."""
     return (((before ^ (token + 1) * _FINISHER) * _MULTIPLIER + position) & _MASK) | 1
 
 
 def token_after(cell: int, last: int, seed: int, position: int, greedy: bool, repeats: bool) -> int:
-    """Returns the token that follows a position, whose own token is ``last``."""
+    """Return the token after a position, whose own token is ``last``."""
     value = cell if greedy else mix(cell, seed & 0xFFFF_FFFF, position)
     chosen = (value * _FINISHER & _MASK) >> 40
     if repeats and chosen % 4:
@@ -55,7 +54,7 @@ def token_after(cell: int, last: int, seed: int, position: int, greedy: bool, re
 
 
 def report_of(cell: int, token: int, alternatives: int) -> TokenLogprob:
-    """Returns how likely a token is after a position, and which ones are likeliest there: exact in 32 bits."""
+    """Return a token's log probability after a position, and the likeliest tokens there: exact in 32 bits."""
     first = (cell * _FINISHER & _MASK) >> 20
     places = range(alternatives)
     return TokenLogprob(
@@ -67,7 +66,7 @@ def report_of(cell: int, token: int, alternatives: int) -> TokenLogprob:
 
 
 def reference_reports(tokens: Sequence[int], first: int, alternatives: int) -> list[TokenLogprob]:
-    """Returns the log probabilities that must be reported of each of ``tokens`` from number ``first`` on, 1 or more."""
+    """Return the expected log probabilities of ``tokens`` from number ``first`` (at least 1) on."""
     cell = 0
     reports: list[TokenLogprob] = []
     for position, token in enumerate(tokens):
@@ -80,7 +79,7 @@ def reference_reports(tokens: Sequence[int], first: int, alternatives: int) -> l
 def reference(
     prompt: Sequence[int], count: int, seed: int, greedy: bool, stop_ids: frozenset[int], repeats: bool
 ) -> list[int]:
-    """Returns the tokens that must follow ``prompt``: ``count`` of them, or up to the first stop id."""
+    """Return the expected tokens after ``prompt``: ``count`` of them, or up to the first stop id."""
     cell = 0
     for position, token in enumerate(prompt):
         cell = mix(cell, token, position)
@@ -97,12 +96,12 @@ def reference(
 
 
 def layout_of(block_size: int) -> KVLayout:
-    """Returns the layout of a slot with ``block_size`` cells of CELL_BYTES."""
+    """Return the layout of a slot with ``block_size`` cells of CELL_BYTES."""
     return KVLayout("hash-1", 1, 1, 2, block_size, "float32")
 
 
 def prepared_model(max_model_len: int) -> PreparedModel:
-    """Returns a prepared model that has no files."""
+    """Return a prepared model without files."""
     return PreparedModel(
         folder=pathlib.Path("nowhere"),
         name=MODEL_NAME,
@@ -116,13 +115,13 @@ def prepared_model(max_model_len: int) -> PreparedModel:
 
 
 def loaded(max_model_len: int, backend: HashBackend) -> LoadedModel:
-    """Returns a loaded hash model, as a worker's factory of backends does."""
+    """Return a loaded hash model, like a worker's backend factory."""
     return LoadedModel(prepared_model(max_model_len), backend)
 
 
 class StepCosts:
-    """Says how many seconds a step takes: a fixed part, a part for each token, and for each of the next steps an entry
-    of ``stalls``. ``longest_s`` is the time of the longest step until now."""
+    """Duration of steps: a fixed part, a part per token, and for each of the next steps an entry of ``stalls``.
+    ``longest_s``: longest step so far."""
 
     def __init__(self, step_s: float, token_s: float) -> None:
         self.step_s = step_s
@@ -131,7 +130,7 @@ class StepCosts:
         self.longest_s = step_s
 
     def of(self, batch: StepBatch) -> float:
-        """Returns how many seconds a step of this batch takes."""
+        """Return the seconds of a step of this batch."""
         extra_s = self.stalls.pop() if self.stalls else 0.0
         took_s = self.step_s + self.token_s * batch.num_tokens + extra_s
         self.longest_s = max(self.longest_s, took_s)
@@ -139,8 +138,8 @@ class StepCosts:
 
 
 class HashChunk(NamedTuple):
-    """Represents what a step computes of one sequence: ``tokens``, which begin at the position ``first``, of a context
-    that has ``length`` positions after the step."""
+    """Tokens that a step computes of one sequence, from position ``first``; the context has ``length`` positions after
+    the step."""
 
     table: list[int]
     tokens: list[int]
@@ -156,8 +155,7 @@ def _pieces_of(batch: StepBatch) -> Iterator[HashChunk]:
 
 
 class HashStep:
-    """Represents a step in flight. What it reads and writes happens when it is waited for, as late as a device may do
-    it."""
+    """A step in flight. Reads and writes happen when it is awaited, as late as on a device."""
 
     def __init__(
         self, backend: HashBackend, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None
@@ -177,7 +175,7 @@ class HashStep:
         return self._backend.finish(self)
 
     def _slots(self, size: int) -> tuple[set[int], set[int]]:
-        """Returns the slots that a step reads, and those that it writes."""
+        """Return the slots that a step reads and writes."""
         reads, writes = {source for source, _ in self.copies}, {target for _, target in self.copies}
         for chunk in self.scheduled:
             last = -(-chunk.length // size)
@@ -187,10 +185,10 @@ class HashStep:
 
 
 class HashBackend:
-    """Runs the hash model as a worker's backend (:class:`pillion.engine.backends.backend.Backend`).
+    """The hash model as a worker's backend (:class:`pillion.engine.backends.backend.Backend`).
 
     ``watch`` is called when a step begins, and when it ends: (its tokens, slots that it reads, slots that it writes).
-    ``found`` is called with each error that the cells show.
+    ``found`` is called with each error in the cells.
     """
 
     def __init__(
@@ -213,8 +211,7 @@ class HashBackend:
         self._found = found
         self._cells: Any = None
         self._bytes: Any = None
-        # For each slot this holds the cell before its block, the block's bytes, and its last cell, as of its last
-        # computation.
+        # By slot, as of its last computation: the cell before its block, the block's bytes, and its last cell.
         self._computed: dict[int, tuple[int, bytes, int]] = {}
         self._last: tuple[int, ...] = ()
         self._free_s = 0.0
@@ -227,10 +224,10 @@ class HashBackend:
         raise ConfigError("--enable-lora: the hash model does not support adapters")
 
     def warm_up(self, max_tokens: int) -> None:
-        """Does nothing, because there is nothing to compile."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Does nothing, because there are no threads."""
+        """Do nothing."""
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> HashStep:
         step = HashStep(self, batch, copies, rows)
@@ -241,14 +238,14 @@ class HashBackend:
         return step
 
     def slept(self, seconds: float) -> None:
-        """Delays the steps under way by ``seconds``, for which the process stood still."""
+        """Delay the steps in flight by ``seconds``, for which the process was paused."""
         for step in self._under_way:
             step.lands_s += seconds
         self._free_s += seconds
         self._costs.longest_s += seconds
 
     def finish(self, step: HashStep) -> Sampled:
-        """Computes a step at its end. The slots are shown to ``watch`` again: they were in use until now."""
+        """Compute a step at its end, and pass its slots to ``watch`` again: they were in use until now."""
         self._under_way.remove(step)
         self._watch(step.batch.num_tokens, *step.slots)
         per_slot = self.layout.block_size * 2
@@ -278,7 +275,7 @@ class HashBackend:
         positions, seeds = rows.positions.tolist(), rows.seeds.tolist()
         greedy = [temperature < MIN_TEMPERATURE for temperature in rows["temperature"].tolist()]
         sampled = step.batch.sample_rows.tolist()
-        # The rows that are sampled come first; those whose tokens are scored follow.
+        # Sampled rows come first, then those to score.
         drawn = sampled[: len(positions)]
         chosen: list[int] = []
         reports: list[TokenLogprob | None] = []
@@ -298,7 +295,7 @@ class HashBackend:
         return tuple(report_of(after[row][0], token, alternatives) for row, token, alternatives in scored)
 
     def _read(self, table: list[int], length: int) -> int:
-        """Returns the last cell of the first ``length`` positions; each is computed anew from the one before."""
+        """Recompute and return the last cell of the first ``length`` positions."""
         size, block_bytes, cell = self.layout.block_size, self.layout.block_bytes, 0
         for number in range(length // size):
             slot = table[number]
@@ -316,8 +313,8 @@ class HashBackend:
         return self._compute(table[first // size], cell, first, length - first)[0] if first < length else cell
 
     def _compute(self, slot: int, cell: int, first: int, count: int) -> tuple[int, bool]:
-        """Returns the last of ``count`` cells of a slot, whose first position is ``first``, and whether each is as it
-        should be after ``cell``."""
+        """Return the last of ``count`` cells of a slot, whose first position is ``first``, and whether each is correct
+        after ``cell``."""
         cells, place = self._cells, slot * self.layout.block_size * 2
         for position in range(first, first + count):
             cell = mix(cell, cells[place + 1], position)

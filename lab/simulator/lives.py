@@ -1,7 +1,7 @@
-"""Follows a component of a simulated cluster over all its lives, and decides when a process begins one.
+"""A component of a simulated cluster over all its lives, and the turn of a process to begin one.
 
-a process starts --> its turn comes: it is the component's now --> it serves --> it ends
-                 '-- stands by: loads, and waits for its turn ^
+a process starts --> its turn comes: it is the component now --> it serves --> it ends
+                 '-- standby: loads, and waits for its turn ^
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from lab.simulator.virtual_loop import Process, VirtualLoop
 
 
 class SupervisedChild(Protocol):
-    """Represents a component's process as its supervisor knows it."""
+    """A component's process as its supervisor sees it."""
 
     def kill(self) -> None: ...
     def exited(self, status: int) -> None: ...
 
 
 class SimTurn:
-    """Holds back a process until it may take part: at once, or, where it stands by, when its supervisor lets it begin
-    (StartTurn).
+    """A process's wait until it may take part: none, or, for a standby, until its supervisor begins it (StartTurn).
 
-    ``waits`` is done, with True, when the process waits for its turn; ``child`` is the process as its supervisor knows
-    it, None as long as it stands by.
+    ``waits`` resolves to True when the process waits for its turn; ``child``: the process as its supervisor sees it,
+    None for a standby.
     """
 
     def __init__(
@@ -44,11 +43,11 @@ class SimTurn:
 
     @property
     def waiting(self) -> bool:
-        """Returns whether the process still waits for its turn."""
+        """True while the process waits for its turn."""
         return not self._come.done()
 
     def begin(self) -> None:
-        """Lets the process begin, because its supervisor has called for it."""
+        """Begin the process, on its supervisor's call."""
         self._loop.post(self.process, self._arrived)
 
     def _arrived(self) -> None:
@@ -56,8 +55,8 @@ class SimTurn:
         self._come.set_result(0.0)
 
     def wait(self) -> Any:
-        """Waits until the process may take part; returns the seconds that it waited. Where it has to wait it returns a
-        coroutine, as all work does that waits on a simulated thread."""
+        """Wait until the process may take part; return the seconds waited. A wait is returned as a coroutine, like all
+        work that waits on a simulated thread."""
         return self._wait() if self.waiting else 0.0
 
     async def _wait(self) -> float:
@@ -68,15 +67,15 @@ class SimTurn:
 
 @dataclass(eq=False)
 class Life:
-    """Holds the process and the objects of a component that exist now. ``process``, ``component`` and the rest are None
-    while it does not run.
+    """The current process and objects of a component; ``process``, ``component`` and the rest are None while it does
+    not run.
 
     Attributes:
-        child: its process as the supervisor knows it.
-        component: what the production start function returned.
-        backend, costs: a worker's model, and what its steps take.
-        stop: an event that is set to make the component drain and exit.
-        standby: the last process that was started to stand by.
+        child: its process as the supervisor sees it.
+        component: result of the production start function.
+        backend, costs: a worker's model, and the cost of its steps.
+        stop: event that makes the component drain and exit.
+        standby: the last standby process.
     """
 
     name: str
@@ -98,5 +97,5 @@ class Life:
 
     @property
     def runs(self) -> bool:
-        """Returns whether the component's process lives and the component has started."""
+        """True if the component's process is alive and the component has started."""
         return self.component is not None and self.process is not None and self.process.alive

@@ -1,13 +1,12 @@
-"""Provides what a simulated machine gives its processes: memory that a KV node shares with workers, and the attach
-socket.
+"""A simulated machine: memory that a KV node shares with workers, and the attach socket.
 
     worker: attach --hello--> node: AttachPoint --epoch, memory--> SimAttachment
-    the worker's process ends  --> the node learns that its epoch is over (the proof of I4)
+    the worker's process ends  --> the node sees that its epoch is over (the proof of I4)
     the node's process ends    --> the worker's descriptor becomes readable
-    a keeper has the pool      --> the worker attaches again to the node's next life, when its last step has ended
+    a keeper has the pool      --> the worker attaches again to the node's next life, after its last step
 
-They stand in for Unix sockets, mapped segments and the locks of their places, and for nothing else: who is admitted,
-what an end means, and when a pool may be recovered, the production classes decide.
+It replaces only Unix sockets, mapped segments and their locks: admission, fencing and recovery of pools are decided by
+the production classes.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from pillion.kvstore.pool_survival.keeper_client import KeeperDescriptors
 from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
 from pillion.wire.attach import AttachHello, AttachReply
 
-# The process at the other end of a socket notices after at most this long that a process has ended.
+# Latency until the other end of a socket sees a process's end.
 MAX_NOTICE_S = 0.005
 
 
 class SimSegment(OwnedSegment):
-    """Stands for memory of ``machine``, which is set while a world runs; it is named by a number.
+    """A segment of ``machine``, which is set while a world runs; its descriptor is a number.
 
     Attributes:
-        places: the processes that have locked a place of it, as those do that use a pool.
+        places: processes with a lock on one of its places, as users of a pool have.
     """
 
     machine: ClassVar[Machine]
@@ -70,41 +69,41 @@ class SimSegment(OwnedSegment):
         return {place for place, process in self.places.items() if process.alive}
 
     def words(self) -> memoryview:
-        """Stands for :func:`pillion.kvstore.pool_survival.surviving_pool.table_words`."""
+        """Replace :func:`pillion.kvstore.pool_survival.surviving_pool.table_words`."""
         return memoryview(self.data).cast("Q")
 
     def close(self) -> None:
-        """Does nothing, because a process that maps the memory keeps it."""
+        """Do nothing: a process that maps the memory keeps it."""
 
 
 class SimKeeper:
-    """Stands for :class:`pillion.kvstore.pool_survival.keeper_client.PoolKeeper`, whose keeper never dies here.
-    ``kept`` has the segments of each node, by its name."""
+    """Replaces :class:`pillion.kvstore.pool_survival.keeper_client.PoolKeeper`; its keeper never dies. ``kept``:
+    segments by node."""
 
     def __init__(self, kept: dict[str, tuple[int, ...]]) -> None:
         self._kept = kept
         self._lost = True
 
     def take(self, name: str) -> KeeperDescriptors | None:
-        """Returns the segments that an earlier life of the node has handed to the keeper."""
+        """Return the segments that an earlier life of the node passed to the keeper."""
         found = self._kept.get(name)
         return None if found is None else _NumberDescriptors(list(found), [])
 
     def keep(self, name: str, memories: Sequence[int], processes: Sequence[tuple[int, int]] = ()) -> None:
-        """Keeps a node's segments, so that they outlive it."""
+        """Store a node's segments, so that they outlive it."""
         self._kept[name], self._lost = tuple(memories), False
 
     def lost(self) -> bool:
-        """Returns whether the keeper lacks the pool, so that it has to be given again."""
+        """Return whether the keeper lacks the pool, which must be passed again."""
         return self._lost
 
     def close(self) -> None:
-        """Does nothing, because there is no connection."""
+        """Do nothing."""
 
 
 class _NumberDescriptors(KeeperDescriptors):
     def close(self) -> None:
-        """Does nothing, because segments are numbers here, and no descriptors of this process."""
+        """Do nothing: segments are numbers, not descriptors."""
 
 
 class SimDomain(HostDomain):
@@ -123,43 +122,42 @@ class SimDomain(HostDomain):
 
 
 class Machine:
-    """Represents the machine that all processes of a world run on, as far as files and memory go."""
+    """Files and memory of the machine on which all processes of a world run."""
 
     def __init__(self, loop: VirtualLoop, random: Random) -> None:
         self.loop = loop
         self.random = random
         self.points: dict[str, AttachPoint] = {}
         self.segments: dict[int, SimSegment] = {}
-        # For each KV node, this holds the descriptors of the pool that the keeper has.
+        # Descriptors of the keeper's pools, by KV node.
         self.kept: dict[str, tuple[int, ...]] = {}
-        # These are the disks of the KV nodes, by the nodes' names.
+        # By KV node.
         self.disks: dict[str, SimDisk] = {}
         self.threads: list[SimThread] = []
         self._numbers = itertools.count(100)
 
     def close(self) -> None:
-        """Ends all threads and removes the disks."""
+        """End all threads and remove the disks."""
         for thread in self.threads:
             thread.kill()
         for disk in self.disks.values():
             disk.remove()
 
     def thread_pool(self, workers: int, name: str = "") -> SimThreadPool:
-        """Stands for ThreadPoolExecutor."""
         return SimThreadPool(self.loop, self.threads, workers)
 
     def descriptor(self) -> int:
-        """Returns a new number, which stands for a descriptor that may become readable."""
+        """Return a number that stands for a descriptor which may become readable."""
         return next(self._numbers)
 
     def open_domain(self, flags: Any) -> SimDomain:
-        """Stands for :func:`pillion.kvstore.assemble.open_domain`."""
+        """Replace :func:`pillion.kvstore.assemble.open_domain`."""
         return SimDomain(flags, self)
 
     def attach(self, socket_path: str, **hello: Any) -> Coroutine[Any, Any, SimAttachment]:
-        """Stands for :func:`pillion.kvstore.client.attachment.attach`; called on a thread, which waits."""
+        """Replace :func:`pillion.kvstore.client.attachment.attach`, called on a thread, which waits."""
         timeout_s = hello.pop("timeout_s")
-        # Simulated nodes are of this version, and keep states, and their memory is the host's.
+        # Simulated nodes are of this version, support states, and have host memory.
         del hello["has_states"], hello["map_device"]
         return self._attach(socket_path, AttachHello(**hello, takes_place=True), timeout_s)
 
@@ -172,7 +170,7 @@ class Machine:
     async def greeted(
         self, path: str, hello: AttachHello, timeout_s: float
     ) -> tuple[AttachReply, Link, SimSegment | None]:
-        """Waits for the node, and for its answer to the worker. Raises Unavailable."""
+        """Wait for the node's answer to the worker. Raises Unavailable."""
         until_s = time.monotonic() + timeout_s
         while (point := self.points.get(path)) is None or not point.process.alive:
             if time.monotonic() >= until_s:
@@ -201,7 +199,7 @@ class Link:
 
 
 class AttachPoint:
-    """Stands for :class:`pillion.kvstore.node.attach_server.AttachServer`, with the same arguments."""
+    """Replaces :class:`pillion.kvstore.node.attach_server.AttachServer`, with the same arguments."""
 
     def __init__(
         self,
@@ -221,7 +219,7 @@ class AttachPoint:
         self._unanswered: list[asyncio.Future[Any]] = []
 
     def start(self) -> None:
-        """Listens for workers. Raises ConfigError where another process listens at the same path."""
+        """Listen for workers. Raises ConfigError if another process listens at the path."""
         there = self._machine.points.get(self._path)
         if there is not None and there.process.alive:
             raise ConfigError(f"another KV node serves {self._path}")
@@ -229,7 +227,7 @@ class AttachPoint:
         self.process.on_death.append(self._hang_up)
 
     async def stop(self) -> None:
-        """Ends all connections, by which workers learn that the node is gone."""
+        """Close all connections, by which workers see that the node is gone."""
         if self._machine.points.get(self._path) is self:
             del self._machine.points[self._path]
         for link in self._links:
@@ -237,11 +235,11 @@ class AttachPoint:
         self._hang_up()
 
     def on_end(self, answer: asyncio.Future[Any]) -> None:
-        """Refuses a worker that was not answered before the node's end."""
+        """Refuse, at the node's end, a worker without an answer."""
         self._unanswered.append(answer)
 
     def greet(self, hello: AttachHello, worker: Process, answer: asyncio.Future[Any]) -> None:
-        """Answers a worker that has connected; runs in the node's process."""
+        """Answer a worker that has connected; runs in the node's process."""
         self._machine.loop.create_task(self._greet(hello, worker, answer))
 
     async def _greet(self, hello: AttachHello, worker: Process, answer: asyncio.Future[Any]) -> None:
@@ -264,7 +262,7 @@ class AttachPoint:
             answer.set_result((reply, link, segment))
 
     def left(self, link: Link) -> None:
-        """Tells the node, a moment later, that a worker no longer maps its memory."""
+        """Notify the node, a moment later, that a worker no longer maps its memory."""
         loop, random = self._machine.loop, self._machine.random
         loop.post_at(loop.time() + random.random() * MAX_NOTICE_S, self.process, self._end, link)
 
@@ -274,7 +272,7 @@ class AttachPoint:
             self._ended(link.epoch)
 
     def _hang_up(self) -> None:
-        """Closes the node's side of all connections."""
+        """Close the node's side of all connections."""
         for link in self._links:
             if link.worker.alive:
                 self._machine.loop.readable(link.fd)
@@ -284,7 +282,8 @@ class AttachPoint:
 
 
 class SimAttachment:
-    """Stands for a mapped pool, with what workers use of :class:`pillion.kvstore.client.attachment.Attachment`."""
+    """A mapped pool, with the methods that workers use of
+    :class:`pillion.kvstore.client.attachment.Attachment`."""
 
     device_memory = None
 
@@ -306,11 +305,10 @@ class SimAttachment:
 
     @property
     def node_gone(self) -> bool:
-        """Returns whether the KV node's process has ended."""
         return not self.link.point.process.alive
 
     def renew(self, socket_path: str, timeout_s: float, given_up: threading.Event) -> Coroutine[Any, Any, None]:
-        """Stands for :meth:`pillion.kvstore.client.attachment.Attachment.renew`; called on a thread, which waits."""
+        """Replace :meth:`pillion.kvstore.client.attachment.Attachment.renew`, called on a thread, which waits."""
         return self._renew(socket_path, timeout_s, given_up)
 
     async def _renew(self, path: str, timeout_s: float, given_up: threading.Event) -> None:
@@ -332,6 +330,6 @@ class SimAttachment:
         return self.link.fd
 
     def close(self) -> None:
-        """Ends the worker's use of the pool."""
+        """End the worker's use of the pool."""
         self._segment.places.pop(self._place, None)
         self.link.point.left(self.link)

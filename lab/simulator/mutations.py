@@ -1,7 +1,7 @@
-"""Makes defects by hand, to see that the checks find them: each takes one rule out of the production code for a while,
-or out of the task that stands for a worker's step thread.
+"""Mutants of the product that the checks must find: each removes one rule from the production code for a while, or from
+the task that replaces a worker's step thread.
 
-A check that misses one of these would miss a real one like it. The names say what is left out.
+A check that misses one would miss a real defect like it. Names say what is left out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Mutation = Callable[[], AbstractContextManager[object]]
 
 
 def _instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Mutation:
-    """Replaces a method by the function that ``made`` makes of it, while this is open."""
+    """Replace a method by ``made(method)`` within the context."""
     return lambda: mock.patch.object(owner, name, made(getattr(owner, name)))
 
 

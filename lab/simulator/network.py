@@ -1,18 +1,18 @@
-"""Simulates gRPC between processes: channels and servers with what Pillion uses of grpc.aio, over a seeded network.
+"""gRPC between simulated processes: the parts of grpc.aio that Pillion uses, over a seeded network.
 
     client process --connection--> server process        made by the first call of a channel, used by all of its calls
-        messages of one direction arrive in their order, each after a delay; those of two connections in any order
+        messages of one direction arrive in order, each after a delay; those of two connections in any order
 
-    what may happen to a connection                            what its two sides see
-        its client's or its server's process dies              the calls end, UNAVAILABLE, when the word has come
-        reset                                                  the same, and what is under way is lost
-        cut, in one direction or both, for a while             nothing comes; everything does when the cut is healed
-        cut for longer than the keepalive                      both sides give up, as for a reset
-        its server's process is paused                         nothing comes; deadlines pass
+    a connection may be                                        what its two sides see
+        broken by the death of its client or server            calls end with UNAVAILABLE after a moment
+        reset                                                  the same, and messages in flight are lost
+        cut, in one direction or both, for a while             nothing arrives; everything does when the cut heals
+        cut for longer than the keepalive                      both sides close it, as for a reset
+        to a paused server                                     nothing arrives; deadlines pass
 
-A cut is TCP's: what is sent meanwhile is sent again, so nothing is lost, reordered or repeated within a connection. A
-call whose answer is lost has been served all the same, which is how effects are repeated in such systems.
-Messages are handed over as they are; neither side may change a message that it has sent or received.
+As in TCP, messages sent during a cut are retransmitted, so nothing is lost, reordered or repeated within a connection.
+A call whose answer is lost was served nevertheless, so effects may be repeated. Messages are passed without a copy;
+neither side may change one that it has sent or received.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from pillion.net.in_process import Inbox, rpc_error
 from pillion.net.rpc import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
 from pillion.wire.errors import as_pillion_error
 
-# Where a connection stays cut, in one direction or both, its two sides give it up after this time.
+# After a cut of this length both sides close the connection.
 KEEPALIVE_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000
-# An attempt to connect takes at most this long.
+# Timeout of an attempt to connect.
 CONNECT_TIMEOUT_S = 20.0
-# A writer waits when the receiver of its stream has this many messages unread.
+# Unread messages of a stream at its receiver from which on a writer waits.
 STREAM_WINDOW = 64
-# The news of a process's death, or of a reset, takes at most this long.
+# Latency of the news of a process's death or of a reset.
 MAX_NEWS_S = 0.01
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class Network:
-    """Holds all connections. A message usually takes ``usual_s``; one in twenty takes up to ``slow_s``."""
+    """All connections. A message usually takes ``usual_s``; one in twenty up to ``slow_s``."""
 
     def __init__(self, loop: VirtualLoop, random: Random, usual_s: float = 0.0005, slow_s: float = 0.05) -> None:
         self.loop = loop
@@ -55,40 +55,40 @@ class Network:
         self.random = random
         self._usual_s = usual_s
         self._slow_s = slow_s
-        # These are the directions in which no message comes through, each as a pair of process names (from, to).
+        # Cut directions, as (from, to) process names.
         self._cuts: set[tuple[str, str]] = set()
 
     def delay_s(self) -> float:
-        """Returns how long the next message takes."""
+        """Return the latency of the next message."""
         draw = self.random.random()
         return draw * self._slow_s if draw > 0.95 else draw * self._usual_s
 
     def is_cut(self, sender: Process, receiver: Process) -> bool:
-        """Returns whether nothing comes through from one process to the other."""
+        """Return whether the direction between two processes is cut."""
         return bool(self._cuts) and (sender.name, receiver.name) in self._cuts
 
     def cut(self, directions: Sequence[tuple[str, str]]) -> None:
-        """Lets nothing through in these directions from now on."""
+        """Cut these directions."""
         self._cuts.update(directions)
         for connection in self.connections:
             if connection.alive and connection.cut():
                 self.loop.call_later(KEEPALIVE_S, connection.keep_alive, context=self.loop.outside.context)
 
     def heal(self, directions: Sequence[tuple[str, str]]) -> None:
-        """Lets everything through in these directions again, first the messages that were held back."""
+        """Heal these directions and deliver the delayed messages."""
         self._cuts.difference_update(directions)
         for connection in self.connections:
             connection.flush()
 
     def reset(self, one: str, other: str) -> bool:
-        """Resets the connections between two processes, by name; returns whether there were any."""
+        """Reset the connections between two processes, by name; return whether there were any."""
         found = [c for c in self.connections if c.alive and {c.client.name, c.server.name} == {one, other}]
         for connection in found:
             connection.reset()
         return bool(found)
 
     def died(self, process: Process) -> None:
-        """Tells the processes at the other ends of a dead process's connections that it has died."""
+        """Notify the peers of a dead process."""
         for address in [address for address, server in self.servers.items() if server.process is process]:
             del self.servers[address]
         for connection in self.connections:
@@ -97,7 +97,7 @@ class Network:
         self.connections = [connection for connection in self.connections if connection.of_use]
 
     def connect(self, client: Process, target: str) -> SimConnection | None:
-        """Returns a connection to what serves ``target``; None where nothing does."""
+        """Return a connection to the server of ``target``, or None."""
         server = self.servers.get(target)
         if server is None:
             return None
@@ -111,8 +111,8 @@ class Network:
 
 
 class SimConnection:
-    """Represents one connection, seen from both sides. ``calls`` are those under way at the client's, ``served`` those
-    at the server's: neither side knows at once that the other has ended a call."""
+    """One connection, seen from both sides. ``calls``: running at the client, ``served``: at the server; neither side
+    sees at once that the other has ended a call."""
 
     def __init__(self, network: Network, client: Process, server: SimServer) -> None:
         self.network = network
@@ -130,7 +130,7 @@ class SimConnection:
         }
 
     def send(self, sender: Process, call: Callable[..., object], *args: Any) -> None:
-        """Makes the other side call ``call(*args)`` when the message has come."""
+        """Make the other side call ``call(*args)`` when the message arrives."""
         receiver = self.server if sender is self.client else self.client
         network = self.network
         if self._held[receiver] or network.is_cut(sender, receiver):
@@ -143,16 +143,15 @@ class SimConnection:
 
     @property
     def of_use(self) -> bool:
-        """Returns whether a message may still arrive over the connection: it is alive, or messages that were sent
-        before are held back."""
+        """True if a message may still arrive: it is alive or has delayed messages."""
         return self.alive or any(self._held.values())
 
     def cut(self) -> bool:
-        """Returns whether nothing comes through in at least one direction."""
+        """Return whether at least one direction is cut."""
         return self.network.is_cut(self.client, self.server) or self.network.is_cut(self.server, self.client)
 
     def flush(self) -> None:
-        """Sends the messages that were held back, as far as the connection lets them through now."""
+        """Send the delayed messages, as far as the connection lets them through."""
         for receiver, held in self._held.items():
             sender = self.client if receiver is self.server else self.server
             if held and not self.network.is_cut(sender, receiver):
@@ -161,18 +160,18 @@ class SimConnection:
                     self.send(sender, call, *args)
 
     def reset(self) -> None:
-        """Ends the connection; messages under way are lost."""
+        """Reset the connection; messages in flight are lost."""
         self._lost = True
         self._end("Connection reset by peer")
 
     def end_of(self, process: Process) -> None:
-        """Ends the connection after the process of one side has died. Messages that it had sent still arrive."""
+        """End the connection after the death of one side's process. Its messages in flight still arrive."""
         other = self.server if process is self.client else self.client
         self.alive = False
         self.send(process, self._over, other, "Socket closed")
 
     def keep_alive(self) -> None:
-        """Checks a cut connection after the keepalive's time."""
+        """Check a cut connection after the keepalive's time."""
         if not self._lost and self.cut():
             self._lost = True
             self._end("keepalive watchdog timeout")
@@ -189,7 +188,7 @@ class SimConnection:
             call(*args)
 
     def _over(self, side: Process, reason: str) -> None:
-        """Tells one side that the connection is over."""
+        """Notify one side that the connection is closed."""
         self.alive = False
         if side is self.client:
             for call in list(self.calls):
@@ -200,8 +199,6 @@ class SimConnection:
 
 
 class SimChannel:
-    """Stands for a gRPC channel, for the process that opens it."""
-
     def __init__(self, target: str) -> None:
         self._target = target
         self._process = PROCESS.get()
@@ -227,13 +224,13 @@ class SimChannel:
     stream_stream = stream_unary
 
     async def close(self, grace: float | None = None) -> None:
-        """Cancels the channel's calls; no call can be made after that."""
+        """Cancel the channel's calls and refuse further ones."""
         self._closed = True
         for call in list(self._calls):
             call.cancel()
 
     def get_state(self) -> grpc.ChannelConnectivity:
-        """Returns the connection's state as the process sees it."""
+        """Return the connection's state as the process sees it."""
         if self._connection is not None and self._connection.alive:
             return grpc.ChannelConnectivity.READY
         return grpc.ChannelConnectivity.TRANSIENT_FAILURE
@@ -258,7 +255,7 @@ class SimChannel:
 
 
 class SimCall:
-    """Represents a call as its caller sees it; it has what our clients use of grpc.aio's four kinds of call objects."""
+    """A call as its caller sees it, with what Pillion's clients use of grpc.aio's four call types."""
 
     def __init__(self, process: Process, calls: dict[SimCall, None], method: str, timeout_s: float | None) -> None:
         self._process = process
@@ -277,7 +274,7 @@ class SimCall:
             self._timer = self._loop.call_later(max(0.0, timeout_s), self._expire, context=process.context)
 
     def begin(self, connection: SimConnection, request: Any, metadata: Metadata) -> None:
-        """Sends the call's headers and its request, unless the call has ended before."""
+        """Send the call's headers and request, unless it has ended."""
         if self._done:
             return
         self._connection = connection
@@ -286,7 +283,7 @@ class SimCall:
         self._served = ServedCall(self, connection, self._method, metadata, until_s)
         connection.send(self._process, self._served.begin, request)
 
-    # The methods from here on are called by the code that makes the call.
+    # Called by the caller:
 
     def __await__(self) -> Any:
         return self._unary().__await__()
@@ -302,13 +299,13 @@ class SimCall:
         return reply
 
     async def wait_for_connection(self) -> None:
-        """Returns when the server has taken the call. Raises AioRpcError."""
+        """Wait until the server has accepted the call. Raises AioRpcError."""
         await self._connected.wait()
         if self._error is not None:
             raise self._error
 
     async def write(self, request: Any) -> None:
-        """Sends a request of the stream. Raises InvalidStateError where the call has ended."""
+        """Send a request of the stream. Raises InvalidStateError if the call has ended."""
         if self._done or self._connection is None or self._served is None:
             if isinstance(self._error, grpc.aio.AioRpcError):
                 raise self._error
@@ -320,12 +317,12 @@ class SimCall:
         self._connection.send(self._process, self._served.requests.add, request)
 
     async def done_writing(self) -> None:
-        """Ends the stream of requests."""
+        """End the stream of requests."""
         if not self._done and self._connection is not None and self._served is not None:
             self._connection.send(self._process, self._served.requests.close)
 
     async def read(self) -> Any:
-        """Returns the next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
+        """Return the next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
         return await self._replies.receive()
 
     def __aiter__(self) -> Inbox:
@@ -338,40 +335,40 @@ class SimCall:
         return self._done
 
     def cancel(self) -> bool:
-        """Ends the call; returns whether it had not ended yet."""
+        """End the call; return whether it was running."""
         if self._done:
             return False
         self._tell_server()
         self._finish(asyncio.CancelledError())
         return True
 
-    # The methods from here on are called by the simulated connection.
+    # Called by the simulated connection:
 
     async def room(self) -> None:
-        """Waits, on the server's side, until the client has room for another reply."""
+        """Wait, on the server's side, until the client has room for another reply."""
         await self._replies.room()
 
     def connected(self) -> None:
-        """Notes that the server has taken the call."""
+        """Record that the server has accepted the call."""
         self._connected.set()
 
     def sent(self) -> None:
-        """Notes that a reply is on its way."""
+        """Count a reply in flight."""
         self._replies.sent()
 
     def reply(self, message: Any) -> None:
-        """Takes a reply that has arrived."""
+        """Deliver a reply."""
         if not self._done:
             self._connected.set()
             self._replies.add(message)
 
     def end(self, error: BaseException | None) -> None:
-        """Ends the call as the server has ended it."""
+        """End the call with the server's result."""
         if not self._done:
             self._finish(error)
 
     def break_off(self, reason: str) -> None:
-        """Fails the call, whose connection is over, or never was."""
+        """Fail the call because its connection is closed or was never made."""
         self.end(connection_error(reason))
 
     def _expire(self) -> None:
@@ -397,30 +394,29 @@ class SimCall:
 
 
 class WindowedInbox(Inbox):
-    """Holds messages at the end of a simulated connection: messages under way to it count as well, and its sender waits
-    for room."""
+    """Received messages at one end of a connection. Those in flight count as well, and the sender waits for room."""
 
     def __init__(self) -> None:
         super().__init__()
         self._under_way = 0
 
     async def room(self) -> None:
-        """Returns when another message may be sent."""
+        """Wait until another message may be sent."""
         while not self._closed and self._under_way + len(self._messages) >= STREAM_WINDOW:
             await self._taken()
 
     def sent(self) -> None:
-        """Notes that a message is on its way."""
+        """Count a message in flight."""
         self._under_way += 1
 
     def add(self, message: Any) -> None:
-        """Adds a message that has come from the connection."""
+        """Add an arrived message."""
         self._under_way = max(0, self._under_way - 1)
         super().add(message)
 
 
 class ServedCall:
-    """Represents a call at its server: the task that runs the handler."""
+    """A call at its server: the task of its handler."""
 
     def __init__(
         self, call: SimCall, connection: SimConnection, method: str, metadata: Metadata, until_s: float | None
@@ -436,7 +432,7 @@ class ServedCall:
         connection.served[self] = None
 
     def begin(self, request: Any) -> None:
-        """Runs the handler of a call that has come, unless the call was cancelled before."""
+        """Run the handler of an arrived call, unless it was cancelled before."""
         server, connection = self._connection.serving, self._connection
         if self._cancelled:
             return
@@ -449,7 +445,7 @@ class ServedCall:
         self._task = server.spawn(self._serve(handler, request, context))
 
     def cancel(self) -> None:
-        """Cancels the handler, because the caller has gone or the connection is over."""
+        """Cancel the handler after the caller or the connection has gone."""
         self._cancelled = True
         self._connection.served.pop(self, None)
         self.requests.close(drop=False)
@@ -461,7 +457,6 @@ class ServedCall:
             self._connection.send(self._connection.server, call, *args)
 
     def write(self, message: Any) -> None:
-        """Sends a reply to the caller."""
         if self._connection.alive:
             self._call.sent()
             self._send(self._call.reply, message)
@@ -497,7 +492,7 @@ class ServedCall:
 
 
 class SimContext:
-    """Represents the handler's side of a call, with what servicers use of gRPC's ServicerContext."""
+    """The handler's side of a call, with what servicers use of gRPC's ServicerContext."""
 
     def __init__(self, served: ServedCall, metadata: Metadata, until_s: float | None, loop: VirtualLoop) -> None:
         self._served = served
@@ -513,10 +508,10 @@ class SimContext:
         return None if self._until_s is None else self._until_s - self._loop.time()
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
-        """Does nothing, because no caller reads it."""
+        """Do nothing: no caller reads it."""
 
     def set_trailing_metadata(self, metadata: Metadata) -> None:
-        """Does nothing, because no caller reads it."""
+        """Do nothing: no caller reads it."""
 
     async def write(self, message: Any) -> None:
         self._served.write(message)
@@ -525,13 +520,13 @@ class SimContext:
         self._callbacks.append(callback)
 
     def finish(self) -> None:
-        """Notes that the call of this handler has ended."""
+        """Run the callbacks at the end of the call."""
         for callback in self._callbacks:
             callback(self)
 
 
 class SimServer:
-    """Serves the calls that reach ``address`` for the process that makes it, with the health of its services."""
+    """A server at ``address`` for the process that makes it, with the health of its services."""
 
     def __init__(self, address: str) -> None:
         from grpc_health.v1 import health, health_pb2_grpc
@@ -547,15 +542,14 @@ class SimServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self)
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Does nothing, because generated code registers each method too."""
+        """Do nothing: generated code registers each method as well."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Adds a service; generated code calls this."""
         self.handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
         self._services.append(service)
 
     def start(self) -> None:
-        """Begins to listen. Raises OSError where the address is taken."""
+        """Begin to listen. Raises OSError if the address is in use."""
         from grpc_health.v1.health_pb2 import HealthCheckResponse
 
         if self._network.servers.setdefault(self.address, self) is not self:
@@ -564,7 +558,7 @@ class SimServer:
             self._network.loop.create_task(self._health.set(service, HealthCheckResponse.SERVING))
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls, gives those under way ``grace_s`` seconds to finish, then cancels them. Idempotent."""
+        """Refuse new calls, wait ``grace_s`` seconds for running ones, then cancel them. Idempotent."""
         self.stopped = True
         if self._network.servers.get(self.address) is self:
             del self._network.servers[self.address]
@@ -576,7 +570,7 @@ class SimServer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def spawn(self, work: Any) -> asyncio.Task[None]:
-        """Runs a handler until it ends or the server stops."""
+        """Run a handler until it ends or the server stops."""
         task = asyncio.get_running_loop().create_task(work, context=self.process.context.copy())
         self._tasks[task] = None
         task.add_done_callback(self._ended)
@@ -594,12 +588,12 @@ def _function_of(handler: Any) -> Any:
 
 
 def connection_error(reason: str) -> grpc.aio.AioRpcError:
-    """Returns the error that gRPC itself reports where a connection is lost or cannot be made."""
+    """Return gRPC's error for a lost or failed connection."""
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), reason)
 
 
 def deadline_error() -> grpc.aio.AioRpcError:
-    """Returns the error that gRPC itself reports when a call's deadline has passed."""
+    """Return gRPC's error for a passed deadline."""
     return grpc.aio.AioRpcError(
         grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(), "Deadline Exceeded"
     )
@@ -609,12 +603,12 @@ _network: Network | None = None
 
 
 def use_network(network: Network | None) -> None:
-    """Makes channels and servers that are made from now on use ``network``."""
+    """Set the network of channels and servers made from now on."""
     global _network
     _network = network
 
 
 def current_network() -> Network:
-    """Returns the network of the world that runs."""
+    """Return the network of the running world."""
     assert _network is not None, "no world runs"
     return _network

@@ -1,11 +1,10 @@
-"""Offers the interface of redis-py's asyncio client to a RedisModel, as far as RedisLink uses it, on the running loop's
-clock.
+"""The interface of redis-py's asyncio client to a RedisModel, as far as RedisLink uses it, on the running loop's clock.
 
     execute_command --way.there_s--> the model answers --way.back_s--> the answer
-      gone:   a connection is refused at once
-      silent: what arrives waits until the server goes on (SIGSTOP), and is answered then; nobody may be left to read it
+      gone:   connections are refused at once
+      silent: commands wait until the server continues (SIGSTOP), and are answered then, perhaps too late
 
-A command that its caller no longer waits for is carried out all the same, as on a connection that breaks after it.
+A command runs even if its caller has stopped waiting, as on a connection that breaks after it.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from lab.simulator.redis_model import RedisModel, RedisWord
 
 @dataclass
 class WayToRedis:
-    """Describes the network path from some clients to a Redis.
+    """The network path from clients to a Redis.
 
     Attributes:
-        there_s: how long a command takes to the server; a slow one is long.
-        back_s: how long its answer takes.
-        gone: whether nobody listens there.
+        there_s: latency of a command.
+        back_s: latency of its answer.
+        gone: no server listens.
     """
 
     there_s: float = 0.0
@@ -39,17 +38,17 @@ class WayToRedis:
     _waiting: list[Callable[[], None]] = field(default_factory=list)
 
     def silence(self) -> None:
-        """Lets the server answer nothing from now on."""
+        """Stop answering."""
         self._silent = True
 
     def go_on(self) -> None:
-        """Lets the server answer again, first the commands that have arrived meanwhile, in their order."""
+        """Answer again, first the waiting commands in order."""
         self._silent = False
         while self._waiting and not self._silent:
             self._waiting.pop(0)()
 
     def arrive(self, work: Callable[[], None]) -> None:
-        """Runs a command that has arrived at the server, now or when the server goes on."""
+        """Run an arrived command, now or when the server continues."""
         if self._silent:
             self._waiting.append(work)
         else:
@@ -57,14 +56,14 @@ class WayToRedis:
 
 
 class RedisModelClient:
-    """Stands for a client of one server. Each command is sent on its own."""
+    """A client of one server, without pipelining."""
 
     def __init__(self, model: RedisModel, way: WayToRedis) -> None:
         self._model = model
         self._way = way
 
     async def execute_command(self, *words: RedisWord) -> Any:
-        """Returns the answer. Raises redis-py's ResponseError for a refusal, ConnectionError where nobody listens."""
+        """Return the answer. Raises redis-py's ResponseError for a refusal, ConnectionError without a server."""
         if self._way.gone:
             raise RedisConnectionError("connection refused")
         loop = asyncio.get_running_loop()
@@ -84,7 +83,7 @@ class RedisModelClient:
         return answer
 
     async def aclose(self) -> None:
-        """Does nothing, because there is no connection."""
+        """Do nothing."""
 
     def _answer(self, words: tuple[RedisWord, ...]) -> Any:
         try:

@@ -1,8 +1,7 @@
-"""Holds the keys of a simulated Redis, and the commands over them that Pillion's scripts use. Sans-IO.
+"""The keys of a simulated Redis, and the commands over them that Pillion's scripts use. Sans-IO.
 
-Commands do what Redis's documentation says; a property test compares them with a real Redis
-(tests/lab/simulator/test_redis_model.py). The fields of a hash keep the order in which they came, as in a real one
-while it is small.
+Commands follow Redis's documentation; a property test compares them with a real Redis
+(tests/lab/simulator/test_redis_model.py). Fields of a hash keep their insertion order, as in a real small one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-# A real server answers a small hash's HSCAN with all of it (hash-max-ziplist-entries, hash-max-ziplist-value).
+# Limits of a small hash, which a real server returns whole from HSCAN (hash-max-ziplist-entries, ...-value).
 SMALL_HASH_FIELDS = 512
 SMALL_VALUE_BYTES = 64
 
@@ -20,7 +19,7 @@ WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 
 class RedisRefusalError(Exception):
-    """Represents a server's error answer: its code and words, as they are sent."""
+    """A server's error reply: its code and text."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -28,26 +27,24 @@ class RedisRefusalError(Exception):
 
 
 class SimpleStatus(bytes):
-    """Represents an answer such as OK, which Lua is shown as a table."""
+    """A status reply such as OK, a table in Lua."""
 
 
 class ScoredMembers(dict[bytes, float]):
     """Represents a sorted set: members with their scores."""
 
     def copy(self) -> ScoredMembers:
-        """Returns another sorted set with the same members."""
         return ScoredMembers(self)
 
 
 RedisValue = bytes | dict[bytes, bytes] | ScoredMembers
-# A reply is None, int, bytes, SimpleStatus, or a list of these.
+# None, int, bytes, SimpleStatus, or a list of these.
 RedisReply = Any
 V = TypeVar("V", dict[bytes, bytes], ScoredMembers)
 
 
 class RedisCommand(NamedTuple):
-    """Describes a command: what it does, its least number of arguments, and whether it writes, and may need memory for
-    that."""
+    """A command: its function, its least number of arguments, and whether it writes and may need memory."""
 
     run: Callable[..., RedisReply]
     arguments: int
@@ -56,12 +53,12 @@ class RedisCommand(NamedTuple):
 
 
 class RedisKeyspace:
-    """Holds values by key. ``now_us`` returns the server's clock, in microseconds since 1970."""
+    """Values by key. ``now_us`` returns the server's clock, in microseconds since 1970."""
 
     def __init__(self, now_us: Callable[[], int]) -> None:
         self._now_us = now_us
         self._values: dict[bytes, RedisValue] = {}
-        # For each key with a time to live, this is when it expires, in ms since 1970.
+        # Expiry of keys, in ms since 1970.
         self._until_ms: dict[bytes, int] = {}
         self.commands: dict[bytes, RedisCommand] = {
             b"PING": RedisCommand(lambda: SimpleStatus(b"PONG"), 0),
@@ -88,29 +85,29 @@ class RedisKeyspace:
         }
 
     def run(self, name: bytes, arguments: Sequence[bytes]) -> RedisReply:
-        """Runs a known command. Raises RedisRefusalError."""
+        """Run a known command. Raises RedisRefusalError."""
         command = self.commands[name]
         if len(arguments) < command.arguments:
             raise RedisRefusalError(f"ERR wrong number of arguments for '{name.decode().lower()}' command")
         return command.run(*arguments)
 
     def dump(self) -> dict[bytes, RedisValue]:
-        """Returns copies of all values, by key."""
+        """Return copies of all values by key."""
         alive = ((key, self._find(key)) for key in list(self._values))
         return {key: value if isinstance(value, bytes) else value.copy() for key, value in alive if value is not None}
 
     def copy(self, now_us: Callable[[], int]) -> RedisKeyspace:
-        """Returns a keyspace with the same keys and values, and with a clock of its own."""
+        """Return a copy with another clock."""
         other = RedisKeyspace(now_us)
         other._values, other._until_ms = self.dump(), self.expiries()
         return other
 
     def expiries(self) -> dict[bytes, int]:
-        """Returns when keys with a time to live expire, in ms since 1970."""
+        """Return the expiry of keys that have one, in ms since 1970."""
         return {key: until for key, until in self._until_ms.items() if self._find(key) is not None}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where a key holds nothing, or a time to live has no key."""
+        """Raise AssertionError for an empty value or an expiry without a key."""
         assert all(value or isinstance(value, bytes) for value in self._values.values()), "an empty hash or sorted set"
         assert self._until_ms.keys() <= self._values.keys(), "a time to live without its key"
 
@@ -124,8 +121,7 @@ class RedisKeyspace:
         self._until_ms.pop(key, None)
 
     def _read(self, key: bytes, kind: type[V]) -> V:
-        """Returns a key's value, or an empty one where it has none. Raises RedisRefusalError for a value of another
-        type."""
+        """Return a key's value, an empty one by default. Raises RedisRefusalError for another type."""
         value = self._find(key)
         if value is None:
             return kind()
@@ -134,8 +130,7 @@ class RedisKeyspace:
         return value
 
     def _change(self, key: bytes, kind: type[V]) -> V:
-        """Returns a key's value as :meth:`_read` does; an empty value is stored, because something is added to it
-        next."""
+        """Return a key's value as :meth:`_read` does, storing an empty one, to which the caller adds."""
         value = self._read(key, kind)
         self._values[key] = value
         return value
@@ -224,7 +219,7 @@ class RedisKeyspace:
         return [word for row in self._read(key, dict).items() for word in row]
 
     def _hscan(self, key: bytes, cursor: bytes, *options: bytes) -> list[RedisReply]:
-        """Walks a large hash in the order of its fields' checksums, so that fields that stay are returned exactly
+        """Walk a large hash in the order of its fields' checksums, so that fields that remain are returned exactly
         once."""
         count = 10
         if options:
@@ -238,7 +233,7 @@ class RedisKeyspace:
         ):
             rows = sorted((zlib.crc32(field), field) for field in value)
             rows = [row for row in rows if row[0] >= at]
-            # All fields with the same checksum are returned in the same answer.
+            # Fields of one checksum go into one answer.
             end = next((i for i in range(count, len(rows)) if rows[i][0] != rows[i - 1][0]), len(rows))
             left, rows = rows[end:], rows[:end]
             cursor = b"%d" % left[0][0] if left else b"0"
@@ -283,8 +278,7 @@ def _ordered(members: ScoredMembers) -> Iterator[tuple[float, bytes]]:
 
 
 def _bound(text: bytes) -> tuple[float, bool]:
-    """Reads a bound of a range of scores, as commands write it; returns the score, and whether the range leaves out
-    that score itself."""
+    """Parse a bound of a range of scores; return the score, and whether the bound is exclusive."""
     return (_score(text[1:]), True) if text.startswith(b"(") else (_score(text), False)
 
 

@@ -1,9 +1,7 @@
-"""Runs Redis's scripts in Lua 5.1, the language in which Redis runs them, so that no second version of a script is
-needed.
+"""Redis's scripts in Lua 5.1, as Redis runs them, so that there is no second version of a script.
 
-lupa brings Lua. Of the library that Redis adds, ``redis.call``, ``redis.pcall`` and some of ``struct`` are here.
-Of fakeredis, which has the rest of Redis's commands, neither the clock can be handed in, nor a server's refusals be
-switched, and it has no ``struct``. Sans-IO.
+Lua is lupa's. Of Redis's library it has ``redis.call``, ``redis.pcall`` and part of ``struct``. fakeredis was rejected:
+its clock cannot be replaced, refusals cannot be switched, and it has no ``struct``. Sans-IO.
 """
 
 from __future__ import annotations
@@ -16,18 +14,18 @@ from lupa import lua51
 
 from lab.simulator.redis_keyspace import RedisRefusalError, RedisReply, SimpleStatus
 
-# A function of this type runs one command for a script. It raises RedisRefusalError.
+# Runs one command of a script. Raises RedisRefusalError.
 ScriptCommand = Callable[[bytes, list[bytes]], RedisReply]
 
 
 class LuaInterpreter:
-    """Runs Lua, and holds the scripts that it has compiled: one serves all servers of this process. ``command`` runs
-    the commands of the script that runs now; each run sets it."""
+    """A Lua runtime with its compiled scripts, shared by all servers of this process. ``command``: runs commands of the
+    current script; set by each run."""
 
     def __init__(self) -> None:
         self.command: ScriptCommand | None = None
         self._functions: dict[bytes, Any] = {}
-        # No script of Pillion's changes the answers that it gets, so they may be shared.
+        # Shared, since no script of Pillion's modifies replies.
         self._statuses: dict[bytes, Any] = {}
         self._lua = lua51.LuaRuntime(
             encoding=None, unpack_returned_tuples=True, register_eval=False, register_builtins=False
@@ -37,7 +35,7 @@ class LuaInterpreter:
         self._names[b"struct"] = self._lua.table_from({b"pack": _pack, b"unpack": _unpack})
 
     def run(self, text: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> RedisReply:
-        """Runs a script. Raises RedisRefusalError where a command in it is refused, and for an error of the script."""
+        """Run a script. Raises RedisRefusalError if a command is refused, or on an error of the script."""
         self._names[b"KEYS"], self._names[b"ARGV"] = self._lua.table_from(keys), self._lua.table_from(arguments)
         try:
             function = self._functions.get(text)
@@ -76,8 +74,8 @@ _interpreter: LuaInterpreter | None = None
 
 
 def run_script(command: ScriptCommand, text: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> RedisReply:
-    """Runs a script, whose commands ``command`` runs. Raises RedisRefusalError where one of them is refused, and for an
-    error of the script."""
+    """Run a script with ``command`` for its commands. Raises RedisRefusalError if one is refused, or on an error of the
+    script."""
     global _interpreter
     if _interpreter is None:
         _interpreter = LuaInterpreter()
@@ -86,7 +84,7 @@ def run_script(command: ScriptCommand, text: bytes, keys: Sequence[bytes], argum
 
 
 def _word(word: Any) -> bytes:
-    """Converts an argument that a script gives to a command: Redis gets it as bytes."""
+    """Convert a script's argument of a command to bytes, as Redis does."""
     if isinstance(word, bytes):
         return word
     if isinstance(word, bool) or not isinstance(word, int | float):
@@ -95,8 +93,7 @@ def _word(word: Any) -> bytes:
 
 
 def _reply(value: Any) -> RedisReply:
-    """Returns a script's result in the form in which a client gets it: numbers lose their fractions, lists end at a
-    nil."""
+    """Convert a script's result to a client's reply: numbers are truncated, lists end at nil."""
     if isinstance(value, bool):
         return 1 if value else None
     if isinstance(value, float):
@@ -119,13 +116,13 @@ def _pack(layout: bytes, *numbers: Any) -> bytes:
 
 
 def _unpack(layout: bytes, packed: bytes) -> tuple[int, ...]:
-    """Returns the numbers that were unpacked, and where the rest of the text begins."""
+    """Return the unpacked numbers and the offset of the rest."""
     size = struct.calcsize(_layout(layout))
     return (*struct.unpack_from(_layout(layout), packed), size + 1)
 
 
 def _layout(layout: bytes) -> str:
-    """Returns Python's name for a layout of Redis's ``struct``: numbers of four bytes are all that Pillion uses."""
+    """Translate a layout of Redis's ``struct`` for Python; Pillion uses 4-byte numbers only."""
     if layout.replace(b"I4", b"") != b">":
         raise RedisRefusalError(f"ERR the model packs no {layout!r}")
     return ">" + "I" * layout.count(b"I4")

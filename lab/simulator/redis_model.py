@@ -1,16 +1,15 @@
-"""Simulates a Redis as far as Pillion uses it, on a clock that the caller provides. Sans-IO: it answers in the moment
-in which it is asked.
+"""A simulated Redis as far as Pillion uses it, on a given clock. Sans-IO: it answers at once.
 
     execute(words) --a command------------------------------> RedisKeyspace
                    '-EVAL, EVALSHA--> Lua --commands----------^    |
                                                                    '--writes, lag_s later--> the replica's RedisKeyspace
 
-    well --refusing = "replica", "full", "unsaved"--> answers questions, refuses writes --refusing = ""--> well
+    well --refusing = "replica", "full", "unsaved"--> answers reads, refuses writes --refusing = ""--> well
     well --empty--> well, without data     well --restart--> well, without data and scripts
-    well --fail_over--> well, with what the replica had by then, and without scripts
+    well --fail_over--> well, with the replica's data, and without scripts
 
-The way to it (slow, silent, gone) is its client's: redis_client.py. tests/lab/simulator/test_redis_model.py asks the
-model and a real Redis the same, and compares answers and data.
+The path to it (slow, silent, gone) is the client's: redis_client.py. tests/lab/simulator/test_redis_model.py runs the
+same commands on the model and a real Redis, and compares replies and data.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Final
 from lab.simulator.redis_keyspace import RedisKeyspace, RedisRefusalError, RedisReply, RedisValue, SimpleStatus
 from lab.simulator.redis_lua import run_script
 
-# This is the time of day at 0 of the simulated clock. Pillion's scripts compare times as texts of 13 digits.
+# Wall time at 0 of the simulated clock. Pillion's scripts compare times as text of 13 digits.
 BEGIN_US: Final = 1_700_000_000_000_000
 
-# A server that refuses writes for one of these reasons answers them with these words.
+# Reply to writes, by reason for refusing them.
 WRITE_REFUSALS: Final = {
     "replica": "READONLY You can't write against a read only replica.",
     "full": "OOM command not allowed when used memory > 'maxmemory'.",
@@ -38,35 +37,33 @@ RedisWord = bytes | str | int | float
 
 
 class RedisModel:
-    """Represents one server, or a master with the replica that takes over from it.
+    """One server, or a master with the replica that takes over from it.
 
     Args:
-        now_s: returns the simulated time, in seconds; it never goes back.
-        lag_s: how far its replica is behind; None where it has none.
+        now_s: returns the simulated time in seconds; monotonic.
+        lag_s: replication lag; None without a replica.
 
     Attributes:
-        refusing: why it refuses writes, a key of WRITE_REFUSALS; "" where it takes them.
+        refusing: reason for refusing writes, a key of WRITE_REFUSALS, or "".
     """
 
     def __init__(self, now_s: Callable[[], float], lag_s: float | None = None) -> None:
         self.refusing = ""
         self._now_s = now_s
         self._keys = RedisKeyspace(self._now_us)
-        # Scripts are kept by the digest under which EVALSHA asks for them.
+        # By the digest that EVALSHA names.
         self._texts: dict[bytes, bytes] = {}
-        # This says whether the script that runs has written anything, because a full Redis refuses only a script's
-        # first write.
+        # True if the running script has written: a full Redis refuses only a script's first write.
         self._wrote = False
         self._lag_us = None if lag_s is None else round(lag_s * 1e6)
-        # The first are the writes that the replica does not have yet; the second is the time of the last write that it
-        # has.
+        # Writes that the replica lacks, and the time of its last write.
         self._feed: deque[tuple[int, bytes, list[bytes]]] = deque()
         self._fed_us = BEGIN_US
         self._replica = RedisKeyspace(lambda: self._fed_us)
 
     def execute(self, *words: RedisWord) -> RedisReply:
-        """Runs a command and returns what a client would read: None, int, bytes, SimpleStatus, or a list of these.
-        Raises RedisRefusalError."""
+        """Run a command and return a client's reply: None, int, bytes, SimpleStatus, or a list of these. Raises
+        RedisRefusalError."""
         name, *arguments = [_as_word(word) for word in words]
         name = name.upper()
         self._wrote = False
@@ -77,20 +74,20 @@ class RedisModel:
         return self._command(name, arguments)
 
     def empty(self) -> None:
-        """Loses all data and keeps its scripts, as after FLUSHALL."""
+        """Lose all data and keep scripts, as after FLUSHALL."""
         self._keys, self._replica = RedisKeyspace(self._now_us), RedisKeyspace(lambda: self._fed_us)
         self._feed.clear()
 
     def restart(self) -> None:
-        """Loses all data and scripts, and refuses nothing any more: a new process that found nothing on its disk."""
+        """Lose all data and scripts, and stop refusing writes: a new process without data on disk."""
         self.empty()
         self._forget_scripts([b"FLUSH"])
         self.refusing = ""
 
     def fail_over(self) -> None:
-        """Makes the replica take over with what it had got by now: writes of the last ``lag_s`` seconds are lost. It
-        knows no script, though a real replica may have copied some when it began. A new replica begins as its copy.
-        Raises AssertionError where there is no replica."""
+        """Promote the replica with what it has: writes of the last ``lag_s`` seconds are lost. It has no scripts,
+        though a real one may have copied some. A new replica starts as its copy. Raises AssertionError without
+        one."""
         assert self._lag_us is not None, "there is no replica"
         self._replicate()
         self._feed.clear()
@@ -100,15 +97,15 @@ class RedisModel:
         self.refusing = ""
 
     def dump(self) -> dict[bytes, RedisValue]:
-        """Returns a copy of all data, by key."""
+        """Return a copy of all data by key."""
         return self._keys.dump()
 
     def expiries(self) -> dict[bytes, int]:
-        """Returns when keys with a time to live expire, in ms since 1970."""
+        """Return the expiry of keys that have one, in ms since 1970."""
         return self._keys.expiries()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the data is not such as a Redis can have."""
+        """Raise AssertionError on data that no Redis can have."""
         self._keys.check_integrity()
         self._replica.check_integrity()
         assert self._lag_us is not None or not self._feed, "writes wait for a replica that is not there"
@@ -138,7 +135,7 @@ class RedisModel:
         return SimpleStatus(b"OK")
 
     def _command(self, name: bytes, arguments: list[bytes]) -> RedisReply:
-        """Runs a command of a client or of a script."""
+        """Run a command of a client or of a script."""
         keys = self._keys
         command = keys.commands.get(name) or keys.commands.get(name := name.upper())
         if command is None:
@@ -152,7 +149,7 @@ class RedisModel:
         return keys.run(name, arguments)
 
     def _record(self, name: bytes, arguments: list[bytes]) -> None:
-        """Sends a write to the replica, with its own time; a key's time to live ends on both servers at once."""
+        """Send a write to the replica, with its time; keys expire on both servers at once."""
         now_us = self._now_us()
         if name == b"PEXPIRE":
             name, arguments = b"PEXPIREAT", [arguments[0], b"%d" % (now_us // 1000 + int(arguments[1]))]
@@ -160,7 +157,7 @@ class RedisModel:
         self._replicate()
 
     def _replicate(self) -> None:
-        """Applies the writes to the replica that are old enough."""
+        """Apply the writes to the replica that are old enough."""
         assert self._lag_us is not None
         until_us = self._now_us() - self._lag_us
         while self._feed and self._feed[0][0] <= until_us:
@@ -168,7 +165,7 @@ class RedisModel:
             try:
                 self._replica.run(name, arguments)
             except RedisRefusalError:
-                # The replica refuses the command for the same reason as the master did, so it is skipped.
+                # The master refused it for the same reason.
                 continue
 
 

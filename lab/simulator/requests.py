@@ -1,7 +1,7 @@
-"""Simulates the client of one request, and compares the answer with the reference, token by token.
+"""The client of one simulated request, which compares the answer with the reference, token by token.
 
-waits until it is due -> asks -> deltas, each a further part of the reference -> whole, or a clear error
-                                    +-> goes away in the middle, where the schedule says so
+waits until it is due -> sends -> deltas, each the next part of the reference -> complete, or a clear error
+                                  +-> disconnects midway, if scheduled
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pillion.types import Delta, FinishReason, SamplingParams
 
 
 class WrongToken(Exception):  # noqa: N818  (a finding, which is noted)
-    """Ends the check of an answer at a wrong token, because later tokens would tell nothing more."""
+    """Ends the check of an answer at its first wrong token."""
 
 
-# These faults may make so many attempts fail that a request runs out of them. All other faults cost time only: requests
-# wait for what is started again, stands still or is slow, and blocks that are lost are computed again.
+# Faults after which a request may run out of attempts. All others only cost time: requests wait for restarts, and lost
+# blocks are recomputed.
 EXCUSES = {
     FaultKind.DRAIN,
     FaultKind.RESET,
@@ -34,8 +34,8 @@ EXCUSES = {
 
 
 class RequestRun:
-    """Runs one request. ``note`` takes lines of the history, ``find`` takes violations; ``faults`` are the kinds of
-    those in this world, and ``repeats`` says whether its model repeats itself."""
+    """One request. ``note`` is called with lines of the history, ``find`` with violations. ``faults``: kinds in this
+    world; ``repeats``: answers repeat."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class RequestRun:
 
     @property
     def tokens(self) -> int:
-        """Returns how many tokens have come, over all answers of the request."""
+        """Tokens received over all answers of the request."""
         return sum(map(len, self._got))
 
     async def run(self, client: AsyncClient) -> None:
-        """Sends the request when it is due, and reads its answers to the end."""
+        """Send the request when it is due, and read its answers to the end."""
         await asyncio.sleep(self.request.at_s)
         self._note(str(self.request))
         self.ending = "open"
@@ -105,7 +105,7 @@ class RequestRun:
         )
         async with contextlib.aclosing(deltas):
             if request.cancel_after == 0:
-                # The first delta may take long; the client does not wait for it.
+                # Do not wait for the first delta, which may take long.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.01):
                         await anext(deltas)
@@ -143,8 +143,8 @@ class RequestRun:
                 self._find(f"request {number} was replayed, where nothing goes wrong")
 
     def _judge_reports(self, delta: Delta, before: int) -> None:
-        """Checks that each token has its log probability where that was asked for, that those of the prompt come once,
-        and that there are no others. ``before`` tokens of the answer have come."""
+        """Check that each token has its log probability if requested, that those of the prompt come once, and that
+        there are no others. ``before``: tokens of the answer received before."""
         request = self.request
         prompt = list(request.prompt)
         told = [*prompt, *self._wanted[delta.index][:before], *delta.token_ids]
@@ -175,12 +175,12 @@ class RequestRun:
                 self._find(f"request {number}: answer {index} ended with {reason}")
 
     def _judge(self, error: PillionError) -> None:
-        """Checks that the error is one with which a request may end."""
+        """Check that a request may end with this error."""
         number, timeout_s = self.request.number, self.request.timeout_s
         if isinstance(error, DeadlineExceeded) and timeout_s is not None:
             return
         if isinstance(error, Overloaded) and timeout_s is not None:
-            # A request that waits for longer than its time in the queue is refused.
+            # Refused after its time in the queue.
             return
         if isinstance(error, Internal) and "two workers were lost in a step" in error.message and self._workers_lost:
             return

@@ -1,8 +1,6 @@
-"""Decides what happens in one simulated world: a cluster's shape, requests and faults. Sans-IO: a seed goes in, plain
-data comes out.
+"""Schedule of a simulated world, drawn from a seed: a cluster's shape, requests and faults. Sans-IO.
 
-A schedule is drawn whole before anything runs, so one with less in it can be run too: that is how
-:mod:`lab.simulator.shrink` finds the few parts of a failing one that matter.
+It is drawn before anything runs, so a part of one can run as well: :mod:`lab.simulator.shrink` minimizes failing ones.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ from lab.simulator.hash_model import VOCAB_SIZE
 
 BLOCK_TOKENS = 4
 MAX_MODEL_LEN = 256
-# Requests come and faults begin within this time, except for the last kills of a chain.
+# Time in which requests arrive and faults begin, except for the last kills of a chain.
 ACTIVE_S = 2.5
-# This share of all schedules has a chain of faults beside the others.
+# Share of schedules with a chain of faults beside the others.
 CHAIN_SHARE = 0.4
 
 
 class FaultKind(Enum):
-    """Names the kinds of faults. The field ``for_s`` of a fault says how long it lasts, for those kinds that last."""
+    """Kinds of faults. Those that last do so for the fault's ``for_s``."""
 
     KILL = "kill"
     KILL_STANDBY = "kill standby"
@@ -46,7 +44,7 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SimFault:
-    """Describes a fault of a process, or between two, by name. It begins ``at_s`` after the first request may come."""
+    """A fault of a process, or between two, by name. ``at_s``: after the start of arrivals."""
 
     at_s: float
     kind: FaultKind
@@ -61,7 +59,7 @@ class SimFault:
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """Describes a client's request. The client goes away after ``cancel_after`` tokens, and stays where that is -1."""
+    """A client's request. It disconnects after ``cancel_after`` tokens; -1: never."""
 
     number: int
     at_s: float
@@ -93,7 +91,7 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """Describes a cluster: its components and those of their flags that matter."""
+    """A cluster's components and relevant flags."""
 
     nodes: int = 1
     decodes: int = 2
@@ -116,11 +114,11 @@ class ClusterShape:
 
     @property
     def repeats(self) -> bool:
-        """Says whether the model's answers repeat themselves, so that drafts are often right."""
+        """True if answers repeat, so that drafts are often accepted."""
         return bool(self.drafter)
 
     def processes(self) -> tuple[str, ...]:
-        """Returns the names of all components that can die."""
+        """Return the names of all components that can die."""
         return (*self.node_names(), *self.worker_names(), *self.gateway_names())
 
     def node_names(self) -> tuple[str, ...]:
@@ -134,13 +132,13 @@ class ClusterShape:
         return tuple(f"gateway-{n}" for n in range(self.gateways))
 
     def node_of(self, worker: str) -> str:
-        """Returns the KV node of a worker: workers are spread over the nodes in turn."""
+        """Return a worker's KV node; workers are assigned to nodes in turn."""
         return f"kvnode-{int(worker.rpartition('-')[2]) % self.nodes}"
 
 
 @dataclass(frozen=True, slots=True)
 class SimSchedule:
-    """Holds everything that happens in a simulated world."""
+    """Everything that happens in a simulated world."""
 
     seed: int
     shape: ClusterShape
@@ -149,7 +147,6 @@ class SimSchedule:
 
 
 def draw(seed: int) -> SimSchedule:
-    """Returns the schedule of a seed."""
     random = Random(seed)
     shape = _shape(random)
     faults = tuple(sorted(_faults(random, shape), key=lambda fault: fault.at_s))
@@ -165,7 +162,7 @@ def _shape(random: Random) -> ClusterShape:
         decodes=max(nodes, random.choice((1, 2, 2))),
         prefills=random.choice((0, 1, 1, 2)),
         gateways=random.choice((1, 1, 2)),
-        # Where nodes have disks the pool is small, so that blocks are evicted and written to the disk.
+        # Small pools with disks, so that blocks are evicted and spilled.
         slots=random.choice((24, 24, 40) if disk_blocks else (24, 40, 64, 160)),
         step_tokens=random.choice((12, 32, 64)),
         max_seqs=random.choice((2, 4, 8)),
@@ -178,22 +175,22 @@ def _shape(random: Random) -> ClusterShape:
         timeout_ms=timeout_ms,
         disk_blocks=disk_blocks,
     )
-    # An order of eviction was drawn here. Without this draw, every seed would stand for another schedule.
+    # Draw for a removed option, so that seeds keep their schedules.
     random.choice((0, 1, 2))
     return replace(shape, standbys=random.random() < 0.5, kept=random.random() < 0.6)
 
 
 def _requests(random: Random, shape: ClusterShape) -> list[SimRequest]:
-    # Prompts share beginnings, as conversations do.
+    # Prompts share prefixes, as conversations do.
     stems = [tuple(random.randrange(VOCAB_SIZE) for _ in range(random.choice((8, 20, 33)))) for _ in range(2)]
     made: list[SimRequest] = []
-    # No request is drawn that is too large for a pool, because the gateway refuses it at once, which other tests cover.
+    # Skip requests too large for a pool, which the gateway rejects at once; other tests cover them.
     most = (shape.slots - 1) * BLOCK_TOKENS
     for number in range(random.randint(2, 7)):
         stem = random.choice(stems)
         own = tuple(random.randrange(VOCAB_SIZE) for _ in range(random.choice((0, 1, 3, 7, 12, 30))))
         if made and random.random() < 0.25:
-            # The prompt was asked for before, with more or less after it.
+            # A prompt seen before, with another continuation.
             stem, own = random.choice(made).prompt, own[:3]
         prompt = (stem[: random.randint(1, len(stem))] + own if random.random() < 0.5 else stem + own)[: most - 1]
         max_tokens = random.choice((1, 2, 6, 6, 15, 15, 30, 30, 80))
@@ -228,9 +225,8 @@ def _faults(random: Random, shape: ClusterShape) -> list[SimFault]:
 
 
 def _chain(random: Random, shape: ClusterShape) -> list[SimFault]:
-    """Draws a chain of faults: a process, most often a KV node, is killed once or several times in succession, while a
-    worker's step takes long, or a worker or Redis stands still. So what needs it may be late in noticing, and in coming
-    back."""
+    """Draw a chain of faults: a process, most often a KV node, is killed once or several times in succession while a
+    worker's step stalls, or a worker or Redis is paused, so that its users notice and recover late."""
     victim = random.choice((*shape.node_names() * 3, *shape.processes()))
     at_s, apart_s = random.random() * ACTIVE_S, random.choice((0.2, 1.0, 3.0)) * (0.7 + 0.6 * random.random())
     kills = [SimFault(at_s + n * apart_s, FaultKind.KILL, victim) for n in range(random.choice((1, 1, 2, 3)))]
@@ -264,8 +260,7 @@ def _fault(random: Random, shape: ClusterShape) -> SimFault:
     )
     kind = random.choice(kinds)
     timeout_s = shape.timeout_ms / 1000
-    # A process stands still for a moment, for nearly as long as a timeout, or for much longer, because those are the
-    # lengths that matter.
+    # Durations that matter: a moment, nearly a timeout, or much longer.
     for_s = random.choice((0.05, 0.3, timeout_s * 0.8, timeout_s * 1.1, timeout_s * 2.5)) * (
         0.7 + 0.6 * random.random()
     )
@@ -289,7 +284,7 @@ def _fault(random: Random, shape: ClusterShape) -> SimFault:
 
 
 def _pair(random: Random, shape: ClusterShape) -> tuple[str, str]:
-    """Returns two processes that talk to each other, in either order."""
+    """Return two communicating processes, in either order."""
     gateway = random.choice(shape.gateway_names())
     worker, node = random.choice(shape.worker_names()), random.choice(shape.node_names())
     pair = random.choice(

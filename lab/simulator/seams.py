@@ -1,16 +1,16 @@
-"""Replaces the machine by the simulation, wherever production code uses it, while a world runs.
+"""Patches that replace the machine by the simulation, wherever production code uses it, while a world runs.
 
     clocks               time.monotonic and time.time are the virtual clock
     chance               secrets and random are seeded
     calls                in-process addresses lead over the simulated network
-    memory, attach       the simulated machine's, its keeper of pools included
+    memory, attach       the simulated machine's, including its keeper of pools
     disks                calls of ``os`` take time and fail
-    threads              those of disks and of a gateway's texts are simulated, of which one at a time runs
+    threads              those of disks and of a gateway's tokenizers are simulated; one runs at a time
     the step thread      a task (:mod:`lab.simulator.step_driver`)
     Redis                redis-py's client is the model's
 
-Everything else of a component is production code as it is. The names are replaced in this process for the time of one
-world, so worlds run one after another, and nothing else may run beside them.
+All else of a component is production code. Names are patched in this process while a world runs, so worlds run one
+after another, and nothing else beside them.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def installed(
     told: Callable[[int], None],
     seed: int,
 ) -> Iterator[None]:
-    """Runs the body of a ``with`` statement with the simulation in the place of the machine.
+    """Run the body of a ``with`` statement with the simulation in place of the machine.
 
-    ``redis`` makes a client; every request that a gateway starts is added to ``runners``, with its process as
-    ``owner``. ``told`` is called with a worker's epoch, in its process, when tokens of it are handed on.
+    ``redis`` makes a client. Every request that a gateway starts is added to ``runners``, with its process as
+    ``owner``. ``told`` is called with a worker's epoch, in its process, when it emits tokens.
     """
     loop, chance = machine.loop, random.Random(seed)
 
@@ -99,7 +99,7 @@ def installed(
     try:
         with contextlib.ExitStack() as patches:
             for place, name, stand_in in replaced:
-                # Patching raises AttributeError, with the name, where the production code no longer has that name.
+                # Raises AttributeError with a name that production code no longer has.
                 patches.enter_context(mock.patch.object(place, name, stand_in))
             yield
     finally:
@@ -108,7 +108,7 @@ def installed(
 
 
 def _kept_memory(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
-    """Yields the patches that replace the keeper, and the files of pools that outlive their nodes."""
+    """Yield the patches of the keeper and the files of pools that outlive their nodes."""
     yield surviving_memory, "open_keeper", lambda path: SimKeeper(machine.kept)
     yield surviving_memory, "OwnedSegment", SimSegment
     yield surviving_pool, "OwnedSegment", SimSegment
@@ -117,7 +117,7 @@ def _kept_memory(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _tells(told: Callable[[int], None]) -> Callable[[WorkerEpoch, Outcome], None]:
-    """Returns an epoch's method that hands an outcome on, and that first reports an outcome with tokens."""
+    """Wrap an epoch's method for outcomes to report those with tokens first."""
     hand_on = WorkerEpoch._on_outcome
 
     def on_outcome(self: WorkerEpoch, outcome: Outcome) -> None:

@@ -1,8 +1,7 @@
-"""Finds a small schedule that fails as a given one does, by leaving out faults and requests. Sans-IO.
+"""Minimizes a failing schedule by removing faults and requests. Sans-IO.
 
-One part after another is left out, and stays out where the schedule fails without it, until none can go any more
-(a one-minimal schedule in the sense of A. Zeller, R. Hildebrandt: Simplifying and Isolating Failure-Inducing Input,
-2002).
+Parts are removed one by one as long as the schedule fails without them (one-minimal in the sense of A. Zeller,
+R. Hildebrandt: Simplifying and Isolating Failure-Inducing Input, 2002).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from lab.simulator.schedule import SimSchedule
 
 
 def shrink(schedule: SimSchedule, fails: Callable[[SimSchedule], bool], most_runs: int = 200) -> SimSchedule:
-    """Returns the smallest schedule that was tried and fails, after at most ``most_runs`` runs."""
+    """Return the smallest failing schedule found in at most ``most_runs`` runs."""
     runs = 0
     while True:
         for smaller in _smaller(schedule):
@@ -29,7 +28,7 @@ def shrink(schedule: SimSchedule, fails: Callable[[SimSchedule], bool], most_run
 
 
 def _smaller(schedule: SimSchedule) -> Iterator[SimSchedule]:
-    """Yields schedules with one part less, the largest parts first."""
+    """Yield schedules with one part less, the largest parts first."""
     for at in range(len(schedule.faults)):
         yield replace(schedule, faults=schedule.faults[:at] + schedule.faults[at + 1 :])
     if len(schedule.requests) > 1:

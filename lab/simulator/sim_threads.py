@@ -1,10 +1,10 @@
-"""Simulates threads of processes: production code that blocks runs in real threads, of which one at a time runs, while
-the event loop waits.
+"""Threads of simulated processes: blocking production code runs in real threads, one at a time, while the event loop
+waits.
 
     submit --> waits for a thread of its pool --> runs --park(seconds)--> waits on the virtual clock --> runs --> done
                                                     '--its process dies--> unwound at its next wait
 
-A thread of a paused process waits as all of that process does.
+A thread of a paused process waits with it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from lab.simulator.virtual_loop import PROCESS, Process, SimExecutor, VirtualLoop
 
 THREAD_NAME = "simulated"
-# A thread begins a job after at most this long.
+# Latency until a thread begins a job.
 START_S = 0.0002
 
 
 class ThreadKilledError(BaseException):
-    """Unwinds a thread whose process is dead."""
+    """Unwinds a thread of a dead process."""
 
 
 class SimThread:
@@ -43,7 +43,7 @@ class SimThread:
         loop.call_later(START_S, self._begin, context=process.context)
 
     def park(self, seconds: float) -> None:
-        """Blocks this thread, which calls it, for a time of the virtual clock."""
+        """Block the calling thread, which is this one, for a time of the virtual clock."""
         self._loop.call_later(seconds, self._switch_in, context=self._process.context)
         self._back.release()
         self._go.acquire()
@@ -51,8 +51,7 @@ class SimThread:
             raise ThreadKilledError
 
     def kill(self) -> None:
-        """Unwinds the thread if it has begun, and else keeps it from beginning. It does nothing where the thread has
-        ended."""
+        """Unwind the thread, or keep it from beginning. Does nothing if it has ended."""
         self._killed = True
         if self._thread.is_alive():
             self._switch_in()
@@ -79,14 +78,14 @@ class SimThread:
 
 
 def park(seconds: float) -> None:
-    """Blocks the simulated thread that calls this; outside of a simulated thread no time passes."""
+    """Block the calling simulated thread; no time passes outside of one."""
     thread = getattr(SimThread.current, "thread", None)
     if thread is not None:
         thread.park(seconds)
 
 
 class SimThreadPool(SimExecutor):
-    """Stands for ThreadPoolExecutor, for the process that makes it. Threads that it starts are added to ``threads``."""
+    """Replaces ThreadPoolExecutor for the process that makes it; started threads are added to ``threads``."""
 
     def __init__(self, loop: VirtualLoop, threads: list[SimThread], workers: int) -> None:
         self._loop = loop
@@ -97,7 +96,7 @@ class SimThreadPool(SimExecutor):
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Runs ``job(*args)`` when a thread is free."""
+        """Run ``job(*args)`` when a thread is free."""
         done: Future[Any] = Future()
         self._jobs.append((done, lambda: job(*args)))
         if self._busy < self._workers:
@@ -106,11 +105,11 @@ class SimThreadPool(SimExecutor):
         return done
 
     def map(self, job: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        """Runs the job for each item, on the caller's thread."""
+        """Run the job for each item, on the caller's thread."""
         return map(job, items)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Does nothing, because work that is under way ends with its process."""
+        """Do nothing: running work ends with its process."""
 
     def __enter__(self) -> SimThreadPool:
         return self

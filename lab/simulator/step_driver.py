@@ -1,6 +1,6 @@
-"""Replaces the step thread of a simulated worker by a task that waits for steps to land on the virtual clock.
+"""The step thread of a simulated worker as a task that waits for steps on the virtual clock.
 
-It drives the production's :class:`pillion.engine.worker.step_loop.StepCycle`; only what blocks a thread is different.
+It drives production's :class:`pillion.engine.worker.step_loop.StepCycle`; only blocking calls differ.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pillion.engine.worker.step_loop import StepLoop
 
 log = logging.getLogger("pillion.step")
 
-# Where too many outcomes are unread, a driver looks this often whether asyncio has read them.
+# Polling interval while too many outcomes are unread by asyncio.
 UNREAD_LOOK_S = 0.01
 
 
 class VirtualStepLoop(StepLoop):
-    """Drives a worker's steps as a StepLoop does, without a thread."""
+    """A StepLoop without a thread."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._signal = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
         self.scheduler = self._scheduler
-        # This says whether a step is being made, while the scheduler's books are open.
+        # True during a step, while the scheduler's state is inconsistent.
         self.in_step = False
 
     def start(self) -> None:
@@ -66,8 +66,7 @@ class VirtualStepLoop(StepLoop):
                 self.in_step = False
                 idle = not self._cycle.busy
         except Exception as error:
-            # The production's step thread logs the exception that ends it, too. The checker counts such a line as a
-            # finding.
+            # As production's step thread does; the checker counts such a line as a finding.
             log.exception("the step thread died")
             self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:
@@ -84,13 +83,13 @@ class VirtualStepLoop(StepLoop):
             self._report(event)
 
     def _has_room(self) -> bool:
-        """Returns whether an outcome can be handed to asyncio without waiting."""
+        """Return whether asyncio can accept an outcome without a wait."""
         if free := self._unread.acquire(blocking=False):
             self._unread.release()
         return free
 
 
 async def _landed(step: Any) -> None:
-    """Waits until a step in flight has ended; a step that could not be launched has ended at once."""
+    """Wait for the end of a step in flight; one that failed to launch has ended."""
     while (left_s := getattr(step, "lands_s", 0.0) - time.monotonic()) > 0:  # noqa: ASYNC110
         await asyncio.sleep(left_s)

@@ -1,10 +1,10 @@
-"""Runs the supervisors of a simulated cluster, one for each KV node and its workers: the production class, over
-simulated processes. The first one keeps the gateways too.
+"""Supervisors of a simulated cluster, one per KV node with its workers: the production class over simulated processes.
+The first one has the gateways as well.
 
     Supervisor --launch--> SimChild --begin--> a process of the loop, with the component's main
                <--its exit status, or SIGKILL's--
                --stand_by--> SimSuccessor --> a process that starts and then waits for its turn
-                 ready <------------------- its turn is waited for
+                 ready <------------------- it waits for its turn
                  begin --> SimChild, and the turn has come
 """
 
@@ -24,13 +24,13 @@ from pillion.supervisor.fence_watch import watch_fences
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
 FENCE_KILL_S = 5.0
-# Standbys come sooner than in production, because schedules are short: most would end before one was needed.
+# Shorter than in production, since most schedules would end before a standby was used.
 STANDBY_DELAY_S = 0.3
 NODE_LEVEL, WORKER_LEVEL, GATEWAY_LEVEL = range(3)
 
 
 class SimChild:
-    """Represents a simulated process, with the methods that a supervisor uses of
+    """A simulated process, with the methods that a supervisor uses of
     :class:`pillion.supervisor.child_process.ChildProcess`."""
 
     def __init__(self, loop: VirtualLoop, life: Life, process: Process) -> None:
@@ -42,15 +42,15 @@ class SimChild:
         process.on_death.append(lambda: self.exited(-signal.SIGKILL))
 
     async def wait(self) -> int:
-        """Returns the exit status when the process has ended."""
+        """Wait for the end and return the exit status."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """Sends SIGKILL, unless the process has ended."""
+        """Send SIGKILL unless the process has ended."""
         self._loop.kill(self._process)
 
     def exited(self, status: int) -> None:
-        """Notes that the process has ended, by itself or not."""
+        """Record the end of the process."""
         if self._ended.done():
             return
         self._ended.set_result(status)
@@ -60,7 +60,7 @@ class SimChild:
 
 
 class SimSuccessor:
-    """Represents a process that stands by, as a supervisor has it (:class:`NextProcess`)."""
+    """A standby process as its supervisor sees it (:class:`NextProcess`)."""
 
     def __init__(self, loop: VirtualLoop, life: Life, turn: SimTurn) -> None:
         self.pid = turn.process.number
@@ -70,15 +70,15 @@ class SimSuccessor:
         turn.process.on_death.append(self._ended)
 
     async def ready(self) -> bool:
-        """Returns when the process waits for its turn, or, with False, has ended."""
+        """Wait until the process waits for its turn, or return False if it has ended."""
         return await asyncio.shield(self._turn.waits)
 
     def output(self) -> tuple[str, ...]:
-        """Returns no lines, because those of the log are in the history."""
+        """Return no lines: the log is in the history."""
         return ()
 
     def begin(self, show: Callable[[str], None]) -> SimChild | None:
-        """Lets the process take part; returns None where it has ended."""
+        """Begin the process; return None if it has ended."""
         if not self._turn.process.alive:
             return None
         child = self._life.child = self._turn.child = SimChild(self._loop, self._life, self._turn.process)
@@ -91,8 +91,7 @@ class SimSuccessor:
 
 
 class Supervision:
-    """Holds all supervisors. ``begin`` starts the process of a component; its arguments are the component's name,
-    and whether the process waits for its turn."""
+    """All supervisors. ``begin`` starts the process of a component, by name, and whether it waits for its turn."""
 
     def __init__(
         self,
@@ -111,20 +110,20 @@ class Supervision:
         self._find = find
 
     def run(self) -> None:
-        """Starts the supervisors, which start everything else."""
+        """Start the supervisors, which start everything else."""
         for number, node in enumerate(self._shape.node_names()):
             process = self._loop.process(f"supervisor-{number}")
             self._loop.spawn(process, self._keep(node, with_gateways=number == 0))
 
     async def launch(self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> SimChild:
-        """Starts the component of this name."""
+        """Start a component by name."""
         life = self._lives[argv[0]]
         turn = self._begin(life.name, False)
         child = life.child = turn.child = SimChild(self._loop, life, turn.process)
         return child
 
     async def stand_by(self, argv: Sequence[str], environ: Mapping[str, str], launch: object) -> SimSuccessor:
-        """Starts a process of this name that waits for its turn."""
+        """Start a standby process by name."""
         life = self._lives[argv[0]]
         return SimSuccessor(self._loop, life, self._begin(life.name, True))
 
@@ -176,7 +175,7 @@ class Supervision:
 
 
 class _NotedNotices:
-    """Writes what a supervisor reports into the history."""
+    """Reports of a supervisor, written into the history."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

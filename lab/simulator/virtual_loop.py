@@ -1,14 +1,14 @@
-"""Runs many simulated processes on an event loop with a virtual clock, in an order that a seed decides.
+"""An event loop with a virtual clock that runs many simulated processes in an order that a seed decides.
 
-    a handle's context --names--> its process      running: waits in the process's line
-                                                   paused:  waits there until the process goes on (SIGSTOP, SIGCONT)
-                                                   dead:    is dropped (SIGKILL)
+    a handle's context --names--> its process      running: queued for the process
+                                                   paused:  queued until the process continues (SIGSTOP, SIGCONT)
+                                                   dead:    dropped (SIGKILL)
 
-    run: while a line has handles   -> a process, by the seed, runs its first one; no time passes
+    run: while queues have handles  -> a process, by the seed, runs its first one; no time passes
          while none has             -> the clock jumps to the next timer
 
-Each process keeps the order that asyncio gives it. Between processes any order is possible, and the seed chooses one.
-What runs in a task belongs to the process in whose context the task was made, however deep the calls.
+Within a process the order is asyncio's; between processes any order is possible, and the seed chooses one. Code in a
+task belongs to the process in whose context the task was made, however deep the calls.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Work that is run on a thread takes at most this long, unless the work itself waits.
+# Longest work on a thread, unless the work itself waits.
 MAX_THREAD_S = 0.001
-# After this many events without a request under way, the run counts as one that never ends.
+# Events without a running request after which a run counts as endless.
 MAX_EVENTS = 2_000_000
-# Each time a process has made this many tasks, the loop forgets all its tasks that have ended.
+# Tasks made by a process between two sweeps of its finished tasks.
 TASKS_BEFORE_SWEEP = 256
 
 
 class ProcessState(Enum):
-    """Names the states of a simulated process: it runs, is paused, or is dead."""
+    """States of a simulated process."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -47,8 +47,7 @@ class ProcessState(Enum):
 
 
 class Process:
-    """Represents a simulated process: its name, and the calls that the loop has to make for it.
-    :meth:`VirtualLoop.process` makes it."""
+    """A simulated process: its name and pending calls. Made by :meth:`VirtualLoop.process`."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name
@@ -58,13 +57,12 @@ class Process:
         self.listed = False
         self.context: Context = copy_context()
         self.context.run(PROCESS.set, self)
-        # These are all tasks that were made and have not been seen to end. A task that nobody holds would be closed,
-        # and would then do what a killed process does not do.
+        # Tasks not seen to end. An unreferenced task would be closed, and its cleanup would run, unlike after a kill.
         self.tasks: list[asyncio.Task[Any]] = []
-        # These tasks had died when they were seen to end, and nobody had asked for their exception. Somebody who holds
-        # them may still ask; where nobody holds them, asyncio reports them.
+        # Tasks that ended with an exception not yet retrieved. An owner may still do so; without one, asyncio reports
+        # them.
         self.unseen: list[weakref.ref[asyncio.Task[Any]]] = []
-        # These functions are called once when the process dies.
+        # Called once at the death of the process.
         self.on_death: list[Callable[[], None]] = []
 
     @property
@@ -79,16 +77,14 @@ PROCESS: ContextVar[Process] = ContextVar("process")
 
 
 class SimExecutor:
-    """Runs work on threads of the simulation's own (:mod:`lab.simulator.sim_threads`)."""
+    """Runs work on the simulation's threads (:mod:`lab.simulator.sim_threads`)."""
 
     def submit(self, job: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-        """Runs ``job(*args)`` on a thread of the simulation."""
         raise NotImplementedError
 
 
 class SimHandle:
-    """Holds a call that is to be made in ``process``, soon or at a time, with the public methods of asyncio's
-    handles."""
+    """A call in ``process``, soon or at a time, with the public methods of asyncio's handles."""
 
     __slots__ = ("args", "call", "context", "is_cancelled", "process", "when_s")
 
@@ -103,29 +99,27 @@ class SimHandle:
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Keeps the call from being made; a timer is dropped when it falls due."""
+        """Cancel the call; a timer is dropped when it is due."""
         self.is_cancelled = True
 
     def cancelled(self) -> bool:
-        """Returns whether the call was cancelled, so that the loop never makes it."""
         return self.is_cancelled
 
     def when(self) -> float:
-        """Returns the time of the virtual clock at which the call is made."""
+        """Return the virtual time of the call."""
         return self.when_s
 
     def get_context(self) -> Context:
-        """Returns the context in which the call is made."""
         return self.context
 
 
 class Stuck(Exception):  # noqa: N818  (a finding, not a mistake)
-    """Says that no event is left that could happen, or that too many have happened."""
+    """No event is left, or too many have happened."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """Runs all processes on one clock. ``random`` decides the order. ``look`` is called after event ``next_look`` and
-    returns the number of the event after which it is called next."""
+    """All processes on one clock. ``random`` decides the order. ``look`` is called after event ``next_look`` and
+    returns the number of the event to be called after next."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -145,38 +139,38 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.outside = self.process("world")
 
     def process(self, name: str) -> Process:
-        """Makes a process, which runs nothing yet."""
+        """Make a process, which runs nothing yet."""
         made = Process(name, next(self._numbers))
         self.processes.append(made)
         return made
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
-        """Runs ``work`` as a task of ``process``."""
+        """Run ``work`` as a task of ``process``."""
         return process.context.copy().run(self.create_task, work, name=name or None)
 
     def post(self, process: Process, call: Callable[..., object], *args: Any) -> None:
-        """Makes ``process`` call ``call(*args)`` when it runs next; nothing happens where it is dead."""
+        """Make ``process`` call ``call(*args)`` when it runs next; nothing happens if it is dead."""
         self.call_soon(call, *args, context=process.context)
 
     def post_at(self, when: float, process: Process, call: Callable[..., object], *args: Any) -> SimHandle:
-        """Makes ``process`` call ``call(*args)``, as :meth:`post` does, at the time ``when`` of the virtual clock."""
+        """Make ``process`` call ``call(*args)`` at the virtual time ``when``."""
         return self.call_at(when, call, *args, context=process.context)
 
     def pause(self, process: Process) -> None:
-        """Stops a process where it stands. Its timers fall due, and it notices when it goes on."""
+        """Pause a process. Its timers expire, which it notices when it continues."""
         if process.state is ProcessState.RUNNING:
             process.state = ProcessState.PAUSED
             self._unlist(process)
 
     def resume(self, process: Process) -> None:
-        """Lets a paused process go on."""
+        """Continue a paused process."""
         if process.state is ProcessState.PAUSED:
             process.state = ProcessState.RUNNING
             if process.ready:
                 self._list(process)
 
     def kill(self, process: Process) -> None:
-        """Ends a process: none of its code runs any more, not even to clean up."""
+        """Kill a process: none of its code runs any more, not even cleanup."""
         if process.alive:
             self._unlist(process)
             process.state = ProcessState.DEAD
@@ -195,7 +189,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             process.listed = False
             self._runnable.remove(process)
 
-    # The methods from here on are those that asyncio calls.
+    # Called by asyncio:
 
     def time(self) -> float:
         return self._now
@@ -255,7 +249,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Runs ``func`` a moment later, between two events, or on the simulation's threads. A ``func`` that waits
+        """Run ``func`` a moment later, between two events, or on the simulation's threads. A ``func`` that waits
         returns a coroutine, which is awaited."""
         if isinstance(executor, SimExecutor):
             return asyncio.wrap_future(executor.submit(func, *args), loop=self)
@@ -279,7 +273,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return done
 
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
-        """Calls ``callback`` once when ``fd``, a number of the simulation's own, becomes readable."""
+        """Call ``callback`` once when ``fd``, a number of the simulation, becomes readable."""
         self._readers[fd] = copy_context(), callback, args
         if fd in self._readable:
             self._wake_reader(fd)
@@ -288,7 +282,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._readers.pop(fd, None) is not None
 
     def readable(self, fd: int) -> None:
-        """Makes ``fd`` readable from now on."""
         self._readable.add(fd)
         self._wake_reader(fd)
 
@@ -298,18 +291,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.call_soon(callback, *args, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keeps an exception that a callback raised, or that nobody awaited: it is a finding."""
+        """Record an exception raised by a callback or never awaited as a finding."""
         self.failures.append(context)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.failures.append(context)
 
     def unseen_deaths(self) -> list[dict[str, Any]]:
-        """Returns the exceptions that ended tasks of living processes, where nobody has asked for them until now; each
-        is returned once.
+        """Return the exceptions of tasks of living processes that were never retrieved, each once.
 
-        asyncio reports such an exception only when nobody refers to the task any more, and components keep references
-        to their tasks until they stop. Tasks of killed processes do not count: the process might have asked later.
+        asyncio reports such an exception only when the task is unreferenced, and components reference their tasks until
+        they stop. Tasks of killed processes do not count: the process might have retrieved it later.
         """
         return [
             {"message": f"task {task.get_name()} of {process.name} died unseen:", "exception": task.exception()}
@@ -320,10 +312,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         ]
 
     async def shutdown_asyncgens(self) -> None:
-        """Does nothing, because generators belong to their tasks."""
+        """Do nothing: generators belong to their tasks."""
 
     def run(self, until: asyncio.Future[Any]) -> None:
-        """Runs events until the future ``until`` is done. Raises Stuck where it never will be."""
+        """Run events until the future ``until`` is done. Raises Stuck if it never will be."""
         asyncio._set_running_loop(self)
         try:
             while not until.done():
@@ -359,7 +351,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.next_look = self.look()
 
     def _jump(self) -> None:
-        """Moves the clock to the next timer, and puts all timers that are due then into their lines."""
+        """Advance the clock to the next timer and queue all timers that are due."""
         timers = self._timers
         while timers and timers[0][2].is_cancelled:
             heapq.heappop(timers)
@@ -376,7 +368,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     self._runnable.append(process)
 
     def close(self) -> None:
-        """Ends all tasks; what they do while they are closed has no effect."""
+        """End all tasks; their cleanup has no effect."""
         if self._closed:
             return
         self._closed = True
@@ -384,7 +376,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._runnable.clear()
         asyncio._set_running_loop(self)
         try:
-            # What a task does while it is closed may make further tasks, which are closed before they begin.
+            # Cleanup may make further tasks, which are closed before they begin.
             while left := [process for process in self.processes if process.tasks or process.ready]:
                 for process in left:
                     process.ready.clear()
@@ -398,8 +390,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 def _unseen(task: asyncio.Task[Any]) -> bool:
-    """Returns whether a task ended with an exception that nobody has asked for, which asyncio has no public way to
-    tell."""
+    """Return whether a task's exception was never retrieved (asyncio has no public API for this)."""
     return task._log_traceback
 
 
@@ -415,6 +406,6 @@ def _hand_on(done: asyncio.Future[Any], waited: asyncio.Task[Any]) -> None:
 
 
 def _close(work: Any) -> None:
-    """Closes a coroutine; where its ``finally`` blocks await something, that is ignored."""
+    """Close a coroutine, ignoring awaits in its ``finally`` blocks."""
     with contextlib.suppress(BaseException):
         work.close()

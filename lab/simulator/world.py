@@ -1,11 +1,11 @@
-"""Runs one simulated world to its end: a schedule's cluster, its clients and its faults, with checks all the while.
+"""A simulated world: a schedule's cluster, its clients and its faults, checked to the end.
 
-    set up --all serve--> active: requests come, faults happen, what dies is started again
-       --every request has ended, every fault is over--> quiet: everything comes back within QUIET_S
-       --> the books are closed (:mod:`lab.simulator.checker`)
+    set up --all serve--> active: requests arrive, faults happen, dead processes are restarted
+       --every request has ended, every fault is over--> quiet: everything recovers within QUIET_S
+       --> the final checks (:mod:`lab.simulator.checker`)
 
-A component is a process of the loop; :mod:`lab.simulator.components` has its main. The production supervisor keeps
-it alive (:mod:`lab.simulator.supervision`).
+A component is a process of the loop; :mod:`lab.simulator.components` has its main. The production supervisor restarts
+it (:mod:`lab.simulator.supervision`).
 """
 
 from __future__ import annotations
@@ -39,19 +39,17 @@ from pillion.client.async_client import AsyncClient
 from pillion.errors import PillionError
 from pillion.supervisor.component_process import run_to_end
 
-# On the virtual clock, the components of a world have to serve within the first time, and a request has to end within
-# the second.
+# Virtual time within which all components must serve, and within which a request must end.
 SET_UP_S = 120.0
 LONGEST_REQUEST_S = 240.0
-# Once all faults are over, slots, tickets and all else that components hold have to be given back within this time.
+# Time after the last fault within which all slots, tickets and other holds must be freed.
 QUIET_S = 8.0
 READY_LOOK_S, QUIET_LOOK_S = 0.05, 0.2
-# Writes reach the replica of Redis this long after its master.
+# Replication lag of Redis.
 REPLICA_LAG_S = 0.5
 
 
-# These faults may make a component need longer to stop than it has: it stands still, or one that it takes its leave
-# from does.
+# Faults that may delay a component's stop past its grace: it is paused, or one that it says goodbye to.
 SLOW_STOP_FAULTS = {
     FaultKind.PAUSE,
     FaultKind.STALL,
@@ -63,8 +61,7 @@ SLOW_STOP_FAULTS = {
 
 @dataclass
 class Result:
-    """Holds the results of a simulated world. ``findings`` are its violations; ``states`` are the distinct states that
-    were seen."""
+    """The results of a simulated world. ``findings``: violations; ``states``: distinct states seen."""
 
     findings: list[str]
     history: list[str]
@@ -76,7 +73,7 @@ class Result:
 
 
 class World:
-    """Runs the world of one schedule. ``careful`` checks after every event; ``told`` keeps a history."""
+    """The world of one schedule. ``careful``: check after every event; ``told``: record a history."""
 
     def __init__(self, schedule: SimSchedule, *, careful: bool = False, told: bool = False) -> None:
         self.schedule = schedule
@@ -115,21 +112,20 @@ class World:
         self._log = _LogReader(self)
 
     def note(self, text: str) -> None:
-        """Adds a line to the history."""
         if self.told:
             process = PROCESS.get(self.loop.outside)
             after_s = self.loop.time() - self.began_s
             self.history.append(f"{self.loop.events:>7} {after_s:9.4f}  {process.name:<11} {text}")
 
     def find(self, text: str) -> None:
-        """Notes a violation, unless the world is being taken down: events of that time have no meaning."""
+        """Record a violation, except during the teardown, whose events have no meaning."""
         if self.loop.is_closed():
             return
         self.note(f"FOUND: {text}")
         self.findings.append(text)
 
     def run(self) -> Result:
-        """Runs the world until all is quiet, and returns its result."""
+        """Run the world until it is quiet, and return its result."""
         logger = logging.getLogger("pillion")
         level, propagate, hook = logger.level, logger.propagate, sys.unraisablehook
         threads = set(threading.enumerate())
@@ -153,8 +149,7 @@ class World:
                         if thread.name != THREAD_NAME:
                             self.find(f"a thread runs that is not simulated: {thread.name}")
                 finally:
-                    # What is left of the world is closed from here on, and the log lines of that time do not show
-                    # defects.
+                    # The teardown begins: its log lines are not findings.
                     logger.removeHandler(self._log)
                     logging.disable(logging.CRITICAL)
                     self._failures = [*self.loop.failures, *self.loop.unseen_deaths()]
@@ -217,7 +212,7 @@ class World:
             self.find(trouble)
 
     async def _until_ready(self) -> bool:
-        """Waits until all components serve and the gateways say so."""
+        """Wait until all components serve and the gateways report it."""
         until_s = self.loop.time() + SET_UP_S
         while not all(self._ready(life) for life in self.lives.values()):
             if self.loop.time() > until_s:
@@ -236,7 +231,7 @@ class World:
         return not (life.backend is not None and life.component.worker.epoch.over)
 
     def begin(self, name: str, stands_by: bool) -> SimTurn:
-        """Starts a process of a component, whose life begins with its turn."""
+        """Start a process of a component, whose life begins with its turn."""
         life, process = self.lives[name], self.loop.process(name)
         process.on_death.append(lambda: self.network.died(process))
         if stands_by:
@@ -255,7 +250,7 @@ class World:
         return turn
 
     def kill(self, name: str) -> None:
-        """Sends SIGKILL to a component, if it runs."""
+        """Send SIGKILL to a component if it runs."""
         child = self.lives[name].child
         if child is not None:
             self.note(f"{name} is killed")
@@ -282,7 +277,7 @@ class World:
             self.loop.post(self.loop.outside, self.loop.kill, turn.process)
 
     def _hangs(self, name: str) -> None:
-        """Notes that a component did not stop in the time that it has for that."""
+        """Record that a component did not stop within its grace."""
         excuses = {fault.kind for fault in self.schedule.faults} & SLOW_STOP_FAULTS
         (self.note if excuses else self.find)(f"{name} hangs while it stops")
 
@@ -301,7 +296,7 @@ class World:
 
 
 class _WatchedStop:
-    """Calls ``hangs`` with a component's name when its stop was cut short."""
+    """Calls ``hangs`` with a component's name if its stop was cut short."""
 
     def __init__(self, component: Any, hangs: Callable[[str], None]) -> None:
         self._component = component
@@ -319,7 +314,7 @@ class _WatchedStop:
 
 
 class _LogReader(logging.Handler):
-    """Adds log lines to the history; a defect that a component survives is a finding all the same."""
+    """Adds log lines to the history, and logged exceptions that a component survived to the findings."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -328,7 +323,7 @@ class _LogReader(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         for node, disk in self._world.machine.disks.items():
-            # The name of the folder is replaced, because it is another one in each run.
+            # The folder's name differs from run to run.
             text = text.replace(str(disk.folder), f"disk of {node}")
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and not isinstance(error, PillionError):

@@ -1,7 +1,6 @@
-"""Computes paged attention in plain torch, one sequence and one head at a time. The code is slow and obvious; it is the
-oracle of every kernel.
+"""Paged attention in plain torch, one sequence and head at a time: the slow and obvious oracle of every kernel.
 
-The pool is [slots, layers, 2, kv_heads, block_size, head_dim], K before V; a piece holds one row per token.
+Pool: [slots, layers, 2, kv_heads, block_size, head_dim], K before V.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes attention of queries [T, heads, head_dim] over the pool, in float32; the result has their dtype.
+    """Compute attention of queries [T, heads, head_dim] over the pool, in float32; cast to the queries' dtype.
 
-    A query at position p sees positions max(0, p - window + 1) .. p of its sequence (window 0: from 0), or if
-    ``chunked`` those from the last multiple of the window on. Query head h reads KV head h // (heads / kv_heads). With
-    a ``softcap`` (Gemma 2), scaled scores become softcap * tanh(score / softcap) before the softmax. ``sinks`` [heads]:
-    scores that each head's softmax counts beside those of the tokens, and that have no value (gpt-oss).
+    A query at position p attends to positions max(0, p - window + 1) .. p of its sequence (window 0: from 0), or if
+    ``chunked`` from the last multiple of the window on. Query head h reads KV head h // (heads / kv_heads). With a
+    ``softcap`` (Gemma 2) scaled scores become softcap * tanh(score / softcap). ``sinks`` [heads]: scores that each
+    head's softmax includes without a value (gpt-oss).
     """
     _, _, _, kv_heads, block_size, head_dim = pool.shape
     group = queries.shape[1] // kv_heads
@@ -39,7 +38,7 @@ def paged_attention(
     for sequence, table in enumerate(batch.block_tables):
         context = int(batch.context_lens[sequence])
         slots = torch.from_numpy(table[: math.ceil(context / block_size)].astype(np.int64))
-        # This turns [blocks, 2, kv_heads, block_size, head_dim] into [2, kv_heads, tokens, head_dim].
+        # [blocks, 2, kv_heads, block_size, head_dim] -> [2, kv_heads, tokens, head_dim]
         pieces = pool[slots, layer].float().permute(1, 2, 0, 3, 4)
         keys, values = pieces.reshape(2, kv_heads, -1, head_dim)[:, :, :context]
         for row in range(batch.query_starts[sequence], batch.query_starts[sequence + 1]):

@@ -1,7 +1,7 @@
-"""Makes certificates for development and tests, by the openssl command: ``python -m lab.testbed.certs FOLDER``.
+"""Certificates for development and tests, made by openssl: ``python -m lab.testbed.certs FOLDER``.
 
-There are two authorities: one signs the gateways that clients trust (and clients, where the edge asks for their
-certificates), the other signs the components of a cluster and nothing else.
+Two authorities: one signs gateways (and clients, where the edge requires certificates), the other signs only components
+of a cluster.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ DAYS = 365
 MAX_DAYS = 3650
 OPENSSL_TIMEOUT_S = 60.0
 NAMES = ("ca", "server", "client", "internal-ca", "internal")
-# A gateway's certificate serves a client as well: `pillion serve` asks its own gateway whether it is ready.
+# A gateway's certificate is a client's as well: `pillion serve` probes its own gateway.
 BOTH = "serverAuth,clientAuth"
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """Describes a certificate that is to be made: who signs it, for which names, and what it may be used for."""
+    """A certificate to make: its issuer, names and uses."""
 
     name: str
     authority: str
@@ -41,15 +41,15 @@ class _Leaf:
 
 
 def make_certs(folder: Path, hosts: Sequence[str] = (), days: int = DAYS) -> list[Path]:
-    """Writes ``NAME.pem`` and ``NAME.key`` for each of NAMES into ``folder`` (mode 0700, keys 0600).
+    """Write ``NAME.pem`` and ``NAME.key`` for each of NAMES into ``folder`` (mode 0700, keys 0600).
 
     Args:
-        folder: is made where it is missing. Nothing in it is overwritten.
-        hosts: names and addresses by which clients reach the gateway, besides this machine's own.
-        days: how long the certificates are valid.
+        folder: created if missing; existing files are not overwritten.
+        hosts: names and addresses of the gateway, besides this machine's own.
+        days: validity.
 
     Raises:
-        ConfigError: there is no openssl, a file exists already, or openssl failed.
+        ConfigError: openssl is missing or failed, or a file exists.
     """
     openssl = shutil.which("openssl")
     if openssl is None:

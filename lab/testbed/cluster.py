@@ -1,4 +1,4 @@
-"""Runs `pillion serve` as a user starts it: real processes, found by the role in their command line."""
+"""`pillion serve` as a user starts it: real processes, found by the role in their command line."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ from pillion.supervisor.standbys.process_title import STANDBY_VARIABLE, WAITING_
 from pillion.v1.kvnode_pb2 import NodeStatus
 
 READY_TIMEOUT_S = 200.0
-# This covers the longest drain, and the time for all processes to end.
+# Covers the longest drain and the end of all processes.
 STOP_TIMEOUT_S = 120.0
-# With this heartbeat timeout no component is taken for lost because the machine is busy, or because a test holds a
-# process.
+# Heartbeat timeout that a busy machine or a process held by a test does not reach.
 PATIENT_MS = int(2 * WITHIN_S * 1000)
-# A decode worker passes this point once for each step. Unless tokens are drafted, a step gives a stream one token at
-# most, so the number of passings is certain; whether the tokens of earlier steps have left the worker is not.
+# Passed once per step by a decode worker. Without draft tokens a step adds at most one token per stream, so the number
+# of passes is exact; whether earlier tokens have left the worker is not.
 AMID_STEPS = "decode, before a launch"
-# A worker is held this long for the sake of streams that may begin meanwhile, before it goes on for some steps: first
-# briefly, because most begin only where it goes on, and after so many looks ever longer, because then it is another
-# process that lags, and the worker's streams are not to end before that one runs again.
+# Time to hold a worker for streams that have yet to begin, before it continues for some steps: brief at first, since
+# most begin only when it continues, then doubled after BRIEF_LOOKS, when another process must be lagging.
 BEGUN_WITHIN_S, BEGUN_WITHIN_AT_MOST_S, BRIEF_LOOKS = 0.5, 16.0, 4
 
 
 class HostProcess(Protocol):
-    """Describes what tests use of a process: a Popen's methods."""
+    """The methods of a Popen that tests use."""
 
     @property
     def pid(self) -> int: ...
@@ -58,7 +56,7 @@ class HostProcess(Protocol):
 
 
 class ServedCluster:
-    """Represents a running `pillion serve`, with its temporary files under ``folder``."""
+    """A running `pillion serve`, with its temporary files under ``folder``."""
 
     def __init__(
         self,
@@ -68,7 +66,7 @@ class ServedCluster:
         log: pathlib.Path,
         board: FaultBoard | None = None,
     ) -> None:
-        """Takes a running process. ``board`` is that of its processes, where they have hooks for faults."""
+        """``board``: of its processes, if they have fault hooks."""
         self.process = process
         self.folder = folder
         self.target = f"127.0.0.1:{port}"
@@ -79,12 +77,12 @@ class ServedCluster:
 
     @property
     def board(self) -> FaultBoard:
-        """Gives the board on which the faults of the cluster's processes are armed."""
+        """The board on which its processes' faults are armed."""
         assert self._faults is not None, "served() was not told to have faults"
         return self._faults
 
     def processes(self) -> list[psutil.Process]:
-        """Returns all living processes of the cluster, the supervisor included."""
+        """Return all living processes of the cluster, including the supervisor."""
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(self.process.pid)
             for process in (top, *top.children(recursive=True)):
@@ -92,8 +90,8 @@ class ServedCluster:
         return [process for process in self.ever_seen.values() if alive(process)]
 
     def components(self, role: str) -> list[psutil.Process]:
-        """Returns the processes of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), without those
-        that only stand by."""
+        """Return the processes of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), without
+        standbys."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -104,7 +102,7 @@ class ServedCluster:
         return found
 
     def standbys(self) -> int:
-        """Returns how many processes are ready to take over from others."""
+        """Return the number of ready standbys."""
         count = 0
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -112,11 +110,10 @@ class ServedCluster:
         return count
 
     def component(self, role: str) -> psutil.Process | None:
-        """Returns the first process of ``role``, None if there is none."""
         return next(iter(self.components(role)), None)
 
     def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
-        """Sends a signal to the component; returns its pid."""
+        """Send a signal to the component and return its pid."""
         process = self.component(role)
         assert process is not None, f"no {role} lives"
         process.send_signal(number)
@@ -131,10 +128,9 @@ class ServedCluster:
         victim: str = "",
         held_s: float = 0.0,
     ) -> None:
-        """Arms a fault: a signal is sent at the ``passing``-th passing of a named point from now on, over all processes
-        of its role: to the process that passes it, or to that of the role ``victim``. Without a signal, the thread that
-        passes is held for ``held_s``, and the rest of its process goes on. It replaces the fault that was armed
-        before."""
+        """Arm a fault, replacing the last: a signal at the ``passing``-th pass of a named point, counted over all
+        processes of its role, sent to the passing process or to that of role ``victim``. Without a signal, the passing
+        thread is held for ``held_s`` while the rest of its process continues."""
         process = self.component(victim) if victim else None
         assert process is not None or not victim, f"no {victim} lives"
         self.board.clear()
@@ -142,7 +138,7 @@ class ServedCluster:
         self._armed = point
 
     def struck(self) -> int:
-        """Waits until the fault that is armed has happened; returns the process that passed the point."""
+        """Wait until the armed fault has happened and return the pid that passed the point."""
 
         def passings() -> str:
             return f"{self.board.passings(BY_NAME[self._armed])} passings"
@@ -152,8 +148,8 @@ class ServedCluster:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[psutil.Process]:
-        """Waits until the process has passed the point at which :meth:`arm` stops it; the process goes on when the
-        block ends, if it still lives. The work at that point is not over before that."""
+        """Wait until the process has stopped at the point of :meth:`arm`; continue it when the block ends. The work at
+        that point is not finished before."""
         process = psutil.Process(self.struck())
         try:
             yield process
@@ -163,8 +159,8 @@ class ServedCluster:
 
     @contextlib.contextmanager
     def holding_all(self, what: str, begun: Callable[[], bool], steps: int) -> Iterator[psutil.Process]:
-        """Waits as :meth:`holding` does, until ``begun`` says that all streams have: the only decode worker, armed to
-        stop amid the first of them, is let go on for some more ``steps`` until then."""
+        """Like :meth:`holding`, until ``begun`` returns True for all streams: meanwhile the only decode worker, armed
+        to stop during the first of them, is continued for ``steps`` at a time."""
         for look in itertools.count():
             look_s = BEGUN_WITHIN_S * 2 ** max(0, look - BRIEF_LOOKS)
             with self.holding() as process:
@@ -176,8 +172,8 @@ class ServedCluster:
                 self.arm(steps, signal.SIGSTOP)
 
     def node_status(self) -> NodeStatus:
-        """Returns the KV node's status after it proved its integrity. Raises AssertionError while it does not answer,
-        and Conflict where it cannot prove its integrity."""
+        """Return the KV node's status after an integrity check. Raises AssertionError if it does not answer, and
+        Conflict if the check fails."""
         path = next(self.folder.rglob("kvnode*.sock"), None)
         assert path, "no KV node has a socket"
         status = asyncio.run(proven_status(f"unix:{path}"))
@@ -185,8 +181,8 @@ class ServedCluster:
         return status
 
     def idle(self) -> bool:
-        """Returns whether nothing is pinned, reserved or waiting; leased slots are the decode worker's stock. The node
-        has proved its integrity; where it cannot, this raises Conflict. False while it does not answer."""
+        """Return whether nothing is pinned, reserved or waiting; slots leased by the decode worker do not count. False
+        if the node does not answer. Raises Conflict if its integrity check fails."""
         try:
             status = self.node_status()
         except AssertionError:
@@ -194,21 +190,21 @@ class ServedCluster:
         return not (status.tickets or status.pinned_blocks or status.reserved_blocks)
 
     def serving(self) -> bool:
-        """Returns whether the gateway knows a decode worker and every prefill worker."""
+        """Return whether the gateway has discovered a decode worker and every prefill worker."""
         with contextlib.suppress(PillionError), Client(self.target) as client:
             known = [component for component in client.status().components if component.role == "prefill"]
             return bool(client.models()) and len(known) >= len(self.components("prefill"))
         return False
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
-        """Ends the cluster as Ctrl-C does; returns its exit status."""
+        """End the cluster as Ctrl-C does and return its exit status."""
         self.processes()
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(STOP_TIMEOUT_S)
 
     def end(self) -> None:
-        """Stops the cluster, and kill all processes that do not end in time, the supervisor included."""
+        """Stop the cluster, and kill all processes that do not end in time, including the supervisor."""
         try:
             self.stop()
         finally:
@@ -216,14 +212,14 @@ class ServedCluster:
                 leftover.kill()
 
     def left_behind(self) -> list[str]:
-        """Returns living processes and files that an ended cluster should not have left."""
+        """Return living processes and files that should be gone after the end."""
         processes = [" ".join(p.cmdline()) for p in self.ever_seen.values() if alive(p)]
         return processes + [str(path) for path in self.folder.rglob("*") if path != self.log]
 
 
 async def proven_status(address: str) -> NodeStatus | None:
-    """Returns a KV node's status after it proved its integrity (I4); None where it does not answer. Raises Conflict
-    where it cannot prove it."""
+    """Return a KV node's status after an integrity check (I4), or None if it does not answer. Raises Conflict if the
+    check fails."""
     client = NodeClient(address, "test")
     try:
         await client.check_integrity()
@@ -237,23 +233,22 @@ async def proven_status(address: str) -> NodeStatus | None:
 
 
 def words_of(process: psutil.Process) -> list[str]:
-    """Returns a process's command line, empty where it has ended. Forked components, like Redis, show one word with
-    spaces in it."""
+    """Return a process's command line, empty if it has ended. Forked components and Redis show one word with
+    spaces."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline()).split()
     return []
 
 
 def stands_by(process: psutil.Process) -> bool:
-    """Returns whether a process was started as a standby and serves nothing yet: it loads, waits, or takes over just
-    now."""
+    """Return whether a process is a standby that does not serve yet: loading, waiting or taking over."""
     if process.name() == WAITING_NAME or words_of(process)[:1] == [WAITING_TITLE]:
         return True
     return STANDBY_VARIABLE in process.environ() and not any(one.laddr for one in process.net_connections("unix"))
 
 
 def alive(process: psutil.Process) -> bool:
-    """Returns whether a process runs and is no zombie."""
+    """Return whether a process is running and not a zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -266,7 +261,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str], log: pathlib.Path
 
 
 def _fork(command: Sequence[str], environ: Mapping[str, str], log: pathlib.Path) -> HostProcess:
-    """Starts a cluster as a fork, and its fork server, too, where its workers have one thread each."""
+    """Start a cluster as a fork; its fork server as well if its workers have one thread each."""
     imported_in = child_environ(environ, "") | compute_environ(1)
     return shared_forks(imported_in).start(command, environ, log)
 
@@ -281,18 +276,21 @@ def served(
     faults: bool = False,
     forked: bool = False,
 ) -> Iterator[ServedCluster]:
-    """Runs `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
+    """Run `pillion serve MODEL FLAGS` with its temporary files under ``folder``, and stop it at the end.
 
-    The cluster dies with the thread that calls this (on Linux), so nothing outlives a test or a benchmark that is
-    killed.
+    The cluster dies with the calling thread (on Linux), so that nothing outlives a killed test.
 
-    Without --split-policy among the flags, ``split_policy`` holds, with which a prefill worker computes every prompt;
-    "" leaves it to the default of `pillion serve`. Without --standby no process stands by: starting those takes as long
-    as starting the cluster, and without --partial-block-percent workers keep no partial blocks, so that leaked slots
-    show. ``environ`` is added to the environment. With ``faults`` its processes have hooks at their
-    fault points, no component is taken for lost by silence alone, unless flags say when, and Redis is waited for. With
-    ``forked`` or ``faults``, or where the environment has FORKED_VARIABLE, all of them are forks
-    (:mod:`lab.testbed.forks`), for tests start such clusters by the hundred.
+    Args:
+        split_policy: used unless flags set --split-policy; the default prefills every prompt on a prefill worker, ""
+            is the default of `pillion serve`.
+        environ: added to the environment.
+        faults: processes have hooks at their fault points, silence alone never makes a component lost unless flags set
+            a timeout, and Redis is waited for.
+        forked: components are forks (:mod:`lab.testbed.forks`), as with ``faults`` or FORKED_VARIABLE; tests start such
+            clusters by the hundred.
+
+    Unless flags set them, there are no standbys, which take as long to start as the cluster, and no partial blocks, so
+    that leaked slots show.
     """
     port = free_port()
     temporary = folder / "t"

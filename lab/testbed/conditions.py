@@ -1,13 +1,12 @@
-"""Waits for a condition with a bound, in place of a sleep of a guessed length.
+"""Bounded waits for a condition, in place of a sleep of a guessed length.
 
-``wait_for`` blocks the thread, ``until`` gives way to the event loop, ``within`` awaits something, ``result_of`` takes
-what another thread's call returns, and ``loop_turns`` lets whatever is ready on the loop run a known number of times. A
-test that shows that something does *not* happen counts turns or drives a clock.
+``wait_for`` blocks the thread, ``until`` yields to the event loop, ``within`` awaits, ``result_of`` waits for another
+thread's call, and ``loop_turns`` runs a known number of loop iterations. A test that something does *not* happen counts
+iterations or drives a clock.
 
-A wait that is given up says in the first line of its error what it waited for, what it saw instead, and since when.
-That is the condition's answer or, where the answer is no more than "not yet", the operands of the expression that the
-condition returned: for ``lambda: len(found) == 3`` it is the value of ``len(found)``. A caller that knows better gives
-``saw``.
+The first line of a timeout's error has what was waited for, what was seen instead, and since when: the condition's
+answer or, if that is only false, the operands of the expression that it returned: for ``lambda: len(found) == 3`` the
+value of ``len(found)``. ``saw`` overrides this.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 POLL_S = 0.02
-# A condition is given at most this time. It is long for the sake of loaded machines; a test waits it out only where
-# something is broken.
+# Timeout of a condition: long for loaded machines; only reached where something is broken.
 WITHIN_S = 60.0
-# A wait that takes longer than this records this often what the condition sees.
+# Interval at which a longer wait records what the condition sees.
 LOOK_EVERY_S = 1.0
-# An error shows this many characters of a value, and of all values together.
+# Characters of a value in an error, and of all values.
 VALUE_CHARACTERS, LINE_CHARACTERS = 160, 600
 
 
@@ -44,8 +42,8 @@ def wait_for(
     *,
     saw: Callable[[], Any] | None = None,
 ) -> Any:
-    """Returns the first true answer of ``condition``. Raises AssertionError when none comes in time, with ``what`` and
-    what was seen instead, which is what ``saw`` returns, where it is given."""
+    """Return the first true answer of ``condition``. On a timeout raises AssertionError with ``what`` and what was seen
+    instead, which is ``saw()`` if given."""
     watch = _Watch(what, condition, timeout_s, saw)
     while True:
         with watch.looking():
@@ -63,8 +61,7 @@ async def until(
     *,
     saw: Callable[[], Any] | None = None,
 ) -> Any:
-    """Returns the first true answer of ``condition``, which may be a coroutine function. Raises what ``wait_for``
-    raises."""
+    """Return the first true answer of ``condition``, which may be a coroutine function. Raises as ``wait_for``."""
     watch = _Watch(what, condition, timeout_s, saw)
     while True:
         with watch.looking():
@@ -80,8 +77,7 @@ async def until(
 async def within(
     what: str, awaitable: Awaitable[T], timeout_s: float = WITHIN_S, *, saw: Callable[[], Any] | None = None
 ) -> T:
-    """Returns the result of ``awaitable``. Raises AssertionError with ``what`` when it does not come in time, and with
-    what ``saw`` returns then."""
+    """Return the result of ``awaitable``. Raises AssertionError with ``what`` and ``saw()`` on a timeout."""
     try:
         async with asyncio.timeout(timeout_s):
             return await awaitable
@@ -91,8 +87,8 @@ async def within(
 
 
 def result_of(what: str, future: Future[T], timeout_s: float = WITHIN_S) -> T:
-    """Returns what another thread's call returns, or raises what it raises. Raises AssertionError with ``what`` when
-    the call does not end in time."""
+    """Return the result of another thread's call, or raise its error. Raises AssertionError with ``what`` on a
+    timeout."""
     try:
         return future.result(timeout_s)
     except TimeoutError:
@@ -102,13 +98,13 @@ def result_of(what: str, future: Future[T], timeout_s: float = WITHIN_S) -> T:
 
 
 async def loop_turns(count: int = 50) -> None:
-    """Lets the event loop run everything that is ready, ``count`` times."""
+    """Run everything that is ready on the event loop, ``count`` times."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 class _Watch:
-    """Records what one wait has seen so far, and when it is given up."""
+    """What one wait has seen so far, and its deadline."""
 
     def __init__(
         self, what: str, condition: Callable[[], Any], timeout_s: float, saw: Callable[[], Any] | None
@@ -124,7 +120,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Encloses a call of the condition; where a look is due, the frame in which it answers is kept."""
+        """Enclose a call of the condition; if a look is due, record the frame in which it returns."""
         self._frame = None
         if self._saw is not None or self._code is None or time.monotonic() < self._next_look_s:
             yield
@@ -137,7 +133,7 @@ class _Watch:
             sys.setprofile(before)
 
     def missed(self, answer: Any) -> None:
-        """Notes that the condition does not hold yet. Raises AssertionError where its time is over."""
+        """Record that the condition does not hold yet. Raises AssertionError after the deadline."""
         now = time.monotonic()
         over = now >= self._began_s + self._timeout_s
         if not over and now < self._next_look_s:
@@ -166,7 +162,7 @@ class _Watch:
 
 
 def short(value: Any) -> str:
-    """Returns a value on one line, and not too long."""
+    """Return a value as one line of limited length."""
     try:
         text = " ".join(value.split()) if isinstance(value, str) else " ".join(repr(value).split())
     except Exception as error:
@@ -178,9 +174,9 @@ def short(value: Any) -> str:
 
 
 def operands(frame: FrameType) -> dict[str, Any]:
-    """Returns the operands of the expression that a frame has returned, by their texts: the sides of comparisons, and
-    what ``not``, ``and`` and ``or`` join. Constants, and what cannot be evaluated once more, are left out; where
-    nothing is left, these are the frame's variables."""
+    """Return the operands of the expression that a frame has returned, by their source: sides of comparisons, and what
+    ``not``, ``and`` and ``or`` join. Constants, and what cannot be evaluated again, are left out; if nothing remains,
+    the frame's variables."""
     expression = _returned_expression(frame)
     found: dict[str, Any] = {}
     names = {**frame.f_globals, **frame.f_locals}
@@ -208,7 +204,7 @@ def _parts(expression: ast.expr) -> Iterator[ast.expr]:
         case ast.Call(func=ast.Name(id="bool"), args=[argument]):
             yield from _parts(argument)
         case ast.Call(func=ast.Name(id="any" | "all"), args=[ast.GeneratorExp() as each]):
-            # The values that the generator goes through tell more than its answer.
+            # The iterated values explain more than the answer.
             yield from _parts(each.generators[0].iter)
         case ast.Constant():
             return
@@ -217,7 +213,7 @@ def _parts(expression: ast.expr) -> Iterator[ast.expr]:
 
 
 def _returned_expression(frame: FrameType) -> ast.expr | None:
-    """Returns the source of what a frame has just returned; for a lambda it is the whole body."""
+    """Return the source of the expression that a frame has just returned; for a lambda its body."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     positions = list(frame.f_code.co_positions())
     index = frame.f_lasti // 2
@@ -235,5 +231,5 @@ def _returned_expression(frame: FrameType) -> ast.expr | None:
 
 
 def _code_of(condition: Callable[[], Any]) -> CodeType | None:
-    """Returns the code of a function or bound method, None for what is not written in Python."""
+    """Return the code of a function or bound method, or None if it is not Python."""
     return getattr(getattr(inspect.unwrap(condition), "__func__", condition), "__code__", None)

@@ -1,4 +1,4 @@
-"""Makes draft models of a model: its own first layers, and a model whose upper layers add little by construction."""
+"""Draft models of a model: its own first layers, and a model whose upper layers add little by construction."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-# A layer adds the outputs of these matrices to its input; these are the ends of their names in checkpoints of the Llama
-# kind.
+# Ends of the names, in Llama-like checkpoints, of the matrices whose outputs a layer adds to its input.
 ADDED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def first_layers(folder: pathlib.Path, into: pathlib.Path, layers: int) -> pathlib.Path:
-    """Writes a model of the first ``layers`` of that in ``folder``, with its tokenizer; returns ``into``."""
+    """Write a model of the first ``layers`` of that in ``folder``, with its tokenizer, and return ``into``."""
     config, tensors = _read(folder, into)
     kept = {name: tensor for name, tensor in tensors.items() if _layer(name) < layers}
     config["num_hidden_layers"] = layers
@@ -27,8 +26,8 @@ def first_layers(folder: pathlib.Path, into: pathlib.Path, layers: int) -> pathl
 
 
 def with_quiet_layers(folder: pathlib.Path, into: pathlib.Path, loud: int, factor: float) -> pathlib.Path:
-    """Writes the model of ``folder`` with the outputs of each layer after the first ``loud`` ones scaled by ``factor``,
-    so that a draft of the first layers drafts most tokens right; returns ``into``."""
+    """Write the model of ``folder`` with the outputs of all layers after the first ``loud`` scaled by ``factor``, so
+    that most draft tokens of its first layers are accepted, and return ``into``."""
     config, tensors = _read(folder, into)
     for name, tensor in tensors.items():
         if _layer(name) >= loud and name.endswith(ADDED):
@@ -38,7 +37,7 @@ def with_quiet_layers(folder: pathlib.Path, into: pathlib.Path, loud: int, facto
 
 
 def _layer(name: str) -> int:
-    """Returns the number of the layer that a tensor belongs to; -1 for none."""
+    """Return the number of a tensor's layer, -1 for none."""
     parts = name.split(".")
     return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
 

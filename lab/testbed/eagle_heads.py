@@ -1,4 +1,4 @@
-"""Makes EAGLE-3 heads with random weights, in the format of ``speculators`` or in the original one."""
+"""EAGLE-3 heads with random weights, in the format of ``speculators`` or the original one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# The config of a head's layer has these keys of a model's config too.
+# Keys of a model's config that the config of a head's layer shares.
 OF_LAYER = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rms_norm_eps", "max_position_embeddings", "rope_theta"),
@@ -20,7 +20,7 @@ OF_LAYER = (
 def head_config(
     main: dict[str, Any], model_type: str, draft_vocab_size: int, state_layers: tuple[int, ...] | None, before: bool
 ) -> dict[str, Any]:
-    """Returns the config.json of a head for a model with the config ``main``, as ``speculators`` writes it."""
+    """Return the config.json of a head for a model with the config ``main``, as ``speculators`` writes it."""
     layer = {key: main[key] for key in OF_LAYER if key in main} | {"model_type": model_type, "num_hidden_layers": 1}
     layer.setdefault("head_dim", main["hidden_size"] // main["num_attention_heads"])
     return {
@@ -43,7 +43,7 @@ def head_config(
 
 
 def original_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config of a head, given as ``speculators`` writes it, in the original EAGLE-3 layout."""
+    """Convert a head's config from ``speculators`` to the original EAGLE-3 layout."""
     kept = {key: config[key] for key in ("draft_vocab_size", "norm_before_residual")}
     named = config["eagle_aux_hidden_state_layer_ids"]
     options = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": named, "use_aux_hidden_state": True}}
@@ -53,7 +53,7 @@ def original_config(config: dict[str, Any]) -> dict[str, Any]:
 def head_tensors(
     config: dict[str, Any], seed: int, states: int = 3, embedding: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Returns random weights of a head, with the names of ``speculators``."""
+    """Return random weights of a head, with the names of ``speculators``."""
     layer, draft = config["transformer_layer_config"], config["draft_vocab_size"]
     hidden, inner, vocab = layer["hidden_size"], layer["intermediate_size"], layer["vocab_size"]
     queries = layer["num_attention_heads"] * layer["head_dim"]
@@ -105,7 +105,7 @@ def save_head(
     embedding: bool = False,
     seed: int = 0,
 ) -> pathlib.Path:
-    """Writes a head for the model in ``main``; returns ``folder``."""
+    """Write a head for the model in ``main`` and return ``folder``."""
     config = head_config(
         json.loads((main / "config.json").read_text()), model_type, draft_vocab_size, state_layers, norm_before_residual
     )
@@ -118,7 +118,6 @@ def save_head(
 
 
 def write_head(folder: pathlib.Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a head's files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(folder / "model.safetensors"))

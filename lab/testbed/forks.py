@@ -1,11 +1,10 @@
-"""Starts components and whole clusters as a supervisor starts components: as forks of one process that has imported
-what all of them need.
+"""Components and clusters as forks of one process that has imported what all of them need, as a supervisor starts them.
 
     shared_forks(environ) --first start()--> the fork server imports, once --start()--> a process, watched as a Popen is
                                                   '--this process ends, or stop()--> ends
 
-Ten components that each import torch take 20 s of a core before the first one does anything. The fork server is the
-product's own (:mod:`pillion.supervisor.standbys.fork_server`), on an event loop in a thread of its own.
+Without it, ten components that import torch take 20 s of a core before their first work. The fork server is the
+product's own (:mod:`pillion.supervisor.standbys.fork_server`), on an event loop in a thread.
 """
 
 from __future__ import annotations
@@ -35,75 +34,71 @@ from pillion.supervisor.standbys.fork_server import ForkServer
 
 T = TypeVar("T")
 _PR_SET_CHILD_SUBREAPER = 36
-# A fork server of this tree imports these modules.
+# Modules that a fork server of this tree imports.
 MODULES = (*preloaded_modules("cpu"), "lab.testbed.nested_forks:install=")
 
 
 class ForkedComponent:
-    """Represents a component that a fork server has started."""
+    """A component started by a fork server, with the methods of a Popen."""
 
     def __init__(self, child: ChildProcess, ended: Future[int]) -> None:
         self._child, self._ended = child, ended
 
     @property
     def pid(self) -> int:
-        """Gives the process id."""
         return self._child.pid
 
     def poll(self) -> int | None:
-        """Returns the exit status, negative for a signal, or None while the process runs or its log is being
-        written."""
+        """Return the exit status, negative for a signal, or None until the process has ended and its log is written."""
         return self._ended.result() if self._ended.done() else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Returns the exit status when the process has ended. Raises TimeoutExpired after ``timeout`` seconds."""
+        """Wait for the end and return the exit status. Raises TimeoutExpired after ``timeout`` seconds."""
         try:
             return self._ended.result(timeout)
         except TimeoutError:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
 
     def terminate(self) -> None:
-        """Sends SIGTERM, where the process has not ended."""
+        """Send SIGTERM unless the process has ended."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL, where the process has not ended."""
+        """Send SIGKILL unless the process has ended."""
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends a signal, where the process has not ended."""
+        """Send a signal unless the process has ended."""
         if self._child.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 class ForkedChild:
-    """Represents a process for coroutines, with the methods that they use of a :class:`ChildProcess`. That belongs to
-    another event loop."""
+    """A process for coroutines: the methods that they use of a :class:`ChildProcess`, which belongs to another event
+    loop."""
 
     def __init__(self, child: ChildProcess, loop: asyncio.AbstractEventLoop) -> None:
         self._child, self._loop = child, loop
 
     @property
     def pid(self) -> int:
-        """Gives the process id."""
         return self._child.pid
 
     @property
     def running(self) -> bool:
-        """Says whether the process has not ended."""
         return self._child.running
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process and what it has started."""
+        """Send SIGKILL to the process and its descendants."""
         self._child.kill()
 
     async def wait(self) -> int:
-        """Returns the exit status, negative for a signal, when the process has ended."""
+        """Wait for the end and return the exit status, negative for a signal."""
         return await self._there(self._child.wait())
 
     async def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM, and SIGKILL after ``grace_s``; returns when the process is gone."""
+        """Send SIGTERM, then SIGKILL after ``grace_s``, and wait for the end."""
         await self._there(self._child.stop(grace_s))
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
@@ -112,7 +107,7 @@ class ForkedChild:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Makes this process the parent of the orphans among its descendants, until the block ends."""
+    """Make this process the parent of orphaned descendants until the block ends."""
     adopt_orphans()
     try:
         yield
@@ -121,17 +116,16 @@ def _adopting() -> Iterator[None]:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-# This process's fork servers, by the folder and the environment in which they import.
+# Fork servers of this process, by folder and the environment that their imports read.
 _shared: dict[tuple[object, ...], Forks] = {}
 _sharing = threading.Lock()
-# Only one process starts at a time, for a process either adopts orphans or does not.
+# One start at a time, since adopting orphans is a setting of the whole process.
 _starting = threading.Lock()
 
 
 def shared_forks(environ: Mapping[str, str], *, packages: bool = False) -> Forks:
-    """Returns this process's fork server for processes whose environment imports read as this one; it lasts as long as
-    this process. With ``packages`` the environment leads to another version of Pillion, whose own fork server it is
-    then."""
+    """Return this process's fork server for an environment that imports read as this one; it lives as long as this
+    process. ``packages``: the environment contains another version of Pillion, whose own fork server is used."""
     key = (os.getcwd(), *sorted(read_by_imports(environ).items()))
     with _sharing:
         if key not in _shared:
@@ -140,32 +134,31 @@ def shared_forks(environ: Mapping[str, str], *, packages: bool = False) -> Forks
 
 
 def component_forks() -> Forks:
-    """Returns the fork server for processes whose imports may read of the environment what components of this process's
-    clusters read."""
+    """Return the fork server for environments whose imports match those of this process's clusters."""
     return shared_forks(child_environ(os.environ, "") | compute_environ(1))
 
 
 def _preloaded(environ: Mapping[str, str]) -> list[str]:
-    """Returns the modules that the version of Pillion in this environment imports before it forks components."""
+    """Return the modules that the Pillion of this environment imports before it forks components."""
     program = "from pillion.supervisor.component_process import preloaded_modules as of; print(*of('cpu'))"
     return subprocess.check_output([sys.executable, "-c", program], env=environ, text=True).split()
 
 
 class Forks:
-    """Starts components by one fork server, which imports in the environment ``environ``. A component's own environment
-    may differ from it in variables that no import reads. It imports ``modules``."""
+    """Starts components from one fork server, which imports ``modules`` in the environment ``environ``. A component's
+    environment may differ in variables that no import reads."""
 
     def __init__(self, environ: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
         self.environ = dict(environ)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="forks", daemon=True)
         self._thread.start()
-        # The server would write here why a component was started without it; the component's own log shows that.
+        # Lines on components started without the server are dropped: the component's own log has them.
         self._server = ForkServer(modules, self.environ, lambda line: None)
         self._call(self._begin())
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], log: pathlib.Path) -> ForkedComponent:
-        """Starts ``python -m pillion ...``; its output is added to ``log``. Raises OSError where it does not start."""
+        """Start ``python -m pillion ...`` with its output appended to ``log``. Raises OSError if it does not start."""
         log.touch()
 
         def forward(line: str) -> None:
@@ -185,9 +178,9 @@ class Forks:
         *,
         starts_clusters: bool = False,
     ) -> ForkedComponent:
-        """Starts ``python -m module words...`` with these descriptors for its output and errors. A word may be the
-        number of one of the descriptors ``given``, and is that of the program's duplicate then. A program that
-        ``starts_clusters`` starts them as forks, too. Raises OSError where it does not start."""
+        """Start ``python -m module words...`` with these descriptors for its output and errors. A word that is the
+        number of a descriptor in ``given`` becomes that of the duplicate. ``starts_clusters``: the program's clusters
+        are forks as well. Raises OSError if it does not start."""
         ours, its_own = socket.socketpair()
         with ours, its_own:
             socket.send_fds(ours, [BEGIN], [output, errors, *given])
@@ -202,8 +195,8 @@ class Forks:
     async def launch(
         self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]
     ) -> ForkedChild:
-        """Starts ``python -m pillion ...`` as a fork, or any other program; ``forward`` gets each line of its output,
-        on another thread. Raises OSError where it does not start."""
+        """Start ``python -m pillion ...`` as a fork, or any other program; ``forward`` is called with each line of its
+        output, on another thread. Raises OSError if it does not start."""
         return ForkedChild(await asyncio.to_thread(self._launch, argv, environ, forward), self._loop)
 
     def _launch(
@@ -213,14 +206,13 @@ class Forks:
         forward: Callable[[str], None],
         stdin: int = asyncio.subprocess.DEVNULL,
     ) -> ChildProcess:
-        # A component's parent is a fork of the fork server that ends at once, and then this process adopts the
-        # component. This process adopts no other orphans: nothing here would reap them, and a zombie looks alive to
-        # tests that wait for a process's end.
+        # A component's parent is a fork of the fork server that exits at once, so this process adopts the component.
+        # It adopts no other orphans: without a reaper they would be zombies, which look alive to tests.
         with _starting, _adopting():
             return self._call(self._server.launch(argv, environ, forward, stdin=stdin))
 
     def stop(self) -> None:
-        """Ends the fork server; components that still run go on without an owner."""
+        """End the fork server; running components become orphans."""
         self._call(self._server.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WITHIN_S)

@@ -1,6 +1,4 @@
-"""Computes in plain torch the same as the smaller GPU kernels: this code is the oracle of their tests, and explains
-them.
-"""
+"""The smaller GPU kernels in plain torch: the oracle of their tests, and their explanation."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ def embed(
     scale: float = 1.0,
     positions: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns rows of ``table`` [vocab, hidden] times ``scale``; an id ``-1 - row`` stands for ``sampled[row]``, or for
-    0 where that is negative. ``positions`` are rows of another table, which are added."""
+    """Return rows of ``table`` [vocab, hidden] times ``scale``. An id ``-1 - row`` refers to ``sampled[row]``, or to 0
+    if that is negative. ``positions``: rows of another table to add."""
     known = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0).long()], ids).clamp(min=0)
     rows = table[known.long()]
     rows = rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
@@ -27,7 +25,7 @@ def embed(
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float, wide: bool) -> torch.Tensor:
-    """Returns the RMS norm over the last dimension; a plain norm is rounded before the weight multiplies, a wide one
+    """Return the RMS norm over the last dimension; a plain norm is rounded before the weight multiplies, a wide one
     after."""
     normed = values.float()
     normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
@@ -43,9 +41,9 @@ def add_rms_norm(
     eps: float,
     wide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Adds a layer's output to the residual stream [T, hidden]; returns the sum, and its norm for the next layer.
+    """Add a layer's output to the residual stream [T, hidden]; return the sum, and its norm for the next layer.
 
-    The sum is rounded once and the scale never, as torch does on a GPU; on a CPU torch rounds the scale, too.
+    The sum is rounded once and the scale never, as in torch on a GPU; on a CPU torch rounds the scale as well.
     """
     added = found if post_weight is None else rms_norm(found, post_weight, eps, wide)
     total = (residual.float() + scale * added.float()).to(residual.dtype)
@@ -53,13 +51,13 @@ def add_rms_norm(
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Returns act(gate) * up of [T, 2 * inner], gate first; ``activation`` is one that its name describes."""
+    """Return act(gate) * up of [T, 2 * inner], gate first."""
     gate, up = gate_up.chunk(2, -1)
     return activated(gate, activation) * up
 
 
 def activated(up: torch.Tensor, activation: str, bends: tuple[float, float] = (0.0, 0.0)) -> torch.Tensor:
-    """Returns the activation of values; ``bends`` are xIELU's factors above and below 0."""
+    """Apply an activation; ``bends`` are xIELU's factors above and below 0."""
     match activation:
         case "relu":
             return relu(up)
@@ -84,12 +82,12 @@ def normed_and_rotated(
     centred: bool = False,
     norms_values: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norms and rotates a projection's queries [T, heads, D] and keys [T, kv_heads, D]; returns them and values.
+    """Normalize and rotate a projection's queries [T, heads, D] and keys [T, kv_heads, D]; return them and the values.
 
     All are float32 and never rounded.
 
-    norm: weight [heads + kv_heads, D] and eps; ``centred`` makes a LayerNorm of it. ``norms_values``: values are
-    normed, too, without weights. rotary: cosines and sines [max_len, D / 2] and positions [T].
+    norm: weight [heads + kv_heads, D] and eps; ``centred``: LayerNorm. ``norms_values``: normalize values as well,
+    without weights. rotary: cosines and sines [max_len, D / 2] and positions [T].
     """
     every = qkv.float().view(len(qkv), heads + 2 * kv_heads, -1)
     changed, values = every.tensor_split([heads + kv_heads], 1)
@@ -106,7 +104,7 @@ def normed_and_rotated(
 
 
 def store_rows(pool: torch.Tensor, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Puts keys and values [T, kv_heads, D] into rows of a layer of ``pool`` [.., block_size, D]; row -1 is dropped."""
+    """Store keys and values [T, kv_heads, D] in rows of a layer of ``pool`` [.., block_size, D]; row -1 is dropped."""
     block_size = pool.shape[4]
     for token, row in enumerate(rows.tolist()):
         if row >= 0:
@@ -115,26 +113,26 @@ def store_rows(pool: torch.Tensor, layer: int, rows: torch.Tensor, keys: torch.T
 
 
 def fp8_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encodes float32 rows [..., D] as e4m3 codes (uint8) of the same shape and scales [...]."""
+    """Encode float32 rows [..., D] as e4m3 codes (uint8) of the same shape and scales [...]."""
     scales = (values.abs().amax(-1) / FP8_MAX).clamp(min=FP8_MIN_SCALE)
     scaled = (values * (1.0 / scales)[..., None]).clamp(-FP8_MAX, FP8_MAX)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
 def fp8_parts(pool: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views an "fp8-rows-1" pool as codes [slots, layers, 2, kv_heads, block_size, D], and scales [.., block_size]."""
+    """View an "fp8-rows-1" pool as codes [slots, layers, 2, kv_heads, block_size, D], and scales [.., block_size]."""
     block_size = pool.shape[4] // (head_dim + 4)
     codes = pool[..., : block_size * head_dim].view(*pool.shape[:-1], block_size, head_dim)
     return codes, pool.view(torch.float32)[..., -block_size:]
 
 
 def fp8_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Decodes codes [..., D] and scales [...] to float32."""
+    """Decode codes [..., D] and scales [...] to float32."""
     return codes.contiguous().view(torch.float8_e4m3fn).float() * scales[..., None]
 
 
 def masked(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns logits [R, V] with minus infinity where row m of ``masks`` int32 [M, W] has a 0 for row rows[m]."""
+    """Return logits [R, V] with minus infinity where row m of ``masks`` int32 [M, W] has a 0 for row rows[m]."""
     bits = (masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
     allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
     found = logits.clone()

@@ -1,5 +1,5 @@
-"""Runs several KV nodes on one machine, each with its pool, socket and workers, as if they were on several hosts, or on
-hosts of a network of their own."""
+"""Several KV nodes on one machine, each with its pool, socket and workers, as if on several hosts, or on hosts of a
+network of namespaces."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from pillion.supervisor.local_cluster import compute_environ
 from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
 
-# The end of each process's log is shown, with at most this many characters.
+# Characters shown of the end of each process's log.
 MAX_LOG_CHARS = 3000
-# On hosts of a network, each process has its own port; this host has Redis and the gateways.
+# Ports on hosts of a network; EDGE is the host of Redis and the gateways.
 NODE_PORT = 50061
 WORKER_PORTS = {"prefill": 50100, "decode": 50200}
 EDGE = "edge"
@@ -37,17 +37,16 @@ EVERYWHERE = "0.0.0.0"
 
 
 class Hosts:
-    """Runs real processes by name, and their ``redis``. Files and logs lie under ``folder``, whose path must be short,
-    because Unix sockets are in it.
+    """Real processes by name, and their ``redis``.
 
-    ``caches`` has the model cache of a node's machine, which its workers share, by the node's name, where it is not
-    that of this process. ``environ`` is added to the environment of all processes. ``packages`` has a folder with the
-    ``pillion`` of another version by the process's name, from which that process runs; others run this tree. Processes
-    are forks of a process of their version (:mod:`lab.testbed.forks`), unless ``forked`` is False.
-
-    With a ``network`` a node and its workers run on the host that has the node's name, and Redis and gateways on EDGE;
-    all of them meet by its addresses. Nodes and workers listen on all addresses of their hosts, so they go on where a
-    host gets another one.
+    Args:
+        folder: files and logs; its path must be short, since Unix sockets are in it.
+        caches: model cache of a node's machine, shared by its workers, by node; the default is this process's.
+        environ: added to the environment of all processes.
+        packages: folder with another version's ``pillion`` for a process, by its name; others run this tree.
+        forked: processes are forks of a process of their version (:mod:`lab.testbed.forks`).
+        network: a node and its workers run on the host of the node's name, Redis and gateways on EDGE. Nodes and
+            workers listen on all addresses, so that they survive a change of their host's address.
     """
 
     def __init__(
@@ -71,21 +70,21 @@ class Hosts:
         self._forked = forked
 
     def keeper(self, name: str = "keeper") -> str:
-        """Starts a keeper of pools; it listens when this returns. Returns its socket, for a node's --keeper-socket."""
+        """Start a keeper of pools, wait until it listens, and return its socket, for a node's --keeper-socket."""
         path = self.folder / f"{name}.sock"
         self._start(name, "keeper", str(path))
         wait_for(f"{name} to listen", lambda: _listens(path))
         return str(path)
 
     def node(self, node_id: str, *flags: str) -> None:
-        """Starts a KV node; it answers when this returns."""
+        """Start a KV node and wait until it answers."""
         where = self.node_address(node_id) if self.network is None else f"{EVERYWHERE}:{NODE_PORT}"
         listen = ("--node-listen", where, "--attach-socket", self._attach(node_id))
         self._start(node_id, "kvnode", "--node-id", node_id, *listen, *flags, machine=node_id)
         wait_for(f"{node_id} to answer", lambda: self._ask(node_id), READY_TIMEOUT_S)
 
     def worker(self, role: str, node_id: str, *flags: str) -> str:
-        """Begins to start a worker of ``role`` at a node; returns its name."""
+        """Begin to start a worker of ``role`` at a node and return its name."""
         name = f"{role}-{node_id}"
         listen = f"unix:{self.folder}/{name}.sock"
         if self.network is not None:
@@ -95,20 +94,20 @@ class Hosts:
         return name
 
     def gateway(self, *flags: str, name: str = "gateway") -> str:
-        """Begins to start a gateway; returns where clients find it. It keeps the record of a worker that has left for
-        as long as its own --heartbeat-timeout-ms says."""
+        """Begin to start a gateway and return its target for clients. It keeps the record of a lost worker for its own
+        --heartbeat-timeout-ms."""
         target = f"127.0.0.1:{free_port()}"
         if self.network is not None:
             target = f"{self.network.address(EDGE)}:{free_port()}"
             flags = ("--host", self.network.address(EDGE), *flags)
-        # Every prompt goes through a prefill worker; the planner would sometimes see no gain in that.
+        # Every prompt through a prefill worker; the planner would sometimes skip it.
         edge = ("--grpc-port", target.split(":")[1], "--http-port", "0", "--split-policy", "disaggregated")
         self._start(name, "gateway", *self._model, "--component-id", name, *edge, *flags)
         return target
 
     @contextlib.contextmanager
     def supervised(self) -> Iterator[None]:
-        """Starts every process that ends again, Redis too, as a supervisor does, until the block ends."""
+        """Restart every process that ends, including Redis, as a supervisor does, until the block ends."""
         over = threading.Event()
 
         def supervise() -> None:
@@ -129,7 +128,7 @@ class Hosts:
             supervisor.join()
 
     def sees(self, target: str, *names: str, gateway: str = "gateway") -> None:
-        """Waits until a gateway serves with exactly these workers."""
+        """Wait until a gateway serves with exactly these workers."""
 
         def there() -> bool:
             for name in (gateway, *names):
@@ -147,36 +146,36 @@ class Hosts:
         wait_for(f"{', '.join(names)} at the gateway", there, READY_TIMEOUT_S)
 
     def places(self, target: str) -> dict[str, str]:
-        """Returns the host of each component that a gateway knows, as its address names it, by the component's name."""
+        """Return the host of each component that a gateway has discovered, from its address, by component name."""
         status = self._status(target)
         components = status.components if status else ()
         return {one.component_id: one.address.rpartition(":")[0] for one in components}
 
     def node_status(self, node_id: str) -> NodeStatus:
-        """Returns a node's status, after it proved its integrity (I4)."""
+        """Return a node's status after an integrity check (I4)."""
         status = self._ask(node_id)
         assert status is not None, f"{node_id} does not answer"
         return status
 
     def idle(self, node_id: str) -> bool:
-        """Returns whether nothing is pinned, promised or awaited at a node."""
+        """Return whether nothing is pinned, promised or awaited at a node."""
         status = self.node_status(node_id)
         return not (status.tickets or status.pinned_blocks or status.reserved_blocks or status.waiting_tickets)
 
     def pids(self, role: str) -> list[int]:
-        """Returns the processes of "prefill", "decode", "gateway", "kvnode" or "redis-server"."""
+        """Return the processes of "prefill", "decode", "gateway", "kvnode" or "redis-server"."""
         if role == "redis-server":
             return [self.redis.process.pid] if self.redis.process is not None else []
         return [one.pid for name, one in self.processes.items() if self._commands[name][0][0] == role]
 
     def stop(self, name: str, *, kill: bool = False) -> None:
-        """Ends a process as a supervisor does, or at once."""
+        """End a process as a supervisor does, or with SIGKILL."""
         process = self.processes.pop(name)
         (process.kill if kill else process.terminate)()
         process.wait(WITHIN_S)
 
     def replace(self, name: str, packages: pathlib.Path | None) -> None:
-        """Ends a process and begin to start it again from ``packages``, or from this tree, with the same flags."""
+        """End a process and begin to start it again with the same flags, from ``packages`` or this tree."""
         command, machine = self._commands[name]
         if name in self.processes:
             self.stop(name)
@@ -190,28 +189,28 @@ class Hosts:
             wait_for(f"{name} to listen", lambda: _listens(pathlib.Path(command[1])))
 
     def stop_all(self) -> None:
-        """Stops gateways and workers first, because these end when their node does."""
+        """Stop all processes, gateways and workers first, since these end when their node does."""
         for name in reversed(tuple(self.processes)):
             self.stop(name)
 
     def logs(self, chars: int = MAX_LOG_CHARS) -> str:
-        """Returns the last ``chars`` of each process's log."""
+        """Return the last ``chars`` of each process's log."""
         return "\n".join(f"--- {path.name}\n{path.read_text()[-chars:]}" for path in sorted(self.folder.glob("*.log")))
 
     def _start(self, name: str, *command: str, machine: str = "") -> None:
         self._commands[name] = command, machine
         role, *own = command
-        # A keeper takes no flags.
+        # A keeper has no flags.
         common = () if role == "keeper" else self._common
         if self.network is not None and role in ("kvnode", *WORKER_PORTS):
-            # Their ports are open to the other hosts.
+            # Reachable from other hosts.
             common = (*common, "--insecure-internal")
         environment = child_environ(os.environ, self.redis.url) | compute_environ(1) | self.environ
         environment["TMPDIR"] = str(self.folder)
         if machine in self.caches:
             environment["PILLION_CACHE"] = str(self.caches[machine])
         if name in self.packages:
-            # Without the second variable, packages in the working directory would go before those.
+            # PYTHONSAFEPATH: packages in the working directory would come first otherwise.
             environment |= {"PYTHONPATH": str(self.packages[name]), "PYTHONSAFEPATH": "1"}
         argv = ("-m", "pillion", role, *common, *own)
         if self._forked:
@@ -230,7 +229,7 @@ class Hosts:
         return self.folder / f"{name}.log"
 
     def node_address(self, node_id: str) -> str:
-        """Returns where a node's gRPC service is reached."""
+        """Return the address of a node's gRPC service."""
         if self.network is not None:
             return f"{self.network.address(node_id)}:{NODE_PORT}"
         return f"unix:{self.folder}/{node_id}.sock"
@@ -257,10 +256,8 @@ def _listens(path: pathlib.Path) -> bool:
 def hosts(
     folder: pathlib.Path, *model: str, network: HostNetwork | None = None, forked: bool = True
 ) -> Iterator[Hosts]:
-    """Starts Redis, and no other process yet; ``model`` are the flags that all components share. Ends every process.
-
-    With ``forked`` False each component is a program of its own that imports everything itself, for measurements of
-    how long a start takes."""
+    """Start Redis and yield hosts without other processes; end every process. ``model``: flags shared by all
+    components. ``forked`` False: each component is a fresh program, to measure starts."""
     edge = (network.enter(EDGE), network.address(EDGE)) if network is not None else ()
     with running_redis(*edge) as redis:
         running = Hosts(folder, redis, model, network, forked)

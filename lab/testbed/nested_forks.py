@@ -1,18 +1,17 @@
-"""Gives a supervisor that is itself a fork two programs that are forks, too: its fork server, and the one that prepares
-its model. What all of them import has been imported already. A fork may also be a component on a host of a network, or
-any other Python program.
+"""Forks for a supervisor that is itself a fork: its fork server, and the program that prepares its model. Also forks
+that run on a host of a network, or any other Python program.
 
     a fork server of tests --fork--> `pillion serve`, before it does anything --two forks--> waiting
     waiting --the supervisor starts the program: the environment, standard input and output--> the program
        '-- the supervisor has ended, or has started its fork server without needing this one --> its end
 
-Each of the two programs imports torch when it starts in the usual way, seconds of a core for each cluster. A
-supervisor has threads by the time that it starts them, and nothing can be forked then, so the forks are made ahead.
+Started normally, each of the two programs imports torch: seconds of a core per cluster. A supervisor has threads by
+then and cannot fork, so the forks are made ahead.
 
     a fork server of tests --fork--> `python -m pillion on-host NAMESPACE ROLE ...` --setns--> `python -m pillion ROLE`
                            --fork--> `python -m pillion program MODULE ...` --its descriptors--> `python -m MODULE ...`
 
-Where the word is "starter", it is a program that starts clusters, and gets the two forks that a supervisor gets.
+With "starter" as the word, the program starts clusters and has the two forks of a supervisor.
 """
 
 from __future__ import annotations
@@ -36,37 +35,36 @@ from pillion.supervisor.child_process import ChildProcess, ForkedProcess, reader
 from pillion.supervisor.lifeline import tie_to_parent
 from pillion.supervisor.standbys import fork_server, fork_server_main
 
-# A waiting fork gets two descriptors with this: its standard input, and its standard output and error.
+# Sent to a waiting fork with two descriptors: its standard input, and its standard output and error.
 BEGIN = b"b"
 DESCRIPTORS = 2
-# The first word of a fork's command line where it is more than a component.
+# First word of a fork's command line if it is not a component.
 ON_HOST, PROGRAM, STARTER = "on-host", "program", "starter"
-# A program gets its standard output and error over its standard input, and then this many further descriptors at most.
-# A word of its command line that begins so, and goes on with a number, stands for one of these.
+# Further descriptors of a program, sent over its standard input after its output and error. A word of its command line
+# with this prefix and a number refers to one of them.
 MAX_GIVEN = 8
 GIVEN = "given:"
 CLONE_NEWNET = 0x40000000
-# This line of the cluster's log says that its fork server is a fork.
+# Line of a cluster's log that shows that its fork server is a fork.
 FORKED = "it is a fork of a process that has imported everything"
-# The programs that are forked ahead, by the words with which their command lines go on after the interpreter.
+# Programs forked ahead, by the words after the interpreter.
 AHEAD = (("-m", fork_server.PROGRAM), ("-m", "pillion", "prepare"))
-# A program with this variable starts clusters as forks. Its name must not begin as those of the product's settings do.
+# Set for a program that starts clusters as forks. No prefix of the product's settings, which reject unknown names.
 FORKED_VARIABLE = "TESTBED_FORKED"
-# No import reads these variables, so processes may have their own after they were forked, or they only decide what
-# libraries print. Components read settings of the product and of exporters when they start, and the fake CUDA driver
-# its own when it is called.
+# Variables that may differ after the fork: no import reads them, or they only change what libraries print. Components
+# read settings of the product and of exporters at their start, and the fake CUDA driver its own when called.
 LATE_VARIABLES = (
     *("TMPDIR", "PYTEST_CURRENT_TEST", "TRANSFORMERS_VERBOSITY", "TQDM_DISABLE"),
     *(BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE),
-    # A benchmark writes its figures there.
+    # Folder of a benchmark's results.
     *(FORKED_VARIABLE, "LAB_WRITTEN"),
 )
 LATE_PREFIXES = ("PILLION_", "OTEL_EXPORTER_", "OTEL_BSP_", "FAKE_CUDA_")
 
 
 def read_by_imports(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the part of an environment in which processes that are forks of one another must be alike. All forks have
-    the hooks for faults."""
+    """Return the variables in which processes that are forks of one another must be equal. All forks have the fault
+    hooks."""
     found = {
         name: value
         for name, value in environ.items()
@@ -76,11 +74,11 @@ def read_by_imports(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def install(text: str) -> None:
-    """Lets each supervisor that is forked from this process start programs that are forks. A fork server calls it after
-    its imports, in the environment that they have read; ``text`` is empty."""
+    """Make supervisors forked from this process start programs that are forks. Called by a fork server after its
+    imports, in the environment that they have read; ``text`` is empty."""
     assert not text, f"nothing is to be said here: {text!r}"
     if _ForkedAhead.imported_in:
-        # This fork server is a fork of another one.
+        # A fork of another fork server.
         return
     _ForkedAhead.imported_in, run = read_by_imports(os.environ), app.main
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -105,14 +103,14 @@ def install(text: str) -> None:
 
 
 def _enter(namespace: str) -> None:
-    """Moves this process, which has one thread, to the network namespace of that path."""
+    """Move this single-threaded process to a network namespace by path."""
     with open(namespace, "rb") as there:
         if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns to {namespace} failed")
 
 
 def _run(module: str, words: Sequence[str]) -> NoReturn:
-    """Runs a module as a program, with the descriptors that come over standard input."""
+    """Run a module as a program, with the descriptors received over standard input."""
     with socket.socket(fileno=os.dup(0)) as connection:
         _, (output, errors, *given), _, _ = socket.recv_fds(connection, len(BEGIN), 2 + MAX_GIVEN)
     with open(os.devnull, "rb") as nothing:
@@ -132,7 +130,7 @@ def _run(module: str, words: Sequence[str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        # A program ends so; but to free each object would copy the memory that it shares with its fork server.
+        # Exit without freeing objects, which would copy the memory shared with the fork server.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         _end(status)
@@ -149,12 +147,12 @@ def _replace(module: object, name: str, value: Callable[..., object]) -> None:
 
 
 def _forked() -> tuple[socket.socket, int]:
-    """Forks a process that waits for its order; returns the connection to it, and its id."""
+    """Fork a process that waits for its order; return the connection to it and its pid."""
     connection, its_connection = socket.socketpair()
     supervisor = os.getpid()
     pid = os.fork()
     if not pid:
-        # A fork that waits notices that the supervisor has closed its connection only where no other fork holds it.
+        # The fork sees the supervisor close its connection only if no other fork has a duplicate.
         for end in (connection, *(end for end, _ in _ForkedAhead.waiting.values())):
             end.close()
         _serve(its_connection, supervisor)
@@ -163,8 +161,8 @@ def _forked() -> tuple[socket.socket, int]:
 
 
 class _ForkedAhead(ChildProcess):
-    """Starts processes for a supervisor; the first process of each program that ``waiting`` names, in the environment
-    ``imported_in``, is the fork that waits. Nothing waits once the fork server runs."""
+    """Starts processes for a supervisor. The first process of each program in ``waiting``, if its environment matches
+    ``imported_in``, is the fork made ahead. None waits once the fork server runs."""
 
     waiting: ClassVar[dict[tuple[str, ...], tuple[socket.socket, int]]] = {}
     imported_in: ClassVar[Mapping[str, str]] = {}
@@ -178,9 +176,8 @@ class _ForkedAhead(ChildProcess):
         *,
         stdin: int = asyncio.subprocess.DEVNULL,
     ) -> ChildProcess:
-        """Starts a process as :meth:`ChildProcess.start` does."""
         words = next((words for words in cls.waiting if (*argv[1 : 1 + len(words)],) == words), None)
-        # A fork server's program itself adds some variables to those that it was started with.
+        # The fork server's program adds variables to its environment.
         fits = read_by_imports(environ).items() <= cls.imported_in.items()
         if words is None or not fits:
             return await ChildProcess.start(argv, environ, forward, stdin=stdin)
@@ -208,7 +205,7 @@ class _ForkedAhead(ChildProcess):
 
 
 def _serve(connection: socket.socket, supervisor: int) -> NoReturn:
-    """Waits for the order, and is the program then, and each of its forks. It ends as a program does."""
+    """Wait for the order, then run the program and each of its forks, and exit as a program does."""
     status: object = 1
     try:
         tie_to_parent(supervisor)

@@ -1,9 +1,9 @@
-"""Makes hosts of network namespaces, with links between them that a test may make slow, narrow, lossy or cut.
+"""Hosts of network namespaces, with links that a test may make slow, narrow, lossy or cut.
 
-    network("edge", "kv-a") --> a namespace with a TUN device for each host, one more device for the test itself,
+    network("edge", "kv-a") --> a namespace with a TUN device per host, one device for the test itself,
                                 and a process (lab/testbed/wire.py) that carries packets between them --> all removed
 
-It needs root, Linux, iproute2, util-linux and /dev/net/tun; :func:`missing` names what is not there.
+Needs root, Linux, iproute2, util-linux and /dev/net/tun; :func:`missing` names what is missing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 DEVICE = "wire"
-# Each network has its own third byte of 10.77.x.y, by which networks of tests that run at once are apart.
+# Networks at once: each has its own third byte of 10.77.x.y.
 MAX_NETWORKS = 250
-# What else may use the addresses of one host, one after the other.
+# Addresses that a host can have, one after the other.
 ADDRESSES_OF_A_HOST = 20
 TEST = "test"
 
 
 def missing() -> str:
-    """Returns what this machine lacks for such networks; "" where nothing is missing."""
+    """Return what this machine lacks for such networks, "" for nothing."""
     if sys.platform != "linux" or os.geteuid():
         return "network namespaces need Linux and root"
     for program in ("ip", "nsenter"):
@@ -47,7 +47,7 @@ def missing() -> str:
 
 
 class HostNetwork:
-    """Represents hosts with links between them. The test itself is one more host, whose links are perfect.
+    """Hosts with links between them. The test itself is one more host, with perfect links.
 
     Attributes:
         names: the hosts, without the test.
@@ -61,49 +61,49 @@ class HostNetwork:
         self._wire: subprocess.Popen[bytes] | None = None
 
     def address(self, name: str) -> str:
-        """Returns the IPv4 address that a host has now."""
+        """Return a host's current IPv4 address."""
         host = self._all.index(name)
         return f"10.77.{self._number}.{1 + host * ADDRESSES_OF_A_HOST + self._turns[name]}"
 
     def enter(self, name: str) -> tuple[str, ...]:
-        """Returns the words before a command that make it run on a host."""
+        """Return the words before a command that make it run on a host."""
         return "nsenter", f"--net={self.namespace(name)}"
 
     def namespace(self, name: str) -> str:
-        """Returns the path of a host's network namespace."""
+        """Return the path of a host's network namespace."""
         return f"/run/netns/{self._namespace(name)}"
 
     def link(self, one: str, other: str, rule: LinkRule = PERFECT, back: LinkRule | None = None) -> None:
-        """Makes the link from one host to another one follow a rule, and the way back another one, if there is one.
-        Both hold when this returns."""
+        """Apply a rule to the link between two hosts, with another one for the way ``back`` if given, and wait until
+        they are in effect."""
         for source, target, which in ((one, other, rule), (other, one, rule if back is None else back)):
             ends = self._all.index(source), self._all.index(target)
             self._tell({"rule": [*ends, which.delay_s, which.bytes_per_s, which.loss, which.cut]})
 
     def links(self, rule: LinkRule = PERFECT) -> None:
-        """Makes all links between hosts follow a rule."""
+        """Apply a rule to all links between hosts."""
         for at, one in enumerate(self.names):
             for other in self.names[at + 1 :]:
                 self.link(one, other, rule)
 
     def counts(self) -> tuple[int, int]:
-        """Returns how many packets were carried and dropped."""
+        """Return the numbers of carried and dropped packets."""
         return self._tell({"address": [self.address(TEST), 0]})
 
     def move(self, name: str) -> None:
-        """Gives a host another address and takes the old one away, as a new lease or a new pod does."""
-        # The other way round, the new one would go with the old one, as the second address of one network.
+        """Replace a host's address, as a new lease or a new pod does."""
+        # Remove first: a second address of one network would go with the first.
         self._ip(name, "addr", "del", f"{self.address(name)}/24", "dev", DEVICE)
         self._turns[name] += 1
         self._settle(name)
         self._route(name)
 
     def open(self) -> None:
-        """Makes namespaces, devices and the process between them. Raises BusyNumber where another test has these
+        """Make namespaces, devices and the process between them. Raises BusyNumber if another test uses these
         addresses."""
         devices = [_tun_device(None, self._test_device())]
         try:
-            # Whoever has the test's device has the number: namespaces of it are those of a test that was killed.
+            # The owner of the test's device owns the number: existing namespaces are of a killed test.
             self._remove_namespaces()
             for name in self.names:
                 _run("ip", "netns", "add", self._namespace(name))
@@ -123,11 +123,11 @@ class HostNetwork:
             self._ip(name, "link", "set", self._device(name), "mtu", str(MTU_BYTES), "up")
             if name != TEST:
                 self._ip(name, "link", "set", "lo", "up")
-            # An address that comes before its device is up brings no route.
+            # A route is lost if its address is set before the device is up.
             self._route(name)
 
     def close(self) -> None:
-        """Ends the process, by which the devices go, and removes the namespaces. Idempotent."""
+        """End the process, with which the devices go, and remove the namespaces. Idempotent."""
         wire, self._wire = self._wire, None
         if wire is not None:
             assert wire.stdin is not None
@@ -173,16 +173,16 @@ class HostNetwork:
 
 
 class BusyNumber(Exception):  # noqa: N818
-    """Says that another network has this number."""
+    """The number of another network."""
 
 
 def _tun_device(namespace: pathlib.Path | None, name: str) -> int:
-    """Makes a TUN device in a namespace, or in this process's; returns its descriptor. Raises BusyNumber where the name
+    """Make a TUN device in a namespace, or in this process's, and return its descriptor. Raises BusyNumber if the name
     is taken."""
     made: list[int | OSError] = []
 
     def make() -> None:
-        # A thread may be in another namespace than its process, and a device is made where its thread is.
+        # In a thread, since setns moves the calling thread and the device is made there.
         try:
             if namespace is not None:
                 with namespace.open("rb") as there:
@@ -216,7 +216,7 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def network(*names: str) -> Iterator[HostNetwork]:
-    """Makes a network of hosts with these names, and removes it."""
+    """Make a network of hosts with these names, and remove it."""
     for number in range(1, MAX_NETWORKS):
         made = HostNetwork(names, number)
         try:

@@ -1,4 +1,4 @@
-"""Receives OTLP traces over real gRPC, and keeps everything."""
+"""A receiver of OTLP traces over real gRPC."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ EXPORT_DELAY_MS = 200
 
 
 class Receiver:
-    """Holds everything received. ``spans`` are (service, span) pairs in order of arrival; a span is OTLP's own
-    message."""
+    """Everything received. ``spans``: (service, OTLP span) pairs in order of arrival."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -24,7 +23,7 @@ class Receiver:
         self.port = 0
 
     def environ(self, delay_ms: int = EXPORT_DELAY_MS) -> dict[str, str]:
-        """Returns the standard variables that point here; with ``delay_ms`` 0 exports keep their default pace."""
+        """Return the standard variables that point to this receiver; with ``delay_ms`` 0 the default export delay."""
         variables = {"OTEL_BSP_SCHEDULE_DELAY": str(delay_ms)} if delay_ms else {}
         return variables | {
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self.port}",
@@ -32,7 +31,7 @@ class Receiver:
         }
 
     def traces(self) -> dict[bytes, list[tuple[str, Any]]]:
-        """Returns the spans by trace id."""
+        """Group the spans by trace id."""
         found: dict[bytes, list[tuple[str, Any]]] = {}
         with self.lock:
             for service, span in self.spans:
@@ -55,7 +54,7 @@ class _Traces(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextmanager
 def collecting() -> Iterator[Receiver]:
-    """Runs a receiver."""
+    """Run a receiver."""
     receiver = Receiver()
 
     def received(service: str, span: Any) -> None:

@@ -1,4 +1,4 @@
-"""Makes a model a plain Hugging Face folder, which transformers and vLLM load and `--quantization` takes.
+"""A model as a plain Hugging Face folder, for transformers, vLLM and `--quantization`.
 
 `python -m lab.testbed.plain_model [MODEL]` prints the folder.
 """
@@ -23,8 +23,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def plain_folder(model: str = "demo", dtype: str = "bfloat16") -> pathlib.Path:
-    """Returns the model's own folder, or for a GGUF file a folder with the model that transformers makes of it, kept in
-    the cache."""
+    """Return the model's own folder or, for a GGUF file, a cached folder with transformers' conversion of it."""
     source = locate(model, "main", lambda line: None)
     if not source.is_gguf:
         return source.path

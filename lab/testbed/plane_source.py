@@ -1,9 +1,8 @@
-"""Runs a node, in a process of its own, that other nodes read from: a filled pool, the KVPlane service, sessions.
+"""A KV node that other nodes read from, as a process: a filled pool, the KVPlane service, sessions.
 
     python -m lab.testbed.plane_source NODE_ID LISTEN TRANSPORT BOOT NUM_SLOTS BLOCK_BYTES FLIPPED_SLOT
 
-The process prints its address and serves until it is killed. Its one chain has a block in every slot, in shuffled
-order.
+It prints its address and serves until it is killed. Its only chain has a block in every slot, in shuffled order.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ NAMESPACE = b"n" * 32
 
 
 def block_of(boot: int, slot: int, block_bytes: int) -> bytes:
-    """Returns the bytes that the source of boot ``boot`` has in a slot."""
+    """Return the bytes of a slot of the source with boot number ``boot``."""
     return hashlib.blake2b(f"{boot}:{slot}".encode()).digest() * (block_bytes // 64)
 
 
 def chain_of(num_slots: int) -> tuple[list[bytes], list[int]]:
-    """Returns the chain's hashes and the slot of each block."""
+    """Return the chain's hashes and the slot of each block."""
     slots = list(range(num_slots))
     random.Random(1).shuffle(slots)
     return [hashlib.sha256(b"%d" % slot).digest() for slot in slots], slots
@@ -48,7 +47,7 @@ def chain_of(num_slots: int) -> tuple[list[bytes], list[int]]:
 
 @dataclass
 class SourceProcess:
-    """Represents a running source. ``signal`` also takes SIGSTOP and SIGCONT."""
+    """A running source. ``signal`` accepts SIGSTOP and SIGCONT as well."""
 
     process: subprocess.Popen[str]
     node_id: str
@@ -72,7 +71,7 @@ def start_source(
     block_bytes: int = 65536,
     flipped_slot: int = -1,
 ) -> SourceProcess:
-    """Starts a source; the caller kills it."""
+    """Start a source, which the caller kills."""
     words = [node_id, listen, transport, boot, num_slots, block_bytes, flipped_slot]
     command = [sys.executable, "-m", "lab.testbed.plane_source", *map(str, words)]
     process = spawn(command, stdout=subprocess.PIPE, stderr=None, text=True)
@@ -87,7 +86,7 @@ def start_source(
 
 @contextlib.contextmanager
 def running_source(transport: str, **options: Any) -> Iterator[SourceProcess]:
-    """Runs a source, with the options of :func:`start_source`, and kill it in the end."""
+    """Run a source, with the options of :func:`start_source`, and kill it at the end."""
     started = start_source(transport, **options)
     try:
         yield started
@@ -96,7 +95,7 @@ def running_source(transport: str, **options: Any) -> Iterator[SourceProcess]:
 
 
 class FilledPool:
-    """Stands for a :class:`pillion.kvstore.exchange.exchanged_pool.ExchangedPool` whose one chain fills the pool."""
+    """A :class:`pillion.kvstore.exchange.exchanged_pool.ExchangedPool` whose one chain fills the pool."""
 
     def __init__(self, node_id: str, transport: str, boot: int, num_slots: int, block_bytes: int, flipped: int) -> None:
         self._mapped = map_shared(Segment(num_slots * block_bytes).fileno(), num_slots * block_bytes)
@@ -120,7 +119,7 @@ class FilledPool:
         )
         self._chain, self._order = chain_of(num_slots)
         self._made = 0
-        # For each ticket's id this has its epoch, nonce and slots.
+        # By ticket id: epoch, nonce and slots.
         self.tickets: dict[int, tuple[int, int, frozenset[int]]] = {}
 
     async def describe(self) -> MeetReply:
@@ -142,8 +141,7 @@ class FilledPool:
 
 
 class SessionNode(kvnode_pb2_grpc.KVNodeServicer):
-    """Serves the KVNode calls of a reader: sessions, releases and the number of tickets. Other calls stay
-    unimplemented."""
+    """The KVNode calls of a reader: sessions, releases and the number of tickets. Others are unimplemented."""
 
     def __init__(self, node_id: str, pool: FilledPool) -> None:
         self._node_id, self._pool, self._epochs = node_id, pool, 0

@@ -1,9 +1,8 @@
-"""Finds ports for programs that have to be told one: nobody else takes such a port between its choice and its use.
+"""Ports for programs that need a number in advance, reserved from choice to use.
 
-A port that was bound to number 0 and released is free for a moment only: the system gives the same range to every
-connection and to everybody else who binds to 0. The ports here lie below that range (Linux: 32768 to 60999), where
-nobody gets one by chance. Other tests are kept away by a UDP socket of the same number, which this process holds until
-it ends; UDP is a space of its own, so the port itself stays free for a TCP server.
+A port bound as number 0 and released is free for a moment only: the system assigns the same range to every connection
+and every other bind to 0. The ports here are below that range (Linux: 32768 to 60999). Other tests are kept off by a
+UDP socket of the same number, which this process owns until it ends; the TCP port itself stays free.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import random
 import socket
 
 FIRST, LAST = 10_240, 22_239
-# At most this many ports of that range are asked for, until some are free.
+# Limit of attempts to find free ports of that range.
 MOST_TRIES = 4 * (LAST - FIRST)
 
 _held: list[socket.socket] = []
@@ -21,12 +20,12 @@ _next = itertools.count(random.SystemRandom().randrange(LAST - FIRST))
 
 
 def free_port() -> int:
-    """Returns a TCP port that belongs to this process, to give to a server, until it ends."""
+    """Return a TCP port for a server, reserved until this process ends."""
     return free_ports(1)
 
 
 def free_ports(count: int, offset: int = 1) -> int:
-    """Returns the first of ``count`` such ports, each ``offset`` above the one before."""
+    """Return the first of ``count`` such ports, each ``offset`` above the one before."""
     for _ in range(MOST_TRIES):
         first = FIRST + next(_next) % (LAST - FIRST)
         wanted = range(first, first + count * offset, offset)
@@ -43,8 +42,7 @@ def free_ports(count: int, offset: int = 1) -> int:
 
 
 def _hold(port: int) -> socket.socket:
-    """Returns a UDP socket that marks the port as taken. Raises OSError where it is taken, or where something listens
-    there."""
+    """Return a UDP socket that reserves the port. Raises OSError if it is reserved or something listens on it."""
     held = socket.socket(type=socket.SOCK_DGRAM)
     try:
         held.bind(("127.0.0.1", port))

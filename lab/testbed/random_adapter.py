@@ -1,4 +1,4 @@
-"""Makes random LoRA adapters for tests and benchmarks: in the form that backends take, and as PEFT's files."""
+"""Random LoRA adapters, as backends load them and as PEFT's files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def random_adapter(
     leave: tuple[str, ...] = (),
     experts: bool = False,
 ) -> AdapterWeights:
-    """Returns an adapter of every projection, but for layers in ``leave``, whose effect is of the order of a half.
+    """Return an adapter of every projection, except in the layers ``leave``, that changes outputs by about 0.5.
 
-    The projections of a fused layer have the ``ranks`` in turn. With ``experts`` it has pairs for experts, their
-    routers and the gates beside them, too.
+    ``ranks`` apply in turn to the projections of a fused layer. ``experts``: also pairs for experts, their routers and
+    the gates beside them.
     """
     generator = torch.Generator().manual_seed(seed)
     layers = {}
@@ -49,11 +49,11 @@ def random_adapter(
 
 
 def random_adapter_folder(config: ModelConfig, into: pathlib.Path, seed: int, rank: int) -> pathlib.Path:
-    """Writes a random bfloat16 adapter of every projection in PEFT's files and returns the folder. It changes each
+    """Write a random bfloat16 adapter of every projection in PEFT's files and return the folder. It changes each
     output of a projection by about 0.5 for inputs of unit variance."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    # Where checkpoints have several names for a projection, an adapter has tensors under one of them.
+    # Of a projection's several names in checkpoints, an adapter uses one.
     named = {projection: name for name, projection in reversed(modules(config).items()) if not projection.exact}
     for projection, name in named.items():
         a = torch.randn(rank, projection.inputs, generator=generator) / projection.inputs**0.5

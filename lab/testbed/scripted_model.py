@@ -1,14 +1,13 @@
-"""Makes a real checkpoint whose answers are written beforehand, so that a client's tools are called by a cluster.
+"""A real checkpoint with predefined answers, so that a cluster calls a client's tools.
 
-Attention and MLP are zero. A token of the script has an axis of its own as its embedding, and the last matrix takes
-that axis to the token that follows it. So the last token of the prompt decides the answer, and the chat template
-writes that token:
+Attention and MLP are zero. Each token of the script has its own axis as embedding, which the last matrix maps to the
+next token. So the prompt's last token decides the answer, and the chat template writes that token:
 
-    a tool has the name of a part --> the answers of that part, one after each answer that had calls
-    there is no such tool         --> ASIDE, for what clients ask beside (titles, summaries)
+    a tool has the name of a part --> that part's answers, one after each answer with calls
+    no such tool                  --> ASIDE, for a client's side requests (titles, summaries)
 
-An answer that a message of the user follows counts as well, so a part may go on after it. Where answers have reasoning,
-between <think> and </think>, the template writes that of earlier turns, too.
+An answer followed by a user message counts as well, so a part may continue after it. With answers that have reasoning,
+between <think> and </think>, the template writes that of earlier turns as well.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lab.testbed.tiny_model import EOS, save_tokenizer
 
 ASIDE = "An aside."
-# An answer has this where one of its tokens ends. In a call that is within a text of the arguments, where more than one
-# token may follow: a run that the grammar forces is cut into other tokens, after which the script would not go on.
+# Marks the end of a token in an answer. In a call, inside a string argument, where more than one token may follow: runs
+# forced by the grammar are tokenized differently, and the script would not continue after them.
 CUT = "\N{BROKEN BAR}"
-# Characters that the template shows of each message, because a byte is a token: of its beginning, and of its end, by
-# which a gateway sees that nothing is lost.
+# Characters that the template shows of a message, since a byte is a token: of its beginning, and of its end, by which a
+# gateway sees that nothing is lost.
 SHOWN_CHARS, SHOWN_END_CHARS = 1000, 100
-# The logit of the token that follows; all others have none, so sampling changes nothing.
+# Logit of the next token; 0 for all others, so sampling changes nothing.
 LOGIT = 100.0
 TEMPLATE = (
     "{% set said = namespace(part='', calls=0) %}"
@@ -49,7 +48,7 @@ TEMPLATE = (
     "{{ ([said.calls, PARTS[said.part][1] - 1] | min | string) + '|>' }}"
     "{% else %}<|script-ASIDE-0|>{% endif %}"
 )
-# What of the template is for answers with reasoning alone: without such answers a gateway looks for none.
+# Part of the template for answers with reasoning; without it a gateway expects none.
 THOUGHT = (
     "{% if message.role == 'assistant' and message.reasoning_content %}"
     "{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}"
@@ -57,25 +56,25 @@ THOUGHT = (
 
 
 def thought(text: str) -> str:
-    """Returns how the model writes what it thinks before an answer."""
+    """Return the model's text for reasoning before an answer."""
     return f"<think>\n{text}\n</think>\n\n"
 
 
 def called(name: str, arguments: Mapping[str, object]) -> str:
-    """Returns how the model writes a call of a tool."""
+    """Return the model's text for a tool call."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def save_scripted_model(folder: pathlib.Path, script: Mapping[str, Sequence[str]]) -> pathlib.Path:
-    """Writes a Llama that gives the answers of each part of ``script``, which is named by its key; returns ``folder``.
+    """Write a Llama that generates the answers of each part of ``script`` (by its key) and return ``folder``.
 
-    A part is for conversations with a tool of its name, the first part that there is. Its last answer is given again
-    where a conversation goes on. No piece between two cuts stands twice in the script.
+    The first part with the name of one of the conversation's tools is used; its last answer repeats if the conversation
+    goes on. No piece between two cuts may occur twice in the script.
     """
     folder.mkdir(parents=True, exist_ok=True)
     chains = _chains({**script, "aside": [ASIDE]})
-    # A token's name has nothing of a tool's: a gateway breaks what a client sends wherever it could be part of a token.
+    # Token names contain no tool name: a gateway splits client text wherever it could be part of a token.
     parts = json.dumps({name: (place, len(answers)) for place, (name, answers) in enumerate(script.items())})
     thinks = any("<think>" in answer for answers in script.values() for answer in answers)
     template = TEMPLATE.replace("PARTS", parts).replace("SHOWN", str(SHOWN_CHARS)).replace("END", str(SHOWN_END_CHARS))
@@ -95,7 +94,7 @@ def save_scripted_model(folder: pathlib.Path, script: Mapping[str, Sequence[str]
 
 
 def _chains(script: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Cut each answer into its tokens, after the one that begins it."""
+    """Split each answer into its tokens, after its start token."""
     chains = [
         [f"<|script-{place}-{number}|>", *answer.split(CUT)]
         for place, answers in enumerate(script.values())
@@ -108,7 +107,7 @@ def _chains(script: Mapping[str, Sequence[str]]) -> list[list[str]]:
 
 
 def _save_weights(folder: pathlib.Path, vocab_size: int, links: Mapping[int, int]) -> None:
-    """Writes a Llama of one layer that says after each token the one that ``links`` has."""
+    """Write a Llama of one layer that follows each token with that of ``links``."""
     hidden_size = -(-len(links) // 64) * 64
     shape = {"hidden_size": hidden_size, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": vocab_size, "max_position_embeddings": 65536}
@@ -119,6 +118,6 @@ def _save_weights(folder: pathlib.Path, vocab_size: int, links: Mapping[int, int
             parameter.fill_(float(parameter.dim() == 1))
         for axis, (token, following) in enumerate(links.items()):
             model.get_input_embeddings().weight[token, axis] = 1.0
-            # The norm before the last matrix makes an embedding as long as the square root of its size.
+            # The final norm scales an embedding to the square root of its size.
             model.get_output_embeddings().weight[following, axis] = LOGIT / hidden_size**0.5
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Makes small random-weight models in Hugging Face folders, tokenizer and chat template included, in a second."""
+"""Small random-weight models in Hugging Face folders, with tokenizer and chat template, made in a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
-# transformers lists this model of text among those of pictures alone.
+# transformers lists this text model only among the vision models.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 BOS, EOS = "<|im_start|>", "<|im_end|>"
@@ -21,12 +21,12 @@ TEMPLATE = (
 
 
 def byte_prompt(seed: int, length: int) -> list[int]:
-    """Returns the tokens of a text of bytes, none of them special; texts of one seed are prefixes of each other."""
+    """Return a prompt of byte tokens without special ones; prompts of one seed are prefixes of each other."""
     return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
 
 
 def save_tokenizer(folder: pathlib.Path, template: str = TEMPLATE, marks: tuple[str, ...] = ()) -> int:
-    """Writes a byte-level tokenizer without merges; returns its vocabulary size, 258 and one for each of ``marks``."""
+    """Write a byte-level tokenizer without merges; return its vocabulary size, 258 plus ``marks``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {BOS: 0, EOS: 1, **{letter: i + 2 for i, letter in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -56,11 +56,13 @@ def save_model(
     without: tuple[str, ...] = (),
     **overrides: Any,
 ) -> pathlib.Path:
-    """Writes a random model of ``model_type`` with two layers and GQA; returns ``folder``.
+    """Write a random model of ``model_type`` with two layers and GQA; return ``folder``.
 
-    It has the chat ``template``, and a token for each of ``marks``. Its config has no key of ``without``.
-
-    With ``stacked_experts`` a layer has one tensor for all its experts, as in transformers 5, instead of one for each.
+    Args:
+        template: the chat template.
+        marks: additional special tokens.
+        without: keys to remove from the config.
+        stacked_experts: one tensor for all experts of a layer, as in transformers 5.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = save_tokenizer(folder, template, marks)
@@ -84,9 +86,9 @@ def save_model(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Logarithms of how fast states forget stay: nothing would be left of a token.
+            # Keep the logarithms of state decay: scaled, no token would leave a trace.
             if parameter.dim() > 1 and not name.endswith("A_log"):
-                # The default initialisation gives logits too flat for an argmax to mean anything.
+                # With the default initialization, logits are too flat for a meaningful argmax.
                 parameter.mul_(6.0)
     model.save_pretrained(folder, save_original_format=not stacked_experts)
     return folder

@@ -1,4 +1,4 @@
-"""Makes tokenizers small enough to read: one token per byte, and a SentencePiece-like one with byte fallback."""
+"""Tokenizers small enough to read: one token per byte, and a SentencePiece-like one with byte fallback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
-    """Makes a tokenizer: ids 0 .. 255 are bytes in the byte alphabet's order, 256 is <bos>, 257 <eos>, 258 a word."""
+    """Make a tokenizer: ids 0 .. 255 are bytes in the byte alphabet's order, 256 is <bos>, 257 <eos>, 258 a word."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     codec = tokenizers.Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
     codec.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -26,7 +26,7 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 def fallback_tokenizer() -> tokenizers.Tokenizer:
-    """Makes a tokenizer of words with their leading space; other characters fall back to byte tokens."""
+    """Make a tokenizer of words with their leading space; other characters fall back to byte tokens."""
     words = ["▁", "▁Hello", "▁world", "lo", "▁the", "!", "a", "b", "e", "l", "o"]
     vocab = {"<unk>": 0, "<s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
     vocab |= {word: 258 + n for n, word in enumerate(words)}
@@ -44,7 +44,7 @@ def fallback_tokenizer() -> tokenizers.Tokenizer:
 def write_tokenizer(
     folder: pathlib.Path, codec: tokenizers.Tokenizer, *, template: str = TEMPLATE, bos: str = "<bos>", **config: object
 ) -> pathlib.Path:
-    """Writes the tokenizer's files of a model's folder."""
+    """Write the tokenizer files of a model's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     codec.save(str(folder / "tokenizer.json"))
     fields = {"bos_token": {"content": bos}, "eos_token": "<eos>", **config}
@@ -55,7 +55,7 @@ def write_tokenizer(
 
 
 def with_bos(codec: tokenizers.Tokenizer, bos: str = "<bos>") -> tokenizers.Tokenizer:
-    """Lets the tokenizer begin every text with ``bos``, like Llama's."""
+    """Make the tokenizer begin every text with ``bos``, like Llama's."""
     codec.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, codec.token_to_id(bos))]
     )

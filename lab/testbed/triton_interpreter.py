@@ -1,13 +1,10 @@
-"""Speeds up Triton's interpreter, which runs kernels on CPU tensors in tests, by leaving out work that it repeats.
+"""A faster Triton interpreter, which runs kernels on CPU tensors in tests, by skipping repeated work.
 
-At every launch, and at every call of a function within a kernel, Triton's interpreter goes through its language and
-replaces what kernels call by functions that compute with numpy. After every launch it copies the memory of all
-arguments back to a device, and on a CPU that memory is the argument itself. It computes each operation on integers
-again in 64 bits, to find overflows, and drops what it has found, because its option for debugging is off. Whenever it
-asks for a type of numpy it makes the table of all of them. It makes a type and a shape of constants for each value,
-which takes longer than the value itself. And before each operation it finds out anew which type and shape the two sides
-have in common, where mostly both have the same, or one is a number. For small kernels this repeated work takes more
-than five sixths of the time.
+At every launch and call within a kernel, the interpreter patches the language's functions with numpy versions. After
+every launch it copies all arguments back to a device, which on a CPU is the argument's own memory. It repeats integer
+operations in 64 bits to detect overflows, and drops the result as debugging is off. It rebuilds the table of numpy
+types at each look-up, and a constant type and shape for each value. Before each operation it derives the common type
+and shape of both sides, which are mostly equal or a number. For small kernels this is five sixths of the time.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-# Numbers that are kept as tensors: those in the text of kernels, and a few of their arguments.
+# Cached constant tensors: numbers in the text of kernels and a few of their arguments.
 MAX_KEPT_NUMBERS = 1024
 _INTS = (tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64)
 _KINDS = {kind.name: kind for kind in (*_INTS, tl.float16, tl.float32, tl.float64)}
@@ -32,8 +29,8 @@ _BOUNDS = {kind.name: (kind.get_int_min_value(), kind.get_int_max_value()) for k
 
 @cache
 def _known(shape: tuple[int, ...]) -> tuple[Any, int, str]:
-    """The shape as Triton keeps it in a type, its number of elements, and its text. Raises as Triton does for a shape
-    that no tensor may have."""
+    """Return the shape as Triton stores it in a type, its number of elements, and its text. Raises as Triton does for
+    an invalid shape."""
     if not shape:
         raise TypeError("0d block_type is forbidden")
     kept = tl.core.tuple(shape)
@@ -42,7 +39,7 @@ def _known(shape: tuple[int, ...]) -> tuple[Any, int, str]:
 
 @cache
 def _constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """The shape of a tensor and its number of elements, as constants."""
+    """Return a tensor's shape and number of elements as constants."""
     return tl.core.tuple([tl.core.constexpr(size) for size in shape]), tl.core.constexpr(math.prod(shape))
 
 
@@ -65,7 +62,7 @@ def _make_tensor(self: Any, handle: Any, kind: Any) -> None:
 
 
 def _sizes(tensor: Any) -> tuple[int, ...]:
-    """A tensor's shape, which is empty for a scalar."""
+    """Return a tensor's shape, empty for a scalar."""
     return tensor.type.sizes if tensor.type.is_block() else ()
 
 
@@ -75,7 +72,7 @@ def _is_plain(kind: Any) -> bool:
 
 @lru_cache(MAX_KEPT_NUMBERS, typed=True)
 def _number(number: Any, name: str, sizes: tuple[int, ...]) -> Any:
-    """A tensor of a type with a number in each place. No operation writes into what it is given."""
+    """Return a tensor filled with a number; safe to share, since no operation writes into its operands."""
     kind = _KINDS[name]
     values = np.full(sizes or (1,), number, interpreter._get_np_dtype(kind))
     return tl.core.tensor(interpreter.TensorHandle(values, kind), tl.block_type(kind, sizes) if sizes else kind)
@@ -83,14 +80,14 @@ def _number(number: Any, name: str, sizes: tuple[int, ...]) -> Any:
 
 @cache
 def _joint(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape to which two of equal rank broadcast; None where they do not, or the ranks differ."""
+    """Return the shape to which two of equal rank broadcast, or None."""
     fit = len(left) == len(right) and all(1 in pair or pair[0] == pair[1] for pair in zip(left, right, strict=True))
     return tuple([max(pair) for pair in zip(left, right, strict=True)]) if fit else None
 
 
 class _Operands:
-    """Gives the two sides of an operation one type and one shape, as Triton does, which still does it where the types
-    or ranks of two tensors differ, and where a number does not fit into a tensor's type."""
+    """Conversion of both sides of an operation to one type and shape. Cases of different tensor types or ranks, or a
+    number outside of the tensor's type, are left to Triton."""
 
     def __init__(self, semantic: Any) -> None:
         self._one_type, self._one_shape = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
@@ -105,7 +102,7 @@ class _Operands:
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> Any:
-        """Stands for ``binary_op_type_checking_impl``."""
+        """Replace ``binary_op_type_checking_impl``."""
         if isinstance(lhs, tl.core.tensor):
             options = allow_lhs_ptr, arithmetic_check, div_or_mod
             if isinstance(rhs, tl.core.tensor):
@@ -120,7 +117,7 @@ class _Operands:
         return self._one_type(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     def of_one_shape(self, lhs: Any, rhs: Any) -> Any:
-        """Stands for ``broadcast_impl_value``."""
+        """Replace ``broadcast_impl_value``."""
         left, right = _sizes(lhs), _sizes(rhs)
         if left == right:
             return lhs, rhs
@@ -135,8 +132,8 @@ class _Operands:
 
     @staticmethod
     def _as_they_are(kind: Any, other: Any, pointers: bool, divides: bool) -> bool:
-        """Whether an operation on tensors of two types takes both as they are: equal ones, or a pointer and how many
-        elements after it."""
+        """Return whether an operation accepts tensors of two types unchanged: equal ones, or a pointer and an
+        offset."""
         if not _is_plain(other):
             return False
         if kind is other:
@@ -145,7 +142,7 @@ class _Operands:
 
     @staticmethod
     def _side(number: Any, tensor: Any, pointers: bool, arithmetic: bool, divides: bool) -> Any:
-        """The number as a tensor like the other side, or None where the operation may compute in another type."""
+        """Return the number as a tensor like the other side, or None if the operation may compute in another type."""
         kind: Any = tl.int32 if pointers and tensor.dtype.is_ptr() else tensor.dtype
         if not _is_plain(kind) or not (arithmetic or kind is tl.int32):
             return None
@@ -179,9 +176,9 @@ def _calling(function: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
 
 @cache
 def replace_once() -> None:
-    """Replaces the language's functions once for the life of this process, in which nothing can be compiled any more.
+    """Patch the language for the life of this process: it cannot compile afterwards, and launches on CPU tensors only.
 
-    Launches then take CPU tensors alone. A version of Triton whose interpreter has other parts stays as it is.
+    A Triton version whose interpreter has other parts is left unpatched.
     """
     parts = ("_patch_lang", "_LangPatchScope", "GridExecutor", "_get_np_dtype", "interpreter_builder")
     semantic: Any = getattr(interpreter, "interpreter_semantic", None)
@@ -192,11 +189,11 @@ def replace_once() -> None:
         and all(hasattr(semantic, name) for name in ("binary_op_type_checking_impl", "broadcast_impl_value"))
     ):
         return
-    # Triton's interpreter looks for these modules among the globals of a kernel, to replace their functions.
+    # The interpreter looks up these modules among a kernel's globals to replace their functions.
     replaced = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     for owner, name, _ in getattr(replaced, "_changes", ()):
-        # It calls a function of the language through two others, which add and check one argument.
+        # Skips two wrappers that add and check one argument.
         member = (getattr(getattr(owner, name), "__kwdefaults__", None) or {}).get("member")
         if member is not None:
             setattr(owner, name, _calling(getattr(member, "__wrapped__", member), semantic))
@@ -214,7 +211,7 @@ def replace_once() -> None:
 
 
 def _replace_lookups() -> None:
-    """Replaces what Triton asks for each value by what has most answers ready."""
+    """Cache the look-ups that Triton makes for each value."""
     type_of, kind_of, equal = interpreter._get_np_dtype, tl.core.dtype.to_ir, tl.core.dtype.__eq__
     value_of, values = tl.core._unwrap_if_constexpr, (tl.core.tensor, int, float, str, tl.core.dtype, type(None))
     known = {name: type_of(kind) for name, kind in _KINDS.items()}

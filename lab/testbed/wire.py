@@ -1,10 +1,10 @@
-"""Carries packets between the hosts of lab/testbed/networks.py, as links do that are long, narrow, lossy or cut.
+"""Carrier of packets between the hosts of lab/testbed/networks.py, over links that are slow, narrow, lossy or cut.
 
     a packet leaves a host --cut, lost or the queue is full--> dropped
                   +--sent at the link's rate, after those before it--> delayed --> the host that has its address
 
-The kernel of a test machine may lack `tc netem`, so a process does what netem would: each host has one TUN device,
-whose packets come here and go on from here. :class:`Wires` decides, on a clock that it is given; the rest moves bytes.
+A process in place of `tc netem`, which the kernel of a test machine may lack: the packets of each host's TUN device go
+through it. :class:`Wires` decides, on a given clock; the rest moves bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import time
 from dataclasses import dataclass
 
 MTU_BYTES = 9000
-# A link's queue holds what it sends in this time; what comes then is dropped, as by a router.
+# Length of a link's queue, in seconds of its rate; further packets are dropped, as by a router.
 MAX_QUEUED_S = 0.1
-# Where an IPv4 packet has its destination.
+# Destination in an IPv4 packet.
 DESTINATION = slice(16, 20)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRule:
-    """Describes one direction of a link: seconds of delay, bytes a second (0: any number), share that is lost, and
-    whether nothing passes at all."""
+    """One direction of a link: delay in s, rate in bytes/s (0: unlimited), share of lost packets, and whether it is
+    cut."""
 
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
@@ -42,10 +42,10 @@ PERFECT = LinkRule()
 
 
 class Wires:
-    """Holds the rules of all links and the packets that are on their way. Hosts are numbers. Sans-IO.
+    """The rules of all links and the packets in flight. Hosts are numbers. Sans-IO.
 
     Attributes:
-        carried, dropped: packets that came to a link and passed it, or did not.
+        carried, dropped: packets that passed a link, or did not.
     """
 
     def __init__(self, seed: int) -> None:
@@ -57,11 +57,11 @@ class Wires:
         self._under_way: list[tuple[float, int, int, bytes]] = []
 
     def rule(self, source: int, target: int, rule: LinkRule) -> None:
-        """Makes a direction of a link follow a rule. What is under way arrives as it would have."""
+        """Set the rule of one direction of a link. Packets in flight are not affected."""
         self._rules[source, target] = rule
 
     def carry(self, now_s: float, source: int, target: int, packet: bytes) -> None:
-        """Takes a packet that a host sends."""
+        """Accept a packet from a host."""
         link = source, target
         rule = self._rules.get(link, PERFECT)
         sent_s = max(now_s, self._free_s.get(link, 0.0)) if rule.bytes_per_s else now_s
@@ -76,7 +76,7 @@ class Wires:
         heapq.heappush(self._under_way, (sent_s + rule.delay_s, next(self._numbers), target, packet))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
-        """Returns the packets that arrive by now, with the host that each comes to."""
+        """Return the packets that arrive by now, each with its destination host."""
         found = []
         while self._under_way and self._under_way[0][0] <= now_s:
             _, _, target, packet = heapq.heappop(self._under_way)
@@ -85,14 +85,14 @@ class Wires:
 
     @property
     def next_s(self) -> float | None:
-        """Returns when the next packet arrives; None where none is under way."""
+        """Time of the next arrival, None without packets in flight."""
         return self._under_way[0][0] if self._under_way else None
 
 
 def run(devices: list[int]) -> None:
-    """Carries packets between TUN devices until the standard input ends, which has a JSON object in each line:
-    {"address": [ADDRESS, HOST]} or {"rule": [SOURCE, TARGET, DELAY_S, BYTES_PER_S, LOSS, CUT]}. Each is answered with
-    the two counts once it holds."""
+    """Carry packets between TUN devices until the end of standard input. Each line is a JSON object, {"address":
+    [ADDRESS, HOST]} or {"rule": [SOURCE, TARGET, DELAY_S, BYTES_PER_S, LOSS, CUT]}, answered with both counts once
+    applied."""
     wires, owners = Wires(seed=1), dict[bytes, int]()
     hosts = {device: number for number, device in enumerate(devices)}
     for device in devices:
@@ -116,7 +116,7 @@ def run(devices: list[int]) -> None:
                 while True:
                     packet = os.read(device, MTU_BYTES)
                     target = owners.get(packet[DESTINATION])
-                    # What is no IPv4 packet (such as a router's solicitation) goes nowhere.
+                    # Other packets than IPv4 (e.g. router solicitations) are dropped.
                     if target is not None and packet[0] >> 4 == 4:
                         wires.carry(time.monotonic(), hosts[device], target, packet)
         for target, packet in wires.due(time.monotonic()):

@@ -31,7 +31,7 @@ END_TIMEOUT_S = 20.0
 
 
 def run_section(name: str, folder: Path, limit_s: float, smoke: bool) -> dict[str, Any]:
-    """Runs a section; returns its rows, its seconds, and the error that ended it early ("" without one)."""
+    """Run a section; return its rows, its seconds, and the error that ended it early ("" without one)."""
     rows = folder / f"{name}.jsonl"
     command = [sys.executable, "-m", "lab.benchmarks.gpu.section", name, "--rows", str(rows)]
     environment = dict(os.environ)
@@ -64,7 +64,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--time-s", type=float, default=0.0, help="time of all sections together; 0: no limit")
@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures, prints and writes; returns 1 where a section ended early, or a measurement in it failed."""
+    """Measure, prints and writes; return 1 where a section ended early, or a measurement in it failed."""
     args = arguments()
     if not args.smoke and not has_gpu():
         print("bench-gpu: torch sees no CUDA device here; --smoke shows whether everything runs", file=sys.stderr)
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def has_gpu() -> bool:
-    """Returns whether torch can use a GPU. Another process asks torch, so that this one holds no memory of the GPU."""
+    """Return whether torch can use a GPU. Another process asks torch, so that this one holds no memory of the GPU."""
     command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
     return subprocess.run(command, check=False, cwd=ROOT).returncode == 0
 

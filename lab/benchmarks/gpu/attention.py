@@ -21,7 +21,7 @@ MIXED_TARGET = "<= 1.1"
 
 
 def run(bench: Bench) -> None:
-    """Measures all rows of the section."""
+    """Measure all rows of the section."""
     shape = shape_of(bench.smoke)
     small = bench.smoke
     block_sizes = (16,) if small else (16, 64, 128)
@@ -89,7 +89,7 @@ def _chunk(bench: Bench, shape: LlamaShape, name: str, chunk: int, prefix: int, 
 
 
 def _overlapped_chunk(bench: Bench, pool: AttentionPool, entries: list[BatchEntry], name: str, rate: float) -> None:
-    """Measures the kernel whose softmax runs beside products on the same pool, where it can run."""
+    """Measure the kernel whose softmax runs beside products on the same pool, where it can run."""
     tunable, arch = TUNABLES["attention_chunk"], arch_of(bench.device)
     if bench.smoke or arch != OVERLAPPED_ARCH:
         return
@@ -101,7 +101,7 @@ def _overlapped_chunk(bench: Bench, pool: AttentionPool, entries: list[BatchEntr
 
 
 def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times, Times, float]:
-    """Returns the times of torch's attention and of gathering K and V for it, and the relative difference of ours."""
+    """Return the times of torch's attention and of gathering K and V for it, and the relative difference of ours."""
     from torch.nn.attention.bias import causal_lower_right
 
     tokens, heads, head_dim = attended.queries.shape
@@ -123,7 +123,7 @@ def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times,
 
 
 def _in_parts(bench: Bench, shape: LlamaShape) -> None:
-    """Measures attention in parts of fixed keys (--batch-invariant), against attention that is cut anywhere."""
+    """Measure attention in parts of fixed keys (--batch-invariant), against attention that is cut anywhere."""
     streams, context, chunk = (2, 20, 8) if bench.smoke else (64, 4096, 2048)
     cases = (decodes(streams, context), decodes(1, context), [BatchEntry(chunk, 4 * context - chunk)])
     tokens = (streams + 4) * -(-context // 16) * 16
@@ -136,7 +136,7 @@ def _in_parts(bench: Bench, shape: LlamaShape) -> None:
 
 
 def _mixed(bench: Bench, shape: LlamaShape) -> None:
-    """Measures decodes and a chunk in one launch, against both alone."""
+    """Measure decodes and a chunk in one launch, against both alone."""
     streams, context, chunk = (2, 20, 8) if bench.smoke else (63, 4096, 512)
     block_size = 16
     tokens = (streams + 1) * -(-context // block_size) * block_size

@@ -31,7 +31,7 @@ class Times:
     max_s: float
 
     def scaled(self, factor: float) -> Times:
-        """Returns the times of ``factor`` times the work."""
+        """Return the times of ``factor`` times the work."""
         return Times(self.min_s * factor, self.median_s * factor, self.max_s * factor)
 
 
@@ -58,19 +58,19 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Gives whether the target is met; None without a target or a figure."""
+        """True if the target is met; None without a target or a figure."""
         if not self.target or self.share is None:
             return None
         sense, bound = self.target.split()
         return self.share >= float(bound) if sense == ">=" else self.share <= float(bound)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields, and ``met``."""
+        """Return the fields, and ``met``."""
         return {**asdict(self), "met": self.met}
 
 
 def failure(name: str, error: Exception) -> Row:
-    """Returns the row of a measurement that failed."""
+    """Return the row of a measurement that failed."""
     return Row(name, None, "", note=f"failed: {type(error).__name__}: {str(error)[:300]}")
 
 
@@ -94,7 +94,7 @@ class Bench:
         torch.manual_seed(0)
 
     def report(self, row: Row) -> None:
-        """Writes and prints a row. Rows of a smoke run have no target."""
+        """Write and prints a row. Rows of a smoke run have no target."""
         if self.smoke:
             row = replace(row, target="")
         with self._rows.open("a", encoding="utf-8") as file:
@@ -102,7 +102,7 @@ class Bench:
         print(line_of(row), flush=True)
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
-        """Runs one measurement of a section; its failure becomes a row, and the section goes on."""
+        """Run one measurement of a section; its failure becomes a row, and the section goes on."""
         if self.only and not any(word in name for word in self.only):
             return
         try:
@@ -111,12 +111,12 @@ class Bench:
             self.report(failure(name, error))
 
     def wait(self) -> None:
-        """Waits until the device has done everything."""
+        """Wait until the device has done everything."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def time(self, calls: Sequence[Call], *, graph: bool = True) -> Times:
-        """Measures the seconds of one of ``calls``.
+        """Measure the seconds of one of ``calls``.
 
         The calls do the same work on different data, ROTATED_BYTES together or more. Each repeat runs all of them
         between two events on the stream; with ``graph`` as one CUDA graph, which leaves out the host's launches.
@@ -160,7 +160,7 @@ class Bench:
         return self._bandwidth
 
     def product_rate(self, rows: int, inputs: int, outputs: int) -> float:
-        """Measures the FLOP/s of a bfloat16 product [rows, inputs] x [outputs, inputs]^T of random numbers."""
+        """Measure the FLOP/s of a bfloat16 product [rows, inputs] x [outputs, inputs]^T of random numbers."""
         made = (torch.randn(size, inputs, device=self.device).bfloat16() for size in (rows, outputs))
         left, weight = made
         out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=self.device)
@@ -171,13 +171,13 @@ class Bench:
         return rate
 
     def report_bytes(self, name: str, times: Times, size: float, target: str = "", **more: Any) -> None:
-        """Reports a figure that memory limits: microseconds, and the share of the copy bandwidth."""
+        """Report a figure that memory limits: microseconds, and the share of the copy bandwidth."""
         share = size / self.bandwidth / times.median_s
         more = {**spread(times), "gb_per_s": size / times.median_s / 1e9, **more}
         self.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", target, more=more))
 
     def report_flops(self, name: str, times: Times, flops: float, rate: float, target: str = "", **more: Any) -> None:
-        """Reports a figure that arithmetic limits: microseconds, and the share of the products' rate."""
+        """Report a figure that arithmetic limits: microseconds, and the share of the products' rate."""
         more = {**spread(times), "tflop_per_s": flops / times.median_s / 1e12, **more}
         self.report(
             Row(name, times.median_s * 1e6, "us", flops / rate / times.median_s, "bf16 products", target, more=more)
@@ -185,17 +185,17 @@ class Bench:
 
 
 def rotations(size_bytes: float, smoke: bool, most: int = 64) -> int:
-    """Returns how many copies of data of this size a measurement rotates through."""
+    """Return how many copies of data of this size a measurement rotates through."""
     return 1 if smoke else max(1, min(most, -(-ROTATED_BYTES // max(1, int(size_bytes)))))
 
 
 def spread(times: Times) -> dict[str, float]:
-    """Returns the extremes in us, for a row's ``more``."""
+    """Return the extremes in us, for a row's ``more``."""
     return {"min_us": times.min_s * 1e6, "max_us": times.max_s * 1e6}
 
 
 def line_of(row: Row) -> str:
-    """Formats a row as a line on the terminal."""
+    """Format a row as a line on the terminal."""
     if row.value is None:
         return f"{row.name}: {row.note}"
     share = "" if row.share is None else f", {row.share:.2f} of {row.of}" if row.of else f", {row.share:.2f}"

@@ -48,7 +48,7 @@ class Maker:
     smoke_rows: tuple[int, ...] = (2,)
 
     def __call__(self, bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-        """Makes the case of ``rows`` rows."""
+        """Make the case of ``rows`` rows."""
         return self.make(bench, shape, rows)
 
 
@@ -61,7 +61,7 @@ BLOCK_ROWS = (1, 16, 256)
 
 
 def embed_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Makes a case of the embedding's rows."""
+    """Make a case of the embedding's rows."""
     from lab.testbed.gpu_reference import embed as reference
     from pillion.kernels.gpu.rows.embedding import embed
 
@@ -80,7 +80,7 @@ def embed_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def norm_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Makes a case of the sum with the residual stream and the next norm."""
+    """Make a case of the sum with the residual stream and the next norm."""
     from lab.testbed import gpu_reference as reference
     from pillion.kernels.gpu.rows.norms import add_rms_norm
 
@@ -103,7 +103,7 @@ def norm_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def gated_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Makes a case of the MLP's gated activation."""
+    """Make a case of the MLP's gated activation."""
     from lab.testbed import gpu_reference as reference
     from pillion.kernels.gpu.rows.gated import gated
 
@@ -120,7 +120,7 @@ def gated_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def route_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Makes a case of a router's product and its choice."""
+    """Make a case of a router's product and its choice."""
     from pillion.kernels.gpu.experts.expert_routing import ExpertRouter, RouteOptions
 
     how = RouteOptions(EXPERTS, PER_TOKEN, True, exact=True)
@@ -144,7 +144,7 @@ def route_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def sort_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Makes a case of sorting pairs of rows and random experts."""
+    """Make a case of sorting pairs of rows and random experts."""
     from pillion.kernels.gpu.experts.pair_sorting import PairOrder, PairSorter, most_tiles, tile_rows_of
 
     pairs = rows * PER_TOKEN
@@ -162,7 +162,7 @@ def sort_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def sums_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Makes a case of the sums of what rows' experts have found."""
+    """Make a case of the sums of what rows' experts have found."""
     from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 
     size = 2 * rows * (PER_TOKEN + 1) * shape.hidden
@@ -179,7 +179,7 @@ def sums_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def kv_write_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Makes a case of rotating queries and keys and writing K and V into the pool's blocks."""
+    """Make a case of rotating queries and keys and writing K and V into the pool's blocks."""
     from pillion.kernels.gpu.attention.kv_write import Rotary, kv_write
 
     heads, kv_heads, width = shape.heads, shape.kv_heads, shape.head_dim
@@ -214,7 +214,7 @@ def kv_write_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def _blocks_case(way: str) -> Make:
-    """Returns a maker of cases that move whole blocks, to or from a transfer's buffer, or within the pool."""
+    """Return a maker of cases that move whole blocks, to or from a transfer's buffer, or within the pool."""
 
     def make(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
         from pillion.kernels.gpu import blocks
@@ -246,12 +246,12 @@ def _blocks_case(way: str) -> Make:
 
 
 def _flat(bench: Bench, rows: int, vocab: int) -> torch.Tensor:
-    """Returns normal logits: thousands of tokens are about as probable, as at high temperatures."""
+    """Return normal logits: thousands of tokens are about as probable, as at high temperatures."""
     return 2.0 * torch.randn(rows, vocab, device=bench.device)
 
 
 def _peaked(bench: Bench, rows: int, vocab: int) -> torch.Tensor:
-    """Returns logits of a language model's kind: the probability of the token of rank r is as r ** -1.5."""
+    """Return logits of a language model's kind: the probability of the token of rank r is as r ** -1.5."""
     ranks = torch.rand(rows, vocab, device=bench.device).argsort(1) + 1
     return -1.5 * ranks.float().log()
 
@@ -287,7 +287,7 @@ def _sampling_case(temperature: float, top_p: float, logits_of: Callable[[Bench,
 
 
 def sampled_rows(count: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingRows:
-    """Returns rows with the same sampling parameters and different seeds."""
+    """Return rows with the same sampling parameters and different seeds."""
     params = [SamplingParams(temperature=temperature, top_p=top_p)] * count
     return SamplingRows.of(params, range(count), [1024] * count)
 

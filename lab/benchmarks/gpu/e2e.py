@@ -59,7 +59,7 @@ def run(bench: Bench) -> None:
 
 
 def _pretended(smoke: bool) -> dict[str, str]:
-    """Returns the environment of a smoke run, with a fake CUDA driver; of a real run, an empty one."""
+    """Return the environment of a smoke run, with a fake CUDA driver; of a real run, an empty one."""
     if not smoke:
         return {}
     from lab.testbed import fake_cuda
@@ -110,7 +110,7 @@ def _measure(bench: Bench, name: str, policy: str, environment: Mapping[str, str
 
 
 def _cores(served: ServedCluster) -> dict[str, float]:
-    """Returns the seconds of cores that each part of a cluster, and this process as its clients, have used."""
+    """Return the seconds of cores that each part of a cluster, and this process as its clients, have used."""
     found = {"clients": time.process_time()}
     for role in ("gateway", "decode", "prefill", "kvnode"):
         times = [process.cpu_times() for process in served.components(role)]
@@ -130,7 +130,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 async def _ask_all(target: str, load: ClusterLoad, seed: int) -> list[tuple[float, list[float]]]:
-    """Runs a load; returns each request's seconds to its first token and between tokens."""
+    """Run a load; return each request's seconds to its first token and between tokens."""
     from pillion import AsyncClient
 
     found: list[tuple[float, list[float]]] = []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ExpertShape(NamedTuple):
-    """Describes one product of a mixture: experts, choices of a row, inputs, outputs (gates and values, where it is
+    """One product of a mixture: experts, choices of a row, inputs, outputs (gates and values, where it is
     ``gated``), and a kind of matrices of ``products.KINDS``, or "bf16"."""
 
     experts: int
@@ -55,7 +55,7 @@ PACKED_MATRICES = 4
 
 
 def run(bench: Bench) -> None:
-    """Measures each product with each number of rows."""
+    """Measure each product with each number of rows."""
     few, chunk = (SMOKE_ROWS, SMOKE_CHUNK) if bench.smoke else (FEW_ROWS, CHUNK)
     for name, shape in (TINY_SHAPES if bench.smoke else SHAPES).items():
 
@@ -86,7 +86,7 @@ def run(bench: Bench) -> None:
 def grouped_case(
     bench: Bench, shape: ExpertShape, rows: int, stacks: list[tuple[Any, torch.Tensor]], adapters: int = 0
 ) -> KernelCase:
-    """Makes a case of random rows, which choose experts at random, and have so many ``adapters`` in turn. ``stacks``
+    """Make a case of random rows, which choose experts at random, and have so many ``adapters`` in turn. ``stacks``
     are experts' matrices, and the weights of the first expert."""
     from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
 
@@ -136,7 +136,7 @@ def grouped_case(
 
 
 def _random_adapters(shape: ExpertShape, rows: int, adapters: int, x: torch.Tensor) -> PairAdapters:
-    """Makes adapters that rows have in turn."""
+    """Make adapters that rows have in turn."""
     from pillion.kernels.gpu.experts.expert_adapters import PairAdapters
     from pillion.kernels.gpu.products.low_rank_product import LayerSlot
 
@@ -151,7 +151,7 @@ def _random_adapters(shape: ExpertShape, rows: int, adapters: int, x: torch.Tens
 
 
 def _added(adapters: PairAdapters, expert: int, x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Returns what adapters add to an expert's products of some pairs: [P, outputs] float32."""
+    """Return what adapters add to an expert's products of some pairs: [P, outputs] float32."""
     layer, found = adapters.layer, []
     a, b = adapters.slots[:, : layer.b_at], adapters.slots[:, layer.b_at :]
     for row in (pairs // adapters.per_token).tolist():
@@ -170,7 +170,7 @@ def _bytes(stack: Any) -> int:
 
 @functools.lru_cache(maxsize=1)
 def expert_stacks(shape: ExpertShape, device: torch.device, smoke: bool) -> list[tuple[Any, torch.Tensor]]:
-    """Makes experts' matrices, as many times as it takes to sweep the cache, with plain weights of the first
+    """Make experts' matrices, as many times as it takes to sweep the cache, with plain weights of the first
     experts, after which others have the same."""
     from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
 

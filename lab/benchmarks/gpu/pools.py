@@ -22,7 +22,7 @@ TOLERANCE = 2e-2
 def make_pool(
     bench: Bench, shape: LlamaShape, slots: int, layers: int, block_size: int, kv: PlainOrFloat8
 ) -> torch.Tensor:
-    """Makes a pool [slots, layers, 2, kv_heads, ...] for :class:`PagedAttention`, of normal random numbers."""
+    """Make a pool [slots, layers, 2, kv_heads, ...] for :class:`PagedAttention`, of normal random numbers."""
     outer = (slots, layers, 2, shape.kv_heads)
     if kv == "plain":
         pool = torch.empty(*outer, block_size, shape.head_dim, dtype=torch.bfloat16, device=bench.device)
@@ -56,12 +56,12 @@ class Attended:
 
     @property
     def read_bytes(self) -> float:
-        """Gives the fewest bytes that a layer's attention moves: K and V once, queries and results."""
+        """Fewest bytes that a layer's attention moves: K and V once, queries and results."""
         context = int(self.batch.context_lens.sum())
         return context * self.token_bytes + 2 * self.queries.numel() * self.queries.element_size()
 
     def flops(self) -> float:
-        """Returns the operations of the two products, over the keys that each query sees."""
+        """Return the operations of the two products, over the keys that each query sees."""
         _, heads, head_dim = self.queries.shape
         seen = int((self.batch.positions.astype("int64") + 1).sum())
         return 4.0 * seen * heads * head_dim
@@ -80,7 +80,7 @@ class AttentionPool:
         self._device = bench.device
 
     def attend(self, entries: list[BatchEntry], *, invariant: bool = False) -> Attended:
-        """Plans the attention of a step and sends the plan to the device. ``invariant``: in parts of fixed keys."""
+        """Plan the attention of a step and sends the plan to the device. ``invariant``: in parts of fixed keys."""
         shape, batch = self._shape, self._tables.batch(entries)
         attention = PagedAttention(
             self.tensor,
@@ -111,7 +111,7 @@ class AttentionPool:
         return Attended(attention, batch, [of(layer) for layer in range(self._layers)], queries, out, token_bytes)
 
     def gathering(self, attended: Attended, layer: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Returns a call that gathers the first sequence's K and V into [1, kv_heads, context, head_dim]."""
+        """Return a call that gathers the first sequence's K and V into [1, kv_heads, context, head_dim]."""
         context = int(attended.batch.context_lens[0])
         table = attended.batch.block_tables[0, : -(-context // self.block_size)]
         slots = torch.from_numpy(table.astype("int64")).to(self._device)
@@ -125,7 +125,7 @@ class AttentionPool:
         return gather
 
     def keys_values(self, attended: Attended, layer: int, sequence: int) -> torch.Tensor:
-        """Returns K and V of one sequence, float32 [2, kv_heads, context, head_dim], from either kind of pool."""
+        """Return K and V of one sequence, float32 [2, kv_heads, context, head_dim], from either kind of pool."""
         shape, context = self._shape, int(attended.batch.context_lens[sequence])
         table = attended.batch.block_tables[sequence, : -(-context // self.block_size)]
         pieces = self.tensor[torch.from_numpy(table.astype("int64")).to(self._device), layer]
@@ -139,7 +139,7 @@ class AttentionPool:
 
 
 def verify_rows(pool: AttentionPool, attended: Attended) -> None:
-    """Runs the first layer and compares rows of the first and the last sequence with plain torch in float32.
+    """Run the first layer and compares rows of the first and the last sequence with plain torch in float32.
 
     Raises AssertionError where they differ.
     """
@@ -157,7 +157,7 @@ def verify_rows(pool: AttentionPool, attended: Attended) -> None:
 
 
 def check_near(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the relative error of ``found``. Raises AssertionError beyond TOLERANCE, and for NaN."""
+    """Return the relative error of ``found``. Raises AssertionError beyond TOLERANCE, and for NaN."""
     off = float((found.float() - expected.float()).norm() / expected.float().norm())
     if not off <= TOLERANCE:
         raise AssertionError(f"attention is off by {off:.4f} of its length")

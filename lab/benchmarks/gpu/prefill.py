@@ -13,7 +13,7 @@ ROUNDS = 5
 
 
 def run(bench: Bench) -> None:
-    """Measures prompts of 2K and of 8K tokens, cut into chunks of 2K, and one chunk of 8K."""
+    """Measure prompts of 2K and of 8K tokens, cut into chunks of 2K, and one chunk of 8K."""
     chunk, chunks = (8, 2) if bench.smoke else (2048, 4)
     model = RandomModel(bench, max_tokens=chunk * chunks, max_seqs=4, max_model_len=chunk * chunks + 64)
     rate = _rate(bench, model, chunk)
@@ -29,7 +29,7 @@ def run(bench: Bench) -> None:
 
 
 def _rate(bench: Bench, model: RandomModel, chunk: int) -> float:
-    """Measures the FLOP/s of a layer's four products, one after the other."""
+    """Measure the FLOP/s of a layer's four products, one after the other."""
     shapes = model.shape.products.values()
     seconds = sum(2.0 * chunk * a * b / bench.product_rate(chunk, a, b) for a, b in shapes)
     return sum(2.0 * chunk * a * b for a, b in shapes) / seconds

@@ -43,7 +43,7 @@ CHECKED_OUTPUTS = 256
 
 
 def run(bench: Bench) -> None:
-    """Measures a layer's products for each kind of matrix."""
+    """Measure a layer's products for each kind of matrix."""
     shapes = shape_of(bench.smoke).products
     few, many = ((2,), (20,)) if bench.smoke else (FEW_ROWS, MANY_ROWS)
     bandwidth = bench.bandwidth
@@ -108,7 +108,7 @@ def run(bench: Bench) -> None:
 
 
 def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
-    """Makes a matrix of random codes that are numbers."""
+    """Make a matrix of random codes that are numbers."""
     coding, group, shifted = KINDS[kind]
     numbers = (~CODINGS[coding].isnan()).nonzero().flatten().to(torch.uint8)
     codes = numbers[torch.randint(len(numbers), (outputs, inputs))]
@@ -129,7 +129,7 @@ def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
 def _packed(
     kind: str, inputs: int, outputs: int, device: torch.device, smoke: bool
 ) -> tuple[QuantizedMatrix, list[PackedMatrix]]:
-    """Makes a matrix, and packed copies of it on the device to rotate through. To pack takes longer than to measure."""
+    """Make a matrix, and packed copies of it on the device to rotate through. To pack takes longer than to measure."""
     from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
 
     matrix = random_matrix(kind, inputs, outputs)
@@ -142,7 +142,7 @@ def _packed(
 
 
 def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) -> KernelCase:
-    """Makes a case of random rows by a matrix and by copies of it."""
+    """Make a case of random rows by a matrix and by copies of it."""
     from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 
     matrix, copies = _packed(kind, inputs, outputs, bench.device, bench.smoke)
@@ -165,7 +165,7 @@ def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) 
 
 
 def fp8_case(bench: Bench, inputs: int, outputs: int, rows: int, *, in_blocks: bool) -> KernelCase:
-    """Makes a case of random rows, which are rounded to FP8, by a matrix in FP8 and by copies of it."""
+    """Make a case of random rows, which are rounded to FP8, by a matrix in FP8 and by copies of it."""
     from pillion.kernels.gpu.products.fp8_product import Fp8Product, fp8_matrix
 
     codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -194,7 +194,7 @@ def fp8_case(bench: Bench, inputs: int, outputs: int, rows: int, *, in_blocks: b
 
 
 def plain_case(bench: Bench, inputs: int, outputs: int, rows: int) -> tuple[KernelCase, list[Call]]:
-    """Makes a case of random rows by a plain matrix and by copies of it, and the same calls of cuBLAS."""
+    """Make a case of random rows by a plain matrix and by copies of it, and the same calls of cuBLAS."""
     from pillion.kernels.gpu.products.plain_product import PlainProduct
 
     size = 2 * inputs * outputs
@@ -215,7 +215,7 @@ def plain_case(bench: Bench, inputs: int, outputs: int, rows: int) -> tuple[Kern
 
 
 def adapters_case(bench: Bench, inputs: int, outputs: int, rows: int) -> KernelCase:
-    """Makes a case of random rows, which have the adapters in turn, by layers of one projection."""
+    """Make a case of random rows, which have the adapters in turn, by layers of one projection."""
     from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerSlot, RunRecord, add_low_rank
 
     layer = LayerSlot(0, ADAPTER_RANK * inputs, inputs, outputs, (outputs,), ADAPTER_RANK)

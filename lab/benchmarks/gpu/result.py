@@ -17,7 +17,7 @@ SMI_TIMEOUT_S = 20.0
 
 
 def device() -> dict[str, Any]:
-    """Describes the GPU and its driver. Clocks are those of the moment."""
+    """Describe the GPU and its driver. Clocks are those of the moment."""
     versions = {}
     for name in ("torch", "triton", "transformers", "numpy"):
         try:
@@ -33,7 +33,7 @@ def device() -> dict[str, Any]:
 
 
 def smi() -> dict[str, str]:
-    """Returns nvidia-smi's fields of the first GPU; empty without one."""
+    """Return nvidia-smi's fields of the first GPU; empty without one."""
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
@@ -43,26 +43,26 @@ def smi() -> dict[str, str]:
 
 
 def place(folder: Path, about: dict[str, Any]) -> Path:
-    """Returns the JSON file's path, gpu-DEVICE-DATE.json."""
+    """Return the JSON file's path, gpu-DEVICE-DATE.json."""
     name = re.sub(r"[^a-z0-9]+", "-", str(about.get("name", "cpu")).lower()).strip("-")
     return folder / f"gpu-{name}-{about['date']}.json"
 
 
 def merged(path: Path, about: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    """Returns a result with these sections and the other ones of an earlier run of the day."""
+    """Return a result with these sections and the other ones of an earlier run of the day."""
     before = json.loads(path.read_text("utf-8")) if path.exists() else {"sections": {}}
     return {"device": about, "sections": {**before["sections"], **sections}}
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Writes the JSON, and the page beside it."""
+    """Write the JSON, and the page beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", "utf-8")
     path.with_suffix(".md").write_text(page(result), "utf-8")
 
 
 def page(result: dict[str, Any]) -> str:
-    """Returns a Markdown page: the machine, and a table for each section."""
+    """Return a Markdown page: the machine, and a table for each section."""
     lines = [f"# GPU: {result['device'].get('name', 'none')}, {result['device']['date']}", ""]
     lines += [f"* {name}: {value}" for name, value in sorted(result["device"].items())]
     for name, section in result["sections"].items():
@@ -72,7 +72,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the lines of a table of rows."""
+    """Return the lines of a table of rows."""
     return ["| what | figure | share | of | target | met |", "|---|---:|---:|---|---|---|", *map(_line, rows)]
 
 

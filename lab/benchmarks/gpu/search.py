@@ -34,7 +34,7 @@ def trying(kernel: str, arch: int, use: dict[str, int]) -> Iterator[None]:
 
 
 def search(bench: Bench, name: str, tunable: Tunable, arch: int, until_s: float, say: Say) -> dict[str, Any] | None:
-    """Searches a kernel's constants; returns the entry for the file, or None where no candidate worked."""
+    """Search a kernel's constants; return the entry for the file, or None where no candidate worked."""
     now = tuned(tunable.kernel, arch, **tunable.facts)
     candidates = [now, *(use for use in tunable.candidates(now) if use != now)]
     if bench.smoke:
@@ -74,7 +74,7 @@ def _microseconds(bench: Bench, tunable: Tunable) -> float:
 
 
 def put(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
-    """Puts ``entry`` in place of the entry for the same facts, or before the first entry that matches them."""
+    """Put ``entry`` in place of the entry for the same facts, or before the first entry that matches them."""
     for at, known in enumerate(entries):
         if known["when"] == entry["when"]:
             entries[at] = entry
@@ -86,7 +86,7 @@ def put(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
 
 
 def dump(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Returns a tuning file's text: a kernel with one entry on one line, others with a line for each entry."""
+    """Return a tuning file's text: a kernel with one entry on one line, others with a line for each entry."""
     kernels = []
     for kernel, entries in found.items():
         lines = [json.dumps(entry) for entry in entries]

@@ -30,7 +30,7 @@ SECTIONS = {
 
 
 def main() -> int:
-    """Runs the section. A failure becomes a row of it."""
+    """Run the section. A failure becomes a row of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=tuple(SECTIONS))
     parser.add_argument("--rows", type=Path, required=True)

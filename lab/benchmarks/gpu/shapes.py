@@ -26,7 +26,7 @@ class LlamaShape:
     max_positions: int
 
     def config(self) -> dict[str, Any]:
-        """Returns the content of the config.json."""
+        """Return the content of the config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -49,12 +49,12 @@ class LlamaShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Gives the bytes of K and V of one token in one layer, in bfloat16."""
+        """Bytes of K and V of one token in one layer, in bfloat16."""
         return 2 * self.kv_heads * self.head_dim * 2
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
-        """Returns inputs and outputs of a layer's products by name."""
+        """Inputs and outputs of a layer's products by name."""
         return {
             "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim),
             "o": (self.heads * self.head_dim, self.hidden),
@@ -77,12 +77,12 @@ TINY = LlamaShape(hidden=32, layers=1, inner=48, heads=2, kv_heads=1, head_dim=1
 
 
 def shape_of(smoke: bool) -> LlamaShape:
-    """Returns the shape to measure."""
+    """Return the shape to measure."""
     return TINY if smoke else LLAMA_8B
 
 
 def write_model(folder: Path, shape: LlamaShape) -> Path:
-    """Writes a model's folder without weights: config.json and a tokenizer of bytes. Needs ``tokenizers``."""
+    """Write a model's folder without weights: config.json and a tokenizer of bytes. Needs ``tokenizers``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ class BatchEntry:
 
 
 def decodes(count: int, context: int) -> list[BatchEntry]:
-    """Returns ``count`` streams, each at its token number ``context``."""
+    """Return ``count`` streams, each at its token number ``context``."""
     return [BatchEntry(1, context - 1)] * count
 
 
@@ -124,7 +124,7 @@ class Tables:
         self._block_size = block_size
 
     def batch(self, entries: list[BatchEntry], *, token: int = 5) -> StepBatch:
-        """Makes a step of these sequences, each with slots of its own."""
+        """Make a step of these sequences, each with slots of its own."""
         counts = np.array([entry.tokens for entry in entries], np.int32)
         contexts = np.array([entry.prefix + entry.tokens for entry in entries], np.int32)
         blocks = -(-contexts // self._block_size)

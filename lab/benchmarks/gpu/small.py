@@ -17,7 +17,7 @@ LARGE_TARGET = ">= 0.75"
 
 
 def run(bench: Bench) -> None:
-    """Measures each kernel with each number of rows."""
+    """Measure each kernel with each number of rows."""
     shape = shape_of(bench.smoke)
     for kernel, make in CASES.items():
         for rows in make.smoke_rows if bench.smoke else make.rows:

@@ -54,7 +54,7 @@ TINY = LayerOfStates(32, DeltaShape(1, 2, 16, 16), 4096)
 
 
 def run(bench: Bench) -> None:
-    """Measures a prompt's rows, and decodes of one text and of several."""
+    """Measure a prompt's rows, and decodes of one text and of several."""
     layer = TINY if bench.smoke else QWEN3_NEXT
     rows, streams = (24, (1, 2)) if bench.smoke else (2048, (1, 32))
     bench.attempt("results", lambda: _Case(bench, layer, [VERIFIED_ROWS], 0).verify())
@@ -64,7 +64,7 @@ def run(bench: Bench) -> None:
 
 
 def rule_case(bench: Bench, lengths: list[int], context: int) -> KernelCase:
-    """Makes a case of the rule alone, for rows of texts of these lengths, which stand after ``context`` tokens."""
+    """Make a case of the rule alone, for rows of texts of these lengths, which stand after ``context`` tokens."""
     layer = TINY if bench.smoke else QWEN3_NEXT
     case = _Case(bench, layer, [min(lengths[0], 3)] if bench.smoke else lengths, context)
     moved = 2 * _state_bytes(layer, len(lengths))
@@ -72,7 +72,7 @@ def rule_case(bench: Bench, lengths: list[int], context: int) -> KernelCase:
 
 
 def layer_kernels(bench: Bench, lengths: list[int], context: int) -> Callable[[], None]:
-    """Returns a call of all kernels of the layer, for texts of these lengths that stand after ``context`` tokens."""
+    """Return a call of all kernels of the layer, for texts of these lengths that stand after ``context`` tokens."""
     return _Case(bench, TINY if bench.smoke else QWEN3_NEXT, lengths, context).kernels
 
 
@@ -134,18 +134,18 @@ class _Case:
         self._remembered, self._found = made(rows, values, dtype=wide), made(rows, values)
 
     def products(self) -> None:
-        """Multiplies by the matrices in front of the state's kernels and behind them."""
+        """Multiply by the matrices in front of the state's kernels and behind them."""
         torch.mm(self._x, self._into.T, out=self._made)
         torch.mm(self._x, self._rating.T, out=self._rates)
         torch.mm(self._found, self._out.T, out=self._result)
 
     def kernels(self) -> None:
-        """Runs all kernels between the products."""
+        """Run all kernels between the products."""
         for call in self.parts().values():
             call()
 
     def parts(self) -> dict[str, Callable[[], None]]:
-        """Returns the kernels by their names, in order."""
+        """Return the kernels by their names, in order."""
         return {"convolution": self._convolve, "unit length and rates": self._prepare, "rule": self.rule}
 
     def _convolve(self) -> None:
@@ -156,14 +156,14 @@ class _Case:
         prepare_rows(self._mixed, rates, self._decay, self._shift, self._learns, self._forgets, shape)
 
     def rule(self) -> None:
-        """Runs the rule, and the norm and the gates after it."""
+        """Run the rule, and the norm and the gates after it."""
         shape, rows = self._layer.delta, (self._mixed, self._learns, self._forgets)
         delta_rule(*rows, self._solved, self._remembered, self._step, self._memory, self._sides, shape)
         gates = self._made[:, shape.mixed :]
         norm_gated(self._remembered, gates, self._norm, self._found, EPS, groups=shape.heads)
 
     def verify(self) -> None:
-        """Raises AssertionError where the rule's results differ from those that it has token by token."""
+        """Raise AssertionError where the rule's results differ from those that it has token by token."""
         shape, keys = self._layer.delta, self._layer.delta.key_heads * self._layer.delta.key_dim
         self._convolve()
         self._prepare()
@@ -183,7 +183,7 @@ def _places(pieces: tuple[tuple[int, int], ...], device: torch.device) -> torch.
 
 
 def _step(bench: Bench, layer: LayerOfStates, lengths: list[int], context: int, pages: int) -> StepOfStates:
-    """Begins a step of texts of these lengths, whose states are somewhere in a pool."""
+    """Begin a step of texts of these lengths, whose states are somewhere in a pool."""
     count, rows = len(lengths), sum(lengths)
     order = np.random.default_rng(0).permutation(2 * count * pages).astype(np.int32).reshape(2, count, pages)
     pool = torch.randn(order.size, layer.block_bytes // 4, device=bench.device)

@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, dict[str, int]]] = {
 
 
 def run(bench: Bench) -> None:
-    """Measures each number of streams, with CUDA graphs and without."""
+    """Measure each number of streams, with CUDA graphs and without."""
     batches, context = ((2,), 20) if bench.smoke else ((1, 32, 256), 1024)
     warm, steps = (0, 2) if bench.smoke else (WARM_STEPS, STEPS)
     bandwidth = bench.bandwidth
@@ -67,19 +67,19 @@ def run(bench: Bench) -> None:
 
 
 def _rates(bench: Bench, batches: tuple[int, ...]) -> dict[int, float]:
-    """Measures the FLOP/s of products with a layer's largest weights, by the number of rows."""
+    """Measure the FLOP/s of products with a layer's largest weights, by the number of rows."""
     inputs, outputs = (32, 96) if bench.smoke else (4096, 28672)
     return {batch: bench.product_rate(batch, inputs, outputs) for batch in batches}
 
 
 def _kernels_s(model: RandomModel, batch: int, bandwidth: float, rate: float) -> float:
-    """Returns the sum of the products' limits: reading the weights or computing, whichever takes longer."""
+    """Return the sum of the products' limits: reading the weights or computing, whichever takes longer."""
     head = 2.0 * batch * model.shape.hidden * model.shape.vocab
     return max(model.step_bytes / bandwidth, (model.flops(batch) + head) / rate)
 
 
 def decode_steps(tables: Tables, batch: int, context: int, count: int) -> list[StepBatch]:
-    """Returns ``count`` steps of the same streams, each one token further; after the first, tokens are unknown."""
+    """Return ``count`` steps of the same streams, each one token further; after the first, tokens are unknown."""
     last = tables.batch(decodes(batch, context + count))
     unknown = -1 - np.arange(batch, dtype=np.int32)
     found = []

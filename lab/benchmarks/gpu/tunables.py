@@ -39,7 +39,7 @@ class Tunable:
     chosen: tuple[Use, ...] = ()
 
     def candidates(self, now: Use) -> Iterator[Use]:
-        """Yields all candidates, over the constants that are in use now."""
+        """Yield all candidates, over the constants that are in use now."""
         for use in self.chosen:
             yield {**now, **use}
         for values in itertools.product(*self.grid.values()):
@@ -59,7 +59,7 @@ def _small(*wanted: tuple[str, int]) -> Cases:
 
 
 def _attended(kv: PlainOrFloat8, *wanted: tuple[list[BatchEntry], list[BatchEntry]], invariant: bool = False) -> Cases:
-    """Returns attention cases of steps, each given for a real and for a smoke run. ``invariant``: in parts."""
+    """Return attention cases of steps, each given for a real and for a smoke run. ``invariant``: in parts."""
 
     def cases(bench: Bench) -> list[Build]:
         return [_attention(bench, tiny if bench.smoke else entries, kv, invariant) for entries, tiny in wanted]
@@ -92,7 +92,7 @@ def _pool(bench: Bench, tokens: int, layers: int, kv: PlainOrFloat8) -> Attentio
 
 
 def _products(*wanted: tuple[str, str, int]) -> Cases:
-    """Returns cases of products: kind of the matrix, name of the product and rows."""
+    """Return cases of products: kind of the matrix, name of the product and rows."""
 
     def cases(bench: Bench) -> list[Build]:
         shapes = shape_of(bench.smoke).products
@@ -106,7 +106,7 @@ def _products(*wanted: tuple[str, str, int]) -> Cases:
 
 
 def _quantized(rows: int, bits: int, kind: str) -> Tunable:
-    """Returns the tile of products of so many rows by matrices of ``bits``."""
+    """Return the tile of products of so many rows by matrices of ``bits``."""
     large = rows == ROW_TILES[-1]
     count = 2048 if large else rows
     return Tunable(
@@ -118,7 +118,7 @@ def _quantized(rows: int, bits: int, kind: str) -> Tunable:
 
 
 def _grouped(name: str, rows: int, tile: int, facts: dict[str, int | str]) -> Tunable:
-    """Returns the tile of one product of a mixture, whose experts have ``tile`` of ``rows`` rows on average."""
+    """Return the tile of one product of a mixture, whose experts have ``tile`` of ``rows`` rows on average."""
 
     def cases(bench: Bench) -> list[Build]:
         shape, count = (TINY_SHAPES["tiny, up"], 2) if bench.smoke else (EXPERTS[name], rows)
@@ -135,7 +135,7 @@ def _grouped(name: str, rows: int, tile: int, facts: dict[str, int | str]) -> Tu
 
 
 def _shrink(rows: int, tile: int) -> Tunable:
-    """Returns the tile of what adapters add to a product of a mixture, in tiles of so many rows."""
+    """Return the tile of what adapters add to a product of a mixture, in tiles of so many rows."""
 
     def cases(bench: Bench) -> list[Build]:
         shape, count = (TINY_SHAPES["tiny, up"], 2) if bench.smoke else (EXPERTS["Qwen3-30B-A3B, up"], rows)
@@ -146,7 +146,7 @@ def _shrink(rows: int, tile: int) -> Tunable:
 
 
 def _plain(rows: int) -> Tunable:
-    """Returns the tile of plain products of so many rows."""
+    """Return the tile of plain products of so many rows."""
     large = rows == ROW_TILES[-1]
 
     def cases(bench: Bench) -> list[Build]:
@@ -164,7 +164,7 @@ def _plain(rows: int) -> Tunable:
 
 
 def _rules(*wanted: tuple[list[int], int]) -> Cases:
-    """Returns cases of delta rules. Each is given by the lengths of texts, and after how many tokens these stand."""
+    """Return cases of delta rules. Each is given by the lengths of texts, and after how many tokens these stand."""
 
     def cases(bench: Bench) -> list[Build]:
         def build(lengths: list[int], context: int) -> Build:
@@ -181,7 +181,7 @@ _CHUNK = ([BatchEntry(2048, 8192)], [BatchEntry(8, 16)])
 
 
 def _chunk_tile(keys: int, num_stages: int, overlap: int, *, rows: int = 128, programs: int = 1) -> Use:
-    """Returns a tile of chunk attention, with 16 rows a warp."""
+    """Return a tile of chunk attention, with 16 rows a warp."""
     tile = {"rows": rows, "keys": keys, "num_warps": rows // 16, "num_stages": num_stages}
     return {**tile, "programs": programs, "overlap": overlap}
 

@@ -27,7 +27,7 @@ MEASURE_S = 0.15
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", metavar="kernel", help="default: all")
     parser.add_argument("--out", type=Path, help="folder for the file; default: the clone's, smoke runs: none")
@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Searches and writes; returns 1 where no candidate of a kernel worked, 2 where nothing can be searched."""
+    """Search and writes; return 1 where no candidate of a kernel worked, 2 where nothing can be searched."""
     args = arguments()
     if args.smoke:
         # Triton reads this when kernels are defined.
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def tune(args: argparse.Namespace, names: list[str]) -> int:
-    """Searches kernel by kernel, and writes the file after each."""
+    """Search kernel by kernel, and writes the file after each."""
     from lab.benchmarks.gpu.bench import Bench, Row
     from lab.benchmarks.gpu.search import dump, put, search
     from lab.benchmarks.gpu.tunables import TUNABLES

@@ -11,7 +11,7 @@ _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|
 
 
 def used_files(root: Path, path: Path) -> list[str]:
-    """Returns the places of ``path`` and of all that it imports from the clone at ``root``, also within functions."""
+    """Return the places of ``path`` and of all that it imports from the clone at ``root``, also within functions."""
     seen, waiting = {path}, [path]
     while waiting:
         fresh = _imported(root, waiting.pop()) - seen
@@ -37,6 +37,6 @@ def _names(text: str) -> list[str]:
 
 @functools.cache
 def _file_of(root: Path, module: str) -> Path | None:
-    """Returns a module's file; folders of services are reached by links from ``pillion``."""
+    """Return a module's file; folders of services are reached by links from ``pillion``."""
     place = root.joinpath(*module.split("."))
     return next((each.resolve() for each in (place.with_suffix(".py"), place / "__init__.py") if each.exists()), None)

@@ -68,11 +68,11 @@ class Visit:
 
     @property
     def left_s(self) -> float:
-        """Gives the seconds in which parts may still run."""
+        """Seconds in which parts may still run."""
         return self._until_s - time.monotonic() - RESERVE_S
 
     def run(self, parts: list[VisitPart], environment: dict[str, str]) -> None:
-        """Runs the parts that the time allows."""
+        """Run the parts that the time allows."""
         for batch in batches(parts):
             fits = [part for part in batch if part.seconds <= self.left_s]
             self._compile({pattern: None for part in fits for pattern in part.kernels}, environment)
@@ -88,7 +88,7 @@ class Visit:
                     self.write()
 
     def _run(self, part: VisitPart, environment: dict[str, str]) -> dict[str, Any] | None:
-        """Runs a part; returns its result, or None where it waited for a place until too little time was left."""
+        """Run a part; return its result, or None where it waited for a place until too little time was left."""
         limit_s = float(part.seconds)
         if limit_s > self.left_s:
             return None
@@ -120,7 +120,7 @@ class Visit:
         }
 
     def _compile(self, patterns: Iterable[str], environment: dict[str, str]) -> None:
-        """Compiles kernels by all cores, into the cache that the parts use."""
+        """Compile kernels by all cores, into the cache that the parts use."""
         patterns = [pattern for pattern in patterns if pattern not in self._compiled]
         if not patterns or (self.dry and self._compiled):
             return
@@ -145,12 +145,12 @@ class Visit:
         return ["--collect-only", TESTS] if "pytest" in part.command else ["--smoke"]
 
     def log(self, name: str, text: str) -> None:
-        """Adds to the visit's log."""
+        """Add to the visit's log."""
         with (self.folder / "visit.log").open("a", encoding="utf-8") as file:
             file.write(f"\n==== {name}\n{text[-LOG_BYTES:]}")
 
     def write(self) -> None:
-        """Writes the results and the page."""
+        """Write the results and the page."""
         result = {"device": self.about, "parts": self.parts}
         self._path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", "utf-8")
         (self.folder / "visit.md").write_text(visit_page(result, self.every), "utf-8")
@@ -167,11 +167,11 @@ class _Fork:
         self.pid = self._process.ident or 0
 
     def poll(self) -> int | None:
-        """Returns the exit status, or None while the process runs."""
+        """Return the exit status, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Returns the exit status when the process has ended. Raises TimeoutExpired after ``timeout`` seconds."""
+        """Return the exit status when the process has ended. Raises TimeoutExpired after ``timeout`` seconds."""
         self._process.join(timeout)
         if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
@@ -179,7 +179,7 @@ class _Fork:
 
 
 def _be_program(words: list[str], environment: dict[str, str], output: int) -> NoReturn:
-    """Makes this fork the program whose words these are, with a session of its own."""
+    """Make this fork the program whose words these are, with a session of its own."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
@@ -206,7 +206,7 @@ def _be_program(words: list[str], environment: dict[str, str], output: int) -> N
 def _limited(
     command: list[str], environment: dict[str, str], output: Any, limit_s: float, *, forks: bool = False
 ) -> str:
-    """Runs a command for at most so many seconds; returns how it failed, or ""."""
+    """Run a command for at most so many seconds; return how it failed, or ""."""
     # The process has a group of its own, so that its children end with it.
     process = (
         _Fork(command, environment, output)
@@ -231,7 +231,7 @@ def _limited(
 
 
 def _tests(text: str) -> list[dict[str, Any]]:
-    """Returns pytest's last line as a figure."""
+    """Return pytest's last line as a figure."""
     words = r"(\d+) (passed|failed|skipped|error|tests? collected)"
     counts = {word: int(number) for number, word in re.findall(words, text[-2000:])}
     if not counts:
@@ -242,7 +242,7 @@ def _tests(text: str) -> list[dict[str, Any]]:
 
 
 def visit_page(result: dict[str, Any], parts: list[VisitPart]) -> str:
-    """Returns the page of figures: a table of every part that has a result, and what is next."""
+    """Return the page of figures: a table of every part that has a result, and what is next."""
     about, known = result["device"], result["parts"]
     names = ("name", "driver_version", "torch", "triton", "transformers", "python")
     lines = [f"# A visit to {about.get('name', 'no GPU')}, {about['date']}", ""]
@@ -263,7 +263,7 @@ def visit_page(result: dict[str, Any], parts: list[VisitPart]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help="words; only parts with one of them in their names")
     parser.add_argument("--time-s", type=float, default=560.0, help="seconds of the whole visit (560)")
@@ -275,7 +275,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Visits. Returns 1 where a dry run failed somewhere; what a GPU's parts give is in the results."""
+    """Visit. Returns 1 where a dry run failed somewhere; what a GPU's parts give is in the results."""
     args = arguments()
     every = visit_parts()
     if args.dry:

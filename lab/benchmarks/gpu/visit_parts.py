@@ -126,7 +126,7 @@ class VisitPart:
     kernels: tuple[str, ...] = ()
 
     def digest(self) -> str:
-        """Returns a hexadecimal digest of the command, and of the names and contents of the files."""
+        """Return a hexadecimal digest of the command, and of the names and contents of the files."""
         found = hashlib.sha256(repr(self.command).encode())
         for path in sorted({path for pattern in self.files for path in ROOT.glob(pattern)}):
             found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
@@ -134,7 +134,7 @@ class VisitPart:
 
 
 def section(name: str, seconds: int, files: tuple[str, ...], only: tuple[str, ...] = (), title: str = "") -> VisitPart:
-    """Makes the part of a section, or ``only`` of those of its measurements whose names have one of these words."""
+    """Make the part of a section, or ``only`` of those of its measurements whose names have one of these words."""
     command = ("-m", "lab.benchmarks.gpu.section", name, "--rows", ROWS, *(("--only", *only) if only else ()))
     kernels = (f"{name}: *",) if name in _LAUNCHES else _DENSE
     own = counted_files(ROOT / "lab" / "benchmarks" / "gpu" / f"{name}.py")
@@ -143,7 +143,7 @@ def section(name: str, seconds: int, files: tuple[str, ...], only: tuple[str, ..
 
 
 def tuning(title: str, kernels: tuple[str, ...], seconds: int, files: tuple[str, ...]) -> VisitPart:
-    """Makes the part that searches kernels' constants."""
+    """Make the part that searches kernels' constants."""
     command = ("-m", "lab.benchmarks.gpu.tune", *kernels, "--out", FOLDER, "--rows", ROWS, "--time-s", SECONDS)
     return VisitPart(
         title,
@@ -155,7 +155,7 @@ def tuning(title: str, kernels: tuple[str, ...], seconds: int, files: tuple[str,
 
 
 def tests_of(path: Path) -> VisitPart:
-    """Makes the part of a file of tests. They run again where the file has changed, or what it imports of kernels, of
+    """Make the part of a file of tests. They run again where the file has changed, or what it imports of kernels, of
     the backend and of other tests' helpers."""
     place = path.relative_to(ROOT).as_posix()
     command = ("-m", "pytest", place, "-q", "-p", "no:cacheprovider", "-o", "timeout=1200")
@@ -164,24 +164,24 @@ def tests_of(path: Path) -> VisitPart:
 
 
 def counted_files(path: Path) -> tuple[str, ...]:
-    """Returns those files that a module uses on which its results on a GPU depend."""
+    """Return those files that a module uses on which its results on a GPU depend."""
     return tuple(place for place in used_files(ROOT, path) if _COUNTED.match(place))
 
 
 def kernel_tests() -> list[Path]:
-    """Lists the files of tests that come early, in their order."""
+    """List the files of tests that come early, in their order."""
     left_out = (_DEATH, _BUILDS, *_LATER)
     paths = [path for path in sorted((ROOT / TESTS).glob("test_*.py")) if path.name not in left_out]
     return sorted(paths, key=lambda path: _FIRST.index(path.name) if path.name in _FIRST else len(_FIRST))
 
 
 def compiled_tests() -> list[Path]:
-    """Lists those of them whose kernels can be compiled ahead, because they start no processes."""
+    """List those of them whose kernels can be compiled ahead, because they start no processes."""
     return [path for path in kernel_tests() if path.name not in _PROCESSES]
 
 
 def visit_parts() -> list[VisitPart]:
-    """Lists all parts in order: tests of kernels come early, and first of all those of kernels that are new."""
+    """List all parts in order: tests of kernels come early, and first of all those of kernels that are new."""
     tests, later = (
         [tests_of(path) for path in paths] for paths in (kernel_tests(), [ROOT / TESTS / name for name in _LATER])
     )
@@ -211,7 +211,7 @@ def visit_parts() -> list[VisitPart]:
 
 
 def in_order(parts: Iterable[VisitPart], known: dict[str, dict[str, object]]) -> list[VisitPart]:
-    """Returns the parts that are to run: those that have no result for their files as they are, in their order, and
+    """Return the parts that are to run: those that have no result for their files as they are, in their order, and
     then those that failed with these files, so that none of them takes the time of others at every visit."""
     fresh, failed = [], []
     for part in parts:
@@ -224,7 +224,7 @@ def in_order(parts: Iterable[VisitPart], known: dict[str, dict[str, object]]) ->
 
 
 def batches(parts: list[VisitPart]) -> list[list[VisitPart]]:
-    """Groups neighbours that may run beside each other."""
+    """Group neighbours that may run beside each other."""
     found: list[list[VisitPart]] = []
     for part in parts:
         if found and part.beside and found[-1][0].beside:

@@ -1,7 +1,7 @@
-"""Provides the CUDA driver of tests: the machine's own where it has a GPU, else fake_cuda.c beside this file.
+"""The CUDA driver of tests: the machine's own if it has a GPU, else fake_cuda.c beside this file.
 
-The fake is compiled with the header that Triton brings, so its prototypes are NVIDIA's; tests that need it are skipped
-where there is no C compiler. Other processes find it like a real driver, by the loader's path.
+The fake is compiled with Triton's header, so its prototypes are NVIDIA's; tests that need it are skipped without a C
+compiler. Processes find it by the loader's path, like a real driver.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NATIVE = _native()
 
 
 def header_folder() -> pathlib.Path:
-    """Returns a folder with cuda.h. Skips the test without one, or without a C compiler."""
+    """Return a folder with cuda.h. Skips the test without one, or without a C compiler."""
     spec = importlib.util.find_spec("triton")
     found = pathlib.Path(spec.origin).parent / "backends/nvidia/include" if spec and spec.origin else None
     if found is None or not (found / "cuda.h").exists() or not shutil.which("cc"):
@@ -47,13 +47,13 @@ def header_folder() -> pathlib.Path:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a temporary folder that ends with this process."""
+    """Return a temporary folder that is removed with this process."""
     return tempfile.TemporaryDirectory(prefix="pillion-fake-cuda-")
 
 
 @functools.cache
 def library() -> str:
-    """Returns the path or name of the driver's library. Skips the test where there is none."""
+    """Return the path or name of the driver's library. Skips the test if there is none."""
     if NATIVE:
         return cuda_driver.LIBRARY
     made = pathlib.Path(_folder().name, cuda_driver.LIBRARY)
@@ -65,30 +65,30 @@ def library() -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Returns the environment of a process that finds the same driver."""
+    """Return the environment of a process that finds the same driver."""
     path = {} if NATIVE else {"LD_LIBRARY_PATH": str(pathlib.Path(library()).parent)}
     return {**os.environ, **path, **more}
 
 
 def copied_bytes() -> int:
-    """Returns the bytes that this process has copied from, to and on devices; only the fake counts them."""
+    """Return the bytes that this process has copied from, to and on devices; only the fake counts them."""
     counter = ctypes.CDLL(library()).fake_cuda_copied_bytes
     counter.restype = ctypes.c_ulonglong
     return int(counter())
 
 
 def fail_next_copy() -> None:
-    """Lets the next wait for a copy fail in this process; only the fake can do that."""
+    """Make the next wait for a copy fail in this process (fake only)."""
     ctypes.CDLL(library()).fake_cuda_fail_next(719)
 
 
 def handle_types() -> int:
-    """Returns the kinds of handles (CUmemAllocationHandleType) that this process's last memory was made with."""
+    """Return the kinds of handles (CUmemAllocationHandleType) of this process's last allocation."""
     return int(ctypes.CDLL(library()).fake_cuda_handle_types())
 
 
 class DeviceBytes:
-    """Gives access to a mapping's bytes as a kernel would see them; each access copies them."""
+    """A mapping's bytes as a kernel would see them; each access copies them."""
 
     def __init__(self, mapping: DeviceMapping) -> None:
         self._mapping = mapping

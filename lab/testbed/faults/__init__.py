@@ -1,9 +1,8 @@
-"""Causes faults at named points of running components, drawn by a test: a process that passes a point is killed or
-stopped.
+"""Faults at named points of running components, drawn by a test: a process that passes a point is killed or stopped.
 
     test --arm(point, passing, signal, victim)--> board --a process of the point's role passes it for the n-th time-->
-        the signal goes to that process, or to the victim --> board: fired, by whom and when
+        the signal is sent to that process, or to the victim --> board: fired, by which process and when
 
-The product knows nothing of this: nothing in its code asks for a fault, no flag turns one on, and no client can. A
-process has these hooks only where its Python was started with this folder on its path.
+The product has no code for this: no flag and no client can enable a fault. A process has the hooks only if this folder
+is on its Python path.
 """

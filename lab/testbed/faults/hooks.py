@@ -1,9 +1,9 @@
-"""Changes a component's process: when a module with a seam has been imported, its points are passed, and where a test
-asks for that, the process has patience with Redis.
+"""Hooks of a component's process: modules with seams are patched on import to pass fault points, and Redis calls wait
+longer if the test asks for it.
 
-The role is the word after ``-m pillion`` on the command line. The fork server, of which components are forks, has the
-seams of all roles, and each fork passes the points of its own. A seam stays the same for its callers: a function, a
-coroutine function or an asynchronous generator function of the same name.
+The role is the word after ``-m pillion`` on the command line. The fork server has the seams of all roles, and each fork
+passes the points of its own. A seam stays the same for its callers: a function, coroutine function or asynchronous
+generator function of the same name.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lab.testbed.faults.board import BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE, Fa
 from lab.testbed.faults.points import POINTS
 
 Pass = Callable[[], None]
-# This is the role of the fork server's own program, whose forks may have any role.
+# Role of the fork server, whose forks may have any role.
 EVERY_ROLE = "every role"
 _FORK_SERVER = "pillion.supervisor.standbys.fork_server_main"
 _REDIS_LINK = "pillion.kvstore.index.redis_link"
 
 
 def role_of(words: Sequence[str]) -> str:
-    """Returns the role of a component by its command line; EVERY_ROLE for the fork server, "" for any other program."""
+    """Return the role of a component by its command line; EVERY_ROLE for the fork server, "" for any other program."""
     for place, word in enumerate(words[:-1]):
         if pathlib.Path(word).name == "pillion" and words[place - 1] == "-m":
             return words[place + 1]
@@ -41,9 +41,8 @@ def role_of(words: Sequence[str]) -> str:
 
 
 def install(role: str) -> None:
-    """Makes this process pass the points of ``role`` from now on, as soon as their modules are imported, on the board
-    that its environment names; with ``EVERY_ROLE`` its forks pass those of the roles that they get, each on the board
-    of its own environment."""
+    """Make this process pass the points of ``role`` once their modules are imported, on the board that its environment
+    names; with ``EVERY_ROLE`` its forks pass those of their own roles, each on its own environment's board."""
     numbers: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
     for point in POINTS:
         if role in (point.role, EVERY_ROLE):
@@ -57,9 +56,9 @@ def install(role: str) -> None:
 
 
 def wait_for_redis() -> None:
-    """Makes this process and its forks wait for each answer of Redis at least as long as their environments say, where
-    these say anything. Their own deadlines are those of requests, which go on without an answer; on a busy machine a
-    sound Redis may take a second."""
+    """Extend the timeout of each Redis call, in this process and its forks, to the environment's minimum if it has one.
+    The product's deadlines are those of requests, which continue without an answer; on a busy machine a healthy Redis
+    may take a second."""
 
     def lengthen(module: ModuleType) -> None:
         call_each = module.RedisLink.call_each
@@ -82,7 +81,7 @@ def _pass(by_role: dict[str, int]) -> None:
 
 @functools.cache
 def _now(pid: int) -> tuple[str, FaultBoard | None]:
-    """Returns the role of this process, whose id is ``pid``, and its board."""
+    """Return the role and board of this process (id ``pid``)."""
     path = os.environ.get(BOARD_VARIABLE)
     return role_of(sys.orig_argv), FaultBoard(pathlib.Path(path)) if path else None
 
@@ -95,14 +94,13 @@ def _wrap(seams: Mapping[str, Mapping[str, Pass]], module: ModuleType) -> None:
 
 
 class _ChangeFinder(importlib.abc.MetaPathFinder):
-    """Finds some modules as Python would, and changes each when it has been run."""
+    """Import finder that patches some modules after Python has run them."""
 
     def __init__(self, changes: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._changes = changes
         self._finding: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds a module, as Python's protocol of finders asks for."""
         if name not in self._changes or name in self._finding:
             return None
         self._finding.add(name)
@@ -121,18 +119,16 @@ class _ChangeLoader(importlib.abc.Loader):
         self._change = change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Makes no module of its own, as Python's protocol of loaders allows."""
         made: ModuleType | None = self._inner.create_module(spec)
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs a module and changes it, as Python's protocol of loaders asks for."""
         self._inner.exec_module(module)
         self._change(module)
 
 
 def wrapped(seam: Callable[..., Any], before: Pass, after: Pass) -> Callable[..., Any]:
-    """Wraps a seam with its two points. A seam that raises does not pass the second one."""
+    """Wrap a seam with its two points. A seam that raises does not pass the second."""
     if inspect.isasyncgenfunction(seam):
 
         @functools.wraps(seam)

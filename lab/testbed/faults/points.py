@@ -1,18 +1,18 @@
-"""Names the points at which a fault can strike: before and after each send, commit and acknowledgement of a component.
+"""Fault points: before and after each send, commit and acknowledgement of a component.
 
 A seam is a function or method of the product. The points of an asynchronous generator are before and after each message
-that it yields; "after" is passed when the reader comes for the next one.
+that it yields; "after" is passed when the reader asks for the next one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# These say how often a point is passed: while components start; in some requests only; a few times by six requests, or
-# by each of them; a few times a second; at every step.
+# Frequency of passes: at start; in some requests; a few times by six requests, or by each; a few times a second; every
+# step.
 AT_START, SELDOM, FEW = "at start", "seldom", "a few times"
 PER_REQUEST, PER_HEARTBEAT, ALWAYS = "per request", "per heartbeat", "always"
-# For each of these frequencies, a test draws the passing at which a fault strikes among this many.
+# A test draws the pass at which a fault fires from 1 to this number, per frequency.
 MOST_PASSINGS = {AT_START: 1, SELDOM: 1, FEW: 3, PER_REQUEST: 6, PER_HEARTBEAT: 5, ALWAYS: 100}
 
 _CLIENT = "pillion.kvstore.client.node_client:NodeClient"
@@ -22,19 +22,19 @@ _SESSION = "pillion.engine.streams.stream_session:DecodeSession"
 _EPOCH = "pillion.engine.worker.worker_epoch:WorkerEpoch"
 _KEEPER = "pillion.kvstore.pool_survival.keeper_process:KeeperServer"
 _WORKERS, _GATEWAY, _NODE = ("prefill", "decode"), ("gateway",), ("kvnode",)
-# A cluster of nodes on several hosts runs without a keeper, so the keeper's points are never passed there.
+# Shapes with a keeper; clusters of several hosts have none.
 _WITH_KEEPER = ("small", "wide")
 
-# Only requests to clusters of these shapes (tests/faults/places.py) pass the point, where not all of them do.
+# Shapes of clusters (tests/faults/places.py) whose requests pass the point, if not all.
 _ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("gateway", "a fetch"): ("nodes", "hosts"),
     ("kvnode", "a fetch"): ("nodes", "hosts"),
     ("keeper", "a hand-over"): _WITH_KEEPER,
-    # Only texts that end with a vector pass it; tests arm it by its name.
+    # Passed only by pooling requests; tests arm it by name.
     ("prefill", "a batch of deltas"): (),
     ("keeper", "a keep request"): _WITH_KEEPER,
 }
-# Each row has the roles, what happens at the seam, the seam's name, and how often its points are passed.
+# Roles, event at the seam, the seam's name, and frequency.
 _SEAMS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (_GATEWAY, "a look-up", "pillion.kvstore.index.index:Index.longest_prefix", PER_REQUEST),
     (_GATEWAY, "a look at the registry", "pillion.kvstore.index.registry:Registry.components", PER_HEARTBEAT),
@@ -83,8 +83,7 @@ _SEAMS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class FaultPoint:
-    """Describes a fault point in components of ``role``. ``seam`` is "module:name" or "module:Class.method"; ``number``
-    is above 0."""
+    """A fault point in components of ``role``. ``seam``: "module:name" or "module:Class.method"; ``number`` > 0."""
 
     number: int
     role: str
@@ -95,11 +94,11 @@ class FaultPoint:
 
     @property
     def name(self) -> str:
-        """Gives the name that people and ledgers use, such as "decode, before a commit"."""
+        """Name as in test output, e.g. "decode, before a commit"."""
         return f"{self.role}, {self.moment} {self.what}"
 
     def passed_in(self, shape: str) -> bool:
-        """Returns whether requests to a cluster of this shape come to the point."""
+        """Return whether requests to a cluster of this shape pass the point."""
         return shape in _ONLY_IN.get((self.role, self.what), (shape,))
 
 

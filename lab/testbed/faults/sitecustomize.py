@@ -1,4 +1,4 @@
-"""Python imports this first in a process that has this folder on its path: it puts the hooks into components."""
+"""Installs the fault hooks: Python imports this file first in a process with this folder on its path."""
 
 import os
 import sys
