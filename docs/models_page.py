@@ -103,40 +103,34 @@ INTRO = """# Models
 
 <!-- written by docs/models_page.py; run `make dashboards` -->
 
-{families} families of transformers' decoder-only models of text are served
-([why](decisions/models.md#one-decoder-a-row-for-each-family)). A key of a `config.json` that its family does not know
-is refused by its name before weights are read, unless it is off, a label or bookkeeping; `--ignore-config-key NAME`
-leaves one out where the model is right without it. The third column has refused keys of transformers' own. Tests
-compare each family with transformers in float32 (`tests/engine/models/test_families.py`), and families of each kind
-also over a `kill -9` of a decode worker. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) or
+{families} decoder-only text families of transformers are served
+([why](decisions/models.md#one-decoder-a-row-for-each-family)), each tested against transformers in float32
+(`tests/engine/models/test_families.py`), and one of each kind over a `kill -9` of a decode worker. Config keys that a
+family does not know are refused by name, unless they are off, labels or bookkeeping (`--ignore-config-key NAME`); the
+third column has refused keys of transformers. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) or
 narrower than keys (MiMo-V2-Flash) have no adapters yet.
 
-Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts, labels and scores of pairs
-([pooling](decisions/pooling.md#encoders)). Every family below gives vectors of texts, and its classifiers
-(`ForSequenceClassification`) are served.
+Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`), all families below and their classifiers
+(`ForSequenceClassification`) give [vectors, labels and scores](decisions/pooling.md). Every form in which transformers
+5 saves a model is read: published or transformers' names, shards, without head (vectors only, unless tied), and the
+text model of a multimodal one.
 
-A model is read in each form in which transformers 5 saves it: with the names of published files or of its own classes,
-in shards, without its head, and as the text model alone of one of text and pictures. Without a head it gives vectors
-alone, unless its config says that the head is the embedding.
+Hybrid models ([states](decisions/states.md)) run on CPU kernels, torch and GPUs under every split policy, with
+[ranks](tensor-parallelism.md) and [stages](pipeline-parallelism.md); single-process workers also support their
+adapters, 8-bit KV, draft models and EAGLE-3.
 
-Hybrid models, whose layers carry a state from token to token ([states](decisions/states.md)), run on the CPU kernels
-and on torch's operators under every split policy, by workers of several [ranks](tensor-parallelism.md) and
-[stages](pipeline-parallelism.md), and on GPUs. Workers of one process also serve their adapters, KV in 8 bits, draft
-models and EAGLE-3 heads.
-
-Words of the second column: MLA is attention over latents; QK norms are norms of queries and keys; post-norms stand
-behind attention and MLP; the choice bias counts where experts are chosen and not in their sum; "with a window" and
-"without a window" are layers with a sliding window and those without.
+Below: QK norms normalize queries and keys; post-norms follow attention and MLP; the choice bias counts for choosing
+experts, not in their sum; "with/without a window" are layers with or without a sliding window.
 
 | model_type | layers, beside Llama's | refused unless off |
 |---|---|---|"""
 AFTER = """
-Of models of text and pictures the text model, in brackets, is served: {text}.
-Saved alone, these text models give vectors: {alone}.
-Other names of what is served: {same}.
+Of these multimodal models the text model (in brackets) is served: {text}.
+Saved alone, these give vectors: {alone}.
+Aliases: {same}.
 
-[The laboratory](../lab/docs/models-left-out.md) lists what transformers has and Pillion does not serve, and why.
-Models whose code is only in their own repository (`trust_remote_code`) are not served."""
+[Not served, and why](../lab/docs/models-left-out.md). Models with code in their repository (`trust_remote_code`) are
+refused."""
 WITHOUT_A_ROW = """# Models that are not served
 
 <!-- written by docs/models_page.py; run `make dashboards` -->
