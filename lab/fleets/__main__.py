@@ -1,4 +1,4 @@
-"""Declares `python -m lab.fleets`, which replays a recorded trace on a fleet in simulated time."""
+"""`python -m lab.fleets`: replays a recorded trace on a fleet in simulated time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COST_HELP = "Seconds of a step, and of each token, sequence, KV token read and q
 
 
 def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[float, ...]:
-    """Parse five numbers separated by commas; without any text it returns an empty tuple."""
+    """Parse five comma-separated numbers; return () without text."""
     if not text:
         return ()
     try:
@@ -59,18 +59,16 @@ def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> t
 @click.option("--capacity", is_flag=True, help="Find the fewest workers of each kind that meet the objectives.")
 @options(option("--json", "Write the result to PATH.", type=FILE, metavar="PATH"))
 def simulate(**values: Any) -> int:
-    """Replay a trace on a simulated fleet.
+    """Replay a trace on a simulated fleet, to see the effect of a flag or the number of workers needed.
 
-    It shows what a change of a flag costs, or how many workers a trace takes.
-
-    The gateways' decisions and the workers' schedulers are those of `pillion serve`; time alone is simulated. Pools are
-    endless unless --flag kv-pool-bytes=SIZE says otherwise. The exit status is 1 where no number of workers is enough.
+    The gateways' decisions and the workers' schedulers are those of `pillion serve`; only time is simulated. Pools are
+    unlimited unless --flag kv-pool-bytes=SIZE is set. Exits with 1 if no number of workers is enough.
     """
     return run_simulate(values)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. Every error that is not a defect is one line on standard error."""
+    """Run the command line. Errors other than defects are one line on standard error."""
     run_command(simulate, argv, "python -m lab.fleets")
 
 

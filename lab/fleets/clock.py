@@ -1,4 +1,4 @@
-"""Keeps simulated time: a queue of events (I9)."""
+"""Simulated time: an event queue (I9)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Keeps simulated seconds, and the queue of events."""
+    """Simulated seconds, and the event queue."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -16,21 +16,19 @@ class Clock:
         self._numbers = itertools.count()
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Call ``event`` when ``seconds`` seconds have passed; events of the same time run in the order in which they
-        were passed to the clock."""
+        """Call ``event`` after ``seconds``; events of the same time run in the order of these calls."""
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
 
     def at(self, when_s: float, event: Callable[[], None]) -> None:
-        """Call ``event`` at the time ``when_s``, which is not before now."""
+        """Call ``event`` at ``when_s``, which is not before now."""
         heapq.heappush(self._events, (when_s, next(self._numbers), event))
 
     @property
     def idle(self) -> bool:
-        """True if no event is left."""
         return not self._events
 
     def run(self, until_s: float) -> None:
-        """Run all events up to the time ``until_s``, to which it sets the clock."""
+        """Run all events up to ``until_s``, and set the clock to it."""
         while self._events and self._events[0][0] <= until_s:
             self.now, _, event = heapq.heappop(self._events)
             event()

@@ -1,4 +1,4 @@
-"""Runs the study that the options of `python -m lab.fleets` ask for, and prints it as tables, JSON and pictures."""
+"""The study of `python -m lab.fleets`, printed as tables and written as JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ from pillion.near_names import did_you_mean
 
 TABLE_WIDTH = 80
 FLEETS_OF_A_TABLE = 2
-# The flags for numbers of processes have other bounds here than in production, because a simulated fleet starts no
-# processes.
+# Flags with other bounds than in production, since a simulated fleet starts no processes.
 COUNTS = ("prefill_workers", "decode_workers", "gateway_workers")
 
 
 class Study(NamedTuple):
-    """The options of a study: a fleet and its load, objectives, the values of flags as text and parsed, and all
-    others."""
+    """The options of a study: a fleet and its load, objectives, values of flags as text and parsed, and all others."""
 
     config: FleetConfig
     requests: list[Request]
@@ -42,7 +40,7 @@ class Study(NamedTuple):
 
 
 def run_simulate(values: dict[str, Any]) -> int:
-    """Run the study that the options ask for; return the exit status. Raises ConfigError."""
+    """Run the study and return the exit status. Raises ConfigError."""
     objectives = GoodBounds(values["ttft_ms"] / 1000, values["itl_ms"] / 1000, values["attainment"])
     changes = parse_changes(values["flags"])
     if values["capacity"] and not (objectives.ttft_s or objectives.itl_s):
@@ -54,7 +52,7 @@ def run_simulate(values: dict[str, Any]) -> int:
 
 
 def parse_changes(texts: tuple[str, ...]) -> dict[str, list[tuple[str, Any]]]:
-    """Return the values of each flag, as text and parsed. Raises ConfigError for an unknown flag or a bad value."""
+    """Return the values of each flag as text and parsed. Raises ConfigError for an unknown flag or a bad value."""
     found: dict[str, list[tuple[str, Any]]] = {}
     known = {field.name: field.metadata for field in fields(ServeFlags)}
     for text in texts:
@@ -87,7 +85,7 @@ def _parsed(name: str, about: Mapping[str, Any], text: str) -> Any:
 
 
 def load_of(values: dict[str, Any]) -> list[Request]:
-    """Return the trace's requests. Raises ConfigError for a file that is no trace."""
+    """Return the trace's requests. Raises ConfigError for an invalid file."""
     try:
         trace = read_trace(values["trace"])
     except (OSError, ValueError) as error:
@@ -96,8 +94,7 @@ def load_of(values: dict[str, Any]) -> list[Request]:
 
 
 def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]]) -> FleetConfig:
-    """Return the fleet, with the flags that have one value. Raises ConfigError, also for flags that cannot work
-    together."""
+    """Return the fleet with the flags of one value. Raises ConfigError, also for conflicting flags."""
     decode, prefill = values["step_cost"], values["prefill_step_cost"]
     config = FleetConfig(
         flags=replace(ServeFlags(), prefill_workers=1, decode_workers=1),
@@ -115,7 +112,7 @@ def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]
 
 
 def run_comparison(study: Study) -> int:
-    """Simulate each combination of flags and prints a table."""
+    """Simulate each combination of flags and print a table."""
     config, requests, objectives, changes, values, title = study
     console = table_console(TABLE_WIDTH)
     found = compare(config, requests, changes, objectives, lambda variant: console.print(f"{variant.name}: done"))
@@ -128,7 +125,7 @@ def run_comparison(study: Study) -> int:
 
 
 def run_capacity(study: Study) -> int:
-    """Look for the fewest workers and prints what was tried."""
+    """Search for the fewest workers and print all attempts."""
     config, requests, objectives, changes, values, title = study
     several = [name for name, listed in changes.items() if len(listed) > 1]
     if several or "prefill_workers" in changes or "decode_workers" in changes:
@@ -157,7 +154,7 @@ def run_capacity(study: Study) -> int:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write the result of a study as JSON. Raises ConfigError where it cannot."""
+    """Write the result of a study as JSON. Raises ConfigError on failure."""
     try:
         path.write_text(json.dumps(result, indent=2) + "\n")
     except OSError as error:
@@ -165,7 +162,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def comparison_tables(found: list[FleetVariant], title: str) -> Iterator[Table]:
-    """Yield a column for each fleet of a comparison, in tables of a few fleets that fit into 80 columns."""
+    """Yield tables of 80 columns with a column per fleet of a comparison."""
     shares = [variant.figures for variant in found]
     figures = {
         "TTFT p50 / p99, ms": [f"{one.ttft_p50_ms:.0f} / {one.ttft_p99_ms:.0f}" for one in shares],
@@ -189,7 +186,7 @@ def comparison_tables(found: list[FleetVariant], title: str) -> Iterator[Table]:
 
 
 def capacity_table(points: tuple[CapacityPoint, ...], title: str) -> Table:
-    """Return a row for each number of workers that was tried."""
+    """Return a table with a row per number of workers tried."""
     table = Table(title=title)
     headings = ("prefill\nworkers", "decode\nworkers", "TTFT ms\np50 / p99", "ITL ms\np50 / p99", "met all\nobjectives")
     for heading in (*headings, "enough"):

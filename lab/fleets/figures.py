@@ -1,4 +1,4 @@
-"""Computes figures of what the clients of a simulated load saw: percentiles, goodput, the same requests in two fleets.
+"""Figures of a simulated load as its clients saw it: percentiles, goodput, and the same requests in two fleets.
 Sans-IO.
 
 A request is good if its first token came within ``ttft_s`` and the 99th percentile of its own gaps between tokens is
@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from lab.fleets.traffic import ClientRecord
 
-# A request counts as faster or slower in another fleet if its time to the first token differs by at least this share.
+# Relative change of the time to the first token from which a request counts as faster or slower.
 NOTICED_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class GoodBounds:
-    """Holds bounds in seconds, of which 0 means none, and ``attainment``, the share of requests that has to be good."""
+    """Bounds in seconds (0: none), and ``attainment``, the required share of good requests."""
 
     ttft_s: float = 0.0
     itl_s: float = 0.0
@@ -30,14 +30,14 @@ class GoodBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFigures:
-    """The figures of one load, with times in ms.
+    """The figures of one load, times in ms.
 
     Attributes:
-        failed: requests that were refused, or not answered in time.
-        good_share: share of all requests that met the objectives; ``good_per_s`` of them a second of the load.
-        hit_share: share of the prompts' tokens that were found; ``prefilled_share`` that prefill workers computed.
-        faster_share, slower_share: share of the requests whose first token came sooner, or later, than in the first
-            fleet of a comparison.
+        failed: requests refused or not answered in time.
+        good_share: share of requests that met the objectives; ``good_per_s``: their rate.
+        hit_share: share of prompt tokens found in a cache; ``prefilled_share``: computed by prefill workers.
+        faster_share, slower_share: share of requests whose first token came sooner, or later, than in the first fleet
+            of a comparison.
     """
 
     requests: int
@@ -57,7 +57,7 @@ class FleetFigures:
 def figures_of(
     records: Sequence[ClientRecord], objectives: GoodBounds, first: Sequence[ClientRecord] = ()
 ) -> FleetFigures:
-    """Return the figures of one load. ``first`` are the same requests in the first fleet of a comparison."""
+    """Return the figures of one load. ``first``: the same requests in the first fleet of a comparison."""
     ttft_s = np.array([record.ttft_s for record in records])
     gaps_s = all_gaps_s(records)
     tokens = max(1, sum(record.request.prompt_tokens for record in records))
@@ -81,7 +81,7 @@ def figures_of(
 
 
 def is_good(record: ClientRecord, objectives: GoodBounds) -> bool:
-    """Return whether a request was answered within the objectives."""
+    """Return whether a request met the objectives."""
     if record.failed or (objectives.ttft_s and record.ttft_s > objectives.ttft_s):
         return False
     if not objectives.itl_s or not len(record.gaps_s):

@@ -1,12 +1,11 @@
-"""Runs one request in simulated time: the production request machine, and the calls that its actions ask for (I9).
+"""One request in simulated time: the production request machine, and the calls that its actions make (I9).
 
     arrive -> machine --actions--> look-up, ticket, fetch, prefill range, stream --events--> machine ... -> Finish or
     Fail
 
-Each call ends with the event that the gateway's own calls would post (:mod:`pillion.gateway.request.component_calls`).
-A call of an attempt that is over is dropped. Those calls themselves need an event loop, channels and messages: the
-simulation that has them (:mod:`lab.simulator.world`) gets through 25 requests in a second of a core, a fleet
-through 240 to 270 (2026-11-23, on a loaded machine).
+Each call ends with the event of the gateway's own call (:mod:`pillion.gateway.request.component_calls`). Calls of a
+finished attempt are dropped. The own calls need an event loop, channels and messages: with them
+(:mod:`lab.simulator.world`) a core simulates 25 requests/s, here 240 to 270 (2026-11-23, on a loaded machine).
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ GONE = "the worker has stopped"
 
 
 class RequestHost(Protocol):
-    """The methods that a request calls of its gateway."""
+    """The methods of its gateway that a request calls."""
 
     site: FleetSite
     routes: RoutePlanner
 
     def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
-        """Plan an attempt; ``then`` is called later, with the plan or the error."""
+        """Plan an attempt; ``then`` is called later with the plan or the error."""
 
     def ended(self, flow: FleetRequest) -> None:
-        """Note that a request is over."""
+        """Record the end of a request."""
 
 
 class FleetRequest:
-    """Runs one request. Attributes are for reading: ``request``, ``machine``, ``first_s``, ``gaps_s``, ``error``, and
-    ``blocks``, those of its prompt that may be found."""
+    """One request. Read-only attributes: ``request``, ``machine``, ``first_s``, ``gaps_s``, ``error``, and ``blocks``,
+    the cacheable ones of its prompt."""
 
     def __init__(self, host: RequestHost, request: Request, arrived_s: float, max_attempts: int, load: AssignedLoad):
         self.request = request
@@ -66,28 +65,27 @@ class FleetRequest:
         self._host = host
         self._site = host.site
         self._load = load
-        # This number is raised when calls that were begun for an attempt are no longer wanted, so that their later
-        # events do nothing.
+        # Incremented when the calls of an attempt become stale, which makes their later events no-ops.
         self._work = 0
         self._ticket: SimTicket | None = None
         self._store: NodeStore | None = None
-        # This function gives back what a prefill range on another node holds there.
+        # Closes the ticket of a prefill range on another node.
         self._close_remote: Callable[[], None] = lambda: None
         self._prefill_range: tuple[SimWorker, WorkerJob] | None = None
-        # This says whether a prefill range of the request runs on a prefill worker now.
+        # True while a prefill range runs on a prefill worker.
         self._prefill_open = False
         self._stream: tuple[SimWorker, WorkerJob] | None = None
-        # A stream begins when its submit has arrived and the blocks that it awaits are there.
+        # A stream begins when its submit has arrived and its awaited blocks are there.
         self._submitted: ev.SubmitDecode | None = None
         self._blocks_here = 0
         self._begun = False
 
     def start(self) -> None:
-        """Start the request, which the gateway has admitted."""
+        """Start the request after its admission."""
         self._perform(self.machine.start())
 
     def record(self, patience_s: float) -> ClientRecord:
-        """Return what the client has seen; a client without a first token has waited for ``patience_s``."""
+        """Return the client's view; without a first token, ``patience_s`` counts as its time."""
         timings, plan = self.machine.timings(self._site.clock.now), self.machine.plan
         ttft_s = self.first_s - self.arrived_s if self.first_s else patience_s
         reason = self.error.message if self.error is not None else plan.reason if plan is not None else ""
@@ -97,7 +95,7 @@ class FleetRequest:
 
     @property
     def begun(self) -> bool:
-        """True if a worker has begun the request's prompt in this attempt."""
+        """True if a worker has begun the prompt in this attempt."""
         return self._prefill_range is not None or self._blocks_here > 0
 
     def _post(self, event: ev.Event) -> None:
@@ -134,7 +132,7 @@ class FleetRequest:
                     self._over(error)
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call ``call`` after ``seconds``, unless the work that is under way now is no longer wanted then."""
+        """Call ``call`` after ``seconds``, unless the current attempt's calls are stale by then."""
         number = self._work
 
         def due() -> None:
@@ -172,8 +170,8 @@ class FleetRequest:
         self._later(site.call_s / 2, arrived)
 
     def _open_at(self, plan: RequestPlan, granted: Callable[[int], None]) -> bool:
-        """Open the request's ticket at its plan's node; ``granted`` is called with the number of pinned blocks.
-        Returns False where the node has stopped."""
+        """Open the request's ticket at its plan's node; ``granted`` is called with the number of pinned blocks. Return
+        False if the node is gone."""
         site, store = self._site, self._site.stores.get(plan.node_id)
         if store is None:
             return False
@@ -188,13 +186,13 @@ class FleetRequest:
         return True
 
     def _fetch(self, action: ev.Fetch) -> None:
-        """Fetch the blocks that the sources still have when the fetch begins."""
+        """Fetch the blocks that the sources still have."""
         here, took_s, blocks = action.plan.cached_blocks, *self._brought(action.wanted)
         count = max(0, min(action.wanted.blocks, blocks) - here)
         seconds = took_s + count * self._site.block_s
 
         def brought() -> None:
-            # Nobody else is asked where only this node had the blocks, and has evicted them since the plan was made.
+            # Without sources only this node had the blocks, and has evicted them since the plan.
             if sources := action.wanted.source_node_ids:
                 now = self._site.clock.now
                 self._host.routes.fetch_paces.observe(sources[0], action.plan.node_id, count, seconds, now)
@@ -204,8 +202,7 @@ class FleetRequest:
         self._later(seconds, brought)
 
     def _brought(self, wanted: FetchPlan) -> tuple[float, int]:
-        """Return the seconds that the call of a fetch takes, and how many of the blocks that are wanted the best of
-        the sources has."""
+        """Return the seconds of a fetch call, and how many of the wanted blocks the best source has."""
         chain = self.blocks[: -(-wanted.blocks * self._site.block_size // TRACE_BLOCK_TOKENS)]
         stores = (self._site.stores.get(name) for name in wanted.source_node_ids)
         most = max((store.prefix(chain) for store in stores if store is not None), default=0)
@@ -227,7 +224,7 @@ class FleetRequest:
         action: ev.RunPrefill,
         acked: Callable[[ev.RunPrefill, ChunkDone], None],
     ) -> None:
-        """Offer the prefill range to its prefill worker, under a ticket at its node."""
+        """Submit the prefill range to its worker, under a ticket at its node."""
         plan = action.plan
         ends = itertools.accumulate(plan.chunks, initial=plan.cached_tokens)
         job = WorkerJob(
@@ -235,14 +232,13 @@ class FleetRequest:
             computed_blocks=plan.cached_blocks,
             chunk_ends=tuple(end for end in ends if end > plan.cached_tokens),
             on_chunk=lambda chunk: acked(action, chunk),
-            on_lost=lambda: self._prefill_lost(action.attempt),
             flow=flow_of(self.request.tenant, ""),
         )
         self._prefill_range = worker, job
         worker.add(job)
 
     def _acked(self, action: ev.RunPrefill, chunk: ChunkDone) -> None:
-        """Note that the KV of a chunk has arrived at the decode worker's node."""
+        """Handle the arrival of a chunk's KV at the decode worker's node."""
         plan, last = action.plan, chunk.end_tokens == action.plan.split_tokens
         self._commit(chunk.end_tokens)
         self._blocks_here = chunk.end_tokens // plan.block_size
@@ -262,14 +258,14 @@ class FleetRequest:
         self._post(ev.PrefillLost(attempt, Unavailable(GONE), retryable=True))
 
     def _open_remote(self, action: ev.RunPrefill, worker: SimWorker) -> None:
-        """Open a prefill range on another node: a ticket there, the cached prefix, and each chunk, which is carried
-        over as it is computed."""
+        """Open a prefill range on another node: a ticket there, the cached prefix, and each chunk, transferred as it is
+        computed."""
         plan, site, store = action.plan, self._site, self._site.stores.get(worker.record.node_id)
         if store is None:
             self._prefill_lost(action.attempt)
             return
         carried: deque[ChunkDone] = deque()
-        # This says whether the ticket at the other node is closed; calls under way are not wanted any more then.
+        # True once the ticket at the other node is closed, which makes calls in flight stale.
         closed = False
 
         def close() -> None:
@@ -278,7 +274,7 @@ class FleetRequest:
             store.close(ticket)
 
         def carry() -> None:
-            """Carry the oldest chunk to the decode worker's node, then the next one."""
+            """Transfer the oldest chunk to the decode worker's node, then the next one."""
             end = carried[0].end_tokens
             blocks = end // site.block_size - self._blocks_here
 
@@ -370,16 +366,15 @@ class FleetRequest:
             computed_blocks=self._blocks_here,
             answer_tokens=self.request.answer_tokens - len(self.machine.emitted),
             on_committed=lambda tokens: self._commit(min(tokens, self.request.prompt_tokens)),
-            on_tokens=lambda times, gaps: self._told(attempt, times, gaps),
+            on_tokens=lambda times, gaps: self._sampled(attempt, times, gaps),
             on_end=lambda ending: self._stream_ended(attempt, ending),
-            on_lost=lambda: self._stream_lost(attempt),
             flow=flow_of(self.request.tenant, ""),
         )
         self._stream, self._submitted = (worker, job), None
         self._post(ev.TicketAdopted(attempt, self._blocks_here))
         worker.add(job)
 
-    def _told(self, attempt: int, times: Sequence[float], gaps: array[float]) -> None:
+    def _sampled(self, attempt: int, times: Sequence[float], gaps: array[float]) -> None:
         if self.last_s:
             self.gaps_s.append(times[0] - self.last_s)
         else:
@@ -403,7 +398,7 @@ class FleetRequest:
     def _stream_lost(self, attempt: int, error: PillionError | None = None) -> None:
         self._stream = self._submitted = None
         if not self._prefill_open:
-            # An open prefill range, in contrast, goes on without its stream, under the same ticket.
+            # With an open prefill range the ticket stays for the next stream.
             self._work += 1
             self._close_ticket()
             self._load.assign({})
@@ -423,7 +418,7 @@ class FleetRequest:
         return self._site.workers.get(component_id)
 
     def _commit(self, tokens: int) -> None:
-        """Commit the prompt's KV before ``tokens``, which is at the ticket's node."""
+        """Commit the prompt's KV before ``tokens`` at the ticket's node."""
         if self._ticket is not None and self._store is not None and self._ticket.open:
             self._store.commit(self._ticket, tokens // TRACE_BLOCK_TOKENS)
 

@@ -1,16 +1,14 @@
-"""Tracks which blocks each simulated KV node has, and the index over all of them, in blocks of 512 tokens as traces
-number them (I9).
+"""The blocks of each simulated KV node, and the index over all of them, in blocks of 512 tokens as in traces (I9).
 
-    open --(waits for memory, the first first)--> pinned and reserved --commit--> shared blocks, pinned --close--> LRU
+    open --(waits for memory, FIFO)--> pinned and reserved --commit--> shared blocks, pinned --close--> LRU
 
-Pools are counted in the KV blocks of the cluster, of which a trace's block is a few: a fleet's 10^8 blocks of 16 tokens
-are 3 million entries at most, and only those that a trace fills take memory. What a request will write is reserved when
-its ticket is opened, its answer included: preemption is not simulated. A pool evicts what nobody has pinned, the least
-recently used first, the end of a chain before its beginning.
+Pools are counted in the cluster's KV blocks, several per trace block: a fleet's 10^8 blocks of 16 tokens are at most 3
+million entries. A ticket reserves the memory of a request's prompt and whole answer, since preemption is not simulated.
+A pool evicts unpinned blocks, least recently used first, the end of a chain before its beginning.
 
-The production ledger (:mod:`pillion.kvstore.ledger`) counts slots and hashes, which a fleet does not ask about, and
-would halve its speed: 3,000 conversations of 9,400 tokens on the average, on 32 workers, take 11 to 12.5 s of a core,
-of which 0.9 s are spent here; the ledger takes 10.2 s for the same tickets (2026-11-23, on a loaded machine).
+The production ledger (:mod:`pillion.kvstore.ledger`) tracks slots and hashes, which a fleet does not need, and takes
+10.2 s of a core for the tickets of 3,000 conversations of 9,400 tokens, instead of 0.9 s of 11 to 12.5 s in all
+(2026-11-23, on a loaded machine).
 """
 
 from __future__ import annotations
@@ -24,26 +22,23 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 
 
 class PrefixIndex:
-    """Says which nodes have a block. The index is exact: asked for a moment in the past, it says what each node had
-    then."""
+    """Which nodes have a block. The index is exact and never stale."""
 
     def __init__(self) -> None:
         self._holders: dict[int, set[str]] = {}
 
     def add(self, block: int, node_id: str) -> None:
-        """Note that a node has a block."""
         self._holders.setdefault(block, set()).add(node_id)
 
     def remove(self, block: int, node_id: str) -> None:
-        """Note that a node has a block no more."""
         holders = self._holders[block]
         holders.discard(node_id)
         if not holders:
             del self._holders[block]
 
     def longest_prefix(self, blocks: Sequence[int]) -> dict[str, int]:
-        """Return how many leading blocks of the chain nodes have, by node id: of MAX_ENTRIES_PER_LOOKUP nodes at most,
-        those with the most."""
+        """Return the number of leading blocks of the chain per node, for up to MAX_ENTRIES_PER_LOOKUP nodes with the
+        most."""
         holders, low, high = self._holders, 0, len(blocks)
         while low < high:
             middle = (low + high + 1) // 2
@@ -58,7 +53,7 @@ class PrefixIndex:
             if len(there) == known:
                 continue
             known = len(there)
-            # The ids are sorted, because a set's order would change from run to run.
+            # Sorted, since the order of a set changes from run to run.
             for node_id in sorted(there):
                 if node_id not in found:
                     found[node_id] = depth
@@ -69,10 +64,10 @@ class PrefixIndex:
 
 @dataclass(slots=True, eq=False)
 class SimTicket:
-    """A request's ticket at a node: it pins the first ``pinned`` blocks of the prompt's ``blocks``, and
-    reserves memory for the rest.
+    """A request's ticket at a node: it pins the first ``pinned`` blocks of the prompt's ``blocks`` and reserves memory
+    for the rest.
 
-    The ticket has ``total`` KV blocks in all, pinned or reserved; ``own`` of them are reserved and not shared yet.
+    ``total``: KV blocks pinned or reserved; ``own``: reserved and not shared yet.
     """
 
     blocks: tuple[int, ...]
@@ -85,16 +80,14 @@ class SimTicket:
 
 
 class NodeStore:
-    """The pool of one node. It has ``capacity`` KV blocks of ``block_size`` tokens, or as many as come if
-    that is 0."""
+    """The pool of one node, of ``capacity`` KV blocks of ``block_size`` tokens; 0: unlimited."""
 
     def __init__(self, node_id: str, index: PrefixIndex, capacity: int, block_size: int) -> None:
         self.node_id = node_id
         self._index = index
         self._capacity = capacity
         self._each = TRACE_BLOCK_TOKENS // block_size
-        # The first one has the blocks that no ticket pins, the least recently used first; the second one says of each
-        # other block how many tickets pin it.
+        # Unpinned blocks, least recently used first; pins of all others.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._pins: dict[int, int] = {}
         self._own = 0
@@ -103,16 +96,16 @@ class NodeStore:
 
     @property
     def used(self) -> int:
-        """Returns how many KV blocks are shared or reserved."""
+        """Number of shared or reserved KV blocks."""
         return (len(self._idle) + len(self._pins)) * self._each + self._own
 
     @property
     def waiting(self) -> int:
-        """Number of tickets that wait for memory."""
+        """Number of tickets waiting for memory."""
         return len(self._waiting)
 
     def prefix(self, blocks: Sequence[int]) -> int:
-        """Return how many leading blocks of a chain the node has."""
+        """Return the number of leading blocks of a chain that the node has."""
         count = 0
         for block in blocks:
             if block not in self._idle and block not in self._pins:
@@ -121,16 +114,14 @@ class NodeStore:
         return count
 
     def open(self, ticket: SimTicket) -> None:
-        """Pin those of a ticket's blocks that the node has and reserves the rest; ``granted`` is called, at once or
-        when there is memory. A ticket that the empty pool could not hold is granted all the same: the caller checks
-        sizes."""
+        """Pin the blocks of a ticket that the node has and reserve the rest; ``granted`` is called at once or when
+        there is memory. A ticket larger than the empty pool is granted as well: the caller checks sizes."""
         ticket.waiting = True
         self._waiting.append(ticket)
         self._grant()
 
     def close(self, ticket: SimTicket) -> None:
-        """Close a ticket and frees its memory; its shared blocks stay until they are evicted. Closing it a second time
-        does nothing."""
+        """Close a ticket and free its memory; its shared blocks stay until evicted. Idempotent."""
         if not ticket.open:
             return
         ticket.open = False
@@ -143,8 +134,7 @@ class NodeStore:
         self._grant()
 
     def commit(self, ticket: SimTicket, count: int) -> None:
-        """Share the first ``count`` blocks of the ticket's chain, which are computed or were fetched; the ticket pins
-        them."""
+        """Share and pin the first ``count`` blocks of the ticket's chain, now computed or fetched."""
         for block in ticket.blocks[ticket.pinned : count]:
             self._pin(block)
             ticket.own -= self._each
@@ -152,7 +142,7 @@ class NodeStore:
             ticket.pinned += 1
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless pins and memory add up."""
+        """Raise AssertionError on inconsistent pins or memory."""
         assert not self._idle.keys() & self._pins.keys(), "a block is idle and pinned"
         assert all(count > 0 for count in self._pins.values()), "a block is pinned by nobody"
         assert self._own >= 0, "more was given back than was reserved"

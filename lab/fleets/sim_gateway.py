@@ -1,9 +1,9 @@
-"""Simulates a gateway: production admission, planning and load counts over what it knows of the fleet.
+"""A simulated gateway: production admission, planning and load counts over its view of the fleet.
 
-    arrive -> bounds -> turn -> [look-up -> candidates -> what others have under way -> plan -> calls] -> end
+    arrive -> bounds -> turn -> [look-up -> candidates -> load of other gateways -> plan -> calls] -> end
 
-What it knows is what the registry had at its last look, and what the other gateways have told (FleetSite.sharing). Its
-snapshot has no adapters and no blocks in buckets, because a fleet has none.
+Its view is the registry at its last look, and the reports of other gateways (FleetSite.sharing). A fleet has no
+adapters and no blocks in buckets.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pillion.rules.priority import queue_order
 from pillion.wire.registry import ComponentRecord
 
 MODEL = "m"
-# A request without a first token counts as one that waited this long for it.
+# Assumed time to the first token of a request without one.
 PATIENCE_S = 120.0
 Loads = tuple[Mapping[str, int], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """The flags of a gateway, by the names that :mod:`pillion.config` gives them."""
+    """The flags of a gateway, with their names in :mod:`pillion.config`."""
 
     split_policy: str
     chunk_size: int
@@ -50,9 +50,8 @@ class GatewaySettings:
 
 
 class SimGateway:
-    """Represents gateway ``number`` of ``gateways``. Attributes are for reading: ``open`` has the requests that it has
-    taken on, ``records`` those that are over, ``plan_s`` the real seconds of each plan. ``on_end`` is called at each
-    end."""
+    """Gateway ``number`` of ``gateways``. Read-only attributes: ``open``: admitted requests, ``records``: finished
+    ones, ``plan_s``: real seconds of each plan. ``on_end`` is called at each end."""
 
     def __init__(self, site: FleetSite, settings: GatewaySettings, number: int, gateways: int) -> None:
         self.site = site
@@ -80,7 +79,7 @@ class SimGateway:
             self.load.on_change = self._note
 
     def arrive(self, request: Request) -> None:
-        """Takes a request on, or refuses it."""
+        """Admit or refuse a request."""
         now = self.clock.now
         try:
             permit = self._admission.enter(request.tenant, order=queue_order(0, now))
@@ -115,7 +114,7 @@ class SimGateway:
         self._turns.left(permit, self.clock.now)
 
     def ended(self, flow: FleetRequest) -> None:
-        """Record a request that is over."""
+        """Record a finished request."""
         permit = self.open.pop(flow)
         self._waiting.pop(permit.number, None)
         self._turns.give_up(permit)
@@ -160,12 +159,12 @@ class SimGateway:
 
     @property
     def seen_s(self) -> float:
-        """Returns when this gateway last looked at the registry."""
+        """Time of this gateway's last look at the registry."""
         phase_s = VIEW_POLL_S * self.number / self.site_gateways
         return max(0.0, (self.clock.now - phase_s) // VIEW_POLL_S * VIEW_POLL_S + phase_s)
 
     def components(self, prompt_tokens: int, hits: Mapping[str, int], spread: int) -> list[ComponentRecord]:
-        """Return the nodes and workers that a request is planned with, as of this gateway's last look."""
+        """Return the nodes and workers to plan a request with, as of this gateway's last look."""
         site, seen_s = self.site, self.seen_s
         roster = site.roster(seen_s)
 
@@ -180,38 +179,37 @@ class SimGateway:
         return [*nodes, *(site.workers[one.component_id].seen(seen_s) for one in (*decodes, *prefills))]
 
     def loads(self, components: Sequence[ComponentRecord]) -> Loads:
-        """Return what is known to be under way on some components: streams or tokens, and prompt tokens to be
-        computed."""
+        """Return the known load of components: streams or tokens, and prompt tokens to compute."""
         amounts, tokens = self.load.by_component, self.load.tokens
         if not self.site.sharing:
             return amounts, tokens
         names = [one.component_id for one in components if one.role != "kvnode"]
-        others = {name: self.site.talk.others(self.number, name) for name in names}
+        others = {name: self.site.reported.others(self.number, name) for name in names}
         return (
             {name: amounts.get(name, 0) + other.amount for name, other in others.items()},
             {name: tokens.get(name, 0) + other.tokens for name, other in others.items()},
         )
 
     def _note(self, component_id: str, grew: bool) -> None:
-        """Note work under way as LoadExchange does: what is sent is told at once, what is done within REPORT_S."""
+        """Record load as LoadExchange does: report growth at once, the rest within REPORT_S."""
         self._changed.add(component_id)
         if grew:
-            self.clock.after(self.site.call_s / 2, self._tell)
+            self.clock.after(self.site.call_s / 2, self._send_reports)
         elif not self._report_due:
             self._report_due = True
             self.clock.after(REPORT_S, self._report)
 
     def _report(self) -> None:
         self._report_due = False
-        self._tell()
+        self._send_reports()
 
-    def _tell(self) -> None:
+    def _send_reports(self) -> None:
         for name in self._changed:
-            self.site.talk.tell(self.number, name, self.load)
+            self.site.reported.record(self.number, name, self.load)
         self._changed.clear()
 
     def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
-        """Plan an attempt: first the index is asked, then the other gateways' work is read."""
+        """Plan an attempt: query the index, then read the other gateways' load."""
         self._arrivals += 1
         spread = self._arrivals
         self.clock.after(self.site.call_s / 2, lambda: self._look(flow, action, spread, then))

@@ -1,11 +1,11 @@
-"""Simulates a worker: the production scheduler, over steps that cost as much as a model says (I9).
+"""A simulated worker: the production scheduler over steps whose cost a model predicts (I9).
 
-    add -> [schedule -> step of so many seconds -> commit] ... -> chunks of prefill ranges, tokens of streams
+    add -> [schedule -> step -> commit] ... -> chunks of prefill ranges, tokens of streams
 
-A run of steps in which all streams only decode is one event where nothing can tell the difference (``macro_steps``):
-the costs of its steps are drawn as always, and when it ends, or something comes in between, the scheduler commits what
-has ended until then at once, as it commits tokens that a grammar forces. Then the growth of streams is reserved from
-the beginning, and the cost model is known and not learnt: each step would change it.
+With ``macro_steps``, a run of steps in which all streams only decode is one event where this changes nothing: the costs
+of its steps are drawn as always, and at its end, or at an event in between, the scheduler commits all steps that have
+ended at once, as it commits tokens forced by a grammar. This requires that the growth of streams is reserved in advance
+and that the cost model is fixed, since each step would update it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ from pillion.wire.registry import ComponentRecord, WorkerLoad
 
 ROOT = b"\7" * HASH_BYTES
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
-# Every text of a simulated model has fewer tokens than this.
+# Upper bound of a text's tokens.
 MAX_TOKENS = 1 << 30
 TOKEN = 1
-# At most MAX_RUN_STEPS steps are simulated as one event, and noise shortens no step's time to less than LEAST_NOISE
-# times its cost.
+# Steps per event, and the lowest factor of noise on a step's time.
 MAX_RUN_STEPS = 4096
 LEAST_NOISE = 0.5
 
 
 class KnownCost(StepCost):
-    """A cost model that is right from the beginning and learns nothing."""
+    """An exact cost model that learns nothing."""
 
     def __init__(self, cost_s: Sequence[float]) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class KnownCost(StepCost):
         self.steps = 1
 
     def observe(self, found: Features, seconds: float, borrowed_s: float = 0.0) -> None:
-        """Ignore a step, because its cost is known."""
+        """Ignore a measured step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +64,12 @@ class WorkerSettings:
     """A worker's costs, flags and noise.
 
     Attributes:
-        cost_s: seconds of a step, token, sequence, KV token read and query-key pair (StepCost.weights_s).
+        cost_s: seconds per step, token, sequence, KV token read and query-key pair (StepCost.weights_s).
         noise: relative standard deviation of a step's time.
         call_s: seconds of a call to the KV node.
-        known_cost: the worker knows ``cost_s``, instead of learning it from its steps.
-        first_come: the worker knows no cost, and so serves prompts in order of arrival.
-        macro_steps: see the module; needs ``known_cost`` and cores of its own.
+        known_cost: the worker starts with ``cost_s`` instead of learning it.
+        first_come: the worker has no costs, and so serves prompts in order of arrival.
+        macro_steps: see the module; needs ``known_cost``.
     """
 
     cost_s: tuple[float, ...]
@@ -84,8 +83,8 @@ class WorkerSettings:
     macro_steps: bool = False
 
 
-# This function is called with the times of a stream's next tokens, and the gaps before all of them but the first.
-TokensTold = Callable[[Sequence[float], "array[float]"], None]
+# Called with the times of a stream's next tokens, and the gaps before all but the first.
+OnTokens = Callable[[Sequence[float], "array[float]"], None]
 NO_GAPS: array[float] = array("d")
 
 
@@ -94,11 +93,10 @@ class WorkerJob:
     """A prefill range or a stream on a worker.
 
     Attributes:
-        tokens: those of its text; ``computed_blocks`` blocks of it have their KV.
+        tokens: of its text; the KV of ``computed_blocks`` blocks of it exists.
         answer_tokens: tokens to generate; 0: a prefill range, whose chunks end at ``chunk_ends``.
-        on_committed: told how many tokens of its text are at the node, as a stream's prompt is computed.
-        on_chunk, on_tokens, on_end: told of a prefill range's chunks, a stream's tokens, and the end of either.
-        on_lost: told that the worker stops before the job's end.
+        on_committed: called with the committed tokens of a stream's prompt.
+        on_chunk, on_tokens, on_end: called with chunks of a prefill range, tokens of a stream, and the end.
         flow: its tenant's share of the worker.
     """
 
@@ -108,30 +106,28 @@ class WorkerJob:
     chunk_ends: tuple[int, ...] = ()
     on_chunk: Callable[[ChunkDone], None] = lambda chunk: None
     on_committed: Callable[[int], None] = lambda tokens: None
-    on_tokens: TokensTold = lambda times, gaps: None
+    on_tokens: OnTokens = lambda times, gaps: None
     on_end: Callable[[Ending], None] = lambda ending: None
-    on_lost: Callable[[], None] = lambda: None
     flow: Flow = NO_FLOW
     seq_id: int = 0
 
 
 @dataclass(slots=True)
 class StepRun:
-    """Represents steps under way that only decode: when each ends, and the noise of each. ``plan`` is that of the first
-    one."""
+    """Decode-only steps in flight: when each ends, and its noise. ``plan``: of the first."""
 
     plan: StepPlan
     ends_s: list[float]
     noises: list[float]
 
     def ended(self, now: float) -> int:
-        """Return how many of the steps have ended."""
+        """Return the number of finished steps."""
         return bisect_right(self.ends_s, now)
 
 
 class SimWorker:
-    """Simulates a worker around a real scheduler. ``record`` is that of its last heartbeat; heartbeats come ``phase_s``
-    after whole periods. An idle worker sends none until it has work: nobody could tell the difference."""
+    """A real scheduler on simulated steps. ``record``: as of its last heartbeat; heartbeats come ``phase_s`` after
+    whole periods. An idle worker sends none, which makes no difference."""
 
     def __init__(
         self,
@@ -146,7 +142,7 @@ class SimWorker:
         self._phase_s = phase_s
         self._weights: list[float] = list(map(mul, settings.cost_s, SCALES))
         self._draw = random.Random(number)
-        # This noise was drawn for steps of a joined run that was cut short; the next steps use it.
+        # Noise drawn for a run that was cut short; used by the next steps.
         self._noises: deque[float] = deque()
         cost = StepModel._make(settings.cost_s)
         self._scheduler = Scheduler(
@@ -155,7 +151,7 @@ class SimWorker:
             max_num_seqs=settings.max_num_seqs,
             target_itl_s=record.target_itl_ms / 1000,
             target_itl_steps=record.target_itl_steps,
-            # A worker knows this from its model's shape.
+            # A worker derives it from its model's shape.
             pair_tokens=cost.pair_s / cost.token_s if cost.token_s else 0.0,
         )
         if settings.known_cost:
@@ -168,8 +164,7 @@ class SimWorker:
         self._busy = False
         self._cancelled: list[int] = []
         self._run: StepRun | None = None
-        # This number is raised when the event at a run's expected end is no longer to happen, so that the event then
-        # does nothing.
+        # Incremented to make the event at a run's expected end a no-op.
         self._version = 0
         self._load = WorkerLoad(step_cost_s=self._scheduler.budget.cost.weights_s())
         self._beating = False
@@ -180,14 +175,14 @@ class SimWorker:
         self.beat_s = self._clock.now
 
     def beat(self) -> None:
-        """Publish the worker's record, and again after each heartbeat's period while there is work."""
+        """Publish the worker's record, now and after each heartbeat period while there is work."""
         self.earlier, self.record, self.beat_s = self.record, self.fresh_record(), self._clock.now
         self._beating = bool(self._jobs) or self._busy
         if self._beating:
             self._clock.after(self._settings.heartbeat_s, self.beat)
 
     def seen(self, at_s: float) -> ComponentRecord:
-        """Return the worker's record as the registry had it at a recent time, with its age in ms."""
+        """Return the record that the registry had at a recent time, with its age in ms."""
         period_s = self._settings.heartbeat_s
         record, beat_s = (self.record, self.beat_s) if self.beat_s <= at_s else (self.earlier, self.beat_s - period_s)
         if at_s > beat_s:
@@ -195,7 +190,7 @@ class SimWorker:
         return msgspec.structs.replace(record, heartbeat_age_ms=max(0, int((self._clock.now - beat_s) * 1000)))
 
     def fresh_record(self) -> ComponentRecord:
-        """Return the worker's record as a heartbeat would send it now."""
+        """Return the record that a heartbeat would send now."""
         load = self._load_now()
         return msgspec.structs.replace(
             self.record,
@@ -217,17 +212,17 @@ class SimWorker:
 
     @property
     def jobs(self) -> int:
-        """Number of prefill ranges and streams on this worker."""
+        """Number of prefill ranges and streams."""
         return len(self._jobs)
 
     def add(self, job: WorkerJob) -> None:
-        """Add a prefill range or a stream, whose ticket it now holds."""
+        """Add a prefill range or a stream."""
         self._catch_up()
         job.seq_id, size = next(self._ids), self._settings.block_size
         prefill_range = not job.answer_tokens
         total = job.tokens // size if prefill_range else job.tokens // size + 1
         if self._settings.macro_steps and not prefill_range:
-            # One slot more than needed is given, so that the scheduler never looks short of free slots.
+            # One slot more than needed, so that the scheduler never leases.
             total = (job.tokens + job.answer_tokens) // size + 2
         chain, leased = self._take(job.computed_blocks), self._take(total - job.computed_blocks)
         holding = Holding(job.seq_id, chain, leased)
@@ -251,15 +246,14 @@ class SimWorker:
         self._step()
 
     def cancel(self, job: WorkerJob) -> None:
-        """Cancel a job that nobody wants any more."""
+        """Cancel a job."""
         if self._jobs.pop(job.seq_id, None) is not None:
             self._catch_up()
             self._cancelled.append(job.seq_id)
             self._step()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the scheduler's own accounts do not add up, or the worker has jobs that
-        it lacks."""
+        """Raise AssertionError on an inconsistent scheduler or a job that it lacks."""
         self._scheduler.check_integrity()
         assert self._jobs.keys() <= self._scheduler.sequences.keys(), "a job is left that the scheduler does not have"
 
@@ -269,12 +263,12 @@ class SimWorker:
     def _step(self) -> None:
         if self._busy:
             return
-        # A step that is under way computes what it began with.
+        # Not during a step, which computes what it began with.
         for seq_id in self._cancelled:
             self._scheduler.cancel(seq_id, self._clock.now)
         self._cancelled.clear()
         plan = self._scheduler.schedule(self._clock.now)
-        self._hear(self._scheduler.flush(self._clock.now))
+        self._apply(self._scheduler.flush(self._clock.now))
         if plan.scheduled:
             self._busy = True
             self._begin(plan)
@@ -286,8 +280,8 @@ class SimWorker:
             return
         now, streams = self._clock.now, len(plan.scheduled)
         run = StepRun(plan, [], [])
-        # Each step reads one token more for each stream, and pairs it with one more: SCALES are powers of two, so the
-        # result equals that of features().
+        # Each step reads one more token and pairs one more per stream. SCALES are powers of two, so the sum equals
+        # features() exactly.
         more_reads, more_pairs = streams / SCALES[3], streams / SCALES[4]
         for _ in range(count):
             noise = self._noise()
@@ -310,12 +304,11 @@ class SimWorker:
         return max(LEAST_NOISE, self._draw.gauss(1.0, self._settings.noise))
 
     def _plain_steps(self, plan: StepPlan) -> int:
-        """Return how many steps from this one on only decode, and end no stream. It is 0 where steps may not be
-        joined."""
+        """Return how many steps from this one on only decode and end no stream; 0 if they may not be joined."""
         if not self._settings.macro_steps:
             return 0
         queues = self._scheduler.queues
-        # Where tenants share the worker, whoever waits may have its turn after any step.
+        # With several tenants a waiting request may have its turn after any step.
         idle = not (queues.waiting or queues.preempted) or not (queues.free_seqs or queues.flows.several)
         if not idle or len(plan.scheduled) != len(queues.running):
             return 0
@@ -333,7 +326,7 @@ class SimWorker:
             self._step()
 
     def _catch_up(self) -> None:
-        """Commit the steps of a run that have ended; the one under way becomes a step of its own."""
+        """Commit the finished steps of a run; the one in flight becomes a step of its own."""
         run = self._run
         if run is None:
             return
@@ -347,13 +340,13 @@ class SimWorker:
                 return
             self._busy = True
             plan = self._scheduler.schedule(began_s)
-            self._hear(self._scheduler.flush(began_s))
+            self._apply(self._scheduler.flush(began_s))
         self._run, self._version = None, self._version + 1
         self._noises.extendleft(reversed(run.noises[count + 1 :]))
         self._clock.at(run.ends_s[count], lambda: self._done(plan))
 
     def _commit_run(self, run: StepRun, count: int) -> None:
-        """Commit the first ``count`` steps of the run under way, as one whose tokens were known."""
+        """Commit the first ``count`` steps of the run as one with known tokens."""
         self._run, self._version, self._busy = None, self._version + 1, False
         ends_s = run.ends_s[:count]
         if count > 1:
@@ -365,31 +358,31 @@ class SimWorker:
         gaps = array("d", [after - before for before, after in itertools.pairwise(ends_s)])
         self.steps += count
         outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(scheduled)), ends_s[-1])
-        self._hear(outcome, ends_s, gaps)
+        self._apply(outcome, ends_s, gaps)
 
     def _done(self, plan: StepPlan) -> None:
         self._busy = False
         self.steps += 1
         sampled = Sampled((TOKEN,) * sum(chunk.samples for chunk in plan.scheduled))
         outcome = self._scheduler.commit(plan, sampled, self._clock.now)
-        self._hear(outcome)
+        self._apply(outcome)
         self._step()
 
-    def _hear(self, outcome: Outcome, times: Sequence[float] = (), gaps: array[float] = NO_GAPS) -> None:
+    def _apply(self, outcome: Outcome, times: Sequence[float] = (), gaps: array[float] = NO_GAPS) -> None:
         if outcome.empty:
             return
         self._load = WorkerLoad(**outcome.load)
         for update in outcome.updates:
-            self._tell(update, times or (self._clock.now,), gaps)
+            self._emit(update, times or (self._clock.now,), gaps)
         for chunk in outcome.chunks:
-            self._tell_chunk(chunk)
+            self._emit_chunk(chunk)
         for order in outcome.commits:
             self._clock.after(self._settings.call_s, lambda order=order: self._committed(order))  # type: ignore[misc]
         if outcome.lease_blocks:
             slots = self._take(outcome.lease_blocks)
             self._clock.after(self._settings.call_s, lambda: self._granted(slots))
 
-    def _tell(self, update: Update, times: Sequence[float], gaps: array[float]) -> None:
+    def _emit(self, update: Update, times: Sequence[float], gaps: array[float]) -> None:
         job = self._jobs.get(update.seq_id)
         if job is None:
             return
@@ -399,7 +392,7 @@ class SimWorker:
             del self._jobs[update.seq_id]
             job.on_end(update.ending)
 
-    def _tell_chunk(self, chunk: ChunkDone) -> None:
+    def _emit_chunk(self, chunk: ChunkDone) -> None:
         job = self._jobs.get(chunk.seq_id)
         if job is not None:
             job.on_chunk(chunk)
@@ -408,13 +401,12 @@ class SimWorker:
         self._catch_up()
         self._scheduler.committed(order.seq_id, order.slots, "", self._clock.now)
         for chunk in order.chunks:
-            self._tell_chunk(chunk)
+            self._emit_chunk(chunk)
         stream, job = self._scheduler.sequences.get(order.seq_id), self._jobs.get(order.seq_id)
         if stream is not None and job is not None and not stream.is_prefill:
             job.on_committed(stream.num_committed * self._settings.block_size)
             if self._settings.macro_steps and stream.decoding and not stream.in_commit and stream.may_commit:
-                # Blocks after the prompt are not shared, because the simulated nodes (prefix_store) count the blocks of
-                # prompts only.
+                # Simulated nodes (prefix_store) track blocks of prompts only.
                 stream.refuse_commit()
         self._step()
 

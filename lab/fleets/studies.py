@@ -1,10 +1,9 @@
-"""Simulates fleets on a recorded trace, to see what a change of a flag would have cost, and how many workers were
-needed.
+"""Studies of fleets on a recorded trace: the effect of a flag, and the number of workers needed.
 
-    compare    the same requests in several fleets, which differ in flags
-    capacity   the least number of workers of each kind that meet objectives
+    compare    the same requests in several fleets that differ in flags
+    capacity   the fewest workers of each kind that meet objectives
 
-Of the flags of `pillion serve`, those in SIMULATED_FLAGS matter here.
+Only SIMULATED_FLAGS of `pillion serve` have an effect.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ SIMULATED_FLAGS = (
 )
 MAX_FLEET_WORKERS = 10_000
 MAX_FLEET_GATEWAYS = 64
-# A comparison has at most this many fleets.
+# Fleets of a comparison.
 MAX_COMPARED_FLEETS = 64
-# These shares of all workers are tried as prefill workers; the best one is taken.
+# Shares of prefill workers to try.
 PREFILL_SHARES = (0.0, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetVariant:
-    """One fleet of a comparison: the flags that set it apart, in words, and what its clients saw."""
+    """One fleet of a comparison: its distinguishing flags in words, and its clients' view."""
 
     name: str
     records: Sequence[ClientRecord]
@@ -47,7 +46,7 @@ class FleetVariant:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPoint:
-    """A number of workers of either kind, and what share of the requests was good with them."""
+    """Numbers of workers, and the figures with them."""
 
     prefills: int
     decodes: int
@@ -56,22 +55,20 @@ class CapacityPoint:
 
     @property
     def workers(self) -> int:
-        """Number of workers of both kinds."""
         return self.prefills + self.decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The fewest workers that are enough, or None where MAX_FLEET_WORKERS are not, and all numbers that were
-    tried."""
+    """The fewest sufficient workers, or None if MAX_FLEET_WORKERS are not enough, and all numbers tried."""
 
     best: CapacityPoint | None
     tried: tuple[CapacityPoint, ...]
 
 
 def with_flags(config: FleetConfig, values: Mapping[str, Any]) -> FleetConfig:
-    """Return the fleet with other values of some flags. Raises ConfigError for flags that change nothing here, and for
-    numbers of workers that are too large."""
+    """Return the fleet with other values of some flags. Raises ConfigError for flags without effect and for too many
+    workers."""
     for name in values:
         if name not in SIMULATED_FLAGS:
             names = ", ".join("--" + one.replace("_", "-") for one in SIMULATED_FLAGS)
@@ -96,17 +93,16 @@ def compare(
     objectives: GoodBounds,
     told: Callable[[FleetVariant], None] = lambda variant: None,
 ) -> list[FleetVariant]:
-    """Simulate the requests with each combination of flags; ``changes`` has the values of each, as text and parsed.
+    """Simulate the requests with each combination of flags. ``changes``: values by flag, as text and parsed.
 
-    The others are compared with the first combination. ``told`` is called with the result of each fleet as soon as it
-    was simulated. Raises ConfigError.
+    All are compared with the first combination. ``told`` is called with each fleet's result. Raises ConfigError.
     """
     names = list(changes)
     chosen = list(itertools.product(*(changes[name] for name in names)))
     if len(chosen) > MAX_COMPARED_FLEETS:
         raise ConfigError(f"{len(chosen)} combinations of flags are more than {MAX_COMPARED_FLEETS}")
     fleets = [with_flags(config, {name: value for name, (_, value) in zip(names, one, strict=True)}) for one in chosen]
-    # A wrong value of a flag is refused before the first fleet is simulated, which may take minutes.
+    # Reject wrong values before the first simulation, which may take minutes.
     for fleet in fleets:
         fleet.check()
     found: list[FleetVariant] = []
@@ -121,8 +117,7 @@ def compare(
 
 
 def fitting(requests: Sequence[Request], max_model_len: int) -> Sequence[Request]:
-    """Return requests that need no more than this many tokens, or all if it is 0. Raises ConfigError where none is
-    left."""
+    """Return the requests of at most ``max_model_len`` tokens (0: all). Raises ConfigError if none is left."""
     if not max_model_len:
         return requests
     kept = [one for one in requests if one.prompt_tokens + one.answer_tokens <= max_model_len]
@@ -140,8 +135,8 @@ def capacity(
 ) -> Capacity:
     """Return the fewest workers with which ``objectives.attainment`` of the requests is good.
 
-    For each share of prefill workers the number is doubled until it is enough, and then bisected, as if more were never
-    worse; around the best, one worker less of either kind is tried. ``told`` gets each point as it is known.
+    For each share of prefill workers the number is doubled until it is enough, then bisected, as if it were monotonic;
+    around the best, one worker less of either kind is tried. ``told`` is called with each point.
     """
     tried: dict[tuple[int, int], CapacityPoint] = {}
     requests = fitting(requests, config.flags.max_model_len)
@@ -178,7 +173,7 @@ def _one_less(prefills: int, decodes: int) -> Iterator[tuple[int, int]]:
 
 
 def _least_workers(share: float, least: int, most: int, enough: Callable[[int, int], bool]) -> tuple[int, int] | None:
-    """Return the least number of workers, of which a share prefills, that is enough and not above ``most``."""
+    """Return the smallest sufficient number of workers up to ``most``, of which a share prefills."""
 
     def split(workers: int) -> tuple[int, int]:
         prefills = min(workers - 1, max(1, round(workers * share))) if share else 0
@@ -203,8 +198,7 @@ def _least_workers(share: float, least: int, most: int, enough: Callable[[int, i
 
 
 def _workers_at_least(config: FleetConfig, requests: Sequence[Request]) -> int:
-    """Return a number of workers to begin the search with: half as many as the prompts would keep busy all the time if
-    no prefix were ever found."""
+    """Return the start of the search: half the workers that prompts would keep busy without a single prefix hit."""
     model = StepModel._make(config.decode_cost_s)
     size = config.settled().flags.max_num_batched_prefill_tokens
     seconds = sum(model.range_s(0, request.prompt_tokens, size) for request in requests)

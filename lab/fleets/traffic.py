@@ -1,4 +1,4 @@
-"""Defines the requests of a simulation, and how their clients saw them. Sans-IO."""
+"""Requests of a simulation, and how their clients saw them. Sans-IO."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One arrival, ``at_s`` seconds after the begin, of a client of ``tenant``. ``blocks`` are the numbers of
-    its prompt's whole blocks of TRACE_BLOCK_TOKENS tokens; two prompts whose first n numbers are the same begin alike.
-    Where ``blocks`` are empty, no prompt begins like another one."""
+    """An arrival ``at_s`` seconds after the start, of a client of ``tenant``. ``blocks``: numbers of its prompt's whole
+    blocks of TRACE_BLOCK_TOKENS tokens; equal leading numbers are a shared prefix."""
 
     number: int
     at_s: float
@@ -26,11 +25,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ClientRecord:
-    """Holds what a request's client saw: the seconds from arrival to the first token, and between tokens.
+    """What a request's client saw: seconds from arrival to the first token, and between tokens.
 
-    ``reason`` is that of the planner, or the error where the request ``failed``. ``cached_tokens`` of its prompt were
-    found, ``prefilled_tokens`` computed by prefill workers; ``replays`` says how often it began again on another
-    worker.
+    ``reason``: the planner's, or the error if the request ``failed``. Of its prompt ``cached_tokens`` were found and
+    ``prefilled_tokens`` computed by prefill workers. ``replays``: restarts on another worker.
     """
 
     request: Request
@@ -44,15 +42,15 @@ class ClientRecord:
 
 
 def requests_of(trace: Sequence[TraceRequest], *, speed: float = 1.0, max_model_len: int = 0) -> list[Request]:
-    """Return the requests of a trace, ``speed`` times as fast as they were recorded, from time 0 on. Those that need
-    more than ``max_model_len`` tokens are left out, unless that is 0. Raises ConfigError where none is left."""
+    """Return the requests of a trace from time 0 on, ``speed`` times as fast as recorded, without those above
+    ``max_model_len`` tokens (0: no limit). Raises ConfigError if none is left."""
     kept = [row for row in trace if not 0 < max_model_len < row.input_length + row.output_length]
     if not kept:
         raise ConfigError("the trace has no request that fits")
     first = kept[0].timestamp
     made = []
     for number, row in enumerate(kept):
-        # Only the prompt's full blocks can be cached.
+        # Only whole blocks of a prompt can be cached.
         blocks = row.hash_ids[: row.input_length // TRACE_BLOCK_TOKENS]
         at_s = (row.timestamp - first) / 1000 / speed
         made.append(Request(number, at_s, row.input_length, row.output_length, blocks))

@@ -1,12 +1,11 @@
-"""Simulates a fleet: the production gateways' decisions and schedulers, over steps that cost what a model says.
+"""A simulated fleet: production gateways' decisions and schedulers, over steps whose cost a model predicts.
 
     requests --> gateways --plan over last heartbeats--> [prefill range on a prefill worker] --> stream on a decode
     worker
                                                             '--- blocks at KV nodes, found by later prompts ---'
 
-A fleet's size may change while it runs: :meth:`FleetWorld.start_worker`, :meth:`FleetWorld.drain_worker`. A worker
-computes on cores of its own, or on one host whose workers lend each other cores. Nothing fails, and no stream is
-preempted: a request waits for the memory of its prompt and its whole answer.
+Workers have their own cores. Nothing fails, and no stream is preempted: a request waits for the memory of its prompt
+and its whole answer.
 """
 
 from __future__ import annotations
@@ -32,36 +31,32 @@ from pillion.kvstore.memory.memory import CUDA
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 from pillion.wire.registry import ComponentRecord
 
-# A call between two components takes this long, there and back; a step's time has the relative standard deviation
-# below.
+# Round trip between two components, and the relative standard deviation of a step's time.
 CALL_S = 0.002
 NOISE = 0.03
-# Where workers have to learn the cost of their steps, every worker answers prompts of these lengths before the load
-# begins.
+# Prompts for every worker before the load, from which it learns the cost of its steps.
 WARM_UP_TOKENS = (64, 700, 64, 1500, 32, 600)
 WARM_UP_ANSWER_TOKENS = 16
 WARM_UP_S = 60.0
 PREFILL, DECODE = "prefill", "decode"
 MAX_PREFILLS = 256
-# A simulation that waits for an unknown end simulates this many seconds at a time.
+# Simulated seconds between two checks for an end.
 WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """A fleet at its start, and what its machines are like.
+    """A fleet and its machines.
 
     Attributes:
-        flags: of all components; of the numbers of workers and gateways, those at the start. Only SIMULATED_FLAGS
-            matter.
-        prefill_cost_s, decode_cost_s: seconds of a step, token, sequence, KV token read and query-key pair, of a worker
-            of either kind.
-        node_blocks: KV blocks of a node's pool; 0: as many as come.
-        block_bytes, bytes_per_s: what a block takes from one node to another.
-        one_node: all workers share one KV node; else each decode worker has one, over which the prefill workers are
-            spread.
-        sharing: whether several gateways tell each other what they have under way.
-        known_costs: workers know the cost of their steps and need not learn it; macro_steps: see SimWorker.
+        flags: of all components, including the numbers of workers and gateways. Only SIMULATED_FLAGS have an effect.
+        prefill_cost_s, decode_cost_s: seconds per step, token, sequence, KV token read and query-key pair of a worker.
+        node_blocks: KV blocks of a node's pool; 0: unlimited.
+        block_bytes, bytes_per_s: size of a block and rate of transfers between nodes.
+        one_node: all workers share one KV node; else each decode worker has one, and prefill workers are spread over
+            them.
+        sharing: gateways report their load to each other.
+        known_costs: workers start with the cost of their steps; macro_steps: see SimWorker.
     """
 
     flags: ServeFlags
@@ -79,12 +74,11 @@ class FleetConfig:
 
     @property
     def prefills(self) -> int:
-        """Number of prefill workers at the start."""
         return max(0, self.flags.prefill_workers)
 
     def settled(self) -> FleetConfig:
-        """Return the fleet with a number for each budget that no flag sets: those of a CPU, or, with --device cuda,
-        those that suit what steps cost."""
+        """Return the fleet with each unset token budget filled in: those of a CPU or, with --device cuda, by the cost
+        of steps."""
         budgets = cpu_budgets(self.flags)
         for name in budgets if self.flags.device == CUDA else ():
             prefill = name == "max_num_batched_prefill_tokens"
@@ -113,8 +107,7 @@ def lab_fleet(
     heartbeat_s: float = 1.0,
     sharing: bool = False,
 ) -> FleetConfig:
-    """Return a few workers at one KV node, which learn the cost of their steps: what the benchmarks of planning
-    compare."""
+    """Return a small fleet at one KV node whose workers learn the cost of their steps."""
     flags = ServeFlags(
         prefill_workers=prefills,
         decode_workers=decodes,
@@ -133,11 +126,9 @@ def lab_fleet(
 
 
 class FleetWorld:
-    """Runs a fleet. Attributes are for reading: ``clock``, ``site``, ``gateways``, ``config``, and ``handed_over``, the
-    trace blocks that nodes which left gave to others.
+    """A running fleet. Read-only attributes: ``clock``, ``site``, ``gateways``, ``config``.
 
-    One thread makes all calls; everything follows from the config and the requests. ``make`` makes other gateways than
-    usual, and ``make_store`` other pools.
+    Single-threaded; deterministic by config and requests.
     """
 
     def __init__(self, config: FleetConfig) -> None:
@@ -158,7 +149,7 @@ class FleetWorld:
         self._spread_over = max(1, config.prefills + flags.decode_workers)
         self._next_node = itertools.count()
         kinds = [*[PREFILL] * config.prefills, *[DECODE] * flags.decode_workers]
-        # Decode workers come first, so that their nodes exist; workers of each kind are numbered in order.
+        # Decode workers first, so that their nodes exist; numbers follow the order of ``kinds``.
         made = {number: self._make(role, number) for number, role in enumerate(kinds) if role == DECODE}
         made |= {number: self._make(role, number) for number, role in enumerate(kinds) if role == PREFILL}
         records = [made[number].record for number in sorted(made)]
@@ -166,12 +157,11 @@ class FleetWorld:
         self._list()
 
     def workers(self, role: str) -> list[SimWorker]:
-        """Return the workers of a role that the registry lists, in the order of their starts."""
+        """Return the workers of a role in the registry, in the order of their starts."""
         return [self.site.workers[name] for name, record in self._listed.items() if record.role == role]
 
     def send(self, requests: Sequence[Request], begin_s: float = 0.0) -> None:
-        """Lets requests arrive, ``begin_s`` seconds after their times; gateways get them in turn. Raises ConfigError
-        for one."""
+        """Schedule requests, ``begin_s`` after their times, at the gateways in turn."""
         arrivals = iter(requests)
 
         def send_next(request: Request) -> None:
@@ -186,7 +176,7 @@ class FleetWorld:
         expect()
 
     def warm_up(self) -> float:
-        """Lets every worker learn the cost of its steps, where it does not know it; returns when the load may begin."""
+        """Make every worker learn the cost of its steps unless known; return the start time of the load."""
         if self.config.known_costs:
             return 0.0
         prompts = WARM_UP_TOKENS * len(self._listed)
@@ -196,18 +186,18 @@ class FleetWorld:
         return WARM_UP_S
 
     def open_requests(self) -> int:
-        """Return how many requests gateways have taken on that have not ended."""
+        """Return the number of unfinished requests."""
         return sum(self.site.running.values())
 
     def records(self) -> list[ClientRecord]:
-        """Return what clients have seen, in the order of the requests' numbers; the warm-up is left out."""
+        """Return the clients' records in the order of the requests' numbers, without the warm-up."""
         found = [record for gateway in self.gateways for record in gateway.records]
         found += [flow.record(PATIENCE_S) for gateway in self.gateways for flow in gateway.open]
         kept = (record for record in found if record.request.number >= 0)
         return sorted(kept, key=lambda record: record.request.number)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where a worker's or a node's accounts do not add up."""
+        """Raise AssertionError on inconsistencies of a worker or node."""
         for worker in self.site.workers.values():
             worker.check_integrity()
         for store in self.site.stores.values():
@@ -246,7 +236,7 @@ class FleetWorld:
         return worker
 
     def _node_of(self, role: str) -> str:
-        """Return the KV node of a new worker of a role."""
+        """Return the KV node of a new worker, starting one if needed."""
         stores = self.site.stores
         if self.config.one_node and stores:
             return next(iter(stores))
@@ -267,9 +257,8 @@ class FleetWorld:
 
 
 def simulate(config: FleetConfig, requests: Sequence[Request]) -> tuple[list[ClientRecord], FleetWorld]:
-    """Simulate a load; return the clients' records, and the world as it was left.
-
-    The simulation ends when every request has, or PATIENCE_S after the last arrival.
+    """Simulate a load; return the clients' records and the world at the end: when all requests have ended, or
+    PATIENCE_S after the last arrival.
     """
     world = FleetWorld(config)
     begin_s = world.warm_up()

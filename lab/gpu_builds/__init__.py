@@ -1,4 +1,4 @@
-"""Builds the GPU's kernels on a machine without one: ``python -m lab.gpu_builds``.
+"""Builds of the GPU kernels on a machine without a GPU: ``python -m lab.gpu_builds``.
 
-`specs` lists the uses of kernels that are built, with their limits. `cache` fills Triton's cache for another machine.
+`specs` lists the built uses of kernels with their limits. `cache` fills Triton's cache for another machine.
 """

@@ -1,10 +1,10 @@
-"""Builds all kernels ahead of time, without a GPU, and reports their registers, spills and shared memory.
+"""Ahead-of-time builds of all kernels without a GPU, with reports of registers, spills and shared memory.
 
     python -m lab.gpu_builds [--all | --few] [--only NAME] [--arch 80 --arch 90] [--loops] [--json FILE]
 
-Triton compiles for a named target and its own ptxas assembles; registers, stack and local memory (spills) are read
-from the machine code by cuobjdump. A kernel that exceeds the limits of its BuildSpec fails the build, because no
-test of results would show a spill. With ``--loops`` the instructions of each product's loop are counted, too.
+Triton compiles for a named target and its own ptxas assembles; cuobjdump reads registers, stack and local memory
+(spills) from the machine code. A kernel beyond the limits of its BuildSpec fails the build, since no test of results
+shows a spill. ``--loops`` also counts the instructions of each product's loop.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from lab.gpu_builds.machine_code import main_loop, weights_of
 from lab.gpu_builds.specs import ARCHITECTURES, BuildSpec, build_specs
 from pillion.kernels.gpu.dependent import DEPENDENT_ARCH
 
-# One block may ask for this many bytes of shared memory, by architecture (CUDA C programming guide, "Compute
-# Capabilities").
+# Bytes of shared memory per block, by architecture (CUDA C programming guide, "Compute Capabilities").
 MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
-# Kernels with these names (shell patterns) need nearly the same resources as others, so only ``--all`` builds them.
+# Kernels (shell patterns) whose resources are nearly those of others, built only with ``--all``.
 RARE = (
     "add_rms_norm-16384-bf16-norm",
     "add_rms_norm-4096-bf16-wide-post",
@@ -110,11 +109,10 @@ RARE = (
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """The resources of a built kernel: registers and bytes of spills per thread, bytes of shared memory per
-    block.
+    """The resources of a built kernel: registers and spilled bytes per thread, bytes of shared memory per block.
 
-    ``excess`` names exceeded limits; "" for none. ``loop`` counts the instructions of one turn of a product's loop, and
-    ``per_weight`` those of a thread for each of its weights; 0 where they are not counted.
+    ``excess``: exceeded limits, "" for none. ``loop``: instructions per turn of a product's loop, ``per_weight``: of a
+    thread per weight; 0 if not counted.
     """
 
     name: str
@@ -130,7 +128,7 @@ class BuildResult:
 
 
 def build(spec: BuildSpec, arch: int, *, loops: bool = False) -> BuildResult:
-    """Compile one kernel for one architecture, and counts its loop's instructions if asked."""
+    """Compile one kernel for one architecture, counting its loop's instructions if ``loops``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -170,15 +168,15 @@ def build(spec: BuildSpec, arch: int, *, loops: bool = False) -> BuildResult:
 
 
 def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
-    """List the specs whose names contain ``only``; without ``rare``, only those of common kernels."""
+    """List the specs whose names contain ``only``; without ``rare``, only common kernels."""
     specs = [spec for spec in build_specs() if only in spec.name]
     return [spec for spec in specs if rare or not any(fnmatch(spec.name, pattern) for pattern in RARE)]
 
 
 def few_specs(specs: Sequence[BuildSpec]) -> list[BuildSpec]:
-    """Choose as few of these specs as show each kernel with each type of its arguments and each value of its
-    constants, for the newest architecture; of the older one, one of each name of a kernel, and one of attention over
-    chunks, which has the most registers."""
+    """Choose a smallest set of specs that has each kernel with each type of its arguments and each value of its
+    constants, for the newest architecture; for the oldest one spec per kernel, and one of chunk attention, which has
+    the most registers."""
     oldest, newest = ARCHITECTURES
     shown = {
         number: {(spec.kernel, at, kind) for at, kind in enumerate(spec.signature.replace(":16", "").split(", "))}
@@ -219,7 +217,7 @@ def _excess(spec: BuildSpec, arch: int, usage: Mapping[str, int], shared: int) -
 
 
 def main() -> int:
-    """Compile the chosen kernels and prints a line for each. Returns 1 if a kernel exceeds its limits."""
+    """Compile the chosen kernels and print a line for each; return 1 if one exceeds its limits."""
     parser = argparse.ArgumentParser(description="Build all GPU kernels ahead of time.")
     parser.add_argument("--only", default="", help="build kernels whose name contains this")
     uses = parser.add_mutually_exclusive_group()

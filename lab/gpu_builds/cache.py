@@ -1,34 +1,31 @@
-"""Fills Triton's cache with kernels, on all cores and without a GPU, so that a process on one finds them compiled.
+"""Fills Triton's cache with kernels, on all cores and without a GPU, for a process on another machine.
 
     python -m lab.gpu_builds.cache --folder FOLDER                   compiles into FOLDER, for TRITON_CACHE_DIR
-    python -m lab.gpu_builds.cache --folder FOLDER --pack FILE       and packs what is there
+    python -m lab.gpu_builds.cache --folder FOLDER --pack FILE       and packs its content
     python -m lab.gpu_builds.cache --folder FOLDER --carried FILE    unpacks first, and compiles what is missing
 
-The launchers run as on a GPU, over CPU tensors without values, under a driver that compiles for one architecture and
-launches nothing. So what is compiled is what a launch would ask for. Names say of what the kernels are, as patterns
-after ``--only`` do:
+Launchers run as on a GPU, over CPU tensors without values, under a driver that compiles for one architecture and
+launches nothing. So the compiled kernels are those of real launches. Names, and patterns of ``--only``:
 
-    tune: KERNEL       the constants of every candidate that the tuner tries
-    SECTION: CASE      what a section of the benchmarks launches with the constants in use
+    tune: KERNEL       the constants of every candidate of the tuner
+    SECTION: CASE      the launches of a section of the benchmarks, with the constants in use
     model: NAME        the kernels of a whole model's steps, of decodes and of a chunk
-    tests: FILE        the kernels of a file of tests, which runs for that (``tests/support/compiling_tests.py``)
+    tests: FILE        the kernels of a test file, which is run for it (``tests/support/compiling_tests.py``)
 
-A folder's ``done.json`` lists what is compiled there of the sources as they are: none of that is tried again.
+A folder's ``done.json`` lists the jobs compiled from the current sources, which are skipped.
 
-What a key of Triton's cache is made of (triton/runtime/cache.py, get_cache_key; read in 3.6 and 3.7): Triton's version
-and a digest of its compiler, Python files and libtriton.so alike; the text and the line of the kernel and of all that
-it calls; types, constants and which arguments are multiples of 16; ptxas's version and the architecture; options and
-some environment variables. The kernel's path is not among them, nor Python's version, except that libtriton.so is
-another file for each. Hence:
+Triton's cache keys (triton/runtime/cache.py, get_cache_key; read in 3.6 and 3.7) consist of: Triton's version and a
+digest of its compiler, both Python files and libtriton.so; the text and line of the kernel and of all that it calls;
+types, constants and which arguments are multiples of 16; ptxas's version and the architecture; options and some
+environment variables. Not of the kernel's path or Python's version, but libtriton.so differs by Python version. Hence:
 
-* A cache that Triton 3.7 made is never hit by 3.6.
-* One that the same wheel made on another machine is hit, wherever the clone lies there.
-* One that a wheel of the same release for another Python made would be hit but for libtriton.so. ``--wheel`` names the
-  wheel of the other machine's Python: where all else in it is byte for byte what compiles here, its library's digest
-  takes the place of this one's in the keys. The machine code is then that of the same compiler's sources, built for
-  another Python.
-* A process that looks for kernels has to make its keys as these do (:mod:`lab.gpu_builds.compilations`).
-* An entry names its files by absolute paths (``__grp__*.json``), which unpacking writes anew.
+* A cache of Triton 3.7 never hits in 3.6.
+* One made by the same wheel on another machine hits, wherever the clone is there.
+* One made by a wheel of the same release for another Python would hit but for libtriton.so. ``--wheel`` names the wheel
+  of the other machine's Python: if all its other files equal the compiling ones byte for byte, its library's digest is
+  used in the keys. The machine code then is of the same compiler sources, built for another Python.
+* The process that reads the cache must make its keys the same way (:mod:`lab.gpu_builds.compilations`).
+* An entry names its files by absolute paths (``__grp__*.json``), which unpacking rewrites.
 """
 
 from __future__ import annotations
@@ -60,13 +57,13 @@ from typing import Any
 from lab.gpu_builds.compilations import counted_kernels, stable_keys
 
 ARCH = 90
-# As of an H200: plans are cut for so many multiprocessors.
+# Multiprocessors of an H200, for which launches are planned.
 PROCESSORS = 132
-# A process that finds an entry reads its files with these endings; the others are for people.
+# Files that a process reads of an entry; the others are for people.
 KEPT = (".cubin", ".json")
 MANIFEST = "manifest.json"
 GROUP = "__grp__"
-# This file of a folder lists the jobs that are compiled there, with a digest of the sources that they were made of.
+# Lists a folder's compiled jobs, with a digest of their sources.
 DONE = "done.json"
 SOURCES = (
     "engine/**/*.py",
@@ -77,16 +74,15 @@ SOURCES = (
     "tests/gpu/*.py",
     "tests/support/*.py",
 )
-# A model's kernels do not depend on its number of layers. Its steps are those of the sections: of as many tokens as a
-# chunk of mixtures, and of as many rows as their decodes.
+# A model's kernels do not depend on its number of layers. Steps have the tokens and rows of the sections'.
 LAYERS = 2
 MODEL_SEQS = 64
 DENSE = "Llama 3 8B"
-# A step is measured with kernels that begin early, too.
+# Steps are also measured with dependent launches.
 EARLY = {"dependent_launch": 1}
 TEST_LIMIT_S = 1800
 COMPILING = "tests.support.compiling_tests"
-# A process of tests reads the compiler's key from this environment variable.
+# Environment variable with the compiler's key for a process of tests.
 KEY = "TESTS_COMPILER_KEY"
 ROOT = Path(__file__).resolve().parents[2]
 _TRITON_PARTS = ("triton/compiler/", "triton/backends/", "triton/language/", "triton/runtime/cache.py")
@@ -94,9 +90,9 @@ _LIBRARY = "triton/_C/libtriton.so"
 
 
 def compiler_key(wheel: Path | None = None) -> str:
-    """Return the part of a cache's keys that stands for Triton, or for the Triton of a wheel of the same release.
+    """Return the part of a cache's keys that identifies Triton, or the Triton of a wheel of the same release.
 
-    Raises ValueError where the wheel's compiler differs in more than the library's build.
+    Raises ValueError if the wheel's compiler differs in more than the library's build.
     """
     import triton
     from triton.runtime import cache
@@ -119,7 +115,7 @@ def compiler_key(wheel: Path | None = None) -> str:
 
 
 class _CompilingDriver:
-    """Stands for Triton's driver of a GPU: kernels are compiled for it, and launching them does nothing."""
+    """A GPU driver for Triton that compiles kernels and launches nothing."""
 
     def __init__(self) -> None:
         from triton.backends.compiler import GPUTarget
@@ -129,7 +125,7 @@ class _CompilingDriver:
         self.launcher_cls = lambda source, metadata: lambda *arguments: None
 
     def get_current_target(self) -> Any:
-        """Return what is compiled for."""
+        """Return the compile target."""
         return self._target
 
     def get_current_device(self) -> int:
@@ -141,17 +137,17 @@ class _CompilingDriver:
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Return what Triton asks for before it loads a kernel."""
+        """Return the properties that Triton reads before it loads a kernel."""
         return {"max_shared_mem": 227 * 2**10, "multiprocessor_count": PROCESSORS}
 
     def load_binary(self, *arguments: Any) -> tuple[int, int, int, int, int]:
-        """Load nothing. Returns a module, a function, registers, spills and the most threads."""
+        """Load nothing; return a module, a function, registers, spills and the max threads."""
         return 0, 0, 0, 0, 1024
 
 
 @functools.cache
 def _begin(key: str) -> None:
-    """Make this process compile, and make neither launches nor random numbers, nor torch's products."""
+    """Make this process compile only: no launches, no random numbers, no torch products."""
     import torch
 
     from lab.benchmarks.gpu import bench
@@ -160,7 +156,7 @@ def _begin(key: str) -> None:
     torch.set_num_threads(1)
     # One copy of each case's data is enough.
     bench.ROTATED_BYTES = 1
-    # Memory that nobody writes takes none: a step's weights and a pool's tokens have no values here.
+    # Unwritten memory is never allocated, so weights and pools are free.
     torch.Tensor.normal_ = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.randn = lambda *size, **kwargs: torch.empty(*size, **kwargs)
     torch.mm = lambda left, right, *, out: out  # type: ignore[assignment]
@@ -181,8 +177,8 @@ def compile_for_gpu(key: str) -> None:
 
 
 def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield what is compiled, by its name and the constants that are tried, in the order of a visit's parts: each
-    candidate of the chunk's attention; tests; what models and sections launch; candidates of the other kernels."""
+    """Yield jobs, by name and the constants to try, in the order of a visit's parts: each candidate of chunk attention;
+    tests; launches of models and sections; candidates of the other kernels."""
     from lab.benchmarks.gpu.launches import section_launches
     from lab.benchmarks.gpu.mixture_shapes import ALL_MIXTURES
     from lab.benchmarks.gpu.tunables import TUNABLES
@@ -212,7 +208,7 @@ def jobs(only: Sequence[str], most: int) -> Iterator[tuple[str, dict[str, int]]]
 
 
 def _compile(key: str, name: str, use: dict[str, int]) -> tuple[int, int]:
-    """Compile one job; return how many kernels it compiled, and how many were in the cache."""
+    """Compile one job; return the numbers of compiled and of cached kernels."""
     kind, _, what = name.partition(": ")
     if kind == "tests":
         return _run_tests(key, what)
@@ -266,7 +262,7 @@ def _run_model(name: str, use: dict[str, int]) -> None:
 
 
 def _run_tests(key: str, name: str) -> tuple[int, int]:
-    """Run a file of tests for what it launches: in a process of its own, since tests choose where kernels run."""
+    """Compile the launches of a test file, in a process, since tests choose where kernels run."""
     command = ["-m", "pytest", "-q", "-p", COMPILING, "-p", "no:cacheprovider", f"tests/gpu/{name}.py"]
     environment = {**os.environ, KEY: key}
     done = subprocess.run(
@@ -287,14 +283,14 @@ def compile_all(
     say: Callable[[str], None],
     until_s: float = math.inf,
 ) -> dict[str, int]:
-    """Compile all jobs side by side, but for those that ``folder`` lists as done, and begins none after ``until_s`` of
-    time.monotonic(); return counts of kernels and of jobs that failed, were done or are left."""
+    """Compile all jobs in parallel, except those that ``folder`` lists as done, beginning none after ``until_s``
+    (monotonic); return counts of kernels and of jobs that failed, were done or are left."""
     found: collections.Counter[str] = collections.Counter()
     about = {"sources": sources_digest(), "key": _digest(key)}
     known = json.loads((folder / DONE).read_text("utf-8")) if (folder / DONE).exists() else {}
     done: list[str] = known["jobs"] if {name: known.get(name) for name in about} == about else []
     wanted = {f"{name} {use or ''}".rstrip(): (name, use) for name, use in jobs(only, most)}
-    # A fork begins with all that is imported.
+    # Forks start with all imports done.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         under_way = {pool.submit(_compile, key, *job): title for title, job in wanted.items() if title not in done}
@@ -316,7 +312,7 @@ def compile_all(
 
 
 def sources_digest() -> str:
-    """Return a digest of the files that say what is launched, and with which constants."""
+    """Return a digest of the files that determine launches and their constants."""
     found = hashlib.sha256()
     for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern)}):
         found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
@@ -324,7 +320,7 @@ def sources_digest() -> str:
 
 
 def pack(folder: Path, target: Path, key: str) -> int:
-    """Pack the kernels of a cache; return how many there are."""
+    """Pack the kernels of a cache and return their number."""
     import triton
 
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -345,7 +341,7 @@ def pack(folder: Path, target: Path, key: str) -> int:
 
 
 def unpack(source: Path, folder: Path, key: str) -> str:
-    """Unpack a cache that was packed under this ``key``; return a line that says what became of it."""
+    """Unpack a cache packed under this ``key`` and return a line about the result."""
     with tarfile.open(source) as archive:
         manifest = archive.extractfile(MANIFEST)
         about = json.load(manifest) if manifest is not None else {}
@@ -364,7 +360,7 @@ def _digest(key: str) -> str:
 
 
 def main() -> int:
-    """Unpack, compiles and packs, as asked for."""
+    """Unpack, compile and pack."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="Triton's cache; default: a new one that is removed")
     parser.add_argument("--carried", type=Path, help="a packed cache, which is unpacked first")
@@ -379,7 +375,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pil-") as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        # The interpreter's functions cannot be compiled.
+        # Functions of the interpreter cannot be compiled.
         os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0"}
         key = compiler_key(args.wheel)
         print(f"Triton's compiler is {_digest(key)}", flush=True)

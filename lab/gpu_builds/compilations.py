@@ -1,8 +1,8 @@
-"""Counts what this process compiles, and makes the keys of Triton's cache those of the sources alone.
+"""Counts of this process's compilations, and Triton cache keys that depend on the sources alone.
 
-A kernel's key has the constants of the functions that it calls, but only of those whose own keys are known by then
-(triton/runtime/jit.py, ``DependenciesFinder._update_hash``; read in 3.6 and 3.7): so it depends on which kernels a
-process launched before, and what another process compiled was not found.
+A kernel's key includes the constants of the functions that it calls, but only of those whose own keys are known by then
+(triton/runtime/jit.py, ``DependenciesFinder._update_hash``; read in 3.6 and 3.7). So it depended on earlier launches,
+and kernels compiled by another process were not found.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def stable_keys() -> None:
-    """Lets this process know the keys of the functions that a kernel calls before it makes the kernel's own."""
+    """Compute the keys of the functions that a kernel calls before the kernel's own."""
     from triton.runtime.jit import DependenciesFinder
 
     update = DependenciesFinder._update_hash
@@ -28,7 +28,7 @@ def stable_keys() -> None:
 
 
 def counted_kernels() -> collections.Counter[str]:
-    """Count the kernels of this process from now on, those that it compiles and those that are in Triton's cache."""
+    """Count the kernels of this process from now on, compiled and cached."""
     from triton import knobs
 
     counts: collections.Counter[str] = collections.Counter()

@@ -1,4 +1,4 @@
-"""Counts instructions of the loops of machine code, by which products by quantized matrices are limited."""
+"""Instruction counts of loops in machine code, the limit of products by quantized matrices."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from pillion.kernels.gpu.products.gpu_packing import COLUMNS
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
-# Instructions of tensor cores.
+# Tensor core instructions.
 _PRODUCTS = ("HGMMA", "HMMA", "FFMA")
 
 
 def main_loop(cubin: bytes) -> list[str]:
-    """Return the instructions, by name, of the longest loop without loops in it that multiplies."""
+    """Return the instructions, by name, of the longest innermost loop that multiplies."""
     lines = [(int(at, 16), name, more) for at, name, more in _LINE.findall(_disassembled(cubin))]
     ends = {}
     for at, name, more in lines:
@@ -32,7 +32,7 @@ def main_loop(cubin: bytes) -> list[str]:
 
 
 def weights_of(constants: Mapping[str, Any]) -> int:
-    """Return how many weights one turn of the loop multiplies by, 0 for kernels that are no products."""
+    """Return the weights per turn of the loop, 0 for kernels that are not products."""
     if not constants.get("CODING"):
         return int(constants["BLOCK_N"] * constants["BLOCK_K"]) if "CODING" in constants else 0
     return int(constants["BLOCK_N"] * constants["PER_WORD"] * COLUMNS)

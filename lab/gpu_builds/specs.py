@@ -1,4 +1,4 @@
-"""Lists the uses of kernels that are built ahead of time, without a GPU."""
+"""The uses of kernels that are built ahead of time, without a GPU."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ from pillion.kernels.gpu_states.gpu_selective_scan import ScanShape
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape
 
 ARCHITECTURES = (80, 90)
-# A thread has at most this many registers.
+# Registers per thread.
 MAX_REGISTERS = 255
-# A program with a tile of a matrix in one warp has at most so many registers, so that 8 of them fit into a processor.
+# Registers of a program with a tile of a matrix in one warp; 8 of them fit on a multiprocessor.
 TILE_REGISTERS = 255
-# Programs with tiles of 128 rows that add up the parts of a packed matrix hold up to three sums for each result, and
-# may spill so many bytes, once for each part: a hundredth of their instructions.
+# Spills of programs with tiles of 128 rows that add up the parts of a packed matrix: three sums per result, spilled
+# once per part, a hundredth of their instructions.
 LARGE_TILE_SPILL_BYTES = 80
-# Tiles of experts that hold sums of groups beside those of all inputs may spill so many bytes, mostly once for each
-# tile; in groups of INT4 one pair of accesses stands in each turn of the loop.
+# Spills of expert tiles with sums of groups beside those of all inputs: mostly once per tile; with INT4 groups one pair
+# of accesses per turn of the loop.
 GROUP_SUM_SPILL_BYTES = 80
-# Products of keys in float32 are exact, without tensor cores, so that a thread holds rows of both sides. They are for
-# comparisons.
+# Exact products of float32 keys, without tensor cores: a thread has rows of both sides. For comparisons.
 EXACT_KEYS_SPILL_BYTES = 4552
 _ARCH = 90
 # Pages of a state and values of a slot, of Qwen3-Next in blocks of 16 tokens.
@@ -66,12 +65,12 @@ class BuildSpec:
 
     Attributes:
         kernel: the jitted function.
-        signature: types of its arguments that are not constexpr, as ``triton.tools.compile`` reads them: ":16" marks
-            multiples of 16, which Triton finds out when it launches.
+        signature: types of its non-constexpr arguments, as ``triton.tools.compile`` reads them; ":16" marks multiples
+            of 16, which Triton detects at a launch.
         constants: values of all constexpr arguments and, as at a launch, ``num_warps`` (4) and ``num_stages`` (2).
         max_registers: limit per thread.
         max_spill_bytes: limit of local memory and stack per thread.
-        architectures: those for which the kernel is built.
+        architectures: targets.
     """
 
     name: str
@@ -84,7 +83,7 @@ class BuildSpec:
 
 
 def kv_write_specs() -> list[BuildSpec]:
-    """List the uses that are built ahead of time: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
+    """List Llama 3 8B, heads of other sizes, norms, and KV in fp8."""
     return [
         _kv_write_spec("llama3-bf16", 32, 8, 128, "bf16", "bf16"),
         _kv_write_spec("llama3-fp16", 32, 8, 128, "fp16", "fp16"),
@@ -123,12 +122,11 @@ def _kv_write_spec(
     rope: bool = True,
     pool_heads: int = 0,
 ) -> BuildSpec:
-    """Describe one use of the kernel to be built ahead of time. The kernel writes the last heads of a pool of
-    ``pool_heads`` heads; 0 means as many as it writes."""
+    """Make one use. The kernel writes the last heads of a pool of ``pool_heads`` heads; 0: the heads it writes."""
     pool_heads = pool_heads or kv_heads
     mine = range(pool_heads - kv_heads, pool_heads)
     scales = "*fp32" if kv == "u8" else f"*{kv}"
-    # A LayerNorm's weights are float32.
+    # LayerNorm weights are float32.
     weights = "fp32" if centred else dtype
     pointers = f"*{dtype}:16, *{weights}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16, {scales}:16"
     return BuildSpec(
@@ -149,7 +147,7 @@ def _kv_write_spec(
 
 
 def latent_attention_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: DeepSeek V3, its share of one rank out of eight, and other types."""
+    """List DeepSeek V3, its share of one rank out of eight, and other types."""
     deepseek = {"HEADS": 128, "RANK": 512, "ROTARY": 64, "BLOCK_SIZE": 16}
     cases = [
         ("", "bf16", deepseek),
@@ -188,7 +186,7 @@ def _latent_attention_spec(kernel: str, name: str, arch: int, dtype: str, shape:
 
 
 def _latent_parts_spec(place: int, name: str, arch: int, dtype: str, shape: dict[str, int]) -> BuildSpec:
-    """Describe attention over latents in parts, of decodes (``place`` 0) or of chunks (1)."""
+    """Make latent attention in parts, of decodes (``place`` 0) or of chunks (1)."""
     fp8 = name == "_fp8"
     each = latent_attention._parted_constants(arch, shape, fp8, 4 if dtype == "fp32" else 2, 131072, 132)
     constants, _ = each[:2][place]
@@ -204,7 +202,7 @@ def _latent_parts_spec(place: int, name: str, arch: int, dtype: str, shape: dict
 
 
 def latent_write_specs() -> list[BuildSpec]:
-    """List the uses that are built ahead of time: DeepSeek V3, in bfloat16, with rows in 8 bits, and in float32."""
+    """List DeepSeek V3 in bfloat16, with 8-bit rows, and in float32."""
     return [
         BuildSpec(
             name=f"latent_write-{name}",
@@ -222,7 +220,7 @@ def latent_write_specs() -> list[BuildSpec]:
 
 
 def paged_attention_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: Llama 3 8B, and what differs in other models."""
+    """List Llama 3 8B and the differences of other models."""
     llama = {
         "KV_HEADS": 8,
         "POOL_HEADS": 8,
@@ -233,7 +231,7 @@ def paged_attention_specs() -> list[BuildSpec]:
         "SOFTCAP": False,
         "SINKS": False,
     }
-    # Layers of Gemma 4 that attend to everything.
+    # Gemma 4's layers with full attention.
     wide = {"HEAD_DIM": 512, "GROUP": 8, "KV_HEADS": 4, "POOL_HEADS": 4}
     cases: list[tuple[str, str, paged_attention.PlainOrFloat8, dict[str, Any]]] = [
         ("", "bf16", "plain", {}),
@@ -255,7 +253,7 @@ def paged_attention_specs() -> list[BuildSpec]:
         ("_rank_fp8", "bf16", "fp8_e4m3", {"KV_HEADS": 4}),
         ("_window_softcap", "bf16", "plain", {"WINDOW": 4096, "SOFTCAP": True}),
         ("_256_window_softcap", "bf16", "plain", {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
-        # A window below 0 is one of chunks of positions.
+        # Negative window: chunks of positions.
         ("_llama4", "bf16", "plain", {"GROUP": 5, "WINDOW": -8192}),
         ("_llama4_fp8", "bf16", "fp8_e4m3", {"GROUP": 5, "WINDOW": -8192}),
         ("_512", "bf16", "plain", wide),
@@ -283,7 +281,7 @@ def paged_attention_specs() -> list[BuildSpec]:
 
 
 def _merge_specs() -> list[BuildSpec]:
-    """List the merges of parts of Llama 3 8B, and of heads of 512 values, or as many latents."""
+    """List the merges of parts for Llama 3 8B, and for heads (or latents) of 512 values."""
     heads = {"KV_HEADS": 8, "GROUP": 4, "SINKS": False}
     return [
         BuildSpec(
@@ -298,7 +296,7 @@ def _merge_specs() -> list[BuildSpec]:
 
 
 def overlapped_attention_specs() -> list[BuildSpec]:
-    """List what is built ahead of time for Hopper: Llama 3 8B, and what differs in other models."""
+    """List Llama 3 8B and the differences of other models, for Hopper."""
     llama = {"KV_HEADS": 8, "POOL_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
     plain = {"WINDOW": 0, "SOFTCAP": False, "SINKS": False}
     cases: list[tuple[str, str, int, int, dict[str, Any]]] = [
@@ -363,7 +361,7 @@ def _paged_attention_spec(
 def _parted_attention_spec(
     place: int, name: str, arch: int, dtype: str, kv: paged_attention.PlainOrFloat8, shape: dict[str, Any]
 ) -> BuildSpec:
-    """Describe attention in parts, of decodes (``place`` 0) or of chunks (1)."""
+    """Make attention in parts, of decodes (``place`` 0) or of chunks (1)."""
     windowed, keys = shape["WINDOW"] != 0, 131072
     each = paged_attention._parted_constants(arch, shape, kv, 4 if dtype == "fp32" else 2, windowed, keys, 132)
     constants, _ = each[:2][place]
@@ -380,7 +378,7 @@ def _parted_attention_spec(
 
 
 def blocks_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: Llama 3 8B's blocks, plain and fp8, and blocks that no large word divides."""
+    """List Llama 3 8B's blocks, plain and fp8, and blocks that no large word divides."""
     llama3 = 32 * 2 * 8 * 16 * 128
     return [
         _blocks_spec("llama3-gather", 2 * llama3, 8, "source"),
@@ -403,7 +401,7 @@ def _blocks_spec(name: str, block_bytes: int, word: int, paired: str) -> BuildSp
 
 
 def low_rank_product_specs() -> list[BuildSpec]:
-    """List the uses of the kernels that are built ahead of time, without a GPU."""
+    """List shrinks and expands of adapters."""
     specs = []
     for dtype in ("bf16", "fp16", "fp32"):
         for rank in (16, 64, 256):
@@ -426,7 +424,7 @@ def low_rank_product_specs() -> list[BuildSpec]:
                     constants=low_rank_product._expand_constants(layer, 4 if dtype == "fp32" else 2),
                 )
             )
-    # Routers and gates, whose matrices are float32.
+    # Routers and gates have float32 matrices.
     exact = BuildSpec(
         name="low_rank_shrink-exact",
         kernel=low_rank_product._shrink,
@@ -437,8 +435,7 @@ def low_rank_product_specs() -> list[BuildSpec]:
 
 
 def plain_product_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: Llama 3 8B's products, a small matrix whose last tiles are not full, and other
-    types."""
+    """List Llama 3 8B's products, a small matrix whose last tiles are not full, and other types."""
     cases = [
         ("qkv", 4096, 6144, "bf16"),
         ("o", 4096, 4096, "bf16"),
@@ -465,7 +462,7 @@ def _plain_product_spec(name: str, inputs: int, outputs: int, dtype: str, rows: 
 
 
 def fp8_product_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: rows of Llama 3 8B's and their products with scales of outputs and blocks."""
+    """List rows of Llama 3 8B's and their products with scales per output and per block."""
     use, sizes = tuned("fp8_rows", _ARCH), "i32, i32:16"
     rows = [
         BuildSpec(
@@ -491,13 +488,12 @@ def fp8_product_specs() -> list[BuildSpec]:
 
 
 def head_product_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: DeepSeek V3's queries, whose matrices are the other way round than those of
-    its values."""
+    """List DeepSeek V3's queries, whose matrices are transposed beside those of its values."""
     return [
         BuildSpec(
             name=f"head_product-{dtype}",
             kernel=head_product._head_product,
-            # The last stride of the matrices is 1 or another one, which a launch finds out.
+            # The last stride of the matrices is 1 or not, which a launch detects.
             signature=", ".join([f"*{dtype}:16"] * 3 + ["i32"] + ["i32:16"] * 6 + ["i32", "i32:16", "i32:16"]),
             constants=head_product._constants(4 if dtype == "fp32" else 2, _ARCH),
         )
@@ -506,7 +502,7 @@ def head_product_specs() -> list[BuildSpec]:
 
 
 def quantized_product_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: Llama 3 8B's down and gate_up products, and what differs in other matrices."""
+    """List Llama 3 8B's down and gate_up products, and the differences of other matrices."""
     down, up = (4096, 14336), (28672, 4096)
     cases = [
         ("uint4_128", PackedKind("uint4", *down, 128, shift="zeros"), "bf16"),
@@ -632,8 +628,8 @@ def _route_spec(
 
 
 def grouped_product_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: both products of the experts of Qwen3-30B-A3B, gpt-oss and DeepSeek-V2-Lite,
-    and what differs in other matrices."""
+    """List both products of the experts of Qwen3-30B-A3B, gpt-oss and DeepSeek-V2-Lite, and the differences of other
+    matrices."""
     qwen_up, qwen_down, oss_up, oss_down = (1536, 2048), (2048, 768), (5760, 2880), (2880, 2880)
     clamped = (1.702, 7.0)
     cases: list[tuple[str, tuple[int, int], PackedKind | None, str, grouped_product.Activation | None]] = [
@@ -663,7 +659,7 @@ def grouped_product_specs() -> list[BuildSpec]:
         for case, rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
         if rows <= grouped_product.most_rows(case[2], _TYPES[case[3]], arch)
     ]
-    # The ranks with which some of them are built for steps with adapters.
+    # Ranks of steps with adapters.
     some = ("qwen3_up", "qwen3_down", "oss_up", "int4_up", "fp8_up", "plain_fp32")
     ranks = {"qwen3_up": (16, 64), **dict.fromkeys(some[1:], (16,))}
     return specs + [
@@ -675,7 +671,7 @@ def grouped_product_specs() -> list[BuildSpec]:
 
 
 def expert_adapter_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: both shrinks of Qwen3-30B-A3B, by rows of a tile."""
+    """List both shrinks of Qwen3-30B-A3B, by rows of a tile."""
     described = "*i32:16, *i32:16, *i32:16, *i32:16"
     return [
         BuildSpec(
@@ -692,7 +688,7 @@ def expert_adapter_specs() -> list[BuildSpec]:
 
 
 def _adapted(outputs: int, inputs: int, gated: bool, rank: int) -> low_rank_product.LayerSlot:
-    """Return the place of an adapter's matrices for the experts of a layer."""
+    """Return the slot of an adapter's matrices for the experts of a layer."""
     ends = (outputs // 2, outputs) if gated else (outputs,)
     return low_rank_product.LayerSlot(0, 0, inputs, outputs, ends, rank, experts=128)
 
@@ -728,7 +724,7 @@ def _grouped_product_spec(
 
 
 def embedding_specs() -> list[BuildSpec]:
-    """List the uses of the kernels that are built ahead of time, without a GPU."""
+    """List embeddings of Llama-like models."""
     signature = "*i32:16, *i32, *bf16:16, *i32:16, *bf16:16, *bf16:16, i32:16, fp32"
     return [
         BuildSpec(
@@ -743,7 +739,7 @@ def embedding_specs() -> list[BuildSpec]:
 
 
 def gated_specs() -> list[BuildSpec]:
-    """List the uses of the kernels that are built ahead of time, without a GPU."""
+    """List gated activations."""
     return [
         BuildSpec(
             name=f"gated-{activation}-{dtype}" + "-apart" * apart,
@@ -759,7 +755,7 @@ def gated_specs() -> list[BuildSpec]:
 
 
 def norms_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: Llama 3 8B's rows, the longest, queries of an OLMo 2, and small ones."""
+    """List Llama 3 8B's rows, the longest, queries of an OLMo 2, and small ones."""
     return [
         _norms_spec(norms._rms_norm, 4096, "bf16", {"WIDE": False}, max_registers=96),
         _norms_spec(norms._rms_norm, 2048, "bf16", {"WIDE": True}, max_registers=96),
@@ -821,7 +817,7 @@ def _norms_spec(kernel: Any, columns: int, dtype: str, options: dict[str, int], 
 
 
 def gpu_sampling_specs() -> list[BuildSpec]:
-    """List what is built ahead of time: vocabularies of 128,256 tokens, and of 262,144."""
+    """List vocabularies of 128,256 and of 262,144 tokens."""
     slice_groups = tuned("sample_survey", 90)["slice_groups"]
     specs = []
     for name, kind, groups, sizes in (
@@ -849,7 +845,7 @@ def gpu_sampling_specs() -> list[BuildSpec]:
 
 
 def sampling_edits_specs() -> list[BuildSpec]:
-    """List the uses of the kernels that are built ahead of time, without a GPU."""
+    """List penalties and logit biases."""
     signature = "*fp32:16, *i32:16, i32, i32, i32:16"
     return [
         BuildSpec(
@@ -863,7 +859,7 @@ def sampling_edits_specs() -> list[BuildSpec]:
 
 
 def sampling_masks_specs() -> list[BuildSpec]:
-    """List the uses of the kernels that are built ahead of time, without a GPU."""
+    """List grammar masks."""
     signature = "*fp32:16, *i32:16, *i32:16, i32, i32:16, i32"
     return [
         BuildSpec(
@@ -905,7 +901,7 @@ def state_specs() -> list[BuildSpec]:
         ("kimi-bf16", "bf16", _KIMI),
         ("qwen3_next-fp32", "fp32", _QWEN),
     ):
-        # Both kernels have as many arguments of each type.
+        # Both kernels have equally many arguments of each type.
         arguments = [f"*{dtype}:16", *["*fp32:16"] * 4, *["*i32:16"] * 7]
         constants, _ = gpu_delta_rule.solve_constants(delta, _ARCH)
         solve = _tile(f"delta_solve-{name}", gpu_delta_rule._solve, arguments, constants)
@@ -960,7 +956,7 @@ def _gates() -> list[BuildSpec]:
         ("norm_gated-128-bf16-sigmoid", 128, flags | {"SIGMOID": True}),
         ("norm_gated-8192-bf16-first", 8192, first),
         ("norm_gated-16384-bf16-first", 16384, first),
-        # A half of Granite 4.0 H Small's only group, which two ranks share.
+        # One of two ranks that share the only group of Granite 4.0 H Small.
         ("norm_gated-4096-bf16-shared", 4096, first | {"SUMMED": True}),
     )
     squares = BuildSpec(
@@ -984,7 +980,6 @@ def _gates() -> list[BuildSpec]:
 
 
 def build_specs() -> list[BuildSpec]:
-    """List all uses."""
     kernels = (
         kv_write_specs,
         latent_attention_specs,
@@ -1008,6 +1003,6 @@ def build_specs() -> list[BuildSpec]:
         sampling_masks_specs,
         state_specs,
     )
-    # Kernels that begin early have more in them than those that do not.
+    # With dependent launches, which add code to kernels.
     with trying("dependent_launch", 90, {"on": 1}):
         return [spec for specs in kernels for spec in specs()]
