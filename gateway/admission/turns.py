@@ -182,10 +182,12 @@ class DepartureRate:
 
     def wait_s(self, ahead: float) -> float:
         """Returns the seconds until a slot is free for a request with ``ahead`` answers before it; 0 if unknown."""
-        if self._departures < MIN_DEPARTURES:
-            return 0.0
         longest_s, ended = self._longest
-        return (ahead + 1) * (self._seconds - longest_s) / (self._departures - ended)
+        others = self._departures - ended
+        # The first gap may have ended with several answers of one request.
+        if self._departures < MIN_DEPARTURES or others < 1:
+            return 0.0
+        return (ahead + 1) * (self._seconds - longest_s) / others
 
 
 # Workers are given this share of requests beyond their slots, and never fewer than the number below, so that no slot

@@ -568,7 +568,7 @@ class _Timeline:
     acked_tokens: int = 0
     chunks: int = 0
     chunks_before: int = 0
-    prefill_sent: float | None = None
+    prefill_sent: float = 0.0
     prefill_ms: float = 0.0
     first_token: float | None = None
     ended: float | None = None
@@ -598,8 +598,7 @@ class _Timeline:
         """Notes that a chunk was acknowledged; the time since the dispatch or the chunk before it is prefill time."""
         self.chunks += 1
         self.reach(end_tokens)
-        since = self.prefill_sent if self.prefill_sent is not None else now
-        self.prefill_ms += (now - since) * 1000
+        self.prefill_ms += (now - self.prefill_sent) * 1000
         self.prefill_sent = now
 
     def complete(self, plan: RequestPlan, end_tokens: int, now: float) -> None:

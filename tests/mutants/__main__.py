@@ -38,6 +38,7 @@ FILES = (
 # Sans-IO tests of folders in which others start servers; elsewhere all tests of the folder run.
 TESTS = {
     "gateway/request": (
+        "test_accounts.py",
         "test_failure_rules.py",
         "test_parallel_samples.py",
         "test_receipts.py",

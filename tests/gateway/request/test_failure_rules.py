@@ -18,6 +18,13 @@ MAX_ATTEMPTS = 3
 PATIENCE_S = 10.0
 PROMPT_TOKENS = 21
 ERRORS = [Unavailable("gone"), Overloaded("full", 700)]
+# What an attempt ends that is left in these states.
+LEAVING = {
+    RequestState.PLANNING: ["StopWork"],
+    RequestState.OPENING: ["CancelDecode"],
+    RequestState.PINNING: ["StopWork"],
+    RequestState.FETCHING: ["StopWork", "ReleaseTicket"],
+}
 
 
 @dataclass
@@ -111,7 +118,12 @@ class LossyRun:
 
     def lost(self, event: ev.AttemptLoss, *blamed: str) -> None:
         self.model.avoid |= set(blamed)
-        check_outcome(self.happen(event), self.model.lose(event, self.now))
+        state, actions = self.machine.state, self.happen(event)
+        check_outcome(actions, self.model.lose(event, self.now))
+        if state in LEAVING:
+            # A stream that was lost is over.
+            left = [kind for kind in LEAVING[state] if kind != "CancelDecode"]
+            assert [type(action).__name__ for action in actions[:-1]] == left
 
     def silent(self, *blamed: str) -> None:
         self.model.avoid |= set(blamed)
@@ -119,7 +131,10 @@ class LossyRun:
         gone = ev.DecodeLost(
             self.machine.attempt, Unavailable(f"nothing was heard of the request while it was {state}"), True
         )
-        check_outcome(self.happen(ev.AttemptSilent(self.machine.attempt)), self.model.lose(gone, self.now))
+        before, actions = self.machine.state, self.happen(ev.AttemptSilent(self.machine.attempt))
+        check_outcome(actions, self.model.lose(gone, self.now))
+        if before in LEAVING:
+            assert [type(action).__name__ for action in actions[:-1]] == LEAVING[before]
 
     def step(self) -> None:
         self.now += self.rng.choice([0.0, 1.0, 2.0, 4.0])
@@ -221,6 +236,32 @@ def test_losses_have_the_outcome_of_their_model(scenes: list[Random]) -> None:
                 break
             run.step()
             assert run.machine.attempt == run.model.attempt
+
+
+def to_prefilling(pinned: int = 0) -> RequestMachine:
+    m = machine(PROMPT_TOKENS, attempts=MAX_ATTEMPTS)
+    m.handle(planned(1, PROMPT_TOKENS), 1.0)
+    m.handle(ev.TicketGranted(1, hold(), pinned), 1.0)
+    assert m.state is RequestState.PREFILLING
+    return m
+
+
+def test_a_stream_that_was_lost_beside_its_prefill_range_says_no_more() -> None:
+    m = to_prefilling()
+    assert m.handle(ev.DecodeLost(1, ERRORS[0], True), 1.0) == []
+    assert m.handle(ev.DecodeLost(1, ERRORS[1], False), 1.0) == []
+    assert m.handle(ev.TokensSampled(1, (5,)), 1.0) == []
+    assert m.state is RequestState.PREFILLING
+    assert isinstance(m.handle(ev.PrefillEnded(1, 20), 1.0)[-1], ev.LookUp)
+
+
+def test_a_prefill_range_that_has_ended_is_not_stopped_again() -> None:
+    m = to_prefilling()
+    m.handle(ev.PrefillEnded(1, 20), 1.0)
+    assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 1.0) == []
+    assert m.handle(ev.PrefillLost(1, ERRORS[0], True), 1.0) == []
+    left = m.handle(ev.RequestCancelled(), 1.0)
+    assert [type(action).__name__ for action in left] == ["CancelDecode", "ReleaseTicket", "Fail"]
 
 
 def test_a_plan_that_keeps_failing_is_not_waited_for_anew_in_each_attempt() -> None:

@@ -1,0 +1,240 @@
+"""Where a request's prompt and time went, against plain sums over random attempts; and what further answers add."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from msgspec.structs import replace
+
+from pillion.errors import Unavailable
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.request_machine import ParallelSamples, RequestMachine, RequestState
+from pillion.types import FinishReason, TokenLogprob, Usage
+from pillion.v1.decode_pb2 import DecodeTimings
+from tests.gateway.request.test_request import EOS, PARTS, REMOTE, ack, follower, hold, machine, planned, to_decoding
+from tests.support.scenes import random_scenes
+
+BLOCK = 4
+GONE = Unavailable("gone")
+
+
+class AttemptSums:
+    """One request over several attempts, and what its timings should be."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng, self.now = rng, 10.0
+        self.machine: RequestMachine = machine(rng.randint(9, 30), max_tokens=50, attempts=9, arrived=10.0)
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.cached: int | None = None
+        self.reached = self.chunks = 0
+        self.prefill_ms = 0.0
+        # Draft tokens of earlier attempts, and of this one: all, and the right ones.
+        self.drafted, self.drafting = [0, 0], [0, 0]
+        self.machine.start()
+
+    def pass_time(self) -> None:
+        self.now += self.rng.choice([0.25, 0.5, 1.0])
+
+    def happen(self, event: ev.Event) -> list[ev.Action]:
+        return self.machine.handle(event, self.now)
+
+    def run_attempt(self) -> None:
+        rng, m, attempt = self.rng, self.machine, self.machine.attempt
+        self.pass_time()
+        remote = rng.random() < 0.3
+        hits, far = rng.randint(0, 9), rng.randint(0, 9)
+        plan_made = planned(attempt, len(m.tokens()), hits, far=far, **({"components": REMOTE} if remote else {}))
+        plan = plan_made.plan
+        (action,) = self.happen(plan_made)
+        self.pass_time()
+        if isinstance(action, ev.SubmitDecode):
+            pinned = rng.randint(0, 9)
+            self.happen(ev.TicketAdopted(attempt, pinned))
+            cached, submit = min(pinned, plan.limit_blocks), None
+        else:
+            pinned = cached = min(rng.randint(0, 9), plan.limit_blocks)
+            actions = self.happen(ev.TicketGranted(attempt, hold(attempt), pinned))
+            if isinstance(actions[0], ev.Fetch):
+                fetched = rng.randint(0, 9)
+                self.admitted = self.now if self.admitted is None else self.admitted
+                self.pass_time()
+                cached = min(max(pinned, fetched), plan.limit_blocks)
+                actions = self.happen(ev.BlocksFetched(attempt, fetched))
+            submit = actions
+        self.admitted = self.now if self.admitted is None else self.admitted
+        self.cached = cached * BLOCK if self.cached is None else self.cached
+        if submit is not None:
+            assert submit[0].plan.cached_tokens == cached * BLOCK
+            if m.state is RequestState.PREFILLING:
+                self.prefill(attempt, submit)
+        if m.state is RequestState.DECODING:
+            self.decode(attempt)
+
+    def prefill(self, attempt: int, actions: list[ev.Action]) -> None:
+        rng, plan, sent, before = self.rng, actions[0].plan, self.now, self.chunks
+        # Of a replay, tokens of the answer are no part of the prompt, and its last token is never prefilled.
+        limit = min(plan.split_tokens, (len(self.machine.prompt) - 1) // BLOCK * BLOCK)
+        if not plan.remote:
+            awaited = actions[1].awaited_blocks
+            assert (awaited, type(awaited)) == (plan.split_tokens // BLOCK, int)
+        end = plan.cached_tokens
+        for count in plan.chunks[: rng.randint(0, len(plan.chunks))]:
+            self.pass_time()
+            end += count
+            self.happen(ev.ChunkAcked(attempt, ack(0, end)))
+            self.prefill_ms += (self.now - sent) * 1000
+            sent = self.now
+            self.reached = max(self.reached, min(end, limit))
+            self.chunks += 1
+        self.pass_time()
+        if plan.remote or rng.random() < 0.5:
+            ended = rng.choice([end, plan.split_tokens, plan.split_tokens + BLOCK])
+            if not plan.remote:
+                ended = max(ended, plan.split_tokens)
+            self.happen(ev.PrefillEnded(attempt, ended))
+            self.reached = max(self.reached, min(ended, limit))
+        else:
+            # The stream's first token shows that all chunks are there.
+            self.sample(attempt)
+            self.chunks = before + len(plan.chunks)
+            self.prefill_ms += (self.now - sent) * 1000
+            self.reached = max(self.reached, limit)
+
+    def sample(self, attempt: int) -> None:
+        drafting = self.rng.randint(0, 3), self.rng.randint(0, 3)
+        told = self.rng.random() < 0.5
+        timings = DecodeTimings(guessed_tokens=drafting[0], accepted_tokens=drafting[1]) if told else None
+        self.happen(ev.TokensSampled(attempt, (5,), timings))
+        self.first_token = self.now if self.first_token is None else self.first_token
+        if told:
+            self.drafting = list(drafting)
+
+    def decode(self, attempt: int) -> None:
+        for _ in range(self.rng.randint(0, 2)):
+            self.pass_time()
+            self.sample(attempt)
+
+    def lose(self) -> None:
+        if self.rng.random() < 0.7:
+            self.pass_time()
+        self.happen(ev.DecodeLost(self.machine.attempt, GONE, True))
+        self.drafted = [before + now for before, now in zip(self.drafted, self.drafting, strict=True)]
+        self.drafting = [0, 0]
+
+    def check(self) -> None:
+        m, prompt = self.machine, len(self.machine.prompt)
+        found, cached = m.timings(self.now), self.cached or 0
+        prefilled = max(0, self.reached - cached)
+        assert (found.cached_tokens, found.prefilled_tokens) == (cached, prefilled)
+        assert found.tail_tokens == prompt - cached - prefilled
+        assert found.prefill_chunks == self.chunks
+        assert found.prefill_ms == pytest.approx(self.prefill_ms)
+        for ms, at in ((found.admission_ms, self.admitted), (found.time_to_first_token_ms, self.first_token)):
+            assert ms == pytest.approx(((self.now if at is None else at) - 10.0) * 1000)
+        assert found.total_ms == pytest.approx((self.now - 10.0) * 1000)
+        assert found.replays == m.attempt - 1
+        drafts = [before + now for before, now in zip(self.drafted, self.drafting, strict=True)]
+        assert [found.guessed_tokens, found.accepted_tokens] == drafts
+        has_prefill = m.plan is not None and m.plan.prefill is not None and self.chunks
+        assert found.prefill_worker == ("prefill-0" if has_prefill else "")
+        drafted = {"guessed_tokens": drafts[0], "accepted_tokens": drafts[1]} if drafts[0] else {}
+        assert m.usage() == Usage(prompt, cached, len(m.emitted), **drafted)
+
+
+@given(random_scenes())
+def test_timings_are_sums_over_attempts(scenes: list[Random]) -> None:
+    for rng in scenes:
+        sums = AttemptSums(rng)
+        for _ in range(rng.randint(1, 4)):
+            sums.run_attempt()
+            sums.check()
+            if sums.machine.state is not RequestState.DECODING:
+                break
+            sums.lose()
+            sums.check()
+
+
+def test_a_request_that_waits_has_no_times_of_workers() -> None:
+    found = machine(arrived=10.0).timings(12.0)
+    assert (found.decode_worker, found.prefill_worker, found.plan_reason) == ("", "", "")
+    assert (found.admission_ms, found.total_ms, found.tail_tokens) == (2000.0, 2000.0, 21)
+
+
+@given(random_scenes())
+def test_the_prompts_tokens_are_scored_once_over_all_attempts(scenes: list[Random]) -> None:
+    """The first has no score, ``scored_tokens`` are not wanted, and a new attempt scores only the rest."""
+    for rng in scenes:
+        skipped = rng.randint(0, 9)
+        m = RequestMachine(tuple(range(12)), 9, frozenset({EOS}), 9, 0.0, scored_tokens=skipped)
+        (look_up,) = m.start()
+        scored: list[TokenLogprob] = []
+        while True:
+            wanted = len(m.prompt) - 1 - skipped - len(scored)
+            assert isinstance(look_up, ev.LookUp)
+            assert look_up.unscored_from == (skipped + len(scored) if wanted else None)
+            submit = to_decoding(m, m.attempt)
+            assert submit.scored_tokens == skipped + len(scored)
+            count = rng.randint(0, 5)
+            ahead = tuple(TokenLogprob(skipped + len(scored) + n + 1, -1.0) for n in range(count))
+            actions = m.handle(ev.PromptScored(m.attempt, ahead), 1.0)
+            assert actions == ([ev.EmitScores(ahead[:wanted])] if ahead[:wanted] else [])
+            scored += ahead[:wanted]
+            if not wanted:
+                break
+            # Scores are progress: such attempts are not bounded.
+            look_up = m.handle(ev.DecodeLost(m.attempt, GONE, True), 1.0)[-1]
+            if not isinstance(look_up, ev.LookUp):
+                break
+            if count:
+                assert look_up.after_ms == 20
+        assert [one.token_id for one in scored] == list(range(skipped + 1, skipped + 1 + len(scored)))
+
+
+def several(count: int = 2, max_tokens: int = 5) -> ParallelSamples:
+    return ParallelSamples([machine(max_tokens=max_tokens), *(follower(max_tokens) for _ in range(count - 1))])
+
+
+def test_further_answers_add_no_prompt_even_where_one_finds_it_again() -> None:
+    answers = several()
+    leader, other = answers.machines
+    answers.start()
+    answers.handle(0, planned(1, 21), 1.0)
+    answers.handle(0, ev.TicketGranted(1, hold(), 2), 1.0)
+    answers.handle(0, ev.TokensSampled(1, (1,)), 2.0)
+    answers.handle(1, ev.TokensSampled(1, (2,)), 3.0)
+    answers.handle(1, ev.DecodeLost(1, GONE, True), 3.0)
+    answers.handle(1, planned(2, 22), 4.0)
+    answers.handle(1, ev.TicketGranted(2, hold(2), 5), 4.0)
+    assert (leader.usage(), other.usage()) == (Usage(21, 8, 1), Usage(21, 20, 1))
+    assert answers.usage() == Usage(21, 8, 2)
+    found = answers.timings(9.0)
+    assert (found.cached_tokens, found.admission_ms, found.replays) == (8, 1000.0, 0)
+
+
+def test_a_further_answer_holds_its_tokens_from_its_first_one_on() -> None:
+    parts = planned(1, 21, 2, components=[replace(one, block_bytes=40) for one in PARTS]).plan
+    each = 40 / BLOCK
+    for starts in ([ev.TokensSampled(1, (5,) * 4)], [ev.LeaderStarted(), ev.TokensSampled(1, (5,) * 4)]):
+        m = follower()
+        m.handle(ev.LeaderSubmitted(1, parts), 1.0)
+        for event in starts:
+            m.handle(event, 3.0)
+        m.handle(ev.DecodeFinished(1, FinishReason.STOP, None), 7.0)
+        assert m.held.byte_s == pytest.approx(4.0 * each * 2)
+        assert m.held.token_byte_s == pytest.approx(4.0 * each)
+        assert m.held.computed_tokens == 0
+
+
+def test_answers_without_tokens_end_with_the_prompts_scores() -> None:
+    m = follower(max_tokens=0)
+    m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
+    assert m.handle(ev.LeaderStarted(), 1.0) == [ev.CancelDecode(1), ev.Finish(FinishReason.LENGTH)]
+
+
+def test_what_was_never_computed_cost_nothing() -> None:
+    answers = several()
+    answers.handle_all(ev.RequestCancelled(), 1.0)
+    assert set(answers.receipt(Usage(21, 0, 0)).values()) == {0}
