@@ -16,7 +16,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from pillion.engine.models.config_keys import words
-from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, PICTURES, TEXT_AS
+from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, MULTIMODAL, TEXT_AS
 
 # Where a config leaves these keys out, transformers' own value counts.
 DEFAULTED = words(
@@ -68,7 +68,7 @@ def render() -> str:
     for name, (family, _) in TEXT_AS.items():
         if name in CONFIG_MAPPING:
             rows[name] = defaults_of(name, DEFAULTED - FAMILIES[family].defaults.keys())
-    for name in PICTURES:
+    for name in MULTIMODAL:
         rows[name] = {"text_config": CONFIG_MAPPING[name]().text_config.model_type}
     return json.dumps(rows, indent=1, sort_keys=True) + "\n"
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pillion.engine.adapters.pattern_cost import MAX_WAYS, ways_of
+from pillion.engine.adapters.pattern_cost import MAX_WAYS, count_ways
 from pillion.engine.models.config_json import above_zero, read_json, size
 from pillion.engine.models.config_keys import words
 from pillion.errors import ConfigError
@@ -49,7 +49,7 @@ _PROMPTS = (
     "TRAINABLE_TOKENS",
 )
 # Initializations that leave the base model's weights unchanged. Others move a part of them into the adapter.
-_HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+_HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _REASONS = {
     "lora_bias": f"pairs of matrices have no biases here; {MERGE}",
     "use_dora": f"rows of weights have no norms of an adapter's here; {MERGE}",
@@ -128,7 +128,7 @@ class AdapterConfig:
 
 _LATER = ("turned", "parameters", "as_they_lie")
 # Since this release, PEFT asks transformers' class for the orientation of expert parameters.
-_TURNS_PARAMETERS = (0, 19, 1)
+_FIRST_ORIENTED_RELEASE = (0, 19, 1)
 # How PEFT embeds layers_pattern, and rank_pattern and alpha_pattern.
 _LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 _END = r"(.*\.)?({})$"
@@ -173,7 +173,7 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
     if kind != "LORA":
         instead = "" if kind in _PROMPTS or not isinstance(kind, str) else f"; {MERGE}"
         raise _refused("peft_type", kind, f"only LORA is served{instead}")
-    _refuse_others(raw)
+    _refuse_unknown(raw)
     layers = raw.get("layers_to_transform")
     parameters = tuple(sorted(set(_list_of(str, raw.get("target_parameters"), "target_parameters"))))
     return AdapterConfig(
@@ -184,7 +184,7 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
         alpha_pattern=tuple((key, _alpha(part, key, 0)) for key, part in _patterns(raw, "alpha_pattern")),
         targets=_targets(raw, needed=not parameters),
         parameters=parameters,
-        as_they_lie=bool(parameters) and _is_before(raw.get("peft_version"), _TURNS_PARAMETERS),
+        as_they_lie=bool(parameters) and _is_before(raw.get("peft_version"), _FIRST_ORIENTED_RELEASE),
         excluded=_modules(raw, "exclude_modules"),
         layers=None if layers in (None, []) else tuple(sorted(set(_list_of(int, layers, "layers_to_transform")))),
         layers_pattern=tuple(
@@ -198,11 +198,11 @@ def _refused(key: str, value: Any, reason: str) -> ConfigError:
     return ConfigError(f"{CONFIG_NAME}: {key} = {repr(value)[:80]} is not supported: {reason}")
 
 
-def _refuse_others(raw: Mapping[str, Any]) -> None:
+def _refuse_unknown(raw: Mapping[str, Any]) -> None:
     if raw.get("bias") not in (None, "none"):
         raise _refused("bias", raw["bias"], f"an adapter has no biases of the model here; {MERGE}")
     beginning = raw.get("init_lora_weights")
-    if not any(beginning is value or (type(value) is str and beginning == value) for value in _HARMLESS_BEGINNINGS):
+    if not any(beginning is value or (type(value) is str and beginning == value) for value in _HARMLESS_INITS):
         raise _refused(
             "init_lora_weights",
             beginning,
@@ -274,7 +274,7 @@ def _expressions(patterns: Sequence[str], key: str, used: str) -> Sequence[str]:
         try:
             # As embedded, since e.g. (?i) is only valid at the beginning.
             _compiled(used.format(pattern))
-            ways += ways_of(used.format(pattern))
+            ways += count_ways(used.format(pattern))
         except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"{CONFIG_NAME}: {key}: {pattern[:80]!r} is no regular expression: {error}") from None
         if ways > MAX_WAYS:

@@ -38,7 +38,7 @@ from pillion.observability.metrics import Meters
 log = logging.getLogger("pillion.worker")
 
 MAX_TRANSFERS = 2
-MAX_BRINGING = 256
+MAX_PENDING_FETCHES = 256
 
 
 class AdapterLoader:
@@ -80,10 +80,10 @@ class AdapterLoader:
             return
         bringing = self._bringing.get(digest)
         if bringing is None:
-            if len(self._bringing) >= MAX_BRINGING:
-                raise Overloaded(f"{MAX_BRINGING} adapters are on their way to this worker already")
+            if len(self._bringing) >= MAX_PENDING_FETCHES:
+                raise Overloaded(f"{MAX_PENDING_FETCHES} adapters are on their way to this worker already")
             bringing = self._bringing[digest] = asyncio.create_task(self._bring(digest))
-            bringing.add_done_callback(lambda task: self._brought(digest, task))
+            bringing.add_done_callback(lambda task: self._on_fetched(digest, task))
         # Shielded: the transfer continues if one of its waiters is cancelled.
         await asyncio.shield(bringing)
 
@@ -114,7 +114,7 @@ class AdapterLoader:
         for bringing in self._bringing.values():
             bringing.cancel()
 
-    def _brought(self, digest: str, task: asyncio.Task[None]) -> None:
+    def _on_fetched(self, digest: str, task: asyncio.Task[None]) -> None:
         del self._bringing[digest]
         if not task.cancelled():
             # Retrieve the exception: all waiters may be gone.

@@ -20,7 +20,7 @@ _parser: Any = importlib.import_module("re._parser")
 _Ways = tuple[int, int]
 
 
-def ways_of(pattern: str) -> int:
+def count_ways(pattern: str) -> int:
     """Return an upper bound on the ways in which an expression can try a name, capped at MAX_WAYS + 1. Raises like
     :func:`re.compile`."""
     return _total(_sequence(_parser.parse(pattern)))

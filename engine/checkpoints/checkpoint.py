@@ -32,8 +32,8 @@ from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 # Names that are skipped: leftovers of old checkpoints, and the vision and audio parts of multimodal models.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias", "causal_mask")
 # Scales of an 8-bit KV cache; Pillion's has more bits, or its own scales.
-_OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
-_OF_PICTURES = (
+_KV_SCALE_SUFFIXES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
+_VISION_PREFIXES = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "vision_embedder."),
     "embed_vision.",
     *("audio_tower.", "embed_audio.", "image_newline", "connector.", "visual_embeddings_table."),
@@ -41,14 +41,14 @@ _OF_PICTURES = (
     *("aligner.", "projector.", "merger.", "mlp1.", "image_tower.", "video_tower."),
     *("generation_embeddings.", "generation_aligner.", "generation_head.", "vqmodel."),
 )
-_IGNORED_PREFIXES = (*_OF_PICTURES, *(f"model.{prefix}" for prefix in _OF_PICTURES))
+_IGNORED_PREFIXES = (*_VISION_PREFIXES, *(f"model.{prefix}" for prefix in _VISION_PREFIXES))
 # Prefixes of the language model in multimodal models, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
 # The same where the files lack the wrapper and the head.
 _BARE_TEXT_PREFIXES = ("language_model.", "text_model.")
 # transformers 5 saves the text layers of Qianfan-OCR and Kimi K2.5 under the published names of their vision layers.
-_LAYERS_OF_PICTURES = ("encoder.layers.", "blocks.")
-_MOST_DRAFT_LAYERS = 8
+_VISION_LAYER_NAMES = ("encoder.layers.", "blocks.")
+_MAX_DRAFT_LAYERS = 8
 _LISTED_NAMES = 4
 
 
@@ -261,7 +261,7 @@ class Checkpoint:
         self._folder = folder
         self._family = config.family
         # Layers after the last one are for multi-token prediction, in families that have it.
-        behind = [rf"model\.layers\.{config.num_layers + more}\." for more in range(_MOST_DRAFT_LAYERS)]
+        behind = [rf"model\.layers\.{config.num_layers + more}\." for more in range(_MAX_DRAFT_LAYERS)]
         drafting = FAMILIES[config.family].draft_layers
         self._draft_tokens = re.compile("|".join((r"(model\.)?mtp", *behind)) if drafting else r"(?!)")
         # Layers that share the KV of another layer may keep unused projections from training.
@@ -285,7 +285,7 @@ class Checkpoint:
             wanted = {
                 key: checkpoint_names for key, checkpoint_names in wanted.items() if not key.startswith("lm_head")
             }
-        self._checkpoint_names = self._settled(self._choose(wanted))
+        self._checkpoint_names = self._resolve_transposed(self._choose(wanted))
         self._check_names()
         self._check_shapes()
 
@@ -303,7 +303,7 @@ class Checkpoint:
         if self._stored.get(wanted.name):
             assert self._format is not None
             rows, columns = wanted.shape[-2:]
-            with self._named_place(wanted.name):
+            with self._naming_files(wanted.name):
                 return self._format.read(
                     wanted.name, (rows, columns), lambda name: self._handles[name].read(wanted.part)
                 )
@@ -338,14 +338,14 @@ class Checkpoint:
             del chosen[key]
         missing = sorted({name for stacked in chosen.values() for name in absent(stacked)})
         if missing:
-            raise ConfigError(f"{self._folder} lacks {names_in_words(missing)}, which a {self._family} model needs")
+            raise ConfigError(f"{self._folder} lacks {format_names(missing)}, which a {self._family} model needs")
         return chosen
 
     def _fits(self, tensor: CheckpointTensor) -> bool:
         header = self._headers.get(tensor.name)
         return header is None or header.shape == tensor.plain_shape or tensor.transposed is None
 
-    def _settled(self, chosen: dict[str, StackedTensors]) -> dict[str, StackedTensors]:
+    def _resolve_transposed(self, chosen: dict[str, StackedTensors]) -> dict[str, StackedTensors]:
         """Decide whether ambiguous tensors are stored transposed.
 
         A square one does not show it and follows the others: of an expert's two matrices at least one is not square.
@@ -375,12 +375,12 @@ class Checkpoint:
     def _has(self, wanted: CheckpointTensor) -> bool:
         """Return whether the files have a tensor, plain or quantized."""
         if self._format is not None and wanted.name not in self._stored and len(wanted.shape) > 1:
-            with self._named_place(wanted.name):
+            with self._naming_files(wanted.name):
                 self._stored[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
         return bool(self._stored.get(wanted.name)) or wanted.name in self._handles
 
     @contextmanager
-    def _named_place(self, name: str) -> Iterator[None]:
+    def _naming_files(self, name: str) -> Iterator[None]:
         """Prefix ConfigErrors of a weight format with the file of a matrix, or with the folder if several files have
         parts of it."""
         try:
@@ -394,7 +394,9 @@ class Checkpoint:
     def _check_names(self) -> None:
         wanted = {tensor.name for stacked in self._checkpoint_names.values() for tensor in stacked}
         known = wanted.union(*(self._stored.get(name, ()) for name in wanted))
-        left = (name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES + _OF_CACHES))
+        left = (
+            name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES + _KV_SCALE_SUFFIXES)
+        )
         idle = FAMILIES[self._family].idle
         left = (name for name in left if not self._draft_tokens.match(name) and not self._idle.match(name))
         left = (name for name in left if not re.match(idle, name))
@@ -402,7 +404,7 @@ class Checkpoint:
         if unknown:
             paths = {self._handles[name].path for name in unknown}
             place = paths.pop() if len(paths) == 1 else self._folder
-            raise ConfigError(f"{place} holds {names_in_words(unknown)}, which a {self._family} model does not have")
+            raise ConfigError(f"{place} holds {format_names(unknown)}, which a {self._family} model does not have")
 
     def _is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is an all-zero bias beside a quantized matrix; old quantizers add one to every
@@ -475,12 +477,12 @@ def _plain(name: str) -> str:
     for prefix in (*_TEXT_PREFIXES, *_BARE_TEXT_PREFIXES):
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
-            for layers in _LAYERS_OF_PICTURES:
+            for layers in _VISION_LAYER_NAMES:
                 rest = f"layers.{rest.removeprefix(layers)}" if rest.startswith(layers) else rest
             return f"model.{rest}" if prefix in _TEXT_PREFIXES else rest
     return name
 
 
-def names_in_words(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     shown = ", ".join(names[:_LISTED_NAMES])
     return shown if len(names) <= _LISTED_NAMES else f"{shown} and {len(names) - _LISTED_NAMES} more tensors"

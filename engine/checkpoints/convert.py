@@ -29,7 +29,7 @@ TRIAL_CPU_S = 60
 TRIAL_WALL_S = 300.0
 TRIAL_MEMORY_BYTES = 4 * 2**30
 _TRIAL = Path(__file__).with_name("tokenizer_trial.py")
-_TOO_MUCH = f"it took more than {TRIAL_CPU_S} s of computing or {TRIAL_MEMORY_BYTES // 2**30} GiB of memory"
+_OVER_LIMITS = f"it took more than {TRIAL_CPU_S} s of computing or {TRIAL_MEMORY_BYTES // 2**30} GiB of memory"
 
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
@@ -82,9 +82,9 @@ def try_tokenizer(folder: Path) -> TokenizerFacts:
             timeout=TRIAL_WALL_S,
             check=False,
         )
-        answer: dict[str, Any] = json.loads(run.stdout) if run.returncode == 0 else {"wrong": _TOO_MUCH}
+        answer: dict[str, Any] = json.loads(run.stdout) if run.returncode == 0 else {"wrong": _OVER_LIMITS}
     except subprocess.TimeoutExpired:
-        answer = {"wrong": _TOO_MUCH}
+        answer = {"wrong": _OVER_LIMITS}
     if "wrong" in answer:
         raise ConfigError(f"{path} cannot be read: {answer['wrong']}")
     return TokenizerFacts(answer["end"], answer["largest"])

@@ -38,7 +38,7 @@ PACKING_VERSION = 13
 _DIGEST_PIECE_BYTES = 2**22
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
-DRAFT_SUFFIX = ".tmp"
+TEMP_SUFFIX = ".tmp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class ModelCache:
         with self.lock(target, progress):
             if target.is_dir():
                 return target
-            self.remove_drafts(target.parent)
-            draft = target.with_name(digest + DRAFT_SUFFIX)
+            self.remove_temporary(target.parent)
+            draft = target.with_name(digest + TEMP_SUFFIX)
             shutil.rmtree(draft, ignore_errors=True)
             try:
                 draft.mkdir()
@@ -127,9 +127,9 @@ class ModelCache:
                 time.sleep(LOCK_POLL_S)
             yield
 
-    def remove_drafts(self, folder: Path) -> None:
+    def remove_temporary(self, folder: Path) -> None:
         """Remove what dead processes left in ``folder``: temporary files whose targets are not locked."""
-        for draft in folder.glob("*" + DRAFT_SUFFIX):
+        for draft in folder.glob("*" + TEMP_SUFFIX):
             with self._lock_file(draft.with_suffix("")) as file:
                 if try_lock(file):
                     if draft.is_dir():

@@ -89,7 +89,7 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
             return ModelSource(Path(download(model, revision, parts)) / parts[0], model)
         check_hub_config(model, revision, ignored_keys)
         return ModelSource(Path(download(model, revision)), model)
-    raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either{_near(path)}")
+    raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either{_suggestion(path)}")
 
 
 def check_folder_named(named: str, flag: str = "") -> None:
@@ -169,7 +169,7 @@ def is_local(model: str) -> bool:
     return not is_hub_id(model) or Path(model).expanduser().exists()
 
 
-def _near(path: Path) -> str:
+def _suggestion(path: Path) -> str:
     """Suggest the demo model, or similar names beside a path that does not exist."""
     beside = path.parent
     there = itertools.islice(beside.iterdir(), MAX_PATHS_BESIDE) if beside.is_dir() else ()

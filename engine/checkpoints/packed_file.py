@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-from pillion.engine.checkpoints.model_cache import DRAFT_SUFFIX, PACKING_VERSION, ModelCache
+from pillion.engine.checkpoints.model_cache import PACKING_VERSION, TEMP_SUFFIX, ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.runtime.code_cache import others_could_write
@@ -75,7 +75,7 @@ class PackedWriter:
 @contextmanager
 def write_packed(path: Path) -> Iterator[PackedWriter]:
     """Yield a writer; its file appears at ``path`` only if the block succeeds."""
-    draft = path.with_name(path.name + DRAFT_SUFFIX)
+    draft = path.with_name(path.name + TEMP_SUFFIX)
     try:
         with draft.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)
@@ -146,7 +146,7 @@ def packed_once(
     with cache.lock(path, progress):
         with contextlib.suppress(OSError):
             return make(path)
-        cache.remove_drafts(path.parent)
+        cache.remove_temporary(path.parent)
         _remove_older(path)
         with write_packed(path) as writer:
             pack(writer)

@@ -40,7 +40,7 @@ from pillion.engine.checkpoints.model_files import (
 )
 from pillion.engine.checkpoints.work_report import WorkReport
 from pillion.engine.models.config_json import MAX_LAYERS, read_json, vocabulary_ids
-from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config, passed_over, read_config, without_keys
+from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config, read_config, unused_keys, without_keys
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope_config import original_tokens
 from pillion.engine.quantized.gguf_files import convert_gguf, quantized_types
@@ -97,7 +97,7 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     name, *aliases = flags.served_model_name or dict.fromkeys((source.name, flags.model))
     folder = Path(record.folder)
     config = load_config(folder)
-    if passed := passed_over(read_json(folder / "config.json")):
+    if passed := unused_keys(read_json(folder / "config.json")):
         progress(f"keys of config.json without effect here are passed over: {', '.join(passed)}")
     if flags.tokenizer:
         origin = folder_of(flags.tokenizer, "main", TOKENIZER_PATTERNS, "--tokenizer")
@@ -167,7 +167,7 @@ class WeightKind:
         )
 
     @property
-    def rounds_rows(self) -> bool:
+    def quantizes_inputs(self) -> bool:
         """True if the inputs of layers are quantized. Raises ConfigError if two flags ask for it."""
         if self.activation_quantization != "auto" and self.quantization == "int8-dynamic":
             raise ConfigError(
@@ -189,7 +189,7 @@ class WeightKind:
         return chosen if self.quantization_group_size == "auto" else int(self.quantization_group_size)
 
     def __str__(self) -> str:
-        return self.weights + f"-inputs-{self.activation_quantization}" * self.rounds_rows
+        return self.weights + f"-inputs-{self.activation_quantization}" * self.quantizes_inputs
 
     @property
     def weights(self) -> str:
@@ -246,7 +246,7 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     if source.is_gguf:
         sources = [*gguf_parts(source.path)]
         if kind.quantization != "none":
-            _refuse_twice(source, kind, quantized_types(sources))
+            _check_unquantized(source, kind, quantized_types(sources))
         read = WorkReport(progress, f"reading {source.path.name}", _bytes_of(sources))
         digests = [digest_file(path, read.add) for path in sources]
         digest = (digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest())[:32]
@@ -260,7 +260,7 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     if kind.quantization != "none":
         sources += _small_files(folder) + list(weight_files(folder))
         folder = _quantized(cache, source, folder, kind, progress)
-    if kind.rounds_rows:
+    if kind.quantizes_inputs:
         sources += _small_files(folder)
         folder = _rounding_rows(cache, source, folder, kind, progress)
     config = load_config(folder)
@@ -286,7 +286,7 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
     """Return the folder of a plain model's quantized weights; the first call makes it."""
     config = load_config(folder)
     if config.quantization is not None:
-        _refuse_twice(source, kind, config.quantization.words)
+        _check_unquantized(source, kind, config.quantization.words)
     # Part of the digest, since the folder has copies of the texts (e.g. chat templates), which may differ for equal
     # weights.
     texts = (folder / name for name in TEXT_FILES)
@@ -321,7 +321,7 @@ def _rounding_rows(cache: ModelCache, source: ModelSource, folder: Path, kind: W
     return cache.folder(f"{digest}-inputs", fill, progress)
 
 
-def _refuse_twice(source: ModelSource, kind: WeightKind, found: str) -> None:
+def _check_unquantized(source: ModelSource, kind: WeightKind, found: str) -> None:
     if found:
         raise ConfigError(
             f"--quantization {kind.quantization} is for plain weights, and {source.name} is quantized already"
@@ -335,7 +335,7 @@ def _record_of_dummy(source: ModelSource, kind: WeightKind) -> ModelRecord:
         raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
     if kind.quantization != "none":
         raise ConfigError(f"--quantization {kind.quantization} needs weights, which --load-format dummy does not read")
-    if kind.rounds_rows:
+    if kind.quantizes_inputs:
         raise ConfigError("--activation-quantization needs quantized weights, which --load-format dummy does not read")
     config = load_config(source.path)
     return _record_of(source.path, config, fingerprint((), config, f"{kind.dtype} dummy"), ())

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 # Max growth of a text under a tokenizer's replacements; Unicode's own rules reach 18.
-MOST_GROWTH = 32
+MAX_GROWTH = 32
 _SAMPLE = "".join(map(chr, (*range(0x20, 0x250), *range(0x390, 0x3D0), *range(0x4E00, 0x4E20), 0x1F600, 0xFDFA)))
 
 
@@ -33,23 +33,21 @@ def growth(part: Any) -> float:
     return times
 
 
-def tried(setup: dict[str, Any]) -> dict[str, Any]:
+def run_trial(setup: dict[str, Any]) -> dict[str, Any]:
     """Return the program's output."""
     with open(setup["path"], encoding="utf-8") as file:
         written = json.load(file)
     for part in ("normalizer", "decoder"):
         times = growth(written.get(part))
-        if times > MOST_GROWTH:
-            return {
-                "wrong": f"its {part} makes texts {times:,.0f} times longer; at most {MOST_GROWTH} times is allowed"
-            }
+        if times > MAX_GROWTH:
+            return {"wrong": f"its {part} makes texts {times:,.0f} times longer; at most {MAX_GROWTH} times is allowed"}
     import tokenizers
 
     codec = tokenizers.Tokenizer.from_file(setup["path"])
     codec.no_truncation()
     codec.no_padding()
-    if codec.normalizer is not None and len(codec.normalizer.normalize_str(_SAMPLE)) > MOST_GROWTH * len(_SAMPLE):
-        return {"wrong": f"its normalizer makes texts more than {MOST_GROWTH} times longer"}
+    if codec.normalizer is not None and len(codec.normalizer.normalize_str(_SAMPLE)) > MAX_GROWTH * len(_SAMPLE):
+        return {"wrong": f"its normalizer makes texts more than {MAX_GROWTH} times longer"}
     codec.decode(codec.encode(_SAMPLE).ids)
     largest = max(codec.get_vocab(with_added_tokens=True).values(), default=-1)
     return {"end": None if setup["end"] is None else codec.token_to_id(setup["end"]), "largest": largest}
@@ -63,7 +61,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (setup["cpu_s"], setup["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        answer = tried(setup)
+        answer = run_trial(setup)
     except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
         answer = {"wrong": (str(error).strip().splitlines() or [type(error).__name__])[0][:1000]}
     json.dump(answer, sys.stdout)

@@ -74,13 +74,13 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
     quantized if the embedding is."""
     if not checkpoint.has("lm_head"):
         tied = checkpoint.take_matrix("embedding", dtype)
-        return _exact_rows(tied) if isinstance(tied, QuantizedMatrix) else embedding
-    head = _exact_rows(checkpoint.take_matrix("lm_head", dtype))
+        return _without_row_codes(tied) if isinstance(tied, QuantizedMatrix) else embedding
+    head = _without_row_codes(checkpoint.take_matrix("lm_head", dtype))
     same = config.tie_word_embeddings and isinstance(head, torch.Tensor) and torch.equal(head, embedding)
     return embedding if same else head
 
 
-def _exact_rows(head: Matrix) -> Matrix:
+def _without_row_codes(head: Matrix) -> Matrix:
     """Exempt the output projection from grouped input quantization, which would disturb logits directly."""
     if isinstance(head, QuantizedMatrix) and head.row_codes == GROUPED_ROWS:
         return replace(head, row_codes="")
@@ -124,7 +124,7 @@ def load_layer(
             case Role.MATRIX if tensor.experts:
                 group, _, name = tensor.name.partition(".")
                 keys = [f"{prefix}{group}.{number}.{name}" for number in range(tensor.experts)]
-                matrices = _rounded_alike([_matrix(checkpoint, dtype, key, tensor) for key in keys])
+                matrices = _unify_row_codes([_matrix(checkpoint, dtype, key, tensor) for key in keys])
                 biases = [_bias(checkpoint, dtype, key, tensor) for key in keys]
                 weights[tensor.name] = tuple(map(linear, matrices, biases))
             case Role.MATRIX:
@@ -269,7 +269,7 @@ def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:
         first += piece.size
 
 
-def _rounded_alike(experts: list[Matrix]) -> Iterator[Matrix]:
+def _unify_row_codes(experts: list[Matrix]) -> Iterator[Matrix]:
     """Yield and drop a layer's expert matrices; inputs are quantized for all of them or for none."""
     rounded = row_group_of(experts)
     experts.reverse()

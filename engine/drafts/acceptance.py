@@ -17,14 +17,14 @@ Float64 = npt.NDArray[np.float64]
 STREAM_FADING = 0.85
 WORKER_FADING = 0.98
 # Max factor by which a stream whose last probes were wrong or empty is probed more rarely.
-MOST_PATIENCE = 4
+MAX_PATIENCE = 4
 # Prior of an unmeasured acceptance rate, and its weight in verified draft tokens.
 UNKNOWN_RATE = 0.5
 UNKNOWN_WEIGHT = 8.0
 # Weights in draft tokens: of all streams' rate in a stream's, and of the expected rate at a position.
 OTHERS_WEIGHT = 2.0
 PLACE_WEIGHT = 3.0
-MOST_EXPECTED = 0.98
+MAX_EXPECTED_RATE = 0.98
 
 NO_TOKENS = np.empty(0, dtype=np.int32)
 
@@ -93,7 +93,7 @@ class DraftRecord:
         """Update ``chances``. At positions with few verified draft tokens, the stream's rate is assumed to differ from
         all streams' by as much as over all positions."""
         level = self._acceptance.level(all_level, OTHERS_WEIGHT)
-        expected = np.minimum(all_rates * (level / all_level), MOST_EXPECTED)
+        expected = np.minimum(all_rates * (level / all_level), MAX_EXPECTED_RATE)
         chances: Float64 = self._acceptance.rates(expected, PLACE_WEIGHT).cumprod()
         self.chances, self.likeliest = chances, chances.item(0)
 
@@ -102,13 +102,13 @@ class DraftRecord:
         text's end, or never."""
         return self._probed_at < 0 or num_tokens - self._probed_at >= every_tokens * self._patience
 
-    def take_probe(self, text: Int32) -> tuple[int, int]:
+    def pop_probe(self, text: Int32) -> tuple[int, int]:
         """Compare the last probe with the stream's whole text and drop it. Returns its length, and how many of its
         tokens were right."""
         came = text[self._probed_at : self._probed_at + len(self._probe)] if len(self._probe) else NO_TOKENS
         wrong = np.flatnonzero(came != self._probe[: len(came)])
         right = int(wrong[0]) if len(wrong) else len(came)
-        self._patience = 1 if right or not self._probed else min(2 * self._patience, MOST_PATIENCE)
+        self._patience = 1 if right or not self._probed else min(2 * self._patience, MAX_PATIENCE)
         self._probe, self._probed = NO_TOKENS, False
         return len(came), right
 

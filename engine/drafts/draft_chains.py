@@ -331,9 +331,9 @@ class DraftChains:
     def _close(self, chain: DraftChain) -> None:
         self._free_slots.give(chain.close())
         if chain.opened and not chain.in_commit:
-            self._let_go(chain)
+            self._release(chain)
 
-    def _let_go(self, chain: DraftChain) -> None:
+    def _release(self, chain: DraftChain) -> None:
         self._free_slots.give(chain.cut(chain.num_committed))
         self._block_manager.release(chain.ticket_id)
         del self.chains[chain.seq_id]
@@ -349,7 +349,7 @@ class DraftChains:
             return
         chain.open(holding)
         if chain.closed:
-            self._let_go(chain)
+            self._release(chain)
 
     def committed(self, chain_id: int, slots: Seq[int], refusal: str) -> None:
         """Handle the node's answer to a commit."""
@@ -359,7 +359,7 @@ class DraftChains:
         else:
             self._block_manager.accept(chain, slots)
         if chain.closed:
-            self._let_go(chain)
+            self._release(chain)
 
     def side_chains(self) -> Iterable[BlockChain]:
         """Return all existing chains."""

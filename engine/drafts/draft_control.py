@@ -45,18 +45,18 @@ LEARNING_RATE = 0.2
 # avoided since, is tried again.
 RETURN_RATE = 0.002
 # Min expected speedup for drafting, because estimates err.
-LEAST_SPEEDUP = 1.05
+MIN_SPEEDUP = 1.05
 # Prior weight of calibration: the best-looking streams are chosen, so fewer draft tokens are accepted than expected,
 # and chances are multiplied by the ratio of accepted to expected tokens.
 CALIBRATION_TOKENS = 8.0
 # Range of the interval between probes of a stream without draft tokens, in tokens; it is the number of decodes, for one
 # probe per step on average. Slow drafters probe more rarely. A probe drafts the tokens up to the next one.
-LEAST_PROBE_TOKENS, MOST_PROBE_TOKENS = 2, 16
+MIN_PROBE_TOKENS, MAX_PROBE_TOKENS = 2, 16
 SLOW_PROBE_TOKENS = 128
 # Slow drafters probe one stream at a time: max share of all step time, and max unused time carried over.
-MOST_PROBING_SHARE = 0.01
-MOST_PROBING_CREDIT_S = 0.05
-MOST_RESTING_STEPS = 4
+MAX_PROBING_SHARE = 0.01
+MAX_PROBING_CREDIT_S = 0.05
+MAX_RESTING_STEPS = 4
 
 
 class RowCosts:
@@ -165,7 +165,7 @@ class DraftControl:
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """Record the duration of a step."""
-        self._probing_credit_s = min(self._probing_credit_s + MOST_PROBING_SHARE * seconds, MOST_PROBING_CREDIT_S)
+        self._probing_credit_s = min(self._probing_credit_s + MAX_PROBING_SHARE * seconds, MAX_PROBING_CREDIT_S)
         if seconds > 0 and all(chunk.samples == chunk.count and not chunk.scores for chunk in plan.scheduled):
             self.costs.observe(plan.num_tokens, seconds)
 
@@ -188,7 +188,7 @@ class DraftControl:
         count = sum(tokens for _, tokens in found)
         brought = sum(float(stream.draft_tokens.chances[:tokens].sum()) for stream, tokens in found) * self._trust
         plain_s = self.costs.seconds(self._decodes)
-        if count and (not plain_s or self._speedup(brought, count, plain_s) >= LEAST_SPEEDUP):
+        if count and (not plain_s or self._speedup(brought, count, plain_s) >= MIN_SPEEDUP):
             self._rest_steps, self._unpaid_decodes = 1, 0
             return True
         if count:
@@ -200,7 +200,7 @@ class DraftControl:
     def _rest(self, most: int) -> None:
         """Skip decisions for some steps, twice as many each time in a row."""
         self._resting_steps = min(self._rest_steps, most)
-        self._rest_steps = min(2 * self._rest_steps, MOST_RESTING_STEPS)
+        self._rest_steps = min(2 * self._rest_steps, MAX_RESTING_STEPS)
 
     def shares(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
         """Return the number of tokens to draft per stream: at most its entry of ``room``, and ``left`` in total."""
@@ -209,7 +209,7 @@ class DraftControl:
             return none
         plain_s = self.costs.seconds(decodes)
         highest = max(stream.draft_tokens.likeliest for stream in streams) * self._trust
-        if plain_s and max(self._speedup(knot * highest, knot, plain_s) for knot in KNOTS) < LEAST_SPEEDUP:
+        if plain_s and max(self._speedup(knot * highest, knot, plain_s) for knot in KNOTS) < MIN_SPEEDUP:
             return none
         chances = (
             np.array([stream.draft_tokens.chances for stream in streams])[:, : self.most_draft_tokens] * self._trust
@@ -222,7 +222,7 @@ class DraftControl:
             seconds = self.costs.curve(decodes + draft_tokens) + self._drafting_s * draft_tokens
             speedups = (1 + np.cumsum(chances.ravel()[order]) / decodes) * plain_s / seconds
             best = int(speedups.argmax())
-            count = best + 1 if speedups[best] >= LEAST_SPEEDUP else 0
+            count = best + 1 if speedups[best] >= MIN_SPEEDUP else 0
         found: list[int] = np.bincount(order[:count] // chances.shape[1], minlength=len(streams)).tolist()
         return found
 
@@ -240,7 +240,7 @@ class DraftControl:
     @property
     def _probe_tokens(self) -> int:
         """Tokens that a stream generates between probes."""
-        return min(max(LEAST_PROBE_TOKENS, self._decodes), MOST_PROBE_TOKENS)
+        return min(max(MIN_PROBE_TOKENS, self._decodes), MAX_PROBE_TOKENS)
 
     @property
     def _crowded(self) -> bool:
@@ -277,7 +277,7 @@ class DraftControl:
 
     def due_for_probe(self, streams: Iterable[Sequence], slow: bool) -> list[tuple[Sequence, int]]:
         """Return the streams to probe, and the tokens to draft, after judging their last probes. ``slow`` drafts, more
-        than a look-up, are made for one stream at a time, within MOST_PROBING_SHARE, and not if the batch is too
+        than a look-up, are made for one stream at a time, within MAX_PROBING_SHARE, and not if the batch is too
         full."""
         if slow and (self._crowded or self._probing_credit_s < 0):
             return []
@@ -301,7 +301,7 @@ class DraftControl:
             stream.draft_tokens.found = len(drafted) > 0
 
     def _judge_probe(self, stream: Sequence) -> None:
-        made, right = stream.draft_tokens.take_probe(stream.tokens(0, stream.num_tokens))
+        made, right = stream.draft_tokens.pop_probe(stream.tokens(0, stream.num_tokens))
         if made:
             self._learn(stream, made, right)
 

@@ -28,7 +28,7 @@ from pillion.kernels.step import Int32, StepBatch
 log = logging.getLogger("pillion.worker")
 
 PASS_WEIGHT = 0.1
-LEAST_READ_TOKENS = 32
+MIN_READ_TOKENS = 32
 
 
 def draft_blocks(main: KVLayout, draft: KVLayout, most_tokens: int = 0) -> int:
@@ -170,7 +170,7 @@ class DraftModel:
         ``sequences``."""
         if read:
             weight = PASS_WEIGHT if self.seconds_to_read else 1.0
-            if read >= LEAST_READ_TOKENS:
+            if read >= MIN_READ_TOKENS:
                 self.seconds_to_read += weight * (seconds / read - self.seconds_to_read)
             return
         bits = sequences.bit_length()

@@ -128,7 +128,7 @@ class EagleChains(DraftChains):
         assert isinstance(chain, EagleChain)
         return chain
 
-    def _let_go(self, chain: DraftChain) -> None:
+    def _release(self, chain: DraftChain) -> None:
         del self.chains[chain.seq_id]
 
     def _chain_of(self, sequence: Sequence) -> EagleChain | None:

@@ -11,8 +11,8 @@ import torch
 from pillion.engine.checkpoints.checkpoint import (
     FileTensor,
     finite,
+    format_names,
     layer_checkpoint_names,
-    names_in_words,
     open_files,
 )
 from pillion.engine.checkpoints.weight_format import FLOATS
@@ -73,11 +73,11 @@ class _Tensors:
         wanted, optional = dict(_shapes(config)), _optional_shapes(config)
         missing = sorted(wanted.keys() - self._files.keys())
         if missing:
-            raise ConfigError(f"it lacks {names_in_words(missing)}")
+            raise ConfigError(f"it lacks {format_names(missing)}")
         known = wanted | optional
         unknown = sorted(name for name in self._files.keys() - known.keys() if not name.endswith(_IGNORED))
         if unknown:
-            raise ConfigError(f"it holds {names_in_words(unknown)}, which an EAGLE-3 head does not have")
+            raise ConfigError(f"it holds {format_names(unknown)}, which an EAGLE-3 head does not have")
         for name, shape in known.items():
             if name not in self._files:
                 continue

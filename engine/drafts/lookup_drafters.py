@@ -16,7 +16,7 @@ from pillion.settings.speculative_config import SpeculativeConfig
 
 # Max tokens searched for a text's last tokens: some 20 microseconds.
 MAX_LOOKBACK_TOKENS = 16_384
-LEAST_OWN_MATCH_TOKENS = 2
+MIN_OWN_MATCH_TOKENS = 2
 
 
 class NGramDrafter:
@@ -110,7 +110,7 @@ class SuffixDrafter:
         config = self._config
         factor = config.suffix_decoding_max_spec_factor
         most = min(most, int(matched * factor), config.suffix_decoding_max_tree_depth - matched)
-        if matched < LEAST_OWN_MATCH_TOKENS or most <= 0:
+        if matched < MIN_OWN_MATCH_TOKENS or most <= 0:
             return NO_TOKENS, 0
         places = places[lengths == matched]
         ahead = places[:, None] + np.arange(1, most + 1)

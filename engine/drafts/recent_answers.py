@@ -1,7 +1,7 @@
 """Cache of a worker's last answers, searched for a text's end: a ring of tokens with hash chains.
 
     tokens   ... A B C D | ... A B C E | ...         | is the end of an answer
-    last        latest place of each hash of LEAST_MATCH_TOKENS tokens
+    last        latest place of each hash of MIN_MATCH_TOKENS tokens
     before      previous place with the same hash, per place: a chain from new to old, as in LZ77
 
 Tenants never draft from each other's answers, because a stream's speed would leak their content: there is a ring per
@@ -20,7 +20,7 @@ from pillion.kernels.step import Int32
 
 Int64 = npt.NDArray[np.int64]
 
-LEAST_MATCH_TOKENS = 3
+MIN_MATCH_TOKENS = 3
 MAX_PLACES = 32
 # Initial and max ring size; a token takes 12 bytes, and a slot of its table 8.
 FIRST_RING_TOKENS, MAX_RING_TOKENS = 2**12, 2**18
@@ -68,9 +68,9 @@ class AnswerRing:
         self.tokens[at] = np.append(text, np.int32(END))
         self._before[at] = _NOWHERE
         self.end += len(text) + 1
-        if len(text) < LEAST_MATCH_TOKENS:
+        if len(text) < MIN_MATCH_TOKENS:
             return
-        hashes, places = _hashes(text), places[LEAST_MATCH_TOKENS - 1 : -1]
+        hashes, places = _hashes(text), places[MIN_MATCH_TOKENS - 1 : -1]
         # Chain new places of equal hash in order; the first of them points to the last known place.
         order = np.argsort(hashes, kind="stable")
         earlier = self._last[hashes]
@@ -83,9 +83,9 @@ class AnswerRing:
     def places(self, text: Int32) -> Int64:
         """Return the latest places whose last tokens equal those of ``text`` (up to hash collisions), newest first."""
         found: list[int] = []
-        if len(text) >= LEAST_MATCH_TOKENS:
+        if len(text) >= MIN_MATCH_TOKENS:
             # _hashes in plain Python: ten times as fast for a single hash.
-            run = text[-LEAST_MATCH_TOKENS:].tolist()
+            run = text[-MIN_MATCH_TOKENS:].tolist()
             mixed = sum(token * factor for token, factor in zip(run, _PLAIN_FACTORS, strict=True))
             first, place = self.first, self._last.item((mixed & 0xFFFFFFFF) >> 18)
             while place >= first and len(found) < MAX_PLACES:
@@ -127,9 +127,9 @@ class RecentAnswers:
 
 
 def _hashes(text: Int32) -> Int64:
-    """Return the slots of the runs of LEAST_MATCH_TOKENS tokens, by last token: int64 [len(text) - LEAST_MATCH_TOKENS +
+    """Return the slots of the runs of MIN_MATCH_TOKENS tokens, by last token: int64 [len(text) - MIN_MATCH_TOKENS +
     1]."""
-    runs = np.lib.stride_tricks.sliding_window_view(text.astype(np.uint32), LEAST_MATCH_TOKENS)
+    runs = np.lib.stride_tricks.sliding_window_view(text.astype(np.uint32), MIN_MATCH_TOKENS)
     mixed = (runs * _FACTORS).sum(axis=1, dtype=np.uint32)
     slots: Int64 = (mixed >> np.uint32(18)).astype(np.int64)
     return slots

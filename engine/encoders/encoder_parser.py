@@ -41,7 +41,7 @@ _IGNORED_ROTARY = (
 ENCODER_KEYS = frozenset({*_OWN, *_OWN_ROTARY, *_IGNORED, *_IGNORED_ROTARY})
 ENCODER_KINDS = (*_LEARNED, _ROTARY)
 # Size of the dummy KV that the pool needs for an encoder: one small head.
-_STAND_IN_VALUES = 16
+_DUMMY_HEAD_DIM = 16
 
 
 def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
@@ -68,7 +68,7 @@ def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
         num_layers=1,
         num_heads=1,
         num_kv_heads=1,
-        head_dim=_STAND_IN_VALUES,
+        head_dim=_DUMMY_HEAD_DIM,
         rms_norm_eps=encoder.eps,
         # One more for the token that a decoder would generate.
         max_position_embeddings=(longest if learned else size(raw, "max_position_embeddings", 8192)) + 1,

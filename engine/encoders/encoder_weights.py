@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pillion.engine.checkpoints.checkpoint import names_in_words, open_files
+from pillion.engine.checkpoints.checkpoint import format_names, open_files
 from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
@@ -38,10 +38,10 @@ def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
                 unknown.append(f"{tensor.path.name}: {stored}")
     missing = sorted(wanted.keys() - found.keys())
     if missing:
-        raise ConfigError(f"{folder} lacks {names_in_words(missing)}, which a {config.family} model needs")
+        raise ConfigError(f"{folder} lacks {format_names(missing)}, which a {config.family} model needs")
     if unknown:
         raise ConfigError(
-            f"{folder} holds {names_in_words(sorted(unknown))}, which a {config.family} model does not have"
+            f"{folder} holds {format_names(sorted(unknown))}, which a {config.family} model does not have"
         )
     return found
 

@@ -20,7 +20,7 @@ from pillion.engine.backends.gpu.gpu_backend import BoundPool, GpuBackend, GpuLi
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
-from pillion.engine.stages.stage_clock import Worked
+from pillion.engine.stages.stage_clock import StageInterval
 from pillion.kernels.step import SamplingRows, StepBatch
 
 
@@ -30,7 +30,7 @@ class GpuStageBackend(GpuBackend):
     ``worked``: start and end of the last forward pass.
     """
 
-    worked = Worked(0.0, 0.0)
+    worked = StageInterval(0.0, 0.0)
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class GpuStageBackend(GpuBackend):
         event.record(torch.cuda.current_stream(self._model.device))
         return event
 
-    def _worked_since(self, began: Any) -> Worked:
+    def _worked_since(self, began: Any) -> StageInterval:
         """Wait for everything queued and return the interval since a mark."""
         ended = self._mark()
         if isinstance(ended, float):
-            return Worked(began, ended)
+            return StageInterval(began, ended)
         self._link.wait(ended)
         now = time.monotonic()
-        return Worked(now - began.elapsed_time(ended) / 1000, now)
+        return StageInterval(now - began.elapsed_time(ended) / 1000, now)

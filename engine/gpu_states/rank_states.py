@@ -48,7 +48,7 @@ def _divided(layout: KVLayout, config: ModelConfig, shard: ModelShard) -> KVLayo
     """Return the layout of a rank with a shard of the pool. All ranks need the same number of pages."""
     size, pages, every = shard.size, 0, []
     for rank in range(size):
-        first, room = _own_bytes(layout, rank, size)
+        first, room = _state_room(layout, rank, size)
         states = _own_states(config, ModelShard.of(config, rank, size))
         found = state_layout(states, room, CHUNK, whole_heads=False)
         if found is None:
@@ -59,7 +59,7 @@ def _divided(layout: KVLayout, config: ModelConfig, shard: ModelShard) -> KVLayo
     return replace(layout, version=version, state_bytes=nbytes, state_layout=every[shard.rank], state_shards=size)
 
 
-def _own_bytes(layout: KVLayout, rank: int, size: int) -> tuple[int, int]:
+def _state_room(layout: KVLayout, rank: int, size: int) -> tuple[int, int]:
     """Return offset and size in bytes of a rank's states in its part of a slot."""
     rows, heads = layout.rows_and_pieces
     if not heads:

@@ -74,7 +74,7 @@ class MaskJob:
         try:
             self._matcher.fill(self._open, self._draft_tokens)
             self.error = self._matcher.error()
-            self._pass_by_ends()
+            self._clear_passing_ends()
         except Exception as error:  # noqa: BLE001  (fails this request and no thread)
             self.error = repr(error)
         self.grammar.slow = time.monotonic() - self._began_s > MASK_WAIT_MS / 1000
@@ -104,7 +104,7 @@ class MaskJob:
             self._wake = threads.wake
             if not self._gate.locked():
                 return True
-        threads.relieve()
+        threads.add_thread_if_busy()
         now = time.monotonic()
         if now >= self._wake_s:
             self._wake_s = now + MASK_LIMIT_MS / 1000
@@ -115,7 +115,7 @@ class MaskJob:
         """Return whether a thread has been computing the masks for longer than ``limit_ms``."""
         return self._began_s > 0 and time.monotonic() - self._began_s > limit_ms / 1000
 
-    def _pass_by_ends(self) -> None:
+    def _clear_passing_ends(self) -> None:
         """Clear end tokens that do not end this stream in the masks, unless nothing else is allowed."""
         for end in self._passing_ends:
             bit = np.uint32(1 << end % 32)
@@ -141,9 +141,9 @@ class MaskThreads:
 
     def put(self, job: MaskJob) -> None:
         self._queue.put(job)
-        self.relieve()
+        self.add_thread_if_busy()
 
-    def relieve(self) -> None:
+    def add_thread_if_busy(self) -> None:
         """Start another thread if all have been busy for long, or if many jobs wait."""
         with self._lock:
             busy = len(self._running) >= self._threads and all(job.is_slow() for job in self._running.values())

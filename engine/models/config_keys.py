@@ -79,10 +79,10 @@ BOOKKEEPING = words(
     version
     """
 )
-_OF_TRAINING = words("dropout epoch epochs loss optimizer train trained training")
-_OF_TOKENS = ("_token_id", "_token_ids", "_token_index")
+_TRAINING_WORDS = words("dropout epoch epochs loss optimizer train trained training")
+_TOKEN_ID_SUFFIXES = ("_token_id", "_token_ids", "_token_index")
 # Name parts of keys that may be about arithmetic, so that their text values are not labels.
-_ARITHMETIC = words(
+_ARITHMETIC_WORDS = words(
     """
     act activation activations arch architecture attention attn backbone bias block blocks conv cross decay delta
     embed embedding embeddings expert experts ffn fn func function fusion gate gated gating head heads hybrid
@@ -107,11 +107,11 @@ _NEUTRAL = {
     "causal": True,
 }
 # Without effect unless ``use_sliding_window`` is set.
-_OF_WINDOWS = ("sliding_window", "max_window_layers")
+_WINDOW_KEYS = ("sliding_window", "max_window_layers")
 # transformers 5 renamed "num_experts" of one family to "num_local_experts".
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 # Keys of a multimodal config around the text model's, about vision and audio.
-_AROUND_TEXT = words(
+_VISION_KEYS = words(
     """
     text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
     boi_token_id eoi_token_id projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
@@ -140,7 +140,7 @@ _ROPE_READ = words(
 _ROPE_BOOKKEEPING = frozenset({"finetuned", "max_position_embeddings"})
 _ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
 
-_OF_EAGLE = words(
+_EAGLE_KEYS = words(
     """
     speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size
     norm_before_residual target_hidden_size eagle_aux_hidden_state_layer_ids use_aux_hidden_state embed_requires_grad
@@ -151,7 +151,7 @@ _OF_EAGLE = words(
 
 def refuse_unknown_head_keys(raw: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unsupported key of an EAGLE-3 head's config."""
-    _refuse("eagle3", "", raw, _OF_EAGLE | BOOKKEEPING, {}, "remove it only if the head is right without it")
+    _refuse("eagle3", "", raw, _EAGLE_KEYS | BOOKKEEPING, {}, "remove it only if the head is right without it")
 
 
 def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
@@ -170,7 +170,7 @@ def refuse_unknown_keys(
     """
     known = known_keys(own, ignored)
     if raw.get("use_sliding_window") is False:
-        known = known.union(_OF_WINDOWS)
+        known = known.union(_WINDOW_KEYS)
     neutral = {key: value for key, value in _NEUTRAL.items() if raw.get(key) is not None}
     _refuse(name, "", raw, known, {**neutral, **fixed}, others=others)
 
@@ -178,18 +178,18 @@ def refuse_unknown_keys(
 def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any], others: Set[str]) -> None:
     """Raise ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping; ``others`` as
     in :func:`refuse_unknown_keys`."""
-    _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {}, others=others)
+    _refuse(name, "", raw, _READ | BOOKKEEPING | _VISION_KEYS, {}, others=others)
 
 
 def unread(raw: Mapping[str, Any], others: Set[str]) -> list[str]:
     """Return the keys of a config without meaning here; ``others`` are those known to any family."""
-    known = _READ | BOOKKEEPING | _AROUND_TEXT | _NEUTRAL.keys() | others
+    known = _READ | BOOKKEEPING | _VISION_KEYS | _NEUTRAL.keys() | others
     return sorted(key for key in raw.keys() - known if not key.startswith("_"))
 
 
-def without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_vision_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config without the keys about vision and audio."""
-    return {key: value for key, value in raw.items() if key not in _AROUND_TEXT}
+    return {key: value for key, value in raw.items() if key not in _VISION_KEYS}
 
 
 def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
@@ -200,9 +200,9 @@ def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
 def _is_label(key: str, value: Any) -> bool:
     """Return whether a key is about training, is a token id, or has a text value and a name unrelated to arithmetic."""
     parts, texts = re.split(r"[\W_]+", key.lower()), value if isinstance(value, list) else [value]
-    if key.endswith(_OF_TOKENS) or not _OF_TRAINING.isdisjoint(parts):
+    if key.endswith(_TOKEN_ID_SUFFIXES) or not _TRAINING_WORDS.isdisjoint(parts):
         return True
-    return all(isinstance(text, str) for text in texts) and _ARITHMETIC.isdisjoint(parts)
+    return all(isinstance(text, str) for text in texts) and _ARITHMETIC_WORDS.isdisjoint(parts)
 
 
 def _refuse(

@@ -14,7 +14,12 @@ from typing import Any
 
 from pillion.engine.encoders.encoder_parser import ENCODER_KEYS, ENCODER_KINDS, parse_encoder
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
-from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, unread, without_pictures
+from pillion.engine.models.config_keys import (
+    refuse_unknown_keys,
+    refuse_unknown_outer_keys,
+    unread,
+    without_vision_keys,
+)
 from pillion.engine.models.families import (
     DEFAULTS,
     EITHER_WAY,
@@ -68,7 +73,7 @@ CLASSIFIER = "ForSequenceClassification"
 # Files in which older tools store a folder's quantization instead of config.json.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
-MOST_NEAR_NAMES = 3
+MAX_SUGGESTIONS = 3
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -125,7 +130,7 @@ def _without(value: Any, name: str) -> Any:
     return {key: _without(inner, name) for key, inner in value.items() if key != name}
 
 
-def passed_over(config: Mapping[str, Any]) -> list[str]:
+def unused_keys(config: Mapping[str, Any]) -> list[str]:
     """Return the keys of a config that :func:`parse_config` accepts and ignores."""
     text = config.get("text_config")
     every = {**text, **config} if isinstance(text, Mapping) else config
@@ -247,7 +252,7 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
     if name in REMOVED:
         raise ConfigError(f"architecture {name!r} is not supported: it was removed in this release, 0.3")
     if name not in FAMILIES:
-        near = difflib.get_close_matches(str(said)[:80], known_architectures(), MOST_NEAR_NAMES)
+        near = difflib.get_close_matches(str(said)[:80], known_architectures(), MAX_SUGGESTIONS)
         hint = f"; near it are {', '.join(near)}" if near else ""
         raise ConfigError(f"architecture {str(said)[:80]!r} is not supported{hint}; docs/models.md lists what is")
     return name, FAMILIES[name]
@@ -276,7 +281,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if known is None or (text is not None and not isinstance(text, Mapping)):
         return config
     if text is None:
-        text = {key: value for key, value in without_pictures(config).items() if key != "model_type"}
+        text = {key: value for key, value in without_vision_keys(config).items() if key != "model_type"}
     else:
         refuse_unknown_outer_keys(outer, config, FAMILY_KEYS)
     said = text.get("model_type") or known[0]

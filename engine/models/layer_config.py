@@ -56,7 +56,7 @@ def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence
         wide = LayerHeads(count, size(raw, "global_head_dim", 512))
         found = [local if slide else wide for slide in slides]
     else:
-        found = [_said(name, raw[_BY_LAYER], layer, local) for layer in range(len(slides))]
+        found = [_layer_heads_from_config(name, raw[_BY_LAYER], layer, local) for layer in range(len(slides))]
     for slide in (True, False):
         kinds = {one for one, own in zip(found, slides, strict=True) if own is slide}
         if len(kinds) > 1:
@@ -66,7 +66,7 @@ def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence
     return tuple(found)
 
 
-def _said(name: str, by_layer: Any, layer: int, local: LayerHeads) -> LayerHeads:
+def _layer_heads_from_config(name: str, by_layer: Any, layer: int, local: LayerHeads) -> LayerHeads:
     """Return the KV heads of a layer from transformers' per-layer deviations."""
     if not isinstance(by_layer, Mapping) or not all(str(key).isdigit() for key in by_layer):
         raise ConfigError(f"{name}: config.json: {_BY_LAYER} must be an object with numbers of layers")

@@ -152,15 +152,15 @@ def mix_experts(
     """
     parts = [slice(begin, begin + MAX_MIXED_ROWS) for begin in range(0, len(rows), MAX_MIXED_ROWS)]
     if len(parts) == 1:
-        return _mix_some(rows, rows if read is None else read, router, run, how, biases, 0)
+        return _mix_chunk(rows, rows if read is None else read, router, run, how, biases, 0)
     out = torch.empty_like(rows)
     for part in parts:
         mine = rows[part]
-        out[part] = _mix_some(mine, mine if read is None else read[part], router, run, how, biases, part.start)
+        out[part] = _mix_chunk(mine, mine if read is None else read[part], router, run, how, biases, part.start)
     return out
 
 
-def _mix_some(
+def _mix_chunk(
     rows: torch.Tensor,
     read: torch.Tensor,
     router: torch.Tensor,
@@ -198,7 +198,7 @@ def route(
     every = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
     choices = every if choice_bias is None else every + choice_bias.view(-1)
     if how.groups > 1:
-        choices = _of_best_groups(choices, how)
+        choices = _mask_worse_groups(choices, how)
     chosen = choices.topk(how.per_token, -1).indices
     scores = every.gather(-1, chosen)
     if how.normalize:
@@ -208,7 +208,7 @@ def route(
     return (scores if how.scale == 1.0 else scores * how.scale), chosen
 
 
-def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
+def _mask_worse_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
     """Return scores [T, experts] with -inf for experts outside of a token's best groups."""
     grouped = choices.view(len(choices), how.groups, -1)
     kept = grouped.topk(how.group_best, -1).values.sum(-1).topk(how.kept_groups, -1).indices

@@ -14,7 +14,7 @@ from pillion.engine.quantized.quantization import (
     Quantization,
     Raw,
     checked_pattern,
-    refuse_others,
+    refuse_unknown,
     unsupported,
     whole,
     words_of,
@@ -53,7 +53,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 def parse_auto_round(raw: Raw) -> Quantization:
     """Parse the config. Raises ConfigError for an unsupported format or option, by name."""
-    refuse_others(raw, f"quant_method packing_format extra_config {SEARCH_KEYS} {_SIZES}", "quantization_config")
+    refuse_unknown(raw, f"quant_method packing_format extra_config {SEARCH_KEYS} {_SIZES}", "quantization_config")
     chosen = raw.get("extra_config") or {}
     if not isinstance(chosen, Mapping) or not all(isinstance(changes, Mapping) for changes in chosen.values()):
         raise ConfigError("config.json: quantization_config: extra_config must give an object for each module")
@@ -61,7 +61,7 @@ def parse_auto_round(raw: Raw) -> Quantization:
     # Names before expressions. 16-bit modules are skipped: they are plain tensors.
     for key in sorted(chosen, key=lambda key: _NAME.fullmatch(key) is None):
         changes = {name: value for name, value in chosen[key].items() if value is not None}
-        refuse_others(changes, _SIZES, f"extra_config of {key}")
+        refuse_unknown(changes, _SIZES, f"extra_config of {key}")
         if words_of(changes, "bits", "") not in ("16", "32"):
             schemes.append((_pattern(key), _scheme({**raw, **changes})))
     return Quantization(method=_METHOD, schemes=(*schemes, (ANY_MODULE, _scheme(raw))))

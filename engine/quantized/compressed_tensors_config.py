@@ -12,7 +12,7 @@ from pillion.engine.quantized.quantization import (
     Raw,
     block_of,
     checked_pattern,
-    refuse_others,
+    refuse_unknown,
     unsupported,
     whole,
     words_of,
@@ -51,7 +51,7 @@ _ORDERED = (True, "group", "dynamic")
 
 def parse_compressed_tensors(raw: Raw) -> Quantization:
     """Parse the config. Raises ConfigError for an unsupported scheme or option, by name."""
-    refuse_others(raw, _KEYS, "quantization_config")
+    refuse_unknown(raw, _KEYS, "quantization_config")
     _refuse_other_compression(raw)
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -60,7 +60,7 @@ def parse_compressed_tensors(raw: Raw) -> Quantization:
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
             raise ConfigError(f"config.json: quantization_config: config_groups.{name} must have a list of targets")
-        refuse_others(group, _GROUP_KEYS, f"config_groups.{name}")
+        refuse_unknown(group, _GROUP_KEYS, f"config_groups.{name}")
         if group.get("weights"):
             targets |= dict.fromkeys(map(str, group["targets"]), _scheme(group, words_of(raw, "format", "")))
     # The order in which compressed-tensors matches: names, expressions, classes.
@@ -91,7 +91,7 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
     file_format, weights = words_of(group, "format", model_format), group["weights"]
     if not isinstance(weights, Mapping):
         raise ConfigError(f"config.json: quantization_config: weights must be an object, not {weights!r}")
-    refuse_others(weights, _NUMBER_KEYS, "weights")
+    refuse_unknown(weights, _NUMBER_KEYS, "weights")
     bits, kind = weights.get("num_bits", 8), words_of(weights, "type", "int")
     layout = _LAYOUTS.get(file_format)
     if layout is None:
@@ -146,7 +146,7 @@ def _activations(inputs: Any) -> tuple[str, str]:
     floats = isinstance(inputs, Mapping) and words_of(inputs, "type", "int") == "float"
     if bits != 8 and not (floats and bits == 4):
         raise unsupported(f"{_WHERE} with input_activations = {repr(inputs)[:60]}", "8 bits and 4-bit floats are")
-    refuse_others(inputs, _NUMBER_KEYS, "input_activations")
+    refuse_unknown(inputs, _NUMBER_KEYS, "input_activations")
     if floats:
         return f"fp{bits}", ""
     dynamic, symmetric = inputs.get("dynamic") or False, inputs.get("symmetric", True)

@@ -42,8 +42,8 @@ _OTHER_KEYS = words(
 _IDLE_KEYS = frozenset(
     {"rope.scaling.finetuned", "rope.dimension_sections", "n_deepstack_layers", "pooling_type", "tensor_data_layout"}
 )
-_OF_PICTURES = ("vision.", "audio.", "mm.")
-_TENSORS_OF_PICTURES = ("v.", "a.", "mm.")
+_VISION_KEYS = ("vision.", "audio.", "mm.")
+_VISION_TENSORS = ("v.", "a.", "mm.")
 # Values without effect; any other unread key may only be 0, false or empty.
 _NEUTRAL = {
     "attention.causal": (True,),
@@ -716,7 +716,7 @@ def _refuse_unread(model: GgufModel, read: set[str]) -> None:
     begin = f"{model.architecture}."
     for key, value in model.metadata.items():
         own = key.removeprefix(begin)
-        if own == key or own in read or own.startswith(_OF_PICTURES):
+        if own == key or own in read or own.startswith(_VISION_KEYS):
             continue
         if value in _NEUTRAL[own] if own in _NEUTRAL else not np.any(value):
             continue
@@ -777,7 +777,7 @@ def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
     every = {
         tensor.name: tensor
         for tensor in model.tensors
-        if tensor.name not in _FACTORS and not tensor.name.startswith(_TENSORS_OF_PICTURES)
+        if tensor.name not in _FACTORS and not tensor.name.startswith(_VISION_TENSORS)
     }
     for place, tensor in every.items():
         found = _TENSOR.fullmatch(place)

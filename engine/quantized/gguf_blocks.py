@@ -61,7 +61,7 @@ def reorder_inputs(matrix: QuantizedMatrix, order: torch.Tensor) -> QuantizedMat
     return replace(matrix, codes=matrix.codes[:, order], scales=scales, offsets=offsets)
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def _float16_at(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return the float16 value at byte ``at`` of each block, float32 [blocks, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
@@ -78,24 +78,24 @@ def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 2:]), _half(blocks, 0), None
+    return _nibbles(blocks[:, 2:]), _float16_at(blocks, 0), None
 
 
 def _q4_1(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+    return _nibbles(blocks[:, 4:]), _float16_at(blocks, 0), _float16_at(blocks, 2)
 
 
 def _q5_0(blocks: torch.Tensor) -> Parts:
     # uint8 wraps around: the two's complement of a code below 16.
-    return (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)) - 16, _half(blocks, 0), None
+    return (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)) - 16, _float16_at(blocks, 0), None
 
 
 def _q5_1(blocks: torch.Tensor) -> Parts:
-    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2)
+    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _float16_at(blocks, 0), _float16_at(blocks, 2)
 
 
 def _q8_0(blocks: torch.Tensor) -> Parts:
-    return blocks[:, 2:], _half(blocks, 0), None
+    return blocks[:, 2:], _float16_at(blocks, 0), None
 
 
 def _q4_k(blocks: torch.Tensor) -> Parts:
@@ -114,7 +114,7 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
     pairs = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> pairs) & 3).reshape(-1, 8, 32)
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    scales = _float16_at(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     return ((low | high << 4) - 32).flatten(1), scales, None
 
 
@@ -129,7 +129,7 @@ def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     first, second, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), 1)
     offsets = torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), 1)
-    return _half(blocks, 0) * scales.float(), -(_half(blocks, 2) * offsets.float())
+    return _float16_at(blocks, 0) * scales.float(), -(_float16_at(blocks, 2) * offsets.float())
 
 
 BLOCK_LAYOUTS = {

@@ -40,7 +40,7 @@ def convert_gguf(parts: Sequence[Path], folder: Path, dtype: str, progress: Prog
     from pillion.engine.quantized.gguf_reader import read_gguf
     from pillion.engine.quantized.gguf_tokenizer import read_tokenizer
 
-    with _blaming(parts[0]):
+    with _naming_file(parts[0]):
         model = read_gguf(parts)
         config = read_config(model)
         tokenizer = read_tokenizer(model.metadata)
@@ -74,7 +74,7 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _blaming(source: Path) -> Iterator[None]:
+def _naming_file(source: Path) -> Iterator[None]:
     """Convert parser exceptions to a ConfigError that names the file."""
     try:
         yield
@@ -90,7 +90,7 @@ def quantized_types(parts: Sequence[Path]) -> str:
     """Return the types of a model's quantized tensors, joined, or "". Raises ConfigError for damaged files."""
     from pillion.engine.quantized.gguf_reader import read_gguf
 
-    with _blaming(parts[0]):
+    with _naming_file(parts[0]):
         return ", ".join(read_gguf(parts).quantized_types)
 
 
@@ -129,7 +129,7 @@ def _matrices(
 
     from pillion.engine.quantized.gguf_architectures import folder_tensors
 
-    with _blaming(source):
+    with _naming_file(source):
         for tensor in folder_tensors(model, config):
             converted.add(sum(part.data.nbytes for part in tensor.parts))
             matrices = _quantized(tensor)

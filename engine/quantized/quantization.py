@@ -101,7 +101,7 @@ class Quantization:
         return bool(self.schemes) and all(scheme.fp8_rows for _, scheme in self.schemes)
 
     @property
-    def rounds_rows(self) -> bool:
+    def quantizes_inputs(self) -> bool:
         """True if products on CPUs quantize the inputs of some layers to int8."""
         return bool(self.row_codes) or any(scheme.row_codes for _, scheme in self.schemes)
 
@@ -109,13 +109,13 @@ class Quantization:
         """Yield a sentence per difference from the producer's arithmetic. ``latents``: the model has latent attention
         (MLA)."""
         rounded, grouped = self.activations, self.row_codes == GROUPED_ROWS
-        if device == "cuda" and (grouped or (self.method == OWN_METHOD and self.rounds_rows)):
+        if device == "cuda" and (grouped or (self.method == OWN_METHOD and self.quantizes_inputs)):
             flag = "--activation-quantization int8" if grouped else "--quantization int8-dynamic"
             yield (
                 f"{flag} rounds the inputs of linear layers on CPUs only; here they are not rounded, which is nearer"
                 " to the unquantized model"
             )
-        elif device == "cuda" and self.rounds_rows:
+        elif device == "cuda" and self.quantizes_inputs:
             rounded |= {"int8"}
         if device == "cuda" and self.fp8_rows:
             rounded -= {"fp8"}
@@ -124,7 +124,7 @@ class Quantization:
                 "the checkpoint's producer also rounds the inputs of quantized layers to"
                 f" {' and '.join(sorted(rounded))}; here they are not rounded, which is nearer to the unquantized model"
             )
-        if device == "cpu" and latents and self.rounds_rows and not grouped and self.method != OWN_METHOD:
+        if device == "cpu" and latents and self.quantizes_inputs and not grouped and self.method != OWN_METHOD:
             yield (
                 "latents are not rounded to int8 where keys and values are made of them, which is nearer to the"
                 " unquantized model"
@@ -154,7 +154,7 @@ def unsupported(what: str, why: str = "") -> ConfigError:
     )
 
 
-def refuse_others(raw: Raw, known: str, where: str) -> None:
+def refuse_unknown(raw: Raw, known: str, where: str) -> None:
     """Raise ConfigError for a truthy key outside of ``known``, which could change numbers."""
     for key in sorted(raw.keys() - set(known.split())):
         if raw[key] and not key.startswith("_"):

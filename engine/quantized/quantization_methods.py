@@ -19,7 +19,7 @@ from pillion.engine.quantized.quantization import (
     block_of,
     checked_pattern,
     quantization_method,
-    refuse_others,
+    refuse_unknown,
     unsupported,
     whole,
     words_of,
@@ -73,7 +73,7 @@ def _refuse_other_numbers(raw: Raw, method: str) -> None:
 
 
 def _awq(raw: Raw) -> Quantization:
-    refuse_others(
+    refuse_unknown(
         raw,
         _GPTQ_KEYS + "w_bit q_group_size zero_point version modules_to_fuse do_fuse fuse_max_seq_len",
         "quantization_config",
@@ -89,7 +89,7 @@ def _awq(raw: Raw) -> Quantization:
 
 
 def _gptq(raw: Raw) -> Quantization:
-    refuse_others(raw, _GPTQ_KEYS, "quantization_config")
+    refuse_unknown(raw, _GPTQ_KEYS, "quantization_config")
     _refuse_other_numbers(raw, "gptq")
     version = words_of(raw, "checkpoint_format format", "gptq")
     if version not in ("gptq", "gptq_v2") or raw.get("pack_dtype") not in (None, "int32"):
@@ -121,7 +121,7 @@ def _fp8(raw: Raw) -> Quantization:
         quant_method activation_scheme fmt weight_block_size modules_to_not_convert ignored_layers modules_to_convert
         dequantize scale_fmt expert_dtype kv_cache_scheme
         """
-    refuse_others(raw, known, "quantization_config")
+    refuse_unknown(raw, known, "quantization_config")
     kind, experts = words_of(raw, "fmt", "e4m3"), words_of(raw, "expert_dtype", "fp8")
     if kind not in ("e4m3", "float8_e4m3fn") or experts != "fp8":
         raise unsupported(f"fp8 with numbers of type {kind} and experts of type {experts}")
@@ -136,7 +136,7 @@ def _fp8(raw: Raw) -> Quantization:
 
 
 def _fbgemm_fp8(raw: Raw) -> Quantization:
-    refuse_others(raw, "quant_method activation_scale_ub modules_to_not_convert", "quantization_config")
+    refuse_unknown(raw, "quant_method activation_scale_ub modules_to_not_convert", "quantization_config")
     scheme = MatrixScheme(layout="codes", kind="fp8", bits=8, activations="fp8", fp8_rows=True)
     return Quantization(method="fbgemm_fp8", schemes=((ANY_MODULE, scheme),))
 
@@ -147,7 +147,7 @@ def _bitsandbytes(raw: Raw) -> Quantization:
         llm_int8_enable_fp32_cpu_offload bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant
         bnb_4bit_quant_storage
         """
-    refuse_others(raw, known, "quantization_config")
+    refuse_unknown(raw, known, "quantization_config")
     if raw.get("load_in_8bit"):
         scheme = MatrixScheme(layout="bnb8", bits=8, activations="int8")
     elif words_of(raw, "bnb_4bit_quant_type", "fp4") == "nf4":
@@ -166,12 +166,12 @@ def _modelopt(raw: Raw) -> Quantization:
         quant_method quantization producer quant_algo kv_cache_scheme kv_cache_quant_algo config_groups ignore
         group_size
         """
-    refuse_others(raw, known, "quantization_config")
+    refuse_unknown(raw, known, "quantization_config")
     inner = raw.get("quantization", raw)
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config.json: quantization_config: quantization must be an object, not {inner!r}")
     if inner is not raw:
-        refuse_others(inner, "quant_algo kv_cache_quant_algo group_size exclude_modules", "quantization_config")
+        refuse_unknown(inner, "quant_algo kv_cache_quant_algo group_size exclude_modules", "quantization_config")
     usual = {"modelopt_fp8": "fp8", "modelopt_fp4": "nvfp4"}.get(raw["quant_method"], "")
     algorithm, cache = words_of(inner, "quant_algo", usual), words_of(inner, "kv_cache_quant_algo", "")
     fp8 = MatrixScheme(layout="codes", kind="fp8", bits=8, rows=0, activations="fp8")
@@ -190,13 +190,13 @@ def _modelopt(raw: Raw) -> Quantization:
 
 def _mxfp4(raw: Raw) -> Quantization:
     # ``dequantize`` is about transformers' loading, not the files.
-    refuse_others(raw, "quant_method modules_to_not_convert dequantize", "quantization_config")
+    refuse_unknown(raw, "quant_method modules_to_not_convert dequantize", "quantization_config")
     scheme = MatrixScheme(layout="mxfp4", kind="fp4", bits=4, group=32)
     return Quantization(method="mxfp4", schemes=((ANY_MODULE, scheme),))
 
 
 def _own(raw: Raw) -> Quantization:
-    refuse_others(raw, "quant_method weights", "quantization_config")
+    refuse_unknown(raw, "quant_method weights", "quantization_config")
     return Quantization(method=OWN_METHOD, weights=str(raw.get("weights", "")) or OWN_METHOD)
 
 

@@ -36,7 +36,7 @@ _PIECE_WEIGHTS = 2**18
 _REACHES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.72)
 # Max relative growth of a matrix's squared error for float16 scales and offsets, which halve their memory.
 _FLOAT16_COST = 0.01
-_TOLD_TENSORS = 100
+_PROGRESS_TENSORS = 100
 # Refinement rounds: per start, and for the best result.
 _FIRST_ROUNDS, _LAST_ROUNDS = 1, 3
 
@@ -89,8 +89,8 @@ def quantize_matrix(
         # Groups as columns: CPUs reduce over the first dimension fastest.
         groups = weight[piece].float().reshape(-1, group).t().contiguous()
         best = _best_fit(groups, levels)
-        halves = (_not_zero(best.scale.half().float()), best.offset.half().float())
-        for number, fit in enumerate((best, _rounded(groups, levels, *halves))):
+        halves = (_without_zeros(best.scale.half().float()), best.offset.half().float())
+        for number, fit in enumerate((best, _fit_codes(groups, levels, *halves))):
             codes[number, piece] = fit.codes.to(torch.int8).t().contiguous().view(torch.uint8).view(-1, columns)
             scales[number, piece] = fit.scale.view(-1, columns // group)
             offsets[number, piece] = fit.offset.view(-1, columns // group)
@@ -123,17 +123,17 @@ class GroupFit:
 def _best_fit(groups: torch.Tensor, levels: CodeRange) -> GroupFit:
     best = None
     for reach in _REACHES:
-        fit = _rounded(groups, levels, *_start(groups, levels, reach))
+        fit = _fit_codes(groups, levels, *_start(groups, levels, reach))
         if best is None:
             best = fit
         else:
             best.keep_better(fit)
         for _ in range(_FIRST_ROUNDS):
-            fit = _rounded(groups, levels, *_regression(groups, levels, fit))
+            fit = _fit_codes(groups, levels, *_regression(groups, levels, fit))
             best.keep_better(fit)
     assert best is not None
     for _ in range(_LAST_ROUNDS):
-        best.keep_better(_rounded(groups, levels, *_regression(groups, levels, best)))
+        best.keep_better(_fit_codes(groups, levels, *_regression(groups, levels, best)))
     return best
 
 
@@ -141,17 +141,17 @@ def _start(groups: torch.Tensor, levels: CodeRange, reach: float) -> tuple[torch
     """Return the scale and offset at which the codes span this share of each group's range."""
     low, high = groups.amin(0), groups.amax(0)
     if not levels.offsets:
-        return _not_zero(torch.maximum(-low, high) * (reach / levels.most)), torch.zeros_like(low)
-    scale = _not_zero((high - low) * (reach / levels.most))
+        return _without_zeros(torch.maximum(-low, high) * (reach / levels.most)), torch.zeros_like(low)
+    scale = _without_zeros((high - low) * (reach / levels.most))
     return scale, (low + high - scale * levels.most) / 2 if reach < 1 else low
 
 
-def _not_zero(scale: torch.Tensor) -> torch.Tensor:
+def _without_zeros(scale: torch.Tensor) -> torch.Tensor:
     """Replace zero scales, which belong to groups of equal weights, where any scale is right."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
-def _rounded(groups: torch.Tensor, levels: CodeRange, scale: torch.Tensor, offset: torch.Tensor) -> GroupFit:
+def _fit_codes(groups: torch.Tensor, levels: CodeRange, scale: torch.Tensor, offset: torch.Tensor) -> GroupFit:
     codes = ((groups - offset) / scale).round_().clamp_(levels.least, levels.most)
     error = (codes * scale).add_(offset).sub_(groups).square_().sum(0)
     return GroupFit(codes, scale, offset, error)
@@ -201,7 +201,7 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
             tied_head = names["lm_head"][0][0].name
             for index, (wanted, tensor) in enumerate(checkpoint.tensors()):
                 name = wanted.name
-                if index % _TOLD_TENSORS == 0:
+                if index % _PROGRESS_TENSORS == 0:
                     progress(f"quantizing weights to {kind}: tensor {index}")
                 if name in heads:
                     writer.add(_stored(name, tensor, "int8", 0, pool))

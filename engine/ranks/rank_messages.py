@@ -62,14 +62,14 @@ class RankMessage(IntEnum):
     FAILED = 10
 
 
-class RankSilent(Exception):  # noqa: N818  (a state, not a mistake)
+class RankTimeout(Exception):  # noqa: N818  (a state, not a mistake)
     """Raised when the other side neither receives nor sends in time."""
 
 
 class RankLink:
     """One end of a connection between rank 0 and another rank; used by one thread at a time.
 
-    ``limit_ms`` is the max silence of the other side during a call; None for no limit. Raises RankSilent afterwards,
+    ``limit_ms`` is the max silence of the other side during a call; None for no limit. Raises RankTimeout afterwards,
     and ConnectionError if the other side is gone.
     """
 
@@ -126,7 +126,7 @@ class RankLink:
             while not self._polls[event].poll(None if left < 0 else SLICE_MS):
                 left -= 1
                 if not left:
-                    raise RankSilent
+                    raise RankTimeout
 
 
 def _some(received: T) -> T:

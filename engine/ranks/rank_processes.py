@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from pillion.engine.backends.backend import BackendLost
-from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, error_text, json_to_bytes
+from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankTimeout, error_text, json_to_bytes
 from pillion.errors import ConfigError, Internal
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
@@ -188,23 +188,23 @@ class RankProcesses:
         refuses. ``limit_ms``: max silence; None for STEP_SILENCE_MS.
         """
         limit_ms = STEP_SILENCE_MS if limit_ms is None else limit_ms
-        with self._losing_none():
+        with self._lose_on_error():
             number = self._send(kind, payloads, descriptors, limit_ms)
             yield
-            self._take_answers(number, limit_ms)
+            self._receive_answers(number, limit_ms)
 
     @contextmanager
     def beginning(self, step: bytes) -> Iterator[int]:
         """Begin a step on all ranks, on this one in the body of the ``with``. Yields the step's number for
         :meth:`ended`; raises like :meth:`together`."""
-        with self._losing_none():
+        with self._lose_on_error():
             yield self._send(RankMessage.STEP, (step,), (), STEP_SILENCE_MS)
 
     def ended(self, number: int) -> list[bytearray]:
         """Wait until the other ranks have answered all messages up to ``number``, and return the answers to that step;
         [] if all are empty. Raises BackendLost."""
-        with self._losing_none():
-            self._take_answers(number, STEP_SILENCE_MS)
+        with self._lose_on_error():
+            self._receive_answers(number, STEP_SILENCE_MS)
         return self._contents.pop(number, [])
 
     @contextmanager
@@ -234,7 +234,7 @@ class RankProcesses:
                 for rank in self._ranks:
                     rank.packing.send(RankMessage.PACK, payload, [descriptor], limit_ms=LOAD_SILENCE_MS)
                 answers = [rank.packing.receive(LOAD_SILENCE_MS) for rank in self._ranks]
-            except (RankSilent, ConnectionError) as error:
+            except (RankTimeout, ConnectionError) as error:
                 self._lose(f"a rank does not answer while it packs an adapter: {error!r}")
                 raise Internal(f"{self.lost}; this worker ends") from None
         for kind, text, _ in answers:
@@ -277,14 +277,14 @@ class RankProcesses:
             assert len(alive) == self.size - 1, f"only ranks {alive} of {self.size} live"
 
     @contextmanager
-    def _losing_none(self) -> Iterator[None]:
+    def _lose_on_error(self) -> Iterator[None]:
         """Give up all ranks on any error in the block. Raises that error, or BackendLost if a rank is the reason."""
         if self.lost:
             raise BackendLost(self.lost)
         try:
             yield
-        except (RankSilent, ConnectionError) as error:
-            silent = isinstance(error, RankSilent)
+        except (RankTimeout, ConnectionError) as error:
+            silent = isinstance(error, RankTimeout)
             self._lose(f"a {self.noun} was silent for too long" if silent else f"a {self.noun} has ended")
             raise BackendLost(self.lost) from None
         except BaseException as error:
@@ -306,7 +306,7 @@ class RankProcesses:
         self._sent += 1
         return self._sent
 
-    def _take_answers(self, number: int, limit_ms: int) -> None:
+    def _receive_answers(self, number: int, limit_ms: int) -> None:
         """Receive the answers up to message ``number`` that were not yet received."""
         began_s = time.monotonic()
         while self._answered < number:

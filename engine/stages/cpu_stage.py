@@ -19,7 +19,7 @@ from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import CpuModel
 from pillion.engine.ranks.cpu_rank import CpuRankBackend
 from pillion.engine.ranks.rank_memory import RankMember
-from pillion.engine.stages.stage_clock import Worked
+from pillion.engine.stages.stage_clock import StageInterval
 from pillion.engine.stages.stage_rows import StageLink
 from pillion.errors import Internal
 from pillion.host.core_lending_table import CoreShare
@@ -42,7 +42,7 @@ class StageShare(_Backend):
     """
 
     link: StageLink
-    worked = Worked(0.0, 0.0)
+    worked = StageInterval(0.0, 0.0)
 
     def join(self, link: StageLink) -> None:
         """Own the link to adjacent stages from now on. Raises Internal for another model's row size."""
@@ -68,7 +68,7 @@ class StageShare(_Backend):
         self.link.take(self._hidden)
         began_s = time.monotonic()
         super()._run_kernels(program)
-        self.worked = Worked(began_s, time.monotonic())
+        self.worked = StageInterval(began_s, time.monotonic())
         self.link.give(self._hidden)
 
     def _read_logits(self, count: int, places: npt.NDArray[Any] | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Worked(NamedTuple):
+class StageInterval(NamedTuple):
     """Interval in which a stage computed a step, in seconds of time.monotonic()."""
 
     began_s: float
@@ -38,7 +38,7 @@ class StageClock:
             self._idle_since_s = [now] * len(self.work_s)
         self.under_way += 1
 
-    def landed(self, stages: Sequence[Worked]) -> list[float]:
+    def finished(self, stages: Sequence[StageInterval]) -> list[float]:
         """Record the end of the oldest step, with each stage's interval. Returns each stage's wait since the step
         before: until it began this one, and at the end of a spell also after it."""
         self.under_way -= 1

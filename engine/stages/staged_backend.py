@@ -20,7 +20,7 @@ from typing import Protocol
 from pillion.engine.ranks.rank_messages import step_to_bytes
 from pillion.engine.ranks.rank_processes import AbortableMemory, RankProcesses
 from pillion.engine.ranks.ranked_backend import RankedCalls, ShareBackend
-from pillion.engine.stages.stage_clock import StageClock, Worked
+from pillion.engine.stages.stage_clock import StageClock, StageInterval
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.errors import Internal
 from pillion.kernels.step import Sampled, SamplingRows, StepBatch
@@ -40,7 +40,7 @@ class StageBackend(ShareBackend, Protocol):
     is written and the rows are sent."""
 
     @property
-    def worked(self) -> Worked:
+    def worked(self) -> StageInterval:
         """Interval of the last forward pass."""
 
     def check(self, batch: StepBatch) -> None:
@@ -110,7 +110,7 @@ class StagedStep:
     :meth:`RankProcesses.ended`."""
 
     tokens: int
-    own: Worked
+    own: StageInterval
     processes: StageProcesses
     number: int
 
@@ -120,10 +120,10 @@ class StagedStep:
     def wait(self) -> Sampled:
         """Wait until all stages have written their KV. Raises BackendLost."""
         processes = self.processes
-        others = [Worked(*WORKED.unpack(answer)) for answer in processes.ended(self.number)]
+        others = [StageInterval(*WORKED.unpack(answer)) for answer in processes.ended(self.number)]
         # Ranks of a stage compute simultaneously; use the first one's times.
         stages = [self.own, *others][:: processes.ranks_each]
-        waits = processes.clock.landed(stages)
+        waits = processes.clock.finished(stages)
         if log.isEnabledFor(logging.DEBUG):
             told = (
                 f"stage {stage} waited {wait * 1000:.1f} ms and computed {(one.ended_s - one.began_s) * 1000:.1f} ms"

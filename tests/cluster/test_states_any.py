@@ -122,7 +122,7 @@ def folder() -> Iterator[pathlib.Path]:
 async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short form, in this process and without kills."""
     # So that the machine's speed does not decide whether anything is drafted.
-    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     model = make_model(folder / "model", HYBRIDS["lfm2"])[0]
     shape = {"model": str(model), "dtype": "float32", "max_model_len": MAX_MODEL_LEN}

@@ -96,7 +96,7 @@ class LateThreads(MaskThreads):
         else:
             self.late += 1
 
-    def relieve(self) -> None:
+    def add_thread_if_busy(self) -> None:
         pass
 
     def wake_later(self) -> None:

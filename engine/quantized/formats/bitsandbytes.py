@@ -15,9 +15,9 @@ from pillion.engine.quantized.formats.layout import (
     Part,
     finite,
     found_in,
-    one_matrix,
     stem,
     unpack_halves,
+    unstacked_shape,
 )
 from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
@@ -40,7 +40,7 @@ class Nf4Layout:
         return _state(name) in headers or (name in headers and headers[name].dtype == "U8")
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        count = math.prod(one_matrix(name, shape))
+        count = math.prod(unstacked_shape(name, shape))
         storage = [(count // (2 * size), 1) for size in (1, 2, 4)]
         return (
             Part(name, ("U8", "BF16", "F16", "F32"), storage),
@@ -121,7 +121,7 @@ class Int8Layout:
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
         return (
             Part(name, ("I8",), [shape]),
-            Part(f"{stem(name)}.SCB", ("F32",), [one_matrix(name, shape)[:1]]),
+            Part(f"{stem(name)}.SCB", ("F32",), [unstacked_shape(name, shape)[:1]]),
             Part(f"{stem(name)}.weight_format", ("U8",), [(), (1,)], optional=True),
         )
 

@@ -14,9 +14,9 @@ from pillion.engine.quantized.formats.layout import (
     finite,
     groups_of,
     largest,
-    one_matrix,
     stem,
     unpack_halves,
+    unstacked_shape,
 )
 from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
@@ -39,7 +39,7 @@ class Nvfp4Layout:
         return found is not None and found.dtype == "U8"
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        rows, columns = one_matrix(name, shape)
+        rows, columns = unstacked_shape(name, shape)
         return (
             Part(name + self._codes, ("U8",), [(rows, -(-columns // 2))]),
             Part(f"{name}_scale", ("F8_E4M3",), [(rows, groups_of(name, columns, scheme.group))]),
@@ -68,7 +68,7 @@ class PackedMxfp4Layout:
         return found is not None and found.dtype == "U8"
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        rows, columns = one_matrix(name, shape)
+        rows, columns = unstacked_shape(name, shape)
         return (
             Part(f"{name}_packed", ("U8",), [(rows, -(-columns // 2))]),
             Part(f"{name}_scale", ("U8", "F8_E8M0"), [(rows, groups_of(name, columns, scheme.group))]),

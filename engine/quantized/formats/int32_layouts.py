@@ -16,9 +16,9 @@ from pillion.engine.quantized.formats.layout import (
     found_in,
     from_unsigned,
     groups_of,
-    one_matrix,
     stem,
     unpack,
+    unstacked_shape,
     whole_words,
 )
 from pillion.engine.quantized.quantization import MatrixScheme
@@ -36,7 +36,7 @@ class AwqLayout:
         return f"{stem(name)}.qweight" in headers
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        (rows, columns), module = one_matrix(name, shape), stem(name)
+        (rows, columns), module = unstacked_shape(name, shape), stem(name)
         groups, words = groups_of(name, columns, scheme.group), whole_words(name, "outputs", rows, 4)
         return (
             Part(f"{module}.qweight", ("I32",), [(columns, words)]),
@@ -73,7 +73,7 @@ class GptqLayout:
         return f"{stem(name)}.qweight" in headers
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        (rows, columns), module, bits = one_matrix(name, shape), stem(name), scheme.bits
+        (rows, columns), module, bits = unstacked_shape(name, shape), stem(name), scheme.bits
         groups, words = groups_of(name, columns, scheme.group), whole_words(name, "inputs", columns, bits)
         return (
             Part(f"{module}.qweight", ("I32",), [(words, rows)]),

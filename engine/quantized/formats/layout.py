@@ -58,7 +58,7 @@ def found_in(name: str, get: Get) -> torch.Tensor | None:
         return None
 
 
-def one_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+def unstacked_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the shape [N, K]. Raises ConfigError for stacked experts, which this layout lacks."""
     if len(shape) != 2:
         raise ConfigError(f"{name}: stacked experts are not read in this format")

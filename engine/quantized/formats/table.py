@@ -36,7 +36,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "packed_mxfp4": PackedMxfp4Layout(),
 }
 # Statistics of activations that some producers store; never read.
-_OF_ROWS = (
+_ACTIVATION_STATISTICS = (
     "input_scale",
     "input_zero_point",
     "input_global_scale",
@@ -74,7 +74,7 @@ class ConfiguredFormat:
         parts = LAYOUTS[scheme.layout].parts(name, shape, scheme)
         for part in parts:
             _check(part, headers, self._words)
-        names = [part.name for part in parts] + [_of_rows(name, noted) for noted in _OF_ROWS]
+        names = [part.name for part in parts] + [_statistic_name(name, noted) for noted in _ACTIVATION_STATISTICS]
         return tuple(part for part in names if part in headers)
 
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
@@ -94,7 +94,7 @@ class ConfiguredFormat:
         return self._schemes[module]
 
 
-def _of_rows(name: str, noted: str) -> str:
+def _statistic_name(name: str, noted: str) -> str:
     """Return the name of an activation statistic of the matrix ``name``."""
     module = stem(name)
     return f"{module}{'_' if module == name else '.'}{noted}"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pillion.engine.drafts.acceptance import STREAM_FADING, Acceptance
-from pillion.engine.drafts.draft_control import MOST_PROBING_CREDIT_S, MOST_PROBING_SHARE, DraftControl, RowCosts
+from pillion.engine.drafts.draft_control import MAX_PROBING_CREDIT_S, MAX_PROBING_SHARE, DraftControl, RowCosts
 from pillion.engine.scheduling.draft_tokens import Drafter
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
@@ -130,7 +130,7 @@ def test_probes_of_a_slow_drafter_take_a_bounded_share_of_the_time() -> None:
             probes += len(due)
         control.stepped(StepPlan(), 0.040)
     assert probes > 1
-    assert 0.5 * (probes - 1) <= MOST_PROBING_SHARE * 3000 * 0.040 + MOST_PROBING_CREDIT_S
+    assert 0.5 * (probes - 1) <= MAX_PROBING_SHARE * 3000 * 0.040 + MAX_PROBING_CREDIT_S
 
 
 def test_drafts_that_do_not_pay_count_as_probes_as_long_as_the_batch_is_as_full() -> None:
@@ -193,7 +193,7 @@ def test_found_draft_tokens_are_made_where_they_are_enough_to_pay(found: int, to
     assert max(chunk.count for chunk in scheduled) == tokens
     if found == 1:
         # The text that comes judges what no step did.
-        made, right = streams[0].draft_tokens.take_probe(np.array([1, 2, 3, 7, 7, 7], np.int32))
+        made, right = streams[0].draft_tokens.pop_probe(np.array([1, 2, 3, 7, 7, 7], np.int32))
         assert made == right > 0
 
 

@@ -55,7 +55,7 @@ def as_many_as_fit(control: DraftControl, streams: Sequence[Stream], room: Seque
 def draft_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """As much is drafted as there is room for, whatever steps take."""
     monkeypatch.setattr(DraftControl, "shares", as_many_as_fit)
-    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
 
 
 @contextlib.asynccontextmanager

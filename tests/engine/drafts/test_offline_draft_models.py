@@ -61,7 +61,7 @@ def test_no_answer_changes(family: str, tmp_path: pathlib.Path) -> None:
 
 def test_a_good_draft_draft_tokens_sampled_tokens(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model itself, as its own draft, knows what will be drawn: the draft token has the noise of the draw."""
-    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = save_model(tmp_path / "main")
     config = {"method": "draft_model", "model": str(main), "num_speculative_tokens": 3}

@@ -40,7 +40,7 @@ def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_answer_changes(ranks: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # So that the machine's speed does not decide whether anything is drafted.
-    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = save_model(tmp_path / "main", num_hidden_layers=6)
     plain, _ = answers(main, None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pillion.engine.drafts import recent_answers
 from pillion.engine.drafts.lookup_drafters import SuffixDrafter, make_lookup_drafter
-from pillion.engine.drafts.recent_answers import END, LEAST_MATCH_TOKENS, MAX_RINGS, AnswerRing, RecentAnswers
+from pillion.engine.drafts.recent_answers import END, MAX_RINGS, MIN_MATCH_TOKENS, AnswerRing, RecentAnswers
 from pillion.settings.speculative_config import SpeculativeConfig
 from tests.engine.drafts.test_drafts import looked_up, sequence_of
 from tests.support.drafts import speculative
@@ -80,8 +80,8 @@ def test_earlier_answers(answers: list[list[int]], text: list[int]) -> None:
         ring.add(np.array(answer, dtype=np.int32))
     tokens = [token for answer in answers for token in (*answer, END)]
     found = ring.places(np.array(text, dtype=np.int32)).tolist()
-    end = text[-LEAST_MATCH_TOKENS:]
-    least = LEAST_MATCH_TOKENS
+    end = text[-MIN_MATCH_TOKENS:]
+    least = MIN_MATCH_TOKENS
     true = [i for i in range(len(tokens) - 1, least - 2, -1) if tokens[i - least + 1 : i + 1] == end]
     expected = true if len(text) >= least else []
     # Others may have the same hash: what they have in common is counted after this.

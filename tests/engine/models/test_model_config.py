@@ -20,7 +20,7 @@ from pillion.engine.models.config_parser import (
     known_architectures,
     load_config,
     parse_config,
-    passed_over,
+    unused_keys,
     without_keys,
 )
 from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF
@@ -300,7 +300,7 @@ def test_keys_without_effect_are_passed_over(kind: str) -> None:
     given = {**base, **HARMLESS}
     assert parse_config(given) == parse_config(base)
     named = "created_by extra merge_recipe mlp_dropout_rate model_family pad_token qat router_balance_loss"
-    assert passed_over(given) == sorted([*named.split(), *(["inner_maker"] if kind == "gemma3" else [])])
+    assert unused_keys(given) == sorted([*named.split(), *(["inner_maker"] if kind == "gemma3" else [])])
 
 
 @pytest.mark.parametrize(

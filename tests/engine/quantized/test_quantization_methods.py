@@ -98,10 +98,10 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
     group = {**GROUP, "weights": weights, "input_activations": made}
     found = parsed({**PACKED, "format": "int-quantized", "config_groups": {"group_0": group}})
     assert (found.schemes[0][1].row_codes, found.schemes[0][1].activations) == (row_codes, activations)
-    assert found.rounds_rows == bool(row_codes)
+    assert found.quantizes_inputs == bool(row_codes)
     # Rows meet no whole numbers where weights are in groups.
     grouped = parsed({**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": made}}})
-    assert (grouped.rounds_rows, grouped.activations) == (False, {"int8"})
+    assert (grouped.quantizes_inputs, grouped.activations) == (False, {"int8"})
 
 
 @pytest.mark.parametrize(

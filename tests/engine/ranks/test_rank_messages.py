@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pillion.engine.ranks import rank_messages
-from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, step_from_bytes, step_to_bytes
+from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankTimeout, step_from_bytes, step_to_bytes
 from pillion.errors import Internal
 from pillion.kernels.step import StateSlots, StepBatch
 
@@ -126,7 +126,7 @@ def test_a_silence_is_counted_in_slices(
 
     monkeypatch.setattr(pair[0], "_polls", dict.fromkeys(pair[0]._polls, CountingPoll()))
     send = partial(pair[0].send, RankMessage.STEP, bytes(10_000_000), limit_ms=7)
-    with pytest.raises(RankSilent):
+    with pytest.raises(RankTimeout):
         (send if sends else partial(pair[0].receive, 7))()
     assert polls == [1] * 7
 

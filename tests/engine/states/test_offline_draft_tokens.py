@@ -68,7 +68,7 @@ def test_no_answer_changes(
     prepared_here: None,
 ) -> None:
     # So that the machine's speed does not decide whether anything is drafted.
-    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = make_model(tmp_path / "main", HYBRIDS[name])[0]
     plain = outputs_of(main, kernels, 1)
