@@ -15,6 +15,7 @@ import secrets
 
 from pillion.config import KVNodeFlags, refuse_contradictions
 from pillion.errors import ConfigError
+from pillion.kvstore.adapters.adapter_calls import adapter_calls
 from pillion.kvstore.adapters.node_adapters import NodeAdapters
 from pillion.kvstore.events.block_log import BlockLog
 from pillion.kvstore.events.followers import Followers
@@ -28,6 +29,7 @@ from pillion.kvstore.node.node_directory import NodeDirectory
 from pillion.kvstore.node.pool import new_id
 from pillion.kvstore.pool_survival.surviving_memory import SurvivingMemory
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
+from pillion.kvstore.prefix_pins.pin_calls import pin_calls
 from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecords
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
 from pillion.kvstore.tiers.object_tier.object_store import ObjectStore, parse_object_url
@@ -52,21 +54,24 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
     if not flags.node_id:
         raise ConfigError("--node-id must name the node")
     directory = NodeDirectory(flags)
-    memory = (SurvivingMemory if flags.keeper_socket else NodeMemory)(flags, open_domain)
+    surviving = SurvivingMemory(flags, open_domain) if flags.keeper_socket else None
+    memory = NodeMemory(flags, open_domain) if surviving is None else surviving
     # One tenant's prefix pins may have half of what those of all may have.
     shares = PoolShares(flags.max_pinned_percent, flags.max_pinned_percent // 2, flags.state_percent)
     ledger = Ledger(new_id, flags.decode_reserve_percent, shares)
     records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None
+    pins = NodePrefixPins(ledger, records)
     changes = BlockLog(secrets.randbits(62) + 1)
     return KVNode(
         flags,
         directory,
         memory,
-        NodeExchange(flags, directory.addresses, lambda: directory.boot_epoch),
+        NodeExchange(flags, directory.addresses, lambda: directory.boot_epoch, pins.ending_in),
         ledger=ledger,
-        prefix_pins=NodePrefixPins(ledger, records),
+        prefix_pins=pins,
+        survival=None if surviving is None else surviving.survival,
         followers=Followers(ledger.tree, changes, flags.node_id, flags.kv_device),
-        adapters=NodeAdapters(flags, directory.addresses),
+        calls={**pin_calls(pins), **adapter_calls(NodeAdapters(flags, directory.addresses))},
         regions=RegionServer(flags.node_id, memory),
         disk=DiskFolder(flags.disk_path) if flags.disk_path else None,
         bucket=ObjectStore(parse_object_url(flags.object_url)) if flags.object_url else None,

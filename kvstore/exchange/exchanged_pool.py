@@ -30,6 +30,10 @@ log = logging.getLogger("pillion.kvnode")
 FIRST_CONTACT_S = 1.0
 
 
+# The prefix pins that end in a chain, as requests to other nodes.
+PinsOf = Callable[[Sequence[bytes]], Sequence[PinPrefixRequest]]
+
+
 class ExchangedPool:
     """This node's pool as a source for others, and the nodes that it reads from. Only the node's loop calls it.
 
@@ -37,6 +41,7 @@ class ExchangedPool:
         shape, memory, pool: the pool, with its shape and memory.
         kv_transport: the transport from the node's flags.
         addresses, boot_epoch: the live nodes, and this node's boot epoch.
+        pins_of: returns the prefix pins that end in a chain.
 
     Attributes:
         making: task that creates the data plane; None until first needed.
@@ -53,10 +58,11 @@ class ExchangedPool:
         kv_transport: str,
         addresses: Addresses,
         boot_epoch: Callable[[], int],
+        pins_of: PinsOf,
     ) -> None:
         self.memory, self._pool, self._num_slots = memory, pool, shape.num_slots
         self._node_id, self._kv_transport = node_id, kv_transport
-        self._boot_epoch = boot_epoch
+        self._boot_epoch, self._pins_of = boot_epoch, pins_of
         self._block_shape = BlockShape(shape.block_bytes, bytes.fromhex(shape.namespace))
         self.making: asyncio.Task[DataPlane] | None = None
         self._connecting_until_s = 0.0
@@ -113,7 +119,7 @@ class ExchangedPool:
 
     def pins_of(self, chain: Sequence[bytes]) -> Sequence[PinPrefixRequest]:
         """Return the prefix pins that end within a chain, as requests to other nodes."""
-        return self._pool.prefix_pins.ending_in(chain)
+        return self._pins_of(chain)
 
     async def _checksums(self, chain: Sequence[Block]) -> tuple[int, ...]:
         """Return the checksums of pinned blocks, each computed once."""

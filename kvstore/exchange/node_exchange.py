@@ -16,7 +16,7 @@ from typing import Any
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, PillionError, Unavailable
-from pillion.kvstore.exchange.exchanged_pool import ExchangedPool, choose_transport
+from pillion.kvstore.exchange.exchanged_pool import ExchangedPool, PinsOf, choose_transport
 from pillion.kvstore.exchange.peers import SourceNode
 from pillion.kvstore.exchange.plane_servicer import SERVICE_NAME, KVPlaneServicer
 from pillion.kvstore.index.registry import Addresses
@@ -40,9 +40,11 @@ class NodeExchange:
         pool: the exchanged pool; None before it has its shape.
     """
 
-    def __init__(self, flags: KVNodeFlags, addresses: Addresses, boot_epoch: Callable[[], int]) -> None:
+    def __init__(
+        self, flags: KVNodeFlags, addresses: Addresses, boot_epoch: Callable[[], int], pins_of: PinsOf
+    ) -> None:
         self._node_id, self._kv_transport = flags.node_id, _transport_of(flags)
-        self._addresses, self._boot_epoch = addresses, boot_epoch
+        self._addresses, self._boot_epoch, self._pins_of = addresses, boot_epoch, pins_of
         self.pool: ExchangedPool | None = None
 
     @property
@@ -74,6 +76,7 @@ class NodeExchange:
             kv_transport=self._kv_transport,
             addresses=self._addresses,
             boot_epoch=self._boot_epoch,
+            pins_of=self._pins_of,
         )
 
     def source(self, node_id: str) -> SourceNode:

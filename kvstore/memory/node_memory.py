@@ -14,12 +14,10 @@ from collections.abc import Callable
 
 from pillion.config import KVNodeFlags
 from pillion.errors import Conflict
-from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import slots_of
 from pillion.kvstore.memory.domain import Domain, MadeSegment
 from pillion.kvstore.memory.memory import HOST, PoolMemory, until_over
 from pillion.kvstore.memory.shards import Shards
-from pillion.kvstore.pool_survival.survival import PoolSurvival
 from pillion.wire.attach import AttachHello, AttachReply
 
 POOL_GONE = "the pool that this worker has mapped is gone: start it again"
@@ -143,11 +141,6 @@ class NodeMemory:
 
     def ended(self, epoch: int) -> None:
         """Handle the end of an admitted worker's use of the pool. Idempotent."""
-
-    def survival(self, ledger: Ledger, changed: Callable[[], None]) -> PoolSurvival | None:
-        """Create the object that keeps the pool recoverable; the pool has its memory. ``changed`` is called after every
-        change in the ledger. Return None for a pool that ends with its node."""
-        return None
 
     def _close_segments(self) -> None:
         while self.segments:

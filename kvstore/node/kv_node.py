@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 from pillion._version import VERSION
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError, Conflict, PillionError
-from pillion.kvstore.adapters.node_adapters import NodeAdapters
 from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.exchange.node_exchange import NodeExchange
 from pillion.kvstore.gpu.region_server import RegionServer
@@ -29,6 +29,7 @@ from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.node_directory import NodeDirectory
 from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
+from pillion.kvstore.pool_survival.survival import PoolSurvival
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
 from pillion.kvstore.tiers.object_tier.object_store import ObjectStore
@@ -50,7 +51,7 @@ class KVNode:
 
     Attributes:
         address: advertised address of its gRPC service.
-        pool, regions, adapters: the node's parts, for tests.
+        pool, regions, prefix_pins: the node's parts, for tests.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class KVNode:
         *,
         ledger: Ledger,
         prefix_pins: NodePrefixPins,
+        survival: Callable[[Ledger, Callable[[], None]], PoolSurvival | None] | None,
         followers: Followers,
-        adapters: NodeAdapters,
+        calls: Mapping[str, Callable[[Any, Any], Any]],
         regions: RegionServer,
         disk: DiskFolder | None,
         bucket: ObjectStore | None,
@@ -71,11 +73,10 @@ class KVNode:
         self.address = flags.node_advertise
         self._flags, self._directory = flags, directory
         self._memory, self._exchange = memory, exchange
-        self._disk, self._bucket = disk, bucket
-        self.adapters, self.regions = adapters, regions
+        self._disk, self._bucket, self._survival = disk, bucket, survival
+        self.prefix_pins, self.regions, self._calls = prefix_pins, regions, calls
         self.pool = Pool(
             ledger,
-            prefix_pins,
             followers,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
             announce=self._announce,
@@ -108,8 +109,9 @@ class KVNode:
         await self._memory.open()
         self.pool.pool_bytes = self._memory.pool_bytes
         await self._exchange.start()
-        servicer = KVNodeServicer(
-            self.pool, flags.node_id, self.status, self.check_integrity, self._stopping, self.adapters
+        # The calls of features are in the mapping.
+        servicer = KVNodeServicer(  # type: ignore[abstract]
+            self.pool, flags.node_id, self.status, self.check_integrity, self._stopping, self._calls
         )
         try:
             self._server = await start_server(
@@ -147,7 +149,7 @@ class KVNode:
         if server is not None:
             await server.stop(max(0.0, grace_s))
         # After the last call that may change pins.
-        await self.pool.prefix_pins.aclose()
+        await self.prefix_pins.aclose()
         storage, self._storage = self._storage, None
         if storage is not None:
             await storage.close()
@@ -255,9 +257,10 @@ class KVNode:
         )
         self.pool.fetcher, self.pool.spiller = self._storage.fetcher, self._storage.spiller
         self._spawn(self._storage.run(), "storage")
-        self._spawn(self.pool.prefix_pins.run(), "prefix pins")
-        self.pool.survival = survival = self._memory.survival(self.pool.ledger, self.pool.changed)
-        if survival is not None:
+        self._spawn(self.prefix_pins.run(), "prefix pins")
+        if self._survival is not None:
+            self.pool.survival = self._survival(self.pool.ledger, self.pool.changed)
+        if (survival := self.pool.survival) is not None:
             self._spawn(survival.run(), "the pool's survival")
 
     def _announce(self, events: list[IndexEvent]) -> None:

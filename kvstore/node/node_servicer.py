@@ -5,13 +5,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
 
-from pillion.kvstore.adapters.node_adapters import NodeAdapters
 from pillion.kvstore.node.pool import Pool
 from pillion.v1 import kvnode_pb2 as pb
 from pillion.v1 import kvnode_pb2_grpc
@@ -24,8 +22,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
-    """Implements kvnode.proto. ``status`` returns the node's status, ``check_integrity`` raises on inconsistency, and
-    ``stopping`` ends the sessions."""
+    """The servicer of kvnode.proto.
+
+    Args:
+        status: the node's whole status.
+        check_integrity: raises on inconsistency.
+        stopping: ends the sessions when set.
+        calls: the calls that features serve, by name.
+    """
 
     def __init__(
         self,
@@ -34,14 +38,15 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         status: Callable[[], NodeStatus],
         check_integrity: Callable[[], None],
         stopping: asyncio.Event,
-        adapters: NodeAdapters,
+        calls: Mapping[str, Callable[[Any, Any], Any]],
     ) -> None:
         self._pool = pool
         self._node_id = node_id
         self._status = status
         self._check_integrity = check_integrity
         self._stopping = stopping
-        self._adapters = adapters
+        for name, call in calls.items():
+            setattr(self, name, call)
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
         epoch = self._pool.open_session(check_hello(request.hello))
@@ -78,33 +83,10 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
         return pb.CommitReply(results=self._pool.commit(request.epoch, request.runs))
 
-    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Context) -> pb.PrefixPin:
-        return self._pool.prefix_pins.pin_prefix(request)
-
-    async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Context) -> pb.UnpinPrefixReply:
-        return pb.UnpinPrefixReply(found=self._pool.prefix_pins.drop(request))
-
-    async def ListPrefixPins(self, request: pb.ListPrefixPinsRequest, context: Context) -> pb.ListPrefixPinsReply:
-        return self._pool.prefix_pins.listed(request)
-
     # Writes to the context instead of yielding, so that a write that a follower does not read can time out.
     async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:  # type: ignore[override]
         check_hello(request.hello)
         await self._pool.followers.follow(request, context.write)
-
-    async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context) -> AsyncIterator[pb.AdapterPiece]:
-        async with aclosing(self._adapters.pieces(request.digest, request.ask_others)) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    async def FindAdapters(self, request: pb.FindAdaptersRequest, context: Context) -> pb.FindAdaptersReply:
-        return pb.FindAdaptersReply(missing=await self._adapters.missing(request.digests))
-
-    async def KeepAdapter(
-        self, request_iterator: AsyncIterator[pb.AdapterPiece], context: Context
-    ) -> pb.KeepAdapterReply:
-        await self._adapters.keep(aiter(request_iterator))
-        return pb.KeepAdapterReply()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         return self._pool.heartbeat(request.epoch)

@@ -23,7 +23,6 @@ from pillion.kvstore.ledger.ledger import FETCH, KEPT, SESSION, Ledger
 from pillion.kvstore.ledger.records import Block, IndexEvent, PoolShape, slots_of
 from pillion.kvstore.ledger.waiting_queue import MAX_WAITING, Grant, Waiter, WaitingQueue
 from pillion.kvstore.pool_survival.survival import PoolSurvival
-from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 from pillion.kvstore.tiers.spill import Spiller
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
@@ -60,7 +59,6 @@ class Pool:
 
     Args:
         ledger: the pool's slots; the three parts after it are made for it.
-        prefix_pins: the prefix pins, for callers.
         followers: those who follow the pool's blocks.
         max_waiting: as :class:`WaitingQueue` has it.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
@@ -81,7 +79,6 @@ class Pool:
     def __init__(
         self,
         ledger: Ledger,
-        prefix_pins: NodePrefixPins,
         followers: Followers,
         *,
         max_waiting: int = MAX_WAITING,
@@ -89,8 +86,7 @@ class Pool:
         announce: Callable[[list[IndexEvent]], None],
         shaped: Callable[[PoolShape], None],
     ) -> None:
-        self.ledger, self.prefix_pins = ledger, prefix_pins
-        self.followers = followers
+        self.ledger, self.followers = ledger, followers
         self.fetcher: Fetcher | None = None
         self.spiller: Spiller | None = None
         self.survival: PoolSurvival | None = None

@@ -137,13 +137,13 @@ async def test_a_drop_while_the_node_ends_is_written(
         await lives.worker()
         life = NodePinsLife()
         life.epoch = node.pool.open_session("gateway")
-        node.pool.prefix_pins.pin_prefix(life.asked(block_hashes=CHAIN[:32]))
+        node.prefix_pins.pin_prefix(life.asked(block_hashes=CHAIN[:32]))
         await written(redis, lives.flags.node_id, {"x"})
         stop = RunningServer.stop
 
         async def dropping(server: RunningServer, grace_s: float) -> None:
             await stop(server, grace_s)
-            assert life.drop(node.pool.prefix_pins, "x")
+            assert life.drop(node.prefix_pins, "x")
 
         monkeypatch.setattr(RunningServer, "stop", dropping)
         await lives.end()
