@@ -37,7 +37,7 @@ from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.batches.batches_api import batch_routes
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.gateway_server import BesideRequests, GatewayServer, Ports
+from pillion.gateway.gateway_server import GatewayServer, Ports
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.request_grammars import GrammarMaker
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
@@ -121,7 +121,17 @@ async def serve_models(
     gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters, read_ahead, recorder)
     lines = LineCalls()
     batches = _batches(flags, gateway, lines) if flags.batch_path else None
-    beside = BesideRequests(batches, adapters, read_ahead, recorder)
+    # Work beside requests, stopped when the gateway drains, and what is freed after the last call; both last first.
+    background, resources = contextlib.AsyncExitStack(), contextlib.AsyncExitStack()
+    if adapters is not None:
+        background.push_async_callback(adapters.stop)
+    if read_ahead is not None:
+        background.push_async_callback(read_ahead.stop)
+    if recorder is not None:
+        resources.push_async_callback(asyncio.to_thread, recorder.close)
+    if batches is not None:
+        background.push_async_callback(batches.stop)
+        resources.callback(batches.close)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     vectors = GatewayVectors(gateway)
     # The other calls of the service are in the mapping.
@@ -143,10 +153,15 @@ async def serve_models(
     try:
         ports = await listen(gateway, servicer, more_routes)
     except OSError as error:
-        await beside.aclose()
+        await resources.aclose()
         await gateway.aclose()
         await cluster.aclose()
         raise ConfigError(f"the gateway cannot listen: {error}") from None
+    heartbeat_s = flags.heartbeat_ms / 1000
+    if batches is not None:
+        batches.start()
+    if adapters is not None:
+        adapters.start(heartbeat_s)
     record = ComponentRecord(
         component_id=component_id,
         role="gateway",
@@ -154,7 +169,7 @@ async def serve_models(
         version=VERSION,
         model=", ".join(entries),
     )
-    return GatewayServer(record, gateway, registry, servicer, ports, flags.heartbeat_ms / 1000, beside, keys)
+    return GatewayServer(record, gateway, registry, servicer, ports, heartbeat_s, background, resources, keys)
 
 
 def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayOptions:

@@ -12,20 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import msgspec
 
 from pillion.errors import PillionError
-from pillion.gateway.adapters.adapter_names import AdapterNames
 from pillion.gateway.admission.api_keys import KeyFile
-from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
 from pillion.gateway.http_api.http_server import HttpServer
 from pillion.gateway.links.defects import Defects
-from pillion.gateway.read_ahead.read_ahead import ReadAhead
-from pillion.gateway.recorder.recorder import Recorder
 from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.net.watched import WATCH_INTERVAL_S
@@ -52,45 +49,11 @@ class Ports:
     probe: rpc.RunningServer | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BesideRequests:
-    """Holds what a gateway does beside its requests; None is what its flags leave out.
-
-    start -> stop, when the gateway begins to drain -> aclose
-    """
-
-    batches: BatchRunner | None
-    adapters: AdapterNames | None
-    read_ahead: ReadAhead | None
-    recorder: Recorder | None
-
-    def start(self, heartbeat_s: float) -> None:
-        """Begins all work. The gateway is complete, and sends a heartbeat every ``heartbeat_s`` seconds."""
-        if self.batches is not None:
-            self.batches.start()
-        if self.adapters is not None:
-            self.adapters.start(heartbeat_s)
-
-    async def stop(self) -> None:
-        """Ends all work in the background; calls of clients are still answered."""
-        if self.batches is not None:
-            await self.batches.stop()
-        if self.read_ahead is not None:
-            await self.read_ahead.stop()
-        if self.adapters is not None:
-            await self.adapters.stop()
-
-    async def aclose(self) -> None:
-        """Frees what is held; no call of a client comes any more."""
-        if self.batches is not None:
-            self.batches.close()
-        if self.recorder is not None:
-            await asyncio.to_thread(self.recorder.close)
-
-
 class GatewayServer:
-    """Represents a running gateway. ``address`` and ``grpc_address`` are both the gRPC port's; ``http_address`` is the
-    other port's. Attributes are for reading, ``beside`` among them."""
+    """A running gateway. ``address`` and ``grpc_address`` are the gRPC port's, ``http_address`` is the HTTP port's.
+
+    ``background`` stops the work beside requests when the gateway drains; ``resources`` are freed after the last call.
+    """
 
     def __init__(
         self,
@@ -100,7 +63,8 @@ class GatewayServer:
         servicer: GatewayServicer,
         ports: Ports,
         heartbeat_s: float,
-        beside: BesideRequests,
+        background: AsyncExitStack,
+        resources: AsyncExitStack,
         keys: KeyFile | None = None,
     ) -> None:
         self.component_id = record.component_id
@@ -114,8 +78,7 @@ class GatewayServer:
         self._registry = registry
         self._servicer = servicer
         self._server, self.http, self._probe = ports.grpc, ports.http, ports.probe
-        self.beside = beside
-        beside.start(heartbeat_s)
+        self._background, self._resources = background, resources
         self._tasks = [
             asyncio.create_task(self._beat(heartbeat_s), name="heartbeat"),
             asyncio.create_task(_warm_up(gateway), name="first grammars"),
@@ -138,14 +101,14 @@ class GatewayServer:
         # takes. A request that is refused over the old connection would be sent again over the same one.
         self._server.close()
         closing = asyncio.create_task(self.http.stop(grace_s))
-        await self.beside.stop()
+        await self._background.aclose()
         await self._drained(grace_s)
         await self._server.stop(min(grace_s, LAST_MESSAGES_S))
         await closing
         if self._probe is not None:
             # Until this point the probe's port showed that the process drains and does not hang.
             await self._probe.stop(0)
-        await self.beside.aclose()
+        await self._resources.aclose()
         await self.gateway.aclose()
         await self.cluster.aclose()
 
