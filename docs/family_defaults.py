@@ -16,7 +16,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from pillion.engine.models.config_keys import words
-from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, MULTIMODAL, TEXT_AS
+from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES
+from pillion.engine.models.family_rows import MULTIMODAL, TEXT_AS
 
 # Where a config leaves these keys out, transformers' own value counts.
 DEFAULTED = words(

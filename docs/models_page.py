@@ -18,8 +18,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from pillion.engine.models.config_keys import known_keys
-from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
+from pillion.engine.models.families import FAMILIES, TEXT_OF
+from pillion.engine.models.family_rows import SAME_AS, TEXT_AS
 from pillion.engine.models.llama_layer import PRE_NORMS, ExpertNames, Projections, QkNorm
+from pillion.engine.models.model_family import ModelFamily
 
 PAGE = pathlib.Path(__file__).resolve().parent / "models.md"
 LEFT_OUT_PAGE = PAGE.parents[1] / "lab" / "docs" / "models-left-out.md"

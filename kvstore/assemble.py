@@ -15,7 +15,7 @@ import secrets
 
 from pillion.config import KVNodeFlags, refuse_contradictions
 from pillion.errors import ConfigError
-from pillion.kvstore.adapters.adapter_calls import adapter_calls
+from pillion.kvstore.adapters.node_adapter_servicer import adapter_calls
 from pillion.kvstore.adapters.node_adapters import NodeAdapters
 from pillion.kvstore.events.block_log import BlockLog
 from pillion.kvstore.events.followers import Followers
@@ -29,8 +29,8 @@ from pillion.kvstore.node.node_directory import NodeDirectory
 from pillion.kvstore.node.pool import new_id
 from pillion.kvstore.pool_survival.surviving_memory import SurvivingMemory
 from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
-from pillion.kvstore.prefix_pins.pin_calls import pin_calls
 from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecords
+from pillion.kvstore.prefix_pins.pin_servicer import pin_calls
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
 from pillion.kvstore.tiers.object_tier.object_store import ObjectStore, parse_object_url
 

@@ -30,9 +30,10 @@ from safetensors import SafetensorError, safe_open
 from pillion.engine.adapters.adapter_config import CONFIG_NAME, MERGE, AdapterConfig, load_adapter_config
 from pillion.engine.adapters.adapter_forms import Bits, Bytes
 from pillion.engine.adapters.adapter_targets import FLAG, are_targets, targeted_outputs
-from pillion.engine.models.families import FAMILIES, ModelFamily, layers_of
+from pillion.engine.models.families import FAMILIES, layers_of
 from pillion.engine.models.layer_operations import MATRICES, Layer, Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_family import ModelFamily
 from pillion.errors import ConfigError
 from pillion.host.adapter_folders import MAX_HEADER_BYTES
 

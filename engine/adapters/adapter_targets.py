@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pillion.engine.models.families import FAMILIES, ModelFamily, layers_of
+from pillion.engine.models.families import FAMILIES, layers_of
 from pillion.engine.models.layer_operations import MATRICES, LayerTensor, tensors_of
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_family import ModelFamily
 from pillion.errors import ConfigError
 
 FLAG = "--lora-target-modules"

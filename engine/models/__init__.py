@@ -1,6 +1,7 @@
 """Model definitions, as data and plain functions over torch tensors.
 
-    families.py          table of model families: where a new family goes
+    family_rows.py       a row of data per model family: where a new family goes
+    model_family.py      fields of a row;  families.py: all rows with transformers' defaults
     layer_operations.py  vocabulary for describing a layer;  llama_layer.py: the layer of most families
     latent_layer.py      multi-head latent attention (MLA);  gemma4_layer.py and mimo_layer.py: layers of families
     linear_layer.py      layers with a state (hybrid models);  layer_states.py: the state
@@ -18,7 +19,6 @@
     layers.py            norms, activations, mixture of experts;  rope.py: rotary embedding
     vector_head.py       logits of a classifier's labels, from the vector of a text
 
-Start with families.py, then layer_operations.py and decoder.py. Files are in engine/checkpoints, device kernels in
-engine/backends. Families, layers and config readers import no torch, since the gateway and the supervisor read configs,
-too.
+Start with family_rows.py, then layer_operations.py and decoder.py. Files are in engine/checkpoints, device kernels in
+engine/backends. Families, layers and config readers import no torch, since the gateway and the supervisor read configs.
 """

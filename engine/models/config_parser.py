@@ -20,19 +20,8 @@ from pillion.engine.models.config_keys import (
     unread,
     without_vision_keys,
 )
-from pillion.engine.models.families import (
-    DEFAULTS,
-    EITHER_WAY,
-    FAMILIES,
-    FAMILY_KEYS,
-    IGNORED_KEYS,
-    REMOVED,
-    SAME_AS,
-    TEXT_AS,
-    TEXT_OF,
-    Biases,
-    ModelFamily,
-)
+from pillion.engine.models.families import DEFAULTS, FAMILIES, FAMILY_KEYS, IGNORED_KEYS, TEXT_OF
+from pillion.engine.models.family_rows import EITHER_WAY, REMOVED, SAME_AS, TEXT_AS
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu, TokenIndex
 from pillion.engine.models.model_config import (
@@ -42,6 +31,7 @@ from pillion.engine.models.model_config import (
     MoeConfig,
     QueryGrowth,
 )
+from pillion.engine.models.model_family import Biases, ModelFamily
 from pillion.engine.models.rope_config import (
     RopeConfig,
     original_tokens,

@@ -23,7 +23,8 @@ from pillion.engine.models.config_parser import (
     unused_keys,
     without_keys,
 )
-from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, REMOVED, SAME_AS, TEXT_AS, TEXT_OF
+from pillion.engine.models.families import DEFAULTS_FILE, FAMILIES, TEXT_OF
+from pillion.engine.models.family_rows import REMOVED, SAME_AS, TEXT_AS
 from pillion.engine.models.model_config import LayerHeads, QueryGrowth
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
 from pillion.engine.models.rope_config import served_variant

@@ -20,8 +20,8 @@ from lab.testbed.tiny_model import save_tokenizer
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models import families
-from pillion.engine.models.families import ModelFamily
 from pillion.engine.models.llama_layer import llama_layer
+from pillion.engine.models.model_family import ModelFamily
 from pillion.errors import ConfigError
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import PROMPT_TOKENS, tokens_of

@@ -14,7 +14,8 @@ from lab.testbed.tiny_model import save_model
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import parse_config
-from pillion.engine.models.families import FAMILIES, TEXT_AS, TEXT_OF
+from pillion.engine.models.families import FAMILIES, TEXT_OF
+from pillion.engine.models.family_rows import TEXT_AS
 from pillion.errors import ConfigError
 from tests.support.damaged_weights import CHANGES
 from tests.support.families import tokens_of
