@@ -28,10 +28,10 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
 from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.gemm import Gemm
-from pillion.kernels.cpu.products.packing import panel_bytes
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
 from pillion.kernels.cpu.quantized.input_rows import CODE_BIAS, ROW_CONSTANTS_BYTES, CodeInputs
+from pillion.kernels.cpu.quantized.matrix_packing import panel_bytes
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, KINDS
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes

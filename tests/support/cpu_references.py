@@ -12,8 +12,8 @@ from pillion.engine.models.layer_operations import XIELU_SLOPE, ClampedSwiglu
 from pillion.engine.models.layers import clamped_swiglu, xielu
 from pillion.kernels.cpu.products.gemm import GATED
 from pillion.kernels.cpu.products.packed_weight import PackedWeight
-from pillion.kernels.cpu.products.packing import unpack
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
+from pillion.kernels.cpu.quantized.matrix_packing import unpack
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.step import StepBatch
 from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows, unpack_codes

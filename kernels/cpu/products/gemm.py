@@ -100,7 +100,7 @@ class Gemm(KernelSpec):
     """Product of x with packed weights.
 
     Attributes:
-        weights: one of :data:`pillion.kernels.cpu.products.packing.KINDS`.
+        weights: one of :data:`pillion.kernels.cpu.quantized.matrix_packing.KINDS`.
         rows: type of x: "bf16" (not with weights of "fp32") or "fp32". With ``INT8_DOTS`` and DOT_KINDS, the type of
             the rows before quantization.
         epilogue: "store": out = sum + bias. "add": out += factor * (sum + bias). "gated_silu",

@@ -17,7 +17,7 @@ class PackedWeight:
     """A packed matrix.
 
     Attributes:
-        kind: one of :data:`pillion.kernels.cpu.products.packing.KINDS`.
+        kind: one of :data:`pillion.kernels.cpu.quantized.matrix_packing.KINDS`.
         data: a flat tensor of the kind's type; a multiple of 64 bytes.
         depth: inputs with padding; rows have zeros in the padding.
         pairs: number of panels, which are pairs of tiles.

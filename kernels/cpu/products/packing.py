@@ -19,11 +19,6 @@ from torch.nn.functional import pad
 
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight, in_turn
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
-from pillion.kernels.cpu.quantized import quantized_packing
-from pillion.kernels.torch.quantized_matrix import Matrix, plain
-
-# All kinds of packed weights, in the order of their numbers in files.
-KINDS = (*PLAIN_TYPES, *quantized_packing.KINDS)
 
 
 def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
@@ -34,28 +29,14 @@ def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
     return kind
 
 
-def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
-    if kind not in PLAIN_TYPES:
-        return quantized_packing.panel_bytes(kind, depth, group, offsets)
-    return PANEL_COLUMNS * depth * PLAIN_TYPES[kind].itemsize
+def pack_plain(weight: torch.Tensor, kind: str) -> PackedWeight:
+    """Pack a float32 matrix [N, K]; bf16 rounds to nearest even."""
+    return _pack(_padded(weight, PANEL_COLUMNS), kind)
 
 
-def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
-    """Pack a matrix [N, K]; bf16 rounds to nearest even.
-
-    A quantized matrix gets the kind of ``quantized_packing.packed_kind``, or is dequantized to ``kind``. With
-    ``offsets``, groups get offsets even if they are all 0.
-    """
-    if kind not in PLAIN_TYPES:
-        return quantized_packing.pack_quantized([weight], kind, offsets)
-    return _pack(_padded(plain(weight, torch.float32), PANEL_COLUMNS), kind)
-
-
-def pack_gated(gate: Matrix, up: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
-    """Pack two matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
-    if kind not in PLAIN_TYPES:
-        return quantized_packing.pack_quantized([gate, up], kind, offsets)
-    return _pack(in_turn(*(_padded(plain(matrix, torch.float32), TILE_COLUMNS) for matrix in (gate, up))), kind)
+def pack_plain_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> PackedWeight:
+    """Pack two float32 matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
+    return _pack(in_turn(*(_padded(matrix, TILE_COLUMNS) for matrix in (gate, up))), kind)
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
@@ -64,15 +45,12 @@ def pack_bias(bias: torch.Tensor) -> torch.Tensor:
 
 
 def pack_gated_bias(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Pack two biases [N] as float32, in the order of :func:`pack_gated`."""
+    """Pack two biases [N] as float32, in the order of :func:`pack_plain_gated`."""
     return in_turn(*(pad(bias.float(), (0, -len(bias) % TILE_COLUMNS)) for bias in (gate, up)))
 
 
-def unpack(packed: PackedWeight) -> torch.Tensor:
-    """Return the columns of a packed matrix [pairs * 32, depth] in packed order, in the kind's type; of codes, in
-    float64."""
-    if packed.kind not in PLAIN_TYPES:
-        return quantized_packing.unpack_quantized(packed)
+def unpack_plain(packed: PackedWeight) -> torch.Tensor:
+    """Return the columns of a packed matrix [pairs * 32, depth] in packed order, in the kind's type."""
     steps = packed.data.view(packed.pairs, -1, PANEL_COLUMNS * (1 if packed.kind == "fp32" else 2))
     inputs = steps.reshape(packed.pairs, steps.shape[1], PANEL_COLUMNS, -1)
     return inputs.transpose(1, 2).reshape(packed.pairs * PANEL_COLUMNS, packed.depth)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pillion.engine.quantized.formats.layout import from_unsigned
 from pillion.engine.quantized.gguf_blocks import BLOCK_LAYOUTS, read_blocks
-from pillion.kernels.cpu.products.packing import pack_linear, unpack
+from pillion.kernels.cpu.quantized.matrix_packing import pack_linear, unpack
 from pillion.kernels.cpu.quantized.quantized_packing import packed_kind
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.support.examples import examples

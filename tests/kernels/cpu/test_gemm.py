@@ -19,7 +19,7 @@ from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.products.gemm import ACTIVATED, GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight
-from pillion.kernels.cpu.products.packing import pack_gated, pack_linear, unpack
+from pillion.kernels.cpu.quantized.matrix_packing import pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS
 from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm, reference_sum_inputs
 from tests.support.examples import examples

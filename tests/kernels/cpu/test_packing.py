@@ -8,14 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
-from pillion.kernels.cpu.products.packing import (
-    pack_bias,
-    pack_gated,
-    pack_gated_bias,
-    pack_linear,
-    panel_bytes,
-    unpack,
-)
+from pillion.kernels.cpu.products.packing import pack_bias, pack_gated_bias
+from pillion.kernels.cpu.quantized.matrix_packing import pack_gated, pack_linear, panel_bytes, unpack
 from tests.support.examples import examples
 from tests.support.kernel_runner import normal
 

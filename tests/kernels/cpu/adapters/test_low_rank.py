@@ -13,8 +13,8 @@ from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
 from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT, AdapterGemm, ExpertShrink, Shrink, run_rows
 from pillion.kernels.cpu.language.isa import BY_NAME, TABLE
 from pillion.kernels.cpu.products.gemm import Gemm
-from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
+from pillion.kernels.cpu.quantized.matrix_packing import pack_gated, pack_linear
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from tests.kernels.cpu.test_gemm import FACTOR, SPILL
 from tests.support.batches import Sequences

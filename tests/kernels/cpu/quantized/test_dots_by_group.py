@@ -14,9 +14,9 @@ from pillion.errors import Internal
 from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.packed_weight import PackedWeight
-from pillion.kernels.cpu.products.packing import pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES, CodeInputs
+from pillion.kernels.cpu.quantized.matrix_packing import pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.quantized.quantized_packing import has_offsets, packed_kind
 from pillion.kernels.torch.quantized_matrix import CODINGS, GROUPED_ROWS, QuantizedMatrix, rounded_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close

@@ -15,8 +15,8 @@ from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packed_weight import PackedWeight
-from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS_BYTES, CodeInputs
+from pillion.kernels.cpu.quantized.matrix_packing import pack_gated, pack_linear
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, packed_kind
 from pillion.kernels.torch.quantized_matrix import WHOLE_ROWS, QuantizedMatrix, rounded_rows, stack_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.kernels.cpu.products.packing import pack_gated, pack_linear, panel_bytes
 from pillion.kernels.cpu.quantized.codes import pack_codes, unpack_codes
+from pillion.kernels.cpu.quantized.matrix_packing import pack_gated, pack_linear, panel_bytes
 from pillion.kernels.cpu.quantized.quantized_packing import has_offsets, packed_kind
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.kernels.cpu.test_packing import weights_of

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
-from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
 from pillion.kernels.cpu.quantized.codes import CODE_KINDS
+from pillion.kernels.cpu.quantized.matrix_packing import pack_gated, pack_linear
 from pillion.kernels.cpu.quantized.quantized_packing import packed_kind
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.kernels.cpu.test_gemm import SPILL, GemmCase

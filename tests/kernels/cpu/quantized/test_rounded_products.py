@@ -14,9 +14,9 @@ from pillion.errors import Internal
 from pillion.kernels.cpu.language.isa import BY_NAME, Isa
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.packed_weight import PackedWeight
-from pillion.kernels.cpu.products.packing import pack_linear, unpack
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.quantized.codes import CODE_KINDS, UNIT_INPUTS, unpack_codes
+from pillion.kernels.cpu.quantized.matrix_packing import pack_linear, unpack
 from pillion.kernels.cpu.quantized.rounded_codes import CUT_FACTOR
 from tests.kernels.cpu.quantized.test_quantized_products import case
 from tests.kernels.cpu.test_gemm import SPILL, GemmCase
