@@ -6,7 +6,6 @@ from pillion.kvstore.events.block_log import BlockLog
 from pillion.kvstore.events.followers import Followers
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.pool import Pool, new_id
-from pillion.kvstore.prefix_pins.node_pins import NodePrefixPins
 
 
 def make_pool(pool_bytes: int, *, max_waiting: int = 4, heartbeat_timeout_s: float = 5.0) -> Pool:
@@ -14,7 +13,6 @@ def make_pool(pool_bytes: int, *, max_waiting: int = 4, heartbeat_timeout_s: flo
     ledger = Ledger(new_id, 0)
     pool = Pool(
         ledger,
-        NodePrefixPins(ledger),
         Followers(ledger.tree, BlockLog(1)),
         max_waiting=max_waiting,
         heartbeat_timeout_s=heartbeat_timeout_s,

@@ -24,8 +24,8 @@ def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
 def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
     """Pack a matrix [N, K]; bf16 rounds to nearest even.
 
-    A quantized matrix gets the kind of ``quantized_packing.packed_kind``, or is dequantized to ``kind``. With ``offsets``,
-    groups have offsets even if all of them are 0.
+    A quantized matrix gets the kind of ``quantized_packing.packed_kind``, or is dequantized to ``kind``. With
+    ``offsets``, groups get offsets even if they are all 0.
     """
     if kind not in PLAIN_TYPES:
         return quantized_packing.pack_quantized([weight], kind, offsets)

@@ -569,12 +569,19 @@ async def test_a_disk_that_fails_is_one_line_until_it_works(
 
 async def test_a_full_folder_holds_all_lines_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "SWEEP_MS", 20)
+    runners: list[batch_runner.BatchRunner] = []
+    start = batch_runner.BatchRunner.start
+
+    def noted_start(runner: batch_runner.BatchRunner) -> None:
+        runners.append(runner)
+        start(runner)
+
+    monkeypatch.setattr(batch_runner.BatchRunner, "start", noted_start)
     async with running(tmp_path, max_batch_requests=2) as (fakes, client):
         fakes.decode.gate.clear()
         batch = await begun(client, chats(20))
         await until("lines to run", lambda: len(fakes.decode.streams) == 2)
-        server: Any = fakes.gateway
-        runner = server.beside.batches
+        (runner,) = runners
         runner.folder.max_bytes = 1
         await until("the gateway to see it", lambda: runner._full)
         fakes.decode.gate.set()

@@ -108,7 +108,7 @@ async def test_a_turn_that_comes_at_once_reads_nothing_ahead(
 ) -> None:
     async with line(tmp_path) as components:
         first = await evicted(components)
-        monkeypatch.setattr(components.gateway.beside.read_ahead, "waits", lambda admitted: pytest.fail("it waits"))
+        monkeypatch.setattr(components.gateway.gateway._read_ahead, "waits", lambda admitted: pytest.fail("it waits"))
         assert (await ask(components, first)).timings.restored_tokens == BLOCKS * 16
 
 
@@ -130,7 +130,7 @@ async def test_reading_ahead_loses_nothing_and_is_bounded(
         before = pool.fetcher.counts.restored_blocks
         monkeypatch.setattr(fetch, "MAX_AHEAD_PERCENT", 20)
         monkeypatch.setattr(read_ahead, "MAX_IN_LINE", 2)
-        part = components.gateway.beside.read_ahead
+        part = components.gateway.gateway._read_ahead
         async with busy(components):
             waiting = [asyncio.create_task(ask(components, first))]
             await until("a block", lambda: pool.fetcher.counts.restored_blocks > before)
