@@ -1,7 +1,6 @@
-"""Measures how quantized weights change a model's predictions of a text: perplexity, divergence and agreement with the
-plain weights.
+"""Accuracy of quantized weights on a text: perplexity, and divergence from and agreement with the plain weights.
 
-Every token of a window but the first is predicted from those before it, by both models.
+Each token of a window but the first is predicted from those before it by both models.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from pillion.errors import ConfigError
 from pillion.kernels.step import StepBatch
 
 WINDOW_TOKENS = 256
-# These words name the text that is predicted, which is installed with Python.
+# Shown name of the text, which is installed with Python.
 TEXT = "Python's documentation of its language (pydoc_data)"
 
 
 class TextScorer:
-    """Computes log probabilities on a CPU backend, over a pool that holds one window of text."""
+    """Log probabilities on a CPU backend, over a pool of one window."""
 
     def __init__(self, backend: HostBackend, window_tokens: int = WINDOW_TOKENS) -> None:
         self._backend = backend
@@ -48,13 +47,13 @@ class TextScorer:
 
 @dataclass(slots=True)
 class Accuracy:
-    """Holds sums over tokens, from which the properties are computed.
+    """Sums over tokens, from which the properties are computed.
 
     Attributes:
         tokens: number of predicted tokens.
-        surprise: negative log probability of the tokens of the text.
+        surprise: negative log probability of the text's tokens.
         divergence: Kullback-Leibler divergence from the exact model, in nats.
-        agreed: number of tokens at which both models find the same one likeliest.
+        agreed: tokens with the same most likely prediction in both models.
     """
 
     tokens: int = 0
@@ -80,18 +79,18 @@ class Accuracy:
 
     @property
     def agreement(self) -> float:
-        """Share of tokens at which both models find the same one likeliest."""
+        """Share of tokens with the same most likely prediction in both models."""
         return self.agreed / self.tokens
 
 
 def windows(ids: Sequence[int], window_tokens: int = WINDOW_TOKENS) -> Iterator[list[int]]:
-    """Yield the whole windows into which a text can be cut."""
+    """Yield the whole windows of a text."""
     for begin in range(0, len(ids) - window_tokens + 1, window_tokens):
         yield list(ids[begin : begin + window_tokens])
 
 
 def text_windows(tokenizer: Tokenizer, count: int, window_tokens: int = WINDOW_TOKENS) -> list[list[int]]:
-    """Return at most ``count`` windows from all over TEXT. Raises ConfigError where this Python has no TEXT."""
+    """Return up to ``count`` windows spread over TEXT. Raises ConfigError if this Python has no TEXT."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

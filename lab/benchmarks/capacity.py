@@ -1,29 +1,28 @@
-"""Capacity: requests a second within an objective, as Sarathi-Serve reports it, for Pillion and vLLM's CPU build.
+"""Capacity: requests per second within an objective, as Sarathi-Serve defines it, for Pillion and vLLM's CPU build.
 
     PILLION_VLLM=/path/to/vllm python -m lab.benchmarks.capacity --loads chat mixed --rounds 3
 
-A rate passes if, over all answers of a run, the 99th percentile of the time between tokens is within ``strict`` (5) or
-``relaxed`` (25) plain decode steps, and the 99th percentile of the time to the first token, each over its bound
-``--ttft``, is within 1. A plain step is the median time between tokens of 8 streams without prompts that arrive; it is
-measured on each system, and the *slowest* system's holds for all, so that no system loses by its kernels alone what
-its scheduler would keep. Arrivals are a Poisson process, and latencies count from the intended arrival.
+A rate passes if the 99th percentile of the time between tokens is within ``strict`` (5) or ``relaxed`` (25) plain
+decode steps, and the 99th percentile of the time to the first token, each over its bound ``--ttft``, is at most 1. A
+plain step is the median time between tokens of 8 streams while no prompt arrives; the *slowest* system's is used for
+all, so that no system fails by slow kernels alone. Arrivals are a Poisson process; latencies count from the intended
+arrival.
 
-Each search begins at a rate, doubles it until neither objective holds, and then bisects (``pillion bench sweep`` does
-the same). One run serves both objectives. In the first round every setting of a system searches; in further rounds,
-with other arrivals and prompts, each objective keeps vLLM's best setting, so that the peer is measured at its best; an
-objective that no setting kept at any rate is not searched again. All rates of a round have the same lengths in the
-same order, so that a higher rate is the same load in less time: with lengths of its own a rate may be harder than the
-next one, and systems whose searches took different ways would not be comparable.
+Each search doubles the rate until neither objective passes, then bisects (like ``pillion bench sweep``). One run serves
+both objectives. In the first round every setting of a system searches; later rounds, with other arrivals and prompts,
+use vLLM's best setting per objective. An objective that no setting met at any rate is not searched again. All rates of
+a round have the same lengths in the same order, so that a higher rate is the same load in less time: with other lengths
+a lower rate could be harder.
 
-Loads have lengths as Sarathi-Serve's two data sets, Mooncake's traces, and chats, all divided by ``--scale``, which is
-said with the figures: two cores compute in a second what an A100 does in some milliseconds.
+Loads have the lengths of Sarathi-Serve's data sets, Mooncake's traces, and chats, all divided by ``--scale``: two cores
+compute in a second what an A100 does in milliseconds.
 
     chat          openchat_sharegpt4: prompts of 1,730 tokens (p50) and 5,696 (p90), answers of 415 and 834
     summaries     arxiv_summarization: prompts of 7,059 and 12,985 tokens, answers of 208 and 371
-    mixed         four chats for each summary
-    conversation  Mooncake's shared beginnings and lengths, by ``lab.benchmarks.mooncake``
+    mixed         four chats per summary
+    conversation  Mooncake's shared prefixes and lengths, by ``lab.benchmarks.mooncake``
     toolagent     likewise
-    turns         chats of several turns with time to think between them; a rate counts requests
+    turns         chats of several turns with think time; a rate counts requests
 """
 
 from __future__ import annotations
@@ -61,31 +60,31 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 
 MODEL = "demo"
 PEER = "vllm"
-# Plain decode steps that a token may take.
+# Objectives, in plain decode steps per token.
 OBJECTIVES = {"strict": 5.0, "relaxed": 25.0}
 PLAIN = ClosedLoad(64, 96, 8, 8)
 WARM_UP = (ClosedLoad(512, 16, 1, 1), ClosedLoad(64, 16, 8, 16))
-# The 90th percentile of a normal distribution, in standard deviations: it makes a log-normal one of two quantiles.
+# 90th percentile of a normal distribution, in standard deviations; makes a log-normal one from two quantiles.
 P90 = 1.2816
-# Both systems serve prompts of so many tokens; longer draws are cut.
+# Longest prompts and answers that both systems serve; longer draws are cut.
 MOST_PROMPT_TOKENS, MOST_ANSWER_TOKENS = 3500, 400
 SUMMARY_SHARE = 0.2
-# The load `turns` has these lengths of questions, answers and system prompts; they are from no data set.
+# Lengths of the load `turns`, from no data set.
 QUESTION_TOKENS, CHAT_ANSWER_TOKENS, CHAT_SYSTEM_TOKENS, CHAT_TURNS = 800, 415, 1600, "uniform:3,6"
 MAX_RUNS, TOLERANCE = 16, 0.1
-# Below this rate, runs of a minute have too few requests to say anything, and a capacity counts as none.
+# Rates below have too few requests per run; such a capacity counts as none.
 LEAST_RATE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class LengthQuantiles:
-    """Prompt and answer tokens, each by its median and its 90th percentile."""
+    """Prompt and answer tokens, each by its median and 90th percentile."""
 
     prompt: tuple[float, float]
     answer: tuple[float, float]
 
     def draw(self, rng: random.Random, scale: float) -> tuple[int, int]:
-        """Return the tokens of a prompt and of its answer, divided by ``scale``."""
+        """Draw the tokens of a prompt and its answer, divided by ``scale``."""
         drawn = []
         for (p50, p90), most in ((self.prompt, MOST_PROMPT_TOKENS), (self.answer, MOST_ANSWER_TOKENS)):
             tokens = rng.lognormvariate(math.log(p50), math.log(p90 / p50) / P90) / scale
@@ -99,7 +98,7 @@ SUMMARIES = LengthQuantiles((7059, 12_985), (208, 371))
 
 @dataclass(frozen=True, slots=True)
 class OpenLoad:
-    """Requests that arrive ``rate`` times a second, for ``seconds``. ``sessions_of`` makes them for a seed."""
+    """Arrivals at ``rate`` requests per second for ``seconds``. ``sessions_of`` makes sessions from a seed."""
 
     name: str
     rate: float
@@ -108,19 +107,18 @@ class OpenLoad:
     concurrency: None = None
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Return the sessions, each with its time. Load, rate and seed determine all of them. With the same seed, two
-        rates have sessions of the same lengths in the same order. The higher rate has more sessions, and its tokens
-        are others, so that no run finds the KV of another run."""
+        """Return the sessions with their times, determined by load, rate and seed. With the same seed, two rates have
+        the same lengths in the same order, but other tokens, so that no run hits another's KV."""
         count = max(8, round(self.rate * self.seconds))
         made = [unlike(session, self.rate) for session in self.sessions_of(count, seed)]
-        # A session of several turns brings several requests, so fewer sessions begin a second.
+        # Sessions per second: fewer, since one of several turns has several requests.
         rate = self.rate * len(made) / sum(len(session.turns) for session in made)
         times = arrival_times(rate, 1.0, seed, len(made))
         return [LoadSession(at_s, one.turns, one.system) for at_s, one in zip(times, made, strict=True)]
 
 
 def unlike(session: LoadSession, rate: float) -> LoadSession:
-    """Return a session with other tokens at each rate. Those that are alike in two sessions stay so."""
+    """Return a session with other tokens at each rate; equal ones stay equal."""
     low, width = TOKEN_RANGE[0], TOKEN_RANGE[1] - TOKEN_RANGE[0]
     shift = random.Random(f"tokens {rate}").randrange(width) - low
     turns = tuple(replace(turn, ids=[low + (token + shift) % width for token in turn.ids]) for turn in session.turns)
@@ -128,7 +126,7 @@ def unlike(session: LoadSession, rate: float) -> LoadSession:
 
 
 def drawn(scale: float, summary_share: float) -> Callable[[int, int], list[LoadSession]]:
-    """Return a maker of prompts of random tokens, ``summary_share`` of them with the lengths of summaries."""
+    """Make prompts of random tokens, a share ``summary_share`` of them with the lengths of summaries."""
 
     def sessions(count: int, seed: int) -> list[LoadSession]:
         rng = random.Random(f"lengths {seed}")
@@ -143,7 +141,7 @@ def drawn(scale: float, summary_share: float) -> Callable[[int, int], list[LoadS
 
 
 def traced(scale: float, name: str) -> Callable[[int, int], list[LoadSession]]:
-    """Return a maker of prompts that begin alike as those of a trace do: a block of 512 tokens has 512 / ``scale``."""
+    """Make prompts with a trace's shared prefixes; its blocks of 512 tokens become 512 / ``scale``."""
     block = round(TRACE_BLOCK_TOKENS / scale)
 
     def sessions(count: int, seed: int) -> list[LoadSession]:
@@ -163,7 +161,7 @@ def traced(scale: float, name: str) -> Callable[[int, int], list[LoadSession]]:
 
 
 def chatted(scale: float) -> Callable[[int, int], list[LoadSession]]:
-    """Return a maker of chats of several turns, with a few system prompts that many share."""
+    """Make chats of several turns with a few shared system prompts."""
 
     def sessions(count: int, seed: int) -> list[LoadSession]:
         def lengths(tokens: float) -> str:
@@ -186,7 +184,7 @@ def chatted(scale: float) -> Callable[[int, int], list[LoadSession]]:
 
 
 def loads(scale: float) -> dict[str, Callable[[int, int], list[LoadSession]]]:
-    """Return each load's maker of sessions by its name."""
+    """Return each load's session maker by name."""
     return {
         "chat": drawn(scale, 0.0),
         "summaries": drawn(scale, 1.0),
@@ -198,8 +196,8 @@ def loads(scale: float) -> dict[str, Callable[[int, int], list[LoadSession]]]:
 
 
 def run_figures(run: Run, ttft: Objective, bounds_ms: dict[str, float]) -> dict[str, float]:
-    """Return a run's figures; times in milliseconds. ``ttft_of_bound_p99`` is over each request's own bound, and
-    ``good_strict_per_s`` counts the requests that met both bounds of the objective on their own."""
+    """Return a run's figures, times in ms. ``ttft_of_bound_p99``: over each request's own bound; ``good_strict_per_s``:
+    rate of requests that met both bounds of the objective."""
     own = {name: (ttft, Objective("itl_p99", bound / 1000)) for name, bound in bounds_ms.items()}
     gaps = [gap * 1000 for record in run.records for gap in record.itl_s] or [0.0]
     waits = [record.ttft_s for record in run.records]
@@ -222,9 +220,9 @@ def run_figures(run: Run, ttft: Objective, bounds_ms: dict[str, float]) -> dict[
 
 @dataclass(slots=True)
 class CapacitySearch:
-    """Searches the highest rates of one system under one load, for all objectives by common runs.
+    """Search of one system's highest rates under one load, for all objectives by common runs.
 
-    ``bounds_ms`` has the bound of the time between tokens of each objective. ``runs`` has the figures of each rate.
+    ``bounds_ms``: bound of the time between tokens per objective; ``runs``: figures per rate.
     """
 
     bounds_ms: dict[str, float]
@@ -232,8 +230,8 @@ class CapacitySearch:
     runs: dict[float, dict[str, float]] = field(default_factory=dict)
 
     def tried(self, objective: str) -> list[Tried]:
-        """Return the runs, as they look under an objective. One that failed at a rate below one that passed was run
-        for another objective, and does not count: a system whose search goes further down must not lose by it."""
+        """Return the runs as judged by an objective. A failure below a passed rate was run for another objective and
+        does not count: a longer search must not be a disadvantage."""
         bound_ms = self.bounds_ms[objective]
         found = [
             Tried(rate, run["itl_p99_ms"] <= bound_ms and run["ttft_of_bound_p99"] <= 1.0)
@@ -243,7 +241,7 @@ class CapacitySearch:
         return [one for one in found if one.passed or one.rate > highest]
 
     def next(self) -> float | None:
-        """Return the rate to run next; None when the capacities are known or all runs are spent."""
+        """Return the next rate, or None when the capacities are known or all runs are used."""
         for objective in self.bounds_ms:
             rate = next_rate(self.tried(objective), self.start, TOLERANCE, MAX_RUNS)
             if rate is not None and rate >= LEAST_RATE:
@@ -251,15 +249,15 @@ class CapacitySearch:
         return None
 
     def capacities(self) -> dict[str, float]:
-        """Return the highest passed rate of each objective, 0 where none passed."""
+        """Return the highest passed rate per objective, 0 for none."""
         return {objective: best_rate(self.tried(objective)) or 0.0 for objective in self.bounds_ms}
 
 
 @dataclass(slots=True)
 class CapacityBench:
-    """Keeps the systems, their plain steps, and what was found.
+    """The systems, their plain steps, and the results.
 
-    ``found`` has a row for each load, system and round.
+    ``found``: a row per load, system and round.
     """
 
     args: argparse.Namespace
@@ -270,7 +268,7 @@ class CapacityBench:
 
     @contextlib.contextmanager
     def turn_of(self, system: System) -> Iterator[RunningSystem]:
-        """Start or resumes a system, warms it up, and ends or pauses it after the block."""
+        """Start or resume a system and warm it up; stop or pause it after the block."""
         with contextlib.ExitStack() as stack:
             running = self.running.get(system.name) or stack.enter_context(system.running())
             running.resume()
@@ -280,14 +278,14 @@ class CapacityBench:
             running.pause()
 
     def measure_plain_step(self, system: System) -> None:
-        """Measure the median time between tokens of streams whose prompts are all done."""
+        """Measure the median time between tokens of streams whose prompts are done."""
         with self.turn_of(system) as running:
             run = running.measure(PLAIN, 1)
         self.plain_ms[system.name] = plain_step_s(PLAIN, run) * 1000
         print(f"{system.name}: a plain step takes {self.plain_ms[system.name]:.1f} ms", flush=True)
 
     def bounds_ms(self) -> dict[str, float]:
-        """Return the bound of the time between tokens of each objective."""
+        """Return the bound of the time between tokens per objective."""
         plain_ms = self.args.plain_step_ms or max(self.plain_ms.values())
         return {name: steps * plain_ms for name, steps in OBJECTIVES.items()}
 
@@ -313,7 +311,7 @@ class CapacityBench:
         )
 
     def start(self, system: str, load: str, wanted: Sequence[str]) -> float:
-        """Return the rate at which a search begins: what the last round found, or else the flag's."""
+        """Return the first rate of a search: the last round's result, or the flag."""
         known = [
             row["capacity"][wanted[0]]
             for row in self.found
@@ -322,13 +320,13 @@ class CapacityBench:
         return known[-1] if known else float(self.args.start)
 
     def best(self, load: str, objective: str, names: Sequence[str]) -> str | None:
-        """Return the name of the setting with the highest capacity in the first round; None where all have none."""
+        """Return the setting with the highest capacity in the first round, or None."""
         first = [row for row in self.found if row["load"] == load and row["round"] == 1 and row["system"] in names]
         best = max(first, key=lambda row: row["capacity"][objective])
         return str(best["system"]) if best["capacity"][objective] else None
 
     def all_rounds(self, systems: Sequence[System], load: str) -> None:
-        """Measure a load in all rounds; the order of the systems changes from round to round."""
+        """Measure a load in all rounds, rotating the order of the systems."""
         peers = [system.name for system in systems if system.name.startswith(PEER)]
         for round_ in range(1, self.args.rounds + 1):
             turn = round_ % len(systems)
@@ -480,7 +478,7 @@ def main() -> None:
         for system in systems:
             bench.measure_plain_step(system)
         flags = {system.name: " ".join(system.flags) for system in systems}
-        # Where the peer's program lies on this machine is nobody else's business.
+        # Do not record where the peer's program is.
         asked = {name: value for name, value in vars(args).items() if name != "vllm"}
         about = {"systems": flags, "flags": asked, "load_average_at_start": busy, "bounds_ms": bench.bounds_ms()}
         for number, load in enumerate(args.loads, start=1):

@@ -2,11 +2,11 @@
 
     python -m lab.benchmarks.capacity_sim --loads turns chat --machines avx512 --seeds 2
 
-One worker owns both cores; a step costs what its machine's model says, and the scheduler fits its own model as in
-production. Prompts find the KV blocks of earlier ones in an endless pool. A gateway hands on as many requests as the
-worker has slots, and some more. Tokenizers, HTTP and what the load's driver takes of the cores are left out.
+One worker owns both cores; a step costs what its machine's model predicts, and the scheduler fits its own model as in
+production. Prompts hit the KV blocks of earlier ones in an unlimited pool. A gateway forwards slightly more requests
+than the worker has slots. Tokenizers, HTTP and the load driver are left out.
 
-The peer is vLLM's plain behaviour: prompts in order of arrival, 256 sequences, and steps of --peer-tokens beside
+The peer is vLLM's plain scheduling: prompts in order of arrival, 256 sequences, and steps of --peer-tokens beside
 decodes, with Pillion's costs ("plain"), which compares schedulers alone, and with its own ("vllm"). The plain steps of
 the bounds have its own costs.
 """
@@ -48,7 +48,7 @@ MACHINES = {
     "avx2": StepModel(2 * AVX512.step_s, 2 * AVX512.token_s, *AVX512[2:]),
     "amx": StepModel(AVX512.step_s, AVX512.token_s / 3, *AVX512[2:4], AVX512.pair_s / 3),
 }
-# vLLM's costs over Pillion's: plain steps of 8 streams take 2.2 times as long, prompts' tokens 1.8 (A, 22 and 28).
+# vLLM's costs over Pillion's: 2.2 for plain steps of 8 streams, 1.8 for prompt tokens (A, 22 and 28).
 PEER_COSTS = (5.0, 1.8, 1.0, 1.0, 1.8)
 
 
@@ -64,7 +64,6 @@ class Contender:
     first_come: bool = False
 
     def worker(self, clock: Clock, number: int) -> SimWorker:
-        """Return an idle worker."""
         auto = self.target_ms == AUTO
         record = ComponentRecord(
             component_id=self.name,
@@ -89,7 +88,7 @@ class Contender:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """An endless pool: the hashes of all blocks, each chained to those before it."""
+    """An unlimited pool: the chained hashes of all blocks."""
 
     known: set[int] = field(default_factory=set)
 
@@ -101,13 +100,13 @@ class PrefixCache:
         return list(itertools.accumulate(each, lambda before, own: hash((before, own))))
 
     def hits(self, tokens: Sequence[Any]) -> int:
-        """Return how many leading blocks are known; at least one token is left to compute."""
+        """Return the number of leading cached blocks, leaving at least one token to compute."""
         chain = self.chain(tokens[:-1])
         return next((number for number, one in enumerate(chain) if one not in self.known), len(chain))
 
 
 class CapacityRun:
-    """One run: sessions that arrive at a contender. ``records`` has the turns that were answered."""
+    """One run of arriving sessions at a contender. ``records``: answered turns."""
 
     def __init__(self, contender: Contender, sessions: Sequence[LoadSession], seed: int) -> None:
         self.records: list[Record] = []
@@ -115,7 +114,7 @@ class CapacityRun:
         self._worker = contender.worker(self._clock, seed)
         self._slots = contender.seqs if contender.first_come else shared_slots([self._worker.record], ())
         self._cache = PrefixCache()
-        # Jobs that wait for a slot, with their prompts.
+        # Jobs waiting for a slot, with their prompts.
         self._held: deque[tuple[WorkerJob, list[Any]]] = deque()
         self._running = 0
         for number, session in enumerate(sessions):
@@ -123,7 +122,7 @@ class CapacityRun:
             self._clock.at(session.at_s, partial(self._arrive, number, session, 0, history))
 
     def run(self) -> Run:
-        """Simulate until every turn has been answered."""
+        """Simulate until every turn is answered."""
         while not self._clock.idle:
             self._clock.run(self._clock.now + 60.0)
         records = tuple(sorted(self.records, key=lambda record: record.due_s))
@@ -174,7 +173,7 @@ class CapacityRun:
 
 
 def contenders(machine: str, peer_tokens: Sequence[int]) -> list[Contender]:
-    """Return the servers that are compared on a machine; the last one is a peer with its own costs."""
+    """Return the compared servers of a machine; the last is a peer with its own costs."""
     cost = MACHINES[machine]
     own = StepModel._make(factor * each for factor, each in zip(PEER_COSTS, cost, strict=True))
     found = [Contender("auto", cost), Contender("600", cost, seqs=PEER_SEQS, target_ms=600.0)]
@@ -184,7 +183,7 @@ def contenders(machine: str, peer_tokens: Sequence[int]) -> list[Contender]:
 
 
 def capacities(contender: Contender, load: str, seed: int, bounds_ms: dict[str, float], args: Any) -> CapacitySearch:
-    """Search the highest rates of a contender under a load."""
+    """Search a contender's highest rates under a load."""
     make = loads(args.scale)[load]
     [ttft] = parse_slo(f"ttft={args.ttft}")
     found = CapacitySearch(bounds_ms, args.start)

@@ -1,7 +1,6 @@
-"""Clients of any streaming server: `pillion bench`'s driver with one load, in a closed loop or as a trace has it, and
-the figures of a run.
+"""Load clients for any streaming server: `pillion bench`'s driver with a closed loop or a trace, and figures of a run.
 
-On a small machine the driver runs on the server's own cores, so its processor time is measured (``driver_cpu_share``).
+On a small machine the driver runs on the server's cores, so its processor time is measured (``driver_cpu_share``).
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from pillion.loadgen.figures import Run, summarize
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.target import LoadTarget
 
-# Ordinary token ids of the demo model; special tokens come first in its vocabulary.
+# Ordinary token ids of the demo model, above its special tokens.
 TOKEN_RANGE = (1000, 40_000)
 
 
 class DrivenLoad(Protocol):
-    """A load that the driver can send: ``concurrency`` sessions at any time, or None for each at its own time."""
+    """A load for the driver: ``concurrency`` sessions at any time, or None to send each at its own time."""
 
     @property
     def concurrency(self) -> int | None:
-        """Number of sessions at any time."""
+        """Number of concurrent sessions."""
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Return the sessions, which load and seed determine."""
+        """Return the sessions, determined by load and seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoad:
-    """A load: ``requests`` answers of ``output_tokens`` each, ``concurrency`` of them at any time."""
+    """``requests`` answers of ``output_tokens`` each, ``concurrency`` of them at any time."""
 
     input_tokens: int
     output_tokens: int
@@ -43,12 +42,12 @@ class ClosedLoad:
 
     @property
     def name(self) -> str:
-        """Names the load by tokens in, tokens out and concurrency, such as "256/128 x 8"."""
+        """Tokens in, tokens out and concurrency, e.g. "256/128 x 8"."""
         return f"{self.input_tokens}/{self.output_tokens} x {self.concurrency}"
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Return sessions of one random prompt each; no two prompts are alike. Load and seed determine all of them."""
-        # A seed for each load: prompts of two loads must not begin alike, or a prefix cache would know them.
+        """Return sessions of one random prompt each, all different, determined by load and seed."""
+        # A seed per load: shared prefixes between loads would hit a prefix cache.
         own = random.Random(f"{self.name} {seed}").getrandbits(48)
         config = LoadConfig(
             input_len=str(self.input_tokens),
@@ -62,10 +61,10 @@ class ClosedLoad:
 
 
 async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurrency: int | None) -> Run:
-    """Send all sessions, ``concurrency`` at a time or each when it is due, and closes the target.
+    """Send all sessions, ``concurrency`` at a time or each when it is due, and close the target.
 
-    Raises RuntimeError for a request that failed, and for an answer of another length than requested, since rates
-    would not compare then.
+    Raises RuntimeError for a failed request, and for an answer shorter or longer than requested, whose rate would not
+    compare.
     """
     try:
         run = await LoadDriver(target, sessions, concurrency=concurrency).run()
@@ -80,8 +79,8 @@ async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurren
 
 
 def plain_step_s(load: ClosedLoad, run: Run) -> float:
-    """Return the median seconds between tokens of streams whose prompts are all done."""
-    # The first tokens of a stream come while other prompts are computed.
+    """Return the median seconds between tokens of streams whose prompts are done."""
+    # Skip a stream's first tokens, during which other prompts are computed.
     return statistics.median(gap for record in run.records for gap in record.itl_s[load.output_tokens // 3 :])
 
 
@@ -103,6 +102,6 @@ def figures(load: ClosedLoad, run: Run) -> dict[str, float]:
         "driver_cpu_share": run.cpu_s / run.duration_s,
     }
     if load.concurrency == 1:
-        # Nothing else runs, so the time to the first token is the prompt's.
+        # Without other requests, the time to the first token is the prompt's.
         found["prefill_tokens_per_s"] = load.input_tokens / found["ttft_p50_ms"] * 1000
     return found

@@ -2,14 +2,13 @@
 
     PILLION_VLLM=/path/to/vllm PILLION_LLAMA_PYTHON=/path/to/python python -m lab.benchmarks.cold_prompts
 
-One prompt at a time and one token out, of prompts that no cache has. The weights are the demo model's: in bfloat16
-(vLLM, and llama.cpp on a copy that it has made itself) and as the GGUF file has them (llama.cpp; vLLM's CPU build reads
-none). As in `cpu_service`, systems run one at a time, in an order that changes from round to round, with their
-defaults; llama.cpp, without a server, is the peer's best case. A round's figure is the median of its prompts, and
-ratios are of the same round.
+One uncached prompt at a time and one token out. Weights are the demo model's: in bfloat16 (vLLM, and llama.cpp on its
+own conversion) and as in the GGUF file (llama.cpp; vLLM's CPU build cannot read it). As in `cpu_service`, systems run
+one at a time in rotating order with their defaults; llama.cpp without a server is the peer's best case. A round's
+figure is the median of its prompts; ratios are of the same round.
 
-A run may be cut into parts by ``--lengths``, ``--systems`` and ``--rounds``: with ``--add`` rounds join those of the
-result's file, which has to be of the same kind of machine.
+``--lengths``, ``--systems`` and ``--rounds`` split a run into parts: with ``--add``, rounds are added to the result's
+file, which must be of the same kind of machine.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from lab.benchmarks.peers import CONTEXT_TOKENS, System, bf16_gguf, llama_system
 from lab.benchmarks.report import WRITTEN, machine, save, show_table, spread
 
 MODEL = "demo"
-# The longest leaves room for its token.
+# The longest leaves room for one output token.
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, CONTEXT_TOKENS - 1)
-# Prompt tokens per system, length and round, and limits on the number of prompts.
+# Prompt tokens per system, length and round, and max prompts.
 ROUND_TOKENS, MOST_PROMPTS = 4096, 5
 WARM_UP = (ClosedLoad(2048, 1, 1, 1), ClosedLoad(256, 1, 1, 2))
 PILLION, VLLM, LLAMA = "pillion", "vllm", "llama.cpp"
@@ -44,7 +43,7 @@ BF16, GGUF = "bf16", "gguf"
 # Pillion's systems, and the peers with the same weights.
 PEERS = {f"{PILLION}-{BF16}": (f"{VLLM}-{BF16}", f"{LLAMA}-{BF16}"), f"{PILLION}-{GGUF}": (f"{LLAMA}-{GGUF}",)}
 SYSTEMS = (*PEERS, *(peer for peers in PEERS.values() for peer in peers))
-# What must be the same in rounds that are shown together.
+# Must be equal in rounds that are shown together.
 MACHINE_CLASS = ("cpu", "kernels", "cores")
 
 # Milliseconds to the first token by system.
@@ -57,8 +56,8 @@ def load_of(tokens: int) -> ClosedLoad:
 
 
 def systems(args: argparse.Namespace, folder: pathlib.Path, gguf: pathlib.Path, copies: pathlib.Path) -> list[System]:
-    """Return the systems that are installed and wanted; prints which are left out. ``copies``: a folder for the GGUF
-    file's copy in bfloat16."""
+    """Return the installed and selected systems; print which are left out. ``copies``: folder for the GGUF file's
+    bfloat16 conversion."""
     vllm, llama = (shutil.which(path) if path else None for path in (args.vllm, args.llama_python))
     absent = {
         VLLM: "" if vllm else "--vllm (PILLION_VLLM) names no `vllm` program",
@@ -83,7 +82,7 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, gguf: pathlib.Path, 
 def rounds_of(
     found: dict[tuple[str, str], list[dict[str, float]]], lengths: Sequence[int], rounds: int
 ) -> dict[str, list[Round]]:
-    """Return the rounds of each length, from the figures by (load, system)."""
+    """Return the rounds of each length from the figures by (load, system)."""
     figures = {(load, system): [each["ttft_p50_ms"] for each in rows] for (load, system), rows in found.items()}
     return {
         str(tokens): [
@@ -95,8 +94,7 @@ def rounds_of(
 
 
 def earlier(path: pathlib.Path) -> dict[str, Any]:
-    """Return the result to which rounds are added, if there is one. Raises SystemExit where it is of another kind of
-    machine."""
+    """Return the result to which rounds are added, if any. Raises SystemExit if it is of another kind of machine."""
     if not path.exists():
         return {"rounds": {}, "systems": {}}
     result: dict[str, Any] = json.loads(path.read_text())
@@ -107,7 +105,7 @@ def earlier(path: pathlib.Path) -> dict[str, Any]:
 
 
 def rows_of(rounds: dict[str, list[Round]]) -> list[dict[str, Any]]:
-    """Return a row per length and system: milliseconds, and for Pillion's systems times the peer's time."""
+    """Return a row per length and system: milliseconds and, for Pillion's systems, the ratio to the peer."""
     rows = []
     for tokens, each in sorted(rounds.items(), key=lambda item: int(item[0])):
         for system in SYSTEMS:
@@ -124,7 +122,7 @@ def rows_of(rounds: dict[str, list[Round]]) -> list[dict[str, Any]]:
 
 
 def added(before: dict[str, Any], rounds: dict[str, list[Round]], about: dict[str, Any]) -> dict[str, Any]:
-    """Return a result with further rounds and descriptions of systems."""
+    """Return a result with further rounds and system descriptions."""
     all_of_it = {
         tokens: [*before["rounds"].get(tokens, ()), *rounds.get(tokens, ())]
         for tokens in {**before["rounds"], **rounds}
@@ -133,7 +131,6 @@ def added(before: dict[str, Any], rounds: dict[str, list[Round]], about: dict[st
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows."""
     table = Table("tokens", "system", "first token, ms", "rounds", "times the peer's time", title="Cold prompts")
     for row in rows:
         ratios = ", ".join(f"{cell(row[key], 2)} {key}" for key in row if key.startswith("of "))
@@ -142,7 +139,6 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     environ = os.environ.get
     parser.add_argument("--vllm", default=environ("PILLION_VLLM"), metavar="PATH", help="a CPU build's `vllm` program")
@@ -162,9 +158,9 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, prints, and writes results/cold_prompts.json, or by another --name."""
+    """Measure, print, and write results/cold_prompts.json, or by another --name."""
     args = arguments()
-    # Without this, paused processes would outlive a driver that gets SIGTERM.
+    # Otherwise paused processes outlive a driver that is terminated.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     from lab.testbed.plain_model import plain_folder

@@ -1,15 +1,15 @@
 """Attention of usual shapes: decodes beside a streaming read, prompts beside products that never leave the registers.
 
-Decodes are compared with a read of the same bytes in the same pieces, on one thread.
-Runs of attention and of the read alternate, layer by layer over a pool larger than the caches. A figure is the least
-time of each layer, summed over layers, because whatever else runs on the machine only adds to it.
+Decodes are compared with a read of the same bytes in the same pieces, on one thread. Runs of both alternate, layer by
+layer over a pool larger than the caches. A figure is the sum over layers of each layer's least time, since other work
+on the machine only adds to it.
 
-"576 of 512 x 16" is DeepSeek V2 Lite's shape with latents: 576 values for all of 16 heads, the first 512 of which are
-the value, too. A second table has what attention's options cost in the shape of gpt-oss: sinks against none, and a
-window against a context of its length.
+"576 of 512 x 16" is DeepSeek V2 Lite's latent shape: 576 values shared by all 16 heads, the first 512 of which are the
+value as well. A second table has the cost of attention's options in gpt-oss's shape: sinks, and a window against a
+context of its length.
 
-``--prompts`` measures a step's tokens of one prompt instead, on all threads, as a share of :class:`PeakDots` in the
-same run. An operation is a multiplication or an addition with a token that the row sees.
+``--prompts`` measures a step's tokens of one prompt on all threads, as a share of :class:`PeakDots` in the same run. An
+operation is a multiplication or an addition with a visible token.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from pillion.kernels.step import StepBatch
 BLOCK_SIZE = 16
 POOL_BYTES = 400 * 2**20
 PARTIAL_ROWS = 4096
-# Heads' sizes, query heads of a KV head, KV heads; types of queries and of K and V.
+# Head dimension, query heads per KV head, KV heads; types of queries and of K and V.
 SHAPES = {"64 x 3": (64, 3, 3), "128 x 4": (128, 4, 8), "128 x 8": (128, 8, 4)}
 LATENTS = {"576 of 512 x 16": (576, 16, 1, 512)}
-# The shape of gpt-oss, its streams, their context, and a window that does not begin where a partition does.
+# gpt-oss's shape, its streams, their context, and a window that does not begin at a partition.
 OPTIONS, STREAMS, CONTEXT, WINDOW = (64, 8, 8), 16, 1200, 1000
 PAIRS, FLOATS = [(True, ""), (True, "int8"), (True, "fp8_e4m3")], [(False, ""), (True, ""), (False, "int8")]
 KINDS = {isa.name: PAIRS if isa.bf16_dot else FLOATS for isa in TABLE}
-# Streams and their tokens of context.
+# Streams and context tokens.
 LOADS = ((16, 264), (16, 1024), (1, 8192))
-# Sizes of heads and groups of query heads of prompts, their KV heads; tokens of a step, and those before it.
+# Head dimensions and group sizes of prompts with their KV heads; tokens of a step, and those before it.
 PROMPT_SHAPES = {f"{head} x {group}": (head, group, 4) for head in (64, 128) for group in (1, 3, 4, 8)}
 PROMPT_LOADS = ((768, 256), (3840, 256))
 PROMPT_LAYERS = 3
 
 
 class AttentionBench:
-    """The kernels of one shape over a filled pool of many layers. ``window`` is that of all layers, 0 for none;
-    ``sinks`` says whether they have attention sinks."""
+    """The kernels of one shape over a filled pool of many layers. ``window``: of all layers, 0 for none; ``sinks``:
+    with attention sinks."""
 
     def __init__(
         self,
@@ -105,11 +105,10 @@ class AttentionBench:
         return float(best[0].sum()), float(best[1].sum())
 
     def close(self) -> None:
-        """End the threads."""
         self._pool_of_threads.close()
 
     def prompt_rates(self, before: int, tokens: int, rounds: int) -> tuple[float, float]:
-        """Return the operations a second of a prompt's attention, and of the registers alone."""
+        """Return operations per second of a prompt's attention, and of registers alone."""
         step, merges, keep = self._step(1, before + tokens, tokens)
         layers = [self._operations(layer, tokens)[: 1 + merges] for layer in range(self._layers)]
         calls = [self._call(operations, step) for operations in layers]
@@ -129,7 +128,7 @@ class AttentionBench:
         return operations * len(calls) / float(best[:-1].sum()), peak_operations / float(best[-1])
 
     def _step(self, streams: int, context: int, tokens: int = 1) -> tuple[CpuStepRecord, bool, StepBatch]:
-        """Return the step of the last ``tokens`` of each stream, whether it has merges, and what it points to."""
+        """Return the step of the last ``tokens`` of each stream, whether it has merges, and the memory it points to."""
         blocks = -(-context // BLOCK_SIZE)
         tables = self._order[np.arange(streams * blocks) % self._slots].reshape(streams, blocks).copy()
         starts = np.arange(streams + 1, dtype=np.int32) * tokens
@@ -181,7 +180,7 @@ class AttentionBench:
 
 
 def cost_of_options(isa: str, rounds: int) -> dict[str, float]:
-    """Return how fast attention with each option is, as a share of the same without."""
+    """Return the rate of attention with each option as a share of the rate without."""
     head_dim, group, kv_heads = OPTIONS
     shape = AttentionShape(head_dim, group, BLOCK_SIZE, bool(BY_NAME[isa].bf16_dot))
 
@@ -198,7 +197,7 @@ def cost_of_options(isa: str, rounds: int) -> dict[str, float]:
 
 
 def measure_prompts(kernels: list[str], threads: int, rounds: int) -> None:
-    """Print and saves the rates of prompts as a share of the registers' rate."""
+    """Print and save the rates of prompts as a share of the registers' rate."""
     rows: list[dict[str, Any]] = []
     for isa in kernels:
         for name, (head_dim, group, kv_heads) in PROMPT_SHAPES.items():

@@ -1,4 +1,4 @@
-"""Kernels that measure the limits of a processor and its memory: they do nothing but multiply, or nothing but read."""
+"""Kernels that measure the limits of a processor and its memory: they only multiply, or only read."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pillion.kernels.cpu.language.matrix_tiles import TILE_ROWS, TILE_STEPS, Mat
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
-# ``sink`` has 64 bytes for each thread: a kernel must store its result, or the compiler drops the work.
-# How many bytes a thread draws at a time, and how far ahead it prefetches.
+# ``sink`` has 64 bytes per thread: without a stored result the compiler would drop the work.
+# Bytes that a thread draws at a time, and prefetch distance.
 _CHUNK_BYTES = 65536
 _AHEAD_BYTES = 4096
 _STREAMS = 8
-# Groups that are read side by side, each into a sum of its own: memory delivers several streams faster than one.
+# Groups read side by side into separate sums: memory delivers several streams faster than one.
 _SIDE = 4
-# So many matrix tiles of sums hide the latency of a product.
+# Matrix tiles of sums that hide the latency of a product.
 _TILE_SUMS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PeakDots(KernelSpec):
-    """Products of bfloat16 pairs, float32 or int8 codes that never leave the registers: ``rounds`` on each thread.
+    """Products of bfloat16 pairs, float32 or int8 codes that never leave the registers: ``rounds`` per thread.
 
-    A round has as many sums as the largest tile of products: enough to hide the latency of a product, few enough to
-    stay in registers. Without an instruction for bfloat16 pairs, the limit of bfloat16 is that of float32.
+    A round has the sums of the largest product tile: enough to hide a product's latency, few enough for the registers.
+    Without an instruction for bfloat16 pairs, the limit of bfloat16 is that of float32.
 
     ``rows``: "bf16", "fp32" or "int8".
     """
@@ -39,7 +39,7 @@ class PeakDots(KernelSpec):
     rows: str
 
     def operations(self, isa: Isa) -> int:
-        """Multiplication and additions of a round."""
+        """Return the multiplications and additions of a round."""
         steps = self._sums(isa) * LANES
         if self._in_matrix_tiles(isa):
             steps = _TILE_SUMS * TILE_ROWS * TILE_STEPS * LANES
@@ -65,7 +65,7 @@ class PeakDots(KernelSpec):
         with k.range(call.args.number("rounds")):
             for number, total in enumerate(sums):
                 if rows == "int8":
-                    # Codes that do not stay the same: a product that is several instructions could leave the loop.
+                    # Varying codes: a product of several instructions would be hoisted out of the loop.
                     total.value = k.dot_codes(total.value, sums[(number + 1) % len(sums)].value, quads)
                 elif rows == "bf16":
                     total.value = k.dot(total.value, pairs, pairs)
@@ -87,7 +87,7 @@ class PeakDots(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class ReadAll(KernelSpec):
-    """Reads ``bytes`` of ``data`` once, a multiple of 64 KiB, all threads together."""
+    """Reads ``bytes`` of ``data`` once, a multiple of 64 KiB, on all threads together."""
 
     layout = RecordLayout("read", pointers=("data", "sink"), numbers=("bytes",))
 
@@ -106,11 +106,8 @@ class ReadAll(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class AttentionRead(KernelSpec):
-    """Reads the memory that attention reads, item by item, and adds up its lines as if they were float32.
-
-    The items, the groups and their order are those of attention; its speed is the limit that attention is measured
-    against.
-    """
+    """Reads the memory of attention item by item in its order, adding up its lines as float32: the limit for
+    attention."""
 
     layout = RecordLayout(
         "stream",

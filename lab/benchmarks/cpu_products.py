@@ -1,7 +1,7 @@
 """Products with quantized weights beside bfloat16, torch's linear layers, and a streaming read of the same bytes.
 
-A program is the products of some layers of a model's shape, one matrix after the other, as a step runs them: with one
-row it reads all weights once. Runs of all kinds alternate, and a figure is the quickest run. Run it on a quiet machine:
+A program is the products of some layers of a model's shape, in a step's order: with one row it reads all weights once.
+Runs of all kinds alternate; a figure is the fastest run. On a quiet machine:
 
     python -m lab.benchmarks.cpu_products --rows 1,4,16,32,256,512
     python -m lab.benchmarks.cpu_products --shapes smollm2 --layers 16 --kinds bf16 --rows 32,256,512
@@ -37,15 +37,14 @@ from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernel
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 
-# Outputs and inputs of a layer's products: queries, keys and values; attention's output; gate and up; down. "square"
-# is a single deep matrix.
+# Outputs and inputs of a layer's products: QKV; attention's output; gate and up; down. "square": one deep matrix.
 MODEL_SHAPES = {
     "llama": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
     "smollm2": ((960, 576), (576, 576), (3072, 576), (576, 1536)),
     "square": ((4096, 4096),),
 }
 READ, LINEAR = "a streaming read", "torch's linear layers"
-# Kinds of weights, inputs of a group, and whether groups have offsets.
+# Kinds of weights, inputs per group, and whether groups have offsets.
 CASES = (
     ("bf16", 0, False),
     (INT8_DOTS, 0, False),
@@ -77,18 +76,18 @@ CASES = (
 
 
 def operations(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -> Iterator[Operation]:
-    """Yield a product of random weights, whose scales are numbers that are neither 0 nor denormal, after the rounding
-    of its rows where it meets codes."""
+    """Yield a product of random weights, preceded by the rounding of its rows for kinds of codes. Scales are neither 0
+    nor denormal."""
     (columns, depth), rows = shape, len(x)
     pairs = columns // PANEL_COLUMNS
     size = pairs * panel_bytes(spec.weights, depth, group, spec.offsets)
     weights = aligned_bytes(size)
-    # Each byte is a code, and four of them are a float32 of about 1, whatever place they have.
+    # Each byte is a code, and any four of them a float32 of about 1.
     weights[:] = np.random.default_rng(0).integers(0x3C, 0x3F, size, np.uint8)
     groups = -(-depth // (group or depth))
     sums = torch.ones(rows, groups)
     if spec.weights == INT8_DOTS or spec.weights in DOT_KINDS:
-        # A row of codes has its constants where other rows have sums of groups.
+        # A row of codes has constants in place of other rows' sums of groups.
         sums, codes = torch.ones(rows, groups * ROW_CONSTANTS_BYTES // 4), torch.zeros(x.shape, dtype=torch.int8)
         values: dict[str, Any] = {"x": x, "out": codes, "constants": sums, "depth": depth, "inputs": group or depth}
         strides = {"x_stride": x, "out_stride": codes, "constants_stride": sums}
@@ -126,14 +125,14 @@ def rounding(spec: Gemm) -> CodeInputs:
 
 
 def runner(operations: list[Operation], kernels: CompiledKernels, pool: ThreadPool, rows: int) -> Callable[[], None]:
-    """Return a call of a program for so many rows."""
+    """Return a call of a program for ``rows`` rows."""
     program, step = Program(operations, kernels, Workspace()), CpuStepRecord()
     step.count("num_tokens", rows)
     return lambda: pool.run(program.entries, step.words)
 
 
 def linear(shapes: Sequence[tuple[int, int]], layers: int, x: torch.Tensor) -> Callable[[], None]:
-    """Return a call of torch's linear layers, with weights of their own."""
+    """Return a call of torch's linear layers, with separate weights."""
     weights = [torch.randn(shape).to(x.dtype) for _ in range(layers) for shape in shapes]
     inputs = [x[:, : weight.shape[1]].contiguous() for weight in weights]
 
@@ -146,7 +145,7 @@ def linear(shapes: Sequence[tuple[int, int]], layers: int, x: torch.Tensor) -> C
 
 
 def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Return the milliseconds of each call's quickest run; the calls take turns."""
+    """Return the milliseconds of each call's fastest run; calls take turns."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(repeats):
         for name, call in calls.items():
@@ -157,7 +156,7 @@ def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
 
 
 def _registers_alone(peak: PeakDots, isa: Isa, kernels: CompiledKernels, pool: ThreadPool, threads: int) -> float:
-    """Return the most G operations/s of products that never leave the registers."""
+    """Return the max G operations/s of products that never leave the registers."""
     values = {"sink": np.ones(16 * threads, np.float32), "rounds": PEAK_ROUNDS}
     found = fastest_ms({peak.rows: runner([Operation(peak, values)], kernels, pool, 1)}, 5)[peak.rows]
     return peak.operations(isa) * PEAK_ROUNDS * threads / found / 1e6
@@ -172,8 +171,8 @@ def _chosen(kernels: str, codes: str) -> Isa:
 
 
 def _show(title: str, found: Mapping[str, float], sizes: Mapping[str, int], work: float, alone: float) -> None:
-    """Print a table of the milliseconds of each call, whose weights have ``sizes`` bytes and which computes ``work``
-    million operations; ``alone`` is the rate of registers in G operations/s."""
+    """Print a table of each call's milliseconds. ``sizes``: bytes of weights; ``work``: million operations; ``alone``:
+    rate of registers in G operations/s."""
     table, rate = Table(title=title), sizes[READ] / found[READ]
     headings = ("weights", "ms", "G operations/s", "share of registers alone", "GB/s", "share of the read's rate")
     for heading in (*headings, "bf16's time / this time"):
@@ -193,7 +192,7 @@ def _show(title: str, found: Mapping[str, float], sizes: Mapping[str, int], work
 
 
 def main() -> None:
-    """Print a table for each number of rows."""
+    """Print a table per number of rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default="1,16,256")
     parser.add_argument("--shapes", choices=MODEL_SHAPES, default="llama")
@@ -220,7 +219,7 @@ def main() -> None:
     print(", ".join(f"registers alone: {rate:.0f} G operations/s of {rows}" for rows, rate in alone.items()))
     for rows in map(int, args.rows.split(",")):
         dtype = torch.bfloat16 if args.row_type == "bf16" else torch.float32
-        # A row has an odd number of cache lines, as in a worker's buffers, so that rows do not share places in a cache.
+        # An odd number of cache lines per row, as in a worker's buffers, so that rows do not collide in a cache.
         x = torch.randn(rows, max(depth for _, depth in shapes) + 64 // dtype.itemsize).to(dtype)
         calls, sizes = {}, {}
         for case, spec in specs.items():

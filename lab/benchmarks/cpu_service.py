@@ -1,13 +1,13 @@
 """Service level on a CPU: Pillion beside vLLM's CPU build and llama.cpp, same model, lengths and machine, in one run.
 
-In every round each system is started (or resumed, where starting takes minutes), warmed up, measured at all loads and
-stopped (or paused), one at a time; the order changes from round to round. The same closed loop drives all systems, with
-the same prompts in token ids and answers of exactly the same length; prompts are new in every round, so nothing comes
-from a prefix cache. A peer that is not installed is left out, and a printed line says so.
+In every round each system is started (or resumed if its start takes minutes), warmed up, measured at all loads and
+stopped (or paused), one at a time in rotating order. All systems get the same closed loop, prompts as token ids and
+exact answer lengths; prompts are new in every round, so nothing hits a prefix cache. A peer that is not installed is
+left out with a printed line.
 
-The loads are those of this project's targets, with the defaults of `pillion serve`. For a processor with AVX2 alone,
-both serve float32 (`--dtype float32`), which is the faster type there. Where such a processor is not at hand,
-`--pillion "pillion=--cpu-kernels avx2" --peer-isa avx2` stands in for it: both sides then leave the rest unused.
+Loads are those of this project's targets, with the defaults of `pillion serve`. On a processor with AVX2 only, both
+serve float32 (`--dtype float32`), the faster type there; `--pillion "pillion=--cpu-kernels avx2" --peer-isa avx2`
+emulates one.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from lab.benchmarks.report import save, show_table, spread
 
 MODEL = "demo"
 BUDGET_TOKENS = 128
-# A load has three times as many requests as streams. The first prompts come all at once and wait for each other, and
-# those after them come one by one: with twice as many requests the median first token would lie just between the
-# slowest of the later ones and the fastest of the first ones, and jump between the two.
+# Three requests per stream. The first prompts arrive together and wait for each other, later ones arrive one by one:
+# with two per stream the median first token would lie between both groups and jump.
 LOADS = (
     ClosedLoad(256, 128, 1, 3),
     ClosedLoad(256, 128, 8, 24),
@@ -52,12 +51,12 @@ Figures = dict[str, float]
 
 
 def quick(load: ClosedLoad) -> ClosedLoad:
-    """Return a load that is just large enough to show whether everything works."""
+    """Return a minimal load, to see whether everything works."""
     return replace(load, output_tokens=QUICK_OUTPUT_TOKENS, requests=load.concurrency)
 
 
 def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pathlib.Path) -> list[System]:
-    """Return the systems that are installed and wanted; prints which are left out."""
+    """Return the installed and selected systems; print which are left out."""
     found: list[System] = []
     absent: list[tuple[str, str]] = []
     common, model = ("--dtype", dtype), args.model or str(folder)
@@ -73,7 +72,7 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
         flags = tuple(shlex.split(args.vllm_flags))
         budget = ("--max-num-batched-tokens", str(BUDGET_TOKENS))
         found.append(vllm_system(REFERENCE, vllm, folder, dtype, flags, lambda _: True, args.peer_isa))
-        # Small budgets are for long prompts, which stall everybody's decodes otherwise.
+        # Small budgets are for long prompts, which would stall decodes.
         name = f"{REFERENCE}, budget {BUDGET_TOKENS}"
         long = vllm_system(
             name, vllm, folder, dtype, (*flags, *budget), lambda load: load.input_tokens > 256, args.peer_isa
@@ -96,7 +95,7 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
 def measure(
     system: System, running: RunningSystem, loads: Sequence[ClosedLoad], seed: int, warm_up: Sequence[ClosedLoad]
 ) -> dict[str, Figures]:
-    """Measure one round; return its figures by the load's name."""
+    """Measure one round; return its figures by load."""
     for load in warm_up:
         if system.takes(load):
             running.measure(load, seed - 1)
@@ -113,7 +112,7 @@ def measure(
 
 
 def start(system: System, stack: contextlib.ExitStack) -> RunningSystem:
-    """Start a system until ``stack`` is closed, and pauses it if it can be paused."""
+    """Start a system until ``stack`` is closed, pausing it if possible."""
     begin = time.perf_counter()
     running = stack.enter_context(system.running())
     running.pause()
@@ -131,7 +130,7 @@ def all_rounds(
     with contextlib.ExitStack() as stack:
         staying = {system.name: start(system, stack) for system in wanted if system.stays}
         for index in range(rounds):
-            # Each round has two seeds, one of them for the warm-up.
+            # Two seeds per round, one of them for the warm-up.
             turn, seed = index % len(wanted), 2 * index + 1
             for system in (*wanted[turn:], *wanted[:turn]):
                 with contextlib.ExitStack() as this_turn:
@@ -152,7 +151,7 @@ def all_rounds(
 def rows_of(
     found: dict[tuple[str, str], list[Figures]], loads: Sequence[ClosedLoad], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return a row per load and system: each figure's spread over the rounds, and its rate over the reference's."""
+    """Return a row per load and system: each figure's spread over the rounds, and its ratio to the reference."""
     rows = []
     for load in loads:
         reference = found.get((load.name, REFERENCE))
@@ -201,12 +200,11 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def cell(found: dict[str, float], digits: int = 0) -> str:
-    """Format a spread as "median (least-greatest)"."""
+    """Format a spread as "median (min-max)"."""
     return f"{found['median']:.{digits}f} ({found['min']:.{digits}f}-{found['max']:.{digits}f})"
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--pillion", action="append", metavar="NAME=FLAGS", help="repeatable; default: pillion, without flags"
@@ -245,7 +243,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write results/cpu_service.json, or by another --name."""
     args = arguments()
-    # Without this, paused processes would outlive a driver that gets SIGTERM.
+    # Otherwise paused processes outlive a driver that is terminated.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     from lab.testbed.plain_model import plain_folder

@@ -1,4 +1,4 @@
-"""Batches and timers that measure steps of a CPU backend without any service around it."""
+"""Batches and timers for steps of a CPU backend without a service."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from pillion.kernels.step import StepBatch
 BLOCK_SIZE = 16
 SLOTS = 1280
 PAGE_BYTES = 4096
-# The bfloat16 number that fills the pool, at which nothing is denormal and nothing overflows.
+# bfloat16 fill of the pool, neither denormal nor overflowing.
 FILLED_WITH = 0x3C00
 SINK_THREADS = 256
 PEAK_ROUNDS = 1_000_000
 
 
 class CpuStepBench:
-    """A backend over a filled pool, whose sequences get blocks in a random order."""
+    """A backend over a filled pool; sequences get blocks in random order."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -40,7 +40,7 @@ class CpuStepBench:
         self._order = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)
 
     def decode(self, batch: int, context: int) -> StepBatch:
-        """Return a step of ``batch`` streams, each at its token number ``context``, with all logits."""
+        """Return a step of ``batch`` streams at token number ``context``, with all logits."""
         blocks = -(-context // BLOCK_SIZE)
         tables = self._order[np.arange(batch * blocks) % SLOTS].reshape(batch, blocks)
         return StepBatch(
@@ -65,7 +65,7 @@ class CpuStepBench:
         )
 
     def seconds(self, batch: StepBatch, repeats: int) -> list[float]:
-        """Return the seconds of each of ``repeats`` steps, after an untimed one."""
+        """Return the seconds of ``repeats`` steps, after an untimed one."""
         self.backend.forward(batch)
         found = []
         for _ in range(repeats):
@@ -81,7 +81,7 @@ def kernels_bench(
     kernels: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> CpuStepBench:
-    """Return a bench of the CPU kernels. Raises ConfigError where this processor has none."""
+    """Return a bench of the CPU kernels. Raises ConfigError if this processor has none."""
     isa = choose_isa(kernels, host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
@@ -92,7 +92,7 @@ def kernels_bench(
 
 
 def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
-    """Measure the most operations and bytes a second: products in registers, and a read of the packed weights."""
+    """Measure the max operations and bytes per second: products in registers, and a read of the packed weights."""
     sink = np.ones(16 * SINK_THREADS, np.float32)
     data = backend.model.weights.linear("lm_head").data
     size = data.numel() * data.element_size() // 65536 * 65536
@@ -102,14 +102,14 @@ def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
 
 
 def dots_rate(backend: CpuBackend, threads: int, rows: str) -> float:
-    """Measure the most operations a second of products in registers, of rows of a type of :class:`PeakDots`."""
+    """Measure the max operations per second of products in registers, for rows of a type of :class:`PeakDots`."""
     dots, sink = PeakDots(rows), np.ones(16 * SINK_THREADS, np.float32)
     multiply = backend.again([Operation(dots, {"sink": sink, "rounds": PEAK_ROUNDS})])
     return dots.operations(backend.model.isa) * PEAK_ROUNDS * threads / fastest(multiply, 5)
 
 
 def fastest(call: Callable[[], None], repeats: int) -> float:
-    """Return the seconds of the quickest of ``repeats`` runs, after an untimed one."""
+    """Return the seconds of the fastest of ``repeats`` runs, after an untimed one."""
     call()
     best = float("inf")
     for _ in range(repeats):

@@ -1,12 +1,10 @@
-"""What draft tokens gain: the offline engine with each method of drafting beside the same engine without any.
+"""Gain of draft tokens: the offline engine with each drafting method beside the same engine without any.
 
-Every engine answers the same prompts in turn, so that what else runs on the machine slows all of them; a method's gain
-is the median of the rounds' ratios. Texts: *ordinary*, sampled stories of which each round has other ones; *greedy*,
-the likeliest stories; *repeating*, a function that stands three times in the prompt, and that the model writes again;
-*again*, the stories of the first round, which only a method that remembers answers can know. In all but *again* each
-round has a salt of its own, so none finds another one's answers. *Saved* are the tokens that a draft token brought, and
-that took no step of their own.
-The answers of all methods must be the same, token by token.
+Engines answer the same prompts in turn, so that other work slows all of them; a method's gain is the median of the
+rounds' ratios. Texts: *ordinary*: sampled stories, new in each round; *greedy*: greedy stories; *repeating*: a function
+that occurs three times in the prompt and that the model writes again; *again*: the first round's stories, for methods
+that remember answers. Except in *again* each round has a cache salt. *Saved*: tokens accepted from drafts, without a
+step for them. Answers of all methods must be equal, token by token.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ SUBJECTS = ("a ferry", "two brothers", "an old map", "the last train", "a lighth
 
 
 def prompt_of(text: str, stream: int) -> str:
-    """Return the prompt of one stream."""
     if text == "repeating":
         return f"# Number {stream}\n" + 3 * inspect.getsource(FUNCTIONS[stream % len(FUNCTIONS)])
     asked = f"Tell a long story about {SUBJECTS[stream % len(SUBJECTS)]} in the year {1900 + stream}."
@@ -48,7 +45,7 @@ def prompt_of(text: str, stream: int) -> str:
 
 
 def answers(llm: LLM, text: str, streams: int, number: int, tokens: int) -> tuple[float, list[RequestOutput]]:
-    """Return the seconds of one round, and its answers. The prompts' KV is there before."""
+    """Return the seconds and answers of one round; the prompts' KV is cached before."""
     params = SamplingParams(
         temperature=0.0 if text in ("greedy", "repeating") else 1.0, max_tokens=tokens, ignore_eos=True
     )
@@ -62,7 +59,7 @@ def answers(llm: LLM, text: str, streams: int, number: int, tokens: int) -> tupl
 
 
 def shares(found: Sequence[RequestOutput]) -> tuple[int, int]:
-    """Return how many tokens were drafted for these answers, and how many of them were right."""
+    """Return the numbers of drafted and of accepted tokens."""
     timings = [one.timings for one in found if one.timings is not None]
     return sum(one.guessed_tokens for one in timings), sum(one.accepted_tokens for one in timings)
 
@@ -71,7 +68,7 @@ def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, token
     """Return each method's figures for one text and number of streams."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     drafted, accepted = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0)
-    # The first round warms up, and is what is answered again.
+    # Round 0 warms up, and is the one that *again* repeats.
     for number in range(rounds + 1):
         said = None
         for name, llm in engines.items():
@@ -99,7 +96,6 @@ def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, token
 
 
 def show(rows: dict[str, dict[str, Any]], title: str) -> None:
-    """Print the figures as a table."""
     table = Table(title=title)
     for heading in ("text", "streams", "method", "tokens/s", "beside off", "by best", "drafted", "right", "saved"):
         table.add_column(heading, justify="left" if heading in ("text", "method") else "right")

@@ -1,15 +1,14 @@
-"""What a service makes of its kernels: the rate of a closed loop beside what the kernels alone would allow, and where
-the rest goes.
+"""A service's share of its kernels: the rate of a closed loop beside the limit of the kernels alone, and the rest by
+process.
 
     python -m lab.benchmarks.kernel_share --rounds 3
 
-The limit of a load with B streams is what the two cores would make if they did nothing but run kernels: a request of P
-tokens in and A out takes the time of a chunk of P tokens, and the B-th part of A steps of B streams whose contexts are
-half-way. Both are measured in this process before and after the service, which is started anew in each round, because
-the same kernels differ by a tenth from process to process. Beside the share stand the processor time of each process
-of the service, in cores, and that of the driver, what is idle, and what processes elsewhere take, without which a share
-means little; and a plain step of 8 streams alone and in the service, as the median time between tokens of streams whose
-prompts are all done.
+The limit of a load with B streams is the rate of two cores that only run kernels: a request of P tokens in and A out
+takes a chunk of P tokens, and 1/B of A steps of B streams at half their contexts. Both are measured in this process
+before and after the service, which is restarted in each round, since kernels differ by a tenth from process to process.
+Beside the share: processor time per process of the service, in cores, that of the driver, idle time, and time of other
+processes, without which a share means little; and a plain step of 8 streams, alone and in the service (the median time
+between tokens of streams whose prompts are done).
 """
 
 from __future__ import annotations
@@ -43,36 +42,36 @@ LOADS = (
 PLAIN = ClosedLoad(64, 384, 8, 8)
 WARM_UP = (ClosedLoad(512, 16, 1, 1), ClosedLoad(64, 16, 8, 16))
 STEP_REPEATS, CHUNK_REPEATS = 40, 6
-# Components by the command that starts them; all others are "other": the supervisor, the fork server and Redis.
+# Components by their command; all others are "other": the supervisor, the fork server and Redis.
 ROLES = {"gateway": "gateway", "kvnode": "KV node", "prefill": "prefill worker", "decode": "decode worker"}
 OTHER, DRIVER, IDLE, ELSEWHERE = "other", "driver", "idle", "elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """Measures the kernels alone, on all cores of this process: chunks of prompts, and steps of streams."""
+    """The kernels alone, on all cores of this process: chunks of prompts, and steps of streams."""
 
     bench: CpuStepBench
 
     def limit(self, load: ClosedLoad) -> float:
-        """Return the output tokens a second of a load on a service that did nothing but run its kernels."""
+        """Return the output tokens per second of a load if a service only ran its kernels."""
         chunk_s = statistics.median(self.bench.seconds(self.bench.chunk(load.input_tokens, 0), CHUNK_REPEATS))
         return load.output_tokens / (chunk_s + load.output_tokens * self.step_s(load) / load.concurrency)
 
     def step_s(self, load: ClosedLoad) -> float:
-        """Return the seconds of a step of the load's streams, with contexts half-way."""
+        """Return the seconds of a step of the load's streams at half their contexts."""
         context = load.input_tokens + load.output_tokens // 2
         return statistics.median(self.bench.seconds(self.bench.decode(load.concurrency, context), STEP_REPEATS))
 
 
 def role_of(process: psutil.Process) -> str:
-    """Return what a process of the service is."""
+    """Return the role of a process of the service."""
     words = process.cmdline()
     return next((name for command, name in ROLES.items() if command in words), OTHER)
 
 
 def processor_s() -> dict[str, float]:
-    """Return the processor time of the service's processes by role, of this process, and the idle time, so far."""
+    """Return the processor time so far of the service by role, of this process, and idle."""
     found = dict.fromkeys((*ROLES.values(), OTHER), 0.0)
     for process in psutil.Process().children(recursive=True):
         times = process.cpu_times()
@@ -82,7 +81,7 @@ def processor_s() -> dict[str, float]:
 
 
 def measure_load(running: RunningSystem, load: ClosedLoad, seed: int) -> dict[str, float]:
-    """Run a load; return its rate, the median time between tokens, and the cores that each process took."""
+    """Run a load; return its rate, the median time between tokens, and the cores used per process."""
     before = processor_s()
     run = running.measure(load, seed)
     after = processor_s()
@@ -113,7 +112,7 @@ def one_round(
 
 
 def show(rows: dict[str, dict[str, dict[str, float]]], plain: dict[str, dict[str, float]]) -> None:
-    """Print each load's medians, with the least and the greatest of the rounds."""
+    """Print each load's medians with min and max over the rounds."""
     roles = (*ROLES.values(), OTHER, DRIVER, IDLE, ELSEWHERE)
     table = Table("load", "tokens/s", "the kernels alone", "share", *roles, title="Cores that each process takes")
     for name, row in rows.items():
@@ -124,7 +123,7 @@ def show(rows: dict[str, dict[str, dict[str, float]]], plain: dict[str, dict[str
 
 
 def main() -> None:
-    """Measure all rounds, prints a table, and writes results/kernel_share.json."""
+    """Measure all rounds, print a table, and write results/kernel_share.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")

@@ -1,15 +1,15 @@
-"""llama.cpp on one stream, run by a Python that has llama-cpp-python; it imports nothing of this project.
+"""llama.cpp on one stream, run by a Python with llama-cpp-python; imports nothing of this project.
 
 usage: llama_stream.py MODEL.gguf THREADS CONTEXT_TOKENS
        llama_stream.py MODEL.gguf COPY.gguf
 
 The first form reads one JSON line per request, ``{"prompt": [ids], "max_tokens": n}``, and answers with one line of
-times: ``{"asked_s": t, "token_s": [t, ...]}``. The program calls the C API itself, so that no Python of the wrapper is
-in the times. This is the peer's best case, without a server and a tokenizer. The second form writes a copy in bfloat16.
+times: ``{"asked_s": t, "token_s": [t, ...]}``. It calls the C API directly, so that the times contain no Python of the
+wrapper: the peer's best case, without server and tokenizer. The second form writes a bfloat16 copy.
 
-`pip install llama-cpp-python` compiles llama.cpp for the processor at hand. On one with AMX an older GCC, such as 12.2,
-makes a library that ends with SIGILL: its `_tile_loadconfig` declares 8 of the 64 bytes that the instruction reads, so
-the stores of the tiles' shapes are removed as dead. `CXXFLAGS="-fno-tree-dse -fno-dse"` keeps them.
+`pip install llama-cpp-python` compiles llama.cpp for this processor. With AMX, an older GCC (e.g. 12.2) makes a library
+that ends with SIGILL: its `_tile_loadconfig` declares 8 of the 64 bytes that the instruction reads, so the stores of
+tile shapes are removed as dead. `CXXFLAGS="-fno-tree-dse -fno-dse"` keeps them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Greedy:
         self.sampler = api.llama_sampler_init_greedy()
 
     def answer(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """Generate an answer; return the times of the request and of each token, in seconds of one clock."""
+        """Generate an answer; return the times of the request and of each token, on one clock."""
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         asked, times = time.perf_counter(), []
         for start in range(0, len(prompt), self.batch_tokens):
@@ -54,7 +54,7 @@ class Greedy:
             self.decode([token])
 
     def decode(self, ids: list[int]) -> None:
-        """Append ``ids`` to the context. Raises RuntimeError when llama.cpp refuses."""
+        """Append ``ids`` to the context. Raises RuntimeError if llama.cpp refuses."""
         tokens = (self.api.llama_token * len(ids))(*ids)
         status = self.api.llama_decode(self.context, self.api.llama_batch_get_one(tokens, len(ids)))
         if status:
@@ -70,7 +70,7 @@ def write_bf16(api: Any, path: str, copy: str) -> None:
 
 
 def main() -> None:
-    """Serve standard input until it ends, or writes a copy."""
+    """Serve standard input until it ends, or write a copy."""
     api: Any = importlib.import_module("llama_cpp")
     path, *rest = sys.argv[1:]
     if len(rest) == 1:

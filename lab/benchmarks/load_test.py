@@ -1,10 +1,9 @@
-"""`make load-test`: a bounded load on the real local cluster; fails when a request fails or integrity breaks.
+"""`make load-test`: a bounded load on the real local cluster; fails if a request fails or integrity breaks.
 
     start -> stages, one by one: gRPC, HTTP, chats, a shared trace, bursts, a closed loop -> idle -> check for leaks
 
-The test fails for any of these: a request that was refused, lost or cut short; a component that was restarted; a KV
-node whose slots and pins do not add up (I4); a request, a ticket or a slot that is still held when all is over.
-Latencies are shown and not judged, since the test runs on any machine.
+It fails on a refused, lost or truncated request; a restarted component; a KV node with inconsistent slots and pins
+(I4); and on requests, tickets or slots left at the end. Latencies are only shown, since it runs on any machine.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ ROLES = ("redis-server", "kvnode", "prefill", "decode", "gateway")
 IDLE_TIMEOUT_S = 20.0
 STATUS_TIMEOUT_S = 30.0
 MAX_MODEL_LEN_TOKENS = 2048
-# Prompts are short and share prefixes; a trace with real lengths would take hours on a small machine.
+# Short prompts with shared prefixes: real lengths would take hours on a small machine.
 TRACE_MIX = Mix(
     sessions_per_s=1.0, system_prompts=2, system_tokens=700, turn_tokens=60, answer_tokens=12, document_tokens=500
 )
@@ -48,7 +47,7 @@ TRACE_MIX = Mix(
 def stages(
     grpc: str, http: str, trace: pathlib.Path, seconds: float, rate: float, token_range: tuple[int, int]
 ) -> Iterator[tuple[str, BenchPlan]]:
-    """Return the name and plan of each stage, with arrivals for ``seconds`` at ``rate`` requests a second."""
+    """Yield the name and plan of each stage, with arrivals for ``seconds`` at ``rate`` requests per second."""
     count = max(3, round(seconds * rate))
     one = Server(backend="pillion", target=grpc, timeout_s=120.0)
     other = Server(backend="openai", target=http, timeout_s=120.0)
@@ -67,13 +66,12 @@ def stages(
 
 
 async def run_stage(plan: BenchPlan) -> dict[str, Any]:
-    """Run one stage; return its result."""
     async with opened(plan.server) as (target, _):
         return (await run_plan(target, plan))[1]
 
 
 def complaints(name: str, result: dict[str, Any]) -> list[str]:
-    """Return what was wrong in one stage; empty where it passed."""
+    """Return the failures of one stage."""
     summary = result["summary"]
     found = [f"{name}: {kind}, {one['count']} times ({one['first']})" for kind, one in summary["errors"].items()]
     for field in ("short_answers", "unsent_turns"):
@@ -82,19 +80,18 @@ def complaints(name: str, result: dict[str, Any]) -> list[str]:
 
 
 def process_of(cluster: ServedCluster, role: str) -> psutil.Process | None:
-    """Return the living process of ``role``. Redis shows a title of its own in place of its command line."""
+    """Return the living process of ``role``. Redis sets its own title in place of its command line."""
     if role == "redis-server":
         return next((process for process in cluster.processes() if process.name() == role), None)
     return cluster.component(role)
 
 
 def pids(cluster: ServedCluster) -> dict[str, int | None]:
-    """Return the components' process ids by role."""
     return {role: component.pid if (component := process_of(cluster, role)) else None for role in ROLES}
 
 
 def idle_complaints(cluster: ServedCluster) -> list[str]:
-    """Wait until everything is released, then proves the node's integrity; return what is wrong."""
+    """Wait until everything is released, then check the node's integrity; return the failures."""
     deadline, found = time.monotonic() + IDLE_TIMEOUT_S, ["never looked"]
     with Client(cluster.target) as client:
         while found and time.monotonic() < deadline:
@@ -120,7 +117,7 @@ def idle_complaints(cluster: ServedCluster) -> list[str]:
 
 
 def status_complaints(cluster: ServedCluster) -> list[str]:
-    """Return what is wrong in the output of `pillion status --json`."""
+    """Return the failures in the output of `pillion status --json`."""
     command = [sys.executable, "-m", "pillion", "status", "--json", "--target", cluster.target]
     status_run = subprocess.run(command, capture_output=True, text=True, timeout=STATUS_TIMEOUT_S, check=False)
     if status_run.returncode:
@@ -132,7 +129,7 @@ def status_complaints(cluster: ServedCluster) -> list[str]:
 
 
 def load_test(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run all stages on a running cluster; return their rows, and everything that is wrong."""
+    """Run all stages on a running cluster; return their rows and all failures."""
     trace = cluster.folder / "trace.jsonl"
     write_trace(trace, generate(1, 1000, TRACE_MIX))
     rows, wrong, before = [], [], pids(cluster)
@@ -153,7 +150,7 @@ def load_test(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tu
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that the load test and the soak share."""
+    """Add the flags of both the load test and the soak."""
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rate", type=float, default=1.0, help="sessions a second")
     parser.add_argument("--token-range", type=int, nargs=2, default=[1000, 30_000], help="ids of random prompts")
@@ -161,7 +158,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    """Start the cluster, loads it, and writes results/load_test.json; 1 where anything was wrong."""
+    """Start the cluster, load it, and write results/load_test.json; return 1 on failures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the arrivals of each stage")
     parser.add_argument("--quiet", action="store_true", help="no tables")

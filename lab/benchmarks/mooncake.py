@@ -1,15 +1,14 @@
-"""Traces with the statistics of the three that Mooncake published (Qin et al., FAST 2025), where these are not at hand.
+"""Traces with the statistics of the three published by Mooncake (Qin et al., FAST 2025), if these are not available.
 
     python -m lab.benchmarks.mooncake trace.jsonl --workload conversation
 
-Table 2 of the paper has the number of requests, mean lengths, the share of input tokens that an endless cache would
-hit, and the arrivals: by recorded times, or a Poisson process. The quantiles of lengths, the times between turns and
-the number of prompts that begin alike are measured on the published files of `conversation` and `synthetic`; nothing of
-these is copied. Of `toolagent` only Table 2 is used: how its lengths spread, and that few long prompts of tools are
-shared, are assumptions.
+Table 2 of the paper has the number of requests, mean lengths, the hit share of an endless cache, and the arrivals: by
+recorded times, or a Poisson process. Quantiles of lengths, times between turns and numbers of shared prefixes are
+measured on the published files of `conversation` and `synthetic`; nothing is copied. Of `toolagent` only Table 2 is
+used: the spread of its lengths, and that a few long tool prompts are shared, are assumptions.
 
-Lengths are two halves of log-normal distributions around their median. A conversation is some turns, each with all of
-the text so far; a document is asked about several times. Conversations begin after one of some system prompts (Zipf).
+Lengths are two halves of log-normal distributions around their median. A conversation is some turns, each with all
+previous text; a document has several questions. Conversations begin with one of some system prompts (Zipf).
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """A distribution of which one half is below ``median``, log-normal with standard deviation ``low`` of the
-    logarithm, and the other half above it, with ``high``; no draw is above ``most``."""
+    """A distribution around ``median``: below it log-normal with standard deviation ``low`` of the logarithm, above it
+    with ``high``; draws are limited to ``most``."""
 
     median: float
     low: float
@@ -40,12 +39,11 @@ class Halves:
     most: float = math.inf
 
     def draw(self, rng: random.Random) -> float:
-        """Draw the next one."""
         step = rng.gauss(0.0, 1.0)
         return min(self.most, self.median * math.exp(step * (self.low if step < 0 else self.high)))
 
     def tokens(self, rng: random.Random) -> int:
-        """Draw the next one as a number of tokens."""
+        """Draw a number of tokens."""
         return max(1, round(self.draw(rng)))
 
 
@@ -54,15 +52,13 @@ class TextKind:
     """One kind of sessions.
 
     Attributes:
-        share: of the sessions.
-        system_prompts, zipf, system: how many prompts they begin with (0: none), the exponent of their popularity, and
-            their lengths.
-        first: tokens after that in the first request.
-        more: tokens that each further one has beside the text before it.
+        share: of all sessions.
+        system_prompts, zipf, system: number of system prompts (0: none), exponent of their popularity, their lengths.
+        first: further tokens of the first request.
+        more: tokens that each later request adds.
         turns: mean number of requests (geometric).
         gap_s: seconds between two of them.
-        grows: whether a request has the ones before it and their answers in it; else all are about the first one's
-            text.
+        grows: requests contain all previous ones with their answers; else only the first one's text.
     """
 
     share: float
@@ -79,8 +75,8 @@ class TextKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A trace's statistics. Requests arrive over ``seconds``; their times are rounded to ``stamp_s``. ``mean_input``,
-    ``mean_output`` and ``hit_share`` are those of Table 2, which tests compare with what comes out."""
+    """A trace's statistics. Requests arrive over ``seconds``; times are rounded to ``stamp_s``. ``mean_input``,
+    ``mean_output`` and ``hit_share`` are Table 2's, which tests compare with the result."""
 
     requests: int
     seconds: float
@@ -164,14 +160,13 @@ WORKLOADS = {
 
 
 def generate_like(workload: Workload, seed: int, requests: int = 0) -> list[TraceRequest]:
-    """Return ``requests`` trace lines in order of time, by default as many as the workload has; fewer take less time,
-    so the rate stays."""
+    """Return ``requests`` trace lines in order of time, by default the workload's number; fewer at the same rate."""
     rng, ids = random.Random(seed), itertools.count()
     count = requests or workload.requests
     until_s = workload.seconds * count / workload.requests
     systems = {id(kind): _systems(kind, rng, ids) for kind in workload.kinds}
     per_session = sum(kind.share * kind.turns for kind in workload.kinds)
-    # Sessions that began before the trace are a part of it.
+    # Include sessions that began before the trace.
     lead_s = 3600.0
     rate = workload.requests / workload.seconds / per_session
     made: list[TraceRequest] = []
@@ -188,7 +183,7 @@ def generate_like(workload: Workload, seed: int, requests: int = 0) -> list[Trac
 
 
 def _systems(kind: TextKind, rng: random.Random, ids: Iterator[int]) -> list[tuple[tuple[int, ...], int]]:
-    """Each system prompt's whole blocks, and the tokens after them."""
+    """Return each system prompt's whole blocks, and the tokens after them."""
     found = []
     for _ in range(kind.system_prompts):
         tokens = kind.system.tokens(rng)
@@ -203,8 +198,8 @@ def _session(
     systems: Sequence[tuple[tuple[int, ...], int]],
     at_s: float,
 ) -> Iterator[tuple[float, TraceText, int]]:
-    """A session's requests: when, with what text, and how long the answer is. A text is read before the next request is
-    asked for."""
+    """Yield a session's requests: time, text, and length of the answer. Read the text before the next request, which
+    changes it."""
     shared: tuple[tuple[int, ...], int] = ((), 0)
     if systems:
         [shared] = rng.choices(systems, [1 / rank**kind.zipf for rank in range(1, len(systems) + 1)])
@@ -224,8 +219,8 @@ def _session(
 
 
 def described(trace: Sequence[TraceRequest]) -> dict[str, float]:
-    """A trace in numbers: requests, seconds, mean lengths, quantiles of the input, and the share of input tokens that
-    an endless cache has."""
+    """Summarize a trace: requests, seconds, mean lengths, quantiles of the input, and the hit share of an endless
+    cache."""
     seen: set[int] = set()
     cached = 0
     for row in trace:
@@ -245,7 +240,7 @@ def described(trace: Sequence[TraceRequest]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Write a trace to a file, and prints its numbers."""
+    """Write a trace to a file, and print its summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=pathlib.Path)
     parser.add_argument("--workload", choices=list(WORKLOADS), default="conversation")

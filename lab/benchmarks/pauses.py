@@ -1,16 +1,14 @@
-"""`make bench BENCH=pauses`: what clients see when a part of the cluster dies or sleeps, and where that time goes.
+"""Pauses of streams when a component dies or is stopped, and their phases: `make bench BENCH=pauses`.
 
-A real cluster serves streams all the time, of lengths that are drawn, so that they begin at different times. Again and
-again, at a point of its code that a seed draws (`lab.testbed.faults`), a component is killed with SIGKILL, or a decode
-worker is stopped for a while (SIGSTOP). Of each stream that had to move, the pause is the longest time without a token
-from the signal on, or from a token that was still under way then. One that had no token yet has no pause: its time from
-the signal to the first token is counted by itself, for most of it is the prompt, which takes as long without a fault.
-How long the first token takes then is measured before the first fault. The phases of pauses come from the components'
-logs:
+A real cluster serves streams of random lengths all the time. Repeatedly, at a point of its code drawn from a seed
+(`lab.testbed.faults`), a component is killed with SIGKILL, or a decode worker is stopped for a while (SIGSTOP). The
+pause of a stream that moved is its longest gap from the signal on, or from a token then in flight. A stream without a
+token has no pause: its time from the signal to the first token is listed apart, since most of it is the prompt, as
+measured before the first fault. Phases are from the components' logs:
 
     signal --> noticed by the gateway --> process: begun --> attached to its KV node --> serving --> next token
 
-A worker that has another one beside it is not waited for, so only the first and the last phase count then.
+With another worker beside the dead one, only the first and the last phase count.
 """
 
 from __future__ import annotations
@@ -47,19 +45,19 @@ CASES = (
 )
 STOP_S = 12.0
 READY_WITHIN_S = 240.0
-# How long first tokens are measured before the first fault.
+# Duration of the measurement of first tokens before the first fault.
 UNDISTURBED_S = 20.0
 FIRES_WITHIN_S = 20.0
-# Some points are not passed under this load: so many seeds are tried for each fault that happens.
+# Seeds tried per fault, since some points are not passed under this load.
 SEEDS_PER_FAULT = 4
 LOOK_EVERY_S = 1.0
-# A supervisor gives up where a component dies six times in a minute.
+# A supervisor gives up on a component that dies six times in a minute.
 LEAST_BETWEEN_KILLS_S = 13.0
 PHASES = ("noticed", "begun", "attached", "serving", "next token")
 
 
 def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
-    """Seconds from a fault, at wall-clock time ``at_s``, to the first log line of each phase."""
+    """Return the seconds from a fault, at wall time ``at_s``, to the first log line of each phase."""
     words = {
         "noticed": ("lost with", "is fenced by", "session at KV node"),
         "begun": ("starting it again",),
@@ -78,7 +76,7 @@ def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
 
 
 def parsed(line: str) -> dict[str, Any] | None:
-    """A log line with its time in seconds; None for what is none."""
+    """Parse a log line, with its time in seconds; None if it is not JSON."""
     try:
         entry: dict[str, Any] = json.loads(line)
         seconds, _, milliseconds = entry["time"].rstrip("Z").partition(".")
@@ -97,7 +95,7 @@ def one_fault(
     seed: int,
     standby: bool,
 ) -> dict[str, Any] | None:
-    """Have one fault happen; return its pauses and milestones, None where its point was not passed."""
+    """Cause one fault; return its pauses and milestones, or None if its point was not passed."""
     chance = random.Random(f"{role} {number} {seed}")
     point = chance.choice([point for point in POINTS if point.role == role and point.passed != AT_START])
     board.clear()
@@ -114,7 +112,7 @@ def one_fault(
         time.sleep(STOP_S)
         cluster_signal(fired.pid, signal.SIGCONT)
     until("the cluster was not whole", lambda: whole(cluster, standby))
-    # Its last message says whether a stream was replayed.
+    # Only its last message shows whether a stream was replayed.
     until("a stream did not end", lambda: all(one.over for one in under_way))
     time.sleep(max(0.0, began_s + LEAST_BETWEEN_KILLS_S - time.monotonic()))
     reached = milestones(cluster.log.read_text(), role, wall_s)
@@ -125,14 +123,14 @@ def one_fault(
 
 
 def first_tokens_of(load: StreamLoad) -> list[float]:
-    """How long the first tokens of all streams took so far, but for those that began together with the load."""
+    """Return the times to the first token so far, without the streams that began with the load."""
     return [one.token_s[0] - one.asked_s for one in load.streams[load.count :] if one.token_s]
 
 
 def faults_of(
     cluster: ServedCluster, board: FaultBoard, load: StreamLoad, role: str, number: signal.Signals, args: Any
 ) -> list[dict[str, Any]]:
-    """Have ``args.faults`` faults of a case happen, by one seed after the other."""
+    """Cause ``args.faults`` faults of a case, by one seed after the other."""
     found: list[dict[str, Any]] = []
     for seed in range(SEEDS_PER_FAULT * args.faults):
         fault = one_fault(cluster, board, load, role, number, seed, args.standby)
@@ -144,13 +142,12 @@ def faults_of(
 
 
 def cluster_signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def until(failure: str, reached: Callable[[], bool]) -> None:
-    """Return when ``reached`` says so. It looks rarely, for looking takes a core."""
+    """Wait for ``reached``, polling rarely, since a look takes a core."""
     deadline_s = time.monotonic() + READY_WITHIN_S
     while not reached():
         if time.monotonic() > deadline_s:
@@ -159,13 +156,13 @@ def until(failure: str, reached: Callable[[], bool]) -> None:
 
 
 def whole(cluster: ServedCluster, standby: bool) -> bool:
-    """Return whether all components serve, and all standbys are ready."""
+    """Return whether all components serve and all standbys are ready."""
     workers = sum(len(cluster.components(role)) for role in ("prefill", "decode", "kvnode"))
     return cluster.serving() and (not standby or cluster.standbys() >= workers)
 
 
 def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the pauses of all faults of a case, and the median of each phase's share."""
+    """Return the pauses of all faults of a case, and the median of each phase."""
     return {
         "faults": len(faults),
         "points": [fault["point"] for fault in faults],
@@ -176,7 +173,7 @@ def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def spread(seconds: Iterable[float]) -> dict[str, Any]:
-    """Return how many streams waited, and the middle, the 99th percentile and the longest of their times."""
+    """Return the number of streams that waited, and the median, 99th percentile and maximum of their times."""
     every = sorted(seconds)
     if not every:
         return {"streams": 0}
@@ -185,7 +182,7 @@ def spread(seconds: Iterable[float]) -> dict[str, Any]:
 
 
 def phase_seconds(faults: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Return the median length of each phase: from the milestone before it that was reached."""
+    """Yield the median length of each phase, from the previous milestone reached."""
     lengths: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for fault in faults:
         if not fault["pauses_s"]:
@@ -202,7 +199,7 @@ def phase_seconds(faults: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float
 
 
 def measure(args: argparse.Namespace, workers: int) -> dict[str, Any]:
-    """All cases on a cluster with so many workers of each kind."""
+    """Run all cases on a cluster with ``workers`` workers of each kind."""
     flags = ["--prefill-workers", str(workers), "--decode-workers", str(workers), "--log-format", "json"]
     flags += ["--max-model-len", "2048", "--log-level", "info", "--standby" if args.standby else "--no-standby"]
     results: dict[str, Any] = {}
@@ -218,7 +215,7 @@ def measure(args: argparse.Namespace, workers: int) -> dict[str, Any]:
                 undisturbed = spread(first_tokens_of(load))
                 for role, number in CASES:
                     if number is signal.SIGSTOP and workers == 1:
-                        # Nobody could go on with its streams.
+                        # No other worker could continue its streams.
                         continue
                     results[f"{role} {number.name}"] = summary(faults_of(cluster, board, load, role, number, args))
             finally:
@@ -230,7 +227,7 @@ def measure(args: argparse.Namespace, workers: int) -> dict[str, Any]:
 
 
 def table_of(shape: str, cases: dict[str, Any]) -> Table:
-    """A row for the pauses of each case, and one for those first tokens that a fault delayed."""
+    """Make a row per case for its pauses, and one for first tokens that a fault delayed."""
     table = Table("fault", "faults", "streams", "p50 s", "p99 s", "worst s", *PHASES, title=shape)
 
     def add(name: str, faults: str, found: dict[str, Any], phases: dict[str, float]) -> None:
@@ -247,7 +244,7 @@ def table_of(shape: str, cases: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Measure both shapes and prints the table."""
+    """Measure both shapes and print the table."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.pauses", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--faults", type=int, default=5, help="faults of each case")

@@ -1,7 +1,7 @@
-"""Starts the measured systems, one at a time: Pillion as its users start it, and the peers that are installed.
+"""The measured systems, run one at a time: Pillion as its users start it, and the installed peers.
 
 Two servers at once would share the cores even while one is idle. So each system is a context manager that ends its
-processes; vLLM, which compiles for minutes at its start, stays and is paused by a signal while others run.
+processes; vLLM, which compiles for minutes at its start, is paused by a signal while others run.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pillion.loadgen.target import LoadTarget, PillionTarget
 HOST = "127.0.0.1"
 VLLM_START_TIMEOUT_S = 300.0
 VLLM_STOP_TIMEOUT_S = 30.0
-# A peer may be stopped for this long while others are measured.
+# Longest pause of a peer.
 MAX_PAUSE_S = 86_400
-# The pool's size: two pools are in memory at once, and the largest load needs a sixth of one.
+# Pool size: two pools are in memory at once, and the largest load needs a sixth of one.
 VLLM_KV_CACHE_GIB = 2
-# vLLM needs this file, which Pillion's converted folder lacks.
+# Required by vLLM and missing in Pillion's converted folder.
 VLLM_OVERRIDES = {"architectures": ["LlamaForCausalLM"]}
-# What keeps vLLM to an instruction set: limits of its libraries of products (oneDNN, MKL), of torch's own kernels, and
-# of those that torch compiles and keeps apart by these limits. The folder limits vLLM's own kernels.
+# Limits of vLLM's instruction set: of its product libraries (oneDNN, MKL), of torch's kernels, and of those that torch
+# compiles and caches per limit. The folder limits vLLM's own kernels.
 AVX2_ONLY = pathlib.Path(__file__).parent / "avx2_only"
 PEER_ISAS = {
     "": {},
@@ -58,16 +58,15 @@ PEER_ISAS = {
 CONTEXT_TOKENS = 8192
 LOG_TAIL_BYTES = 8000
 
-# A function that runs one load on a running system, with prompts drawn from a seed.
+# Runs one load on a running system, with prompts drawn from a seed.
 Measure = Callable[[DrivenLoad, int], Run]
 
 
 @dataclass(frozen=True, slots=True)
 class RunningSystem:
-    """A system that is ready for load.
+    """A system ready for load.
 
-    ``version`` is the version that it reports, ``about`` any remark that its figures need; ``group`` is its process
-    group where the system may be paused.
+    ``version``: as reported; ``about``: remarks on its figures; ``group``: its process group if it may be paused.
     """
 
     version: str
@@ -76,21 +75,20 @@ class RunningSystem:
     group: int | None = None
 
     def pause(self) -> None:
-        """Stop the system's processes until :meth:`resume`."""
         if self.group is not None:
             os.killpg(self.group, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue after :meth:`pause`; without one it does nothing."""
+        """Continue after :meth:`pause`; a no-op without one."""
         if self.group is not None:
             os.killpg(self.group, signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system to measure: its name, a function to start it in a fresh folder, and a test of which loads it takes.
+    """A system to measure: its name, a function that starts it in a fresh folder, and which loads it supports.
 
-    A system with ``stays`` is started once and paused while others run, instead of started in every round.
+    ``stays``: started once and paused while others run, instead of restarted in every round.
     """
 
     name: str
@@ -101,13 +99,13 @@ class System:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[RunningSystem]:
-        """Start the system, with temporary files of its own."""
+        """Start the system with a temporary folder."""
         with tempfile.TemporaryDirectory(prefix="pil-") as folder, self.start(pathlib.Path(folder)) as running:
             yield running
 
 
 def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
-    """Describe `pillion serve MODEL FLAGS` with its own defaults, driven over gRPC by the SDK."""
+    """Describe `pillion serve MODEL FLAGS` with its defaults, driven over gRPC by the SDK."""
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
@@ -121,13 +119,13 @@ def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
 
 
 def about_kernels(log: str) -> str:
-    """Return the kernels that the workers' log names: figures of the fallback are not the CPU engine's."""
+    """Return the kernels named in the workers' log: the fallback's figures are not the CPU engine's."""
     lines = [line.split("pillion.worker: ")[1] for line in log.splitlines() if "operators run on" in line]
     return "; ".join(dict.fromkeys(lines))
 
 
 def over(make: Callable[[], LoadTarget]) -> Measure:
-    """Measure loads with the closed loop of `pillion bench`, over a new target for each load."""
+    """Measure loads with the closed loop of `pillion bench`, over a new target per load."""
 
     def run(load: DrivenLoad, seed: int) -> Run:
         async def all_of_it() -> Run:
@@ -147,7 +145,7 @@ def vllm_system(
     takes: Callable[[ClosedLoad], bool],
     isa: str = "",
 ) -> System:
-    """Describe `vllm serve` of the same folder, in a session of its own so that all its processes can be ended.
+    """Describe `vllm serve` of the same folder, in a new session so that all its processes can be ended.
 
     ``isa``: a key of PEER_ISAS.
     """
@@ -168,10 +166,9 @@ def vllm_system(
 def serving_vllm(
     program: str, model: pathlib.Path, dtype: str, flags: Sequence[str], log: pathlib.Path, isa: str = ""
 ) -> Iterator[tuple[str, str, int]]:
-    """Run `vllm serve` until the block ends; yields its URL, its version, and its process group's number.
+    """Run `vllm serve` until the block ends; yield its URL, version and process group.
 
-    It serves the model as "peer" and writes to ``log``, whose end is shown where something fails. ``isa``: a key of
-    PEER_ISAS.
+    The model's name is "peer". The end of ``log`` is shown on failures. ``isa``: a key of PEER_ISAS.
     """
     port = free_port()
     command = [program, "serve", str(model), "--served-model-name", "peer", "--host", HOST, "--port", str(port)]
@@ -194,7 +191,7 @@ def serving_vllm(
 
 
 def about_vllm(pid: int, isa: str) -> str:
-    """Return which of vLLM's kernels a server and its children have mapped, and what they are limited to."""
+    """Return which of vLLM's kernels a server and its children have mapped, and their limits."""
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     mapped = {pathlib.Path(piece.path) for process in processes for piece in process.memory_maps()}
     kernels = sorted(path.name for path in mapped if path.parent.name == "vllm" and path.name.startswith("_C"))
@@ -202,8 +199,8 @@ def about_vllm(pid: int, isa: str) -> str:
 
 
 def vllm_environment(isa: str = "") -> dict[str, str]:
-    """Return this process' environment with all cores for vLLM's threads and without access to model hubs. ``isa``: a
-    key of PEER_ISAS."""
+    """Return this process's environment with all cores for vLLM's threads and without model hubs. ``isa``: a key of
+    PEER_ISAS."""
     return {
         **os.environ,
         **PEER_ISAS[isa],
@@ -212,7 +209,7 @@ def vllm_environment(isa: str = "") -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "VLLM_NO_USAGE_STATS": "1",
-        # A peer that was stopped while others were measured would take the time for a step that hangs, and end.
+        # Otherwise vLLM takes a pause for a hanging step and exits.
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(MAX_PAUSE_S),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -220,7 +217,7 @@ def vllm_environment(isa: str = "") -> dict[str, str]:
 
 
 def _vllm_version(process: subprocess.Popen[bytes], port: int) -> str:
-    """Return vLLM's version once it is healthy, "" before. Raises AssertionError where its process has ended."""
+    """Return vLLM's version once it is healthy, "" before. Raises AssertionError if its process has ended."""
     assert process.poll() is None, f"vLLM ended with status {process.returncode}"
     try:
         for path in ("health", "version"):
@@ -232,7 +229,7 @@ def _vllm_version(process: subprocess.Popen[bytes], port: int) -> str:
 
 
 def stop_session(process: subprocess.Popen[bytes], timeout_s: float = VLLM_STOP_TIMEOUT_S) -> None:
-    """End a process, paused or not, as Ctrl-C does, then kill what is left of its session."""
+    """End a process, paused or not, as Ctrl-C does, then kill the rest of its session."""
     with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
         os.killpg(process.pid, signal.SIGCONT)
         process.send_signal(signal.SIGINT)
@@ -243,7 +240,7 @@ def stop_session(process: subprocess.Popen[bytes], timeout_s: float = VLLM_STOP_
 
 
 def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
-    """Describe llama.cpp in a process of its own, with one stream and all cores."""
+    """Describe llama.cpp in a process, with one stream and all cores."""
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
@@ -272,7 +269,7 @@ def llama_system(name: str, python: str, gguf: pathlib.Path) -> System:
 
 
 def bf16_gguf(python: str, gguf: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Write a GGUF file's model in bfloat16 into ``folder`` by llama.cpp; return the new file."""
+    """Convert a GGUF file's model to bfloat16 in ``folder`` by llama.cpp; return the new file."""
     written = folder / f"{gguf.stem}-bf16.gguf"
     subprocess.run([python, llama_stream.__file__, str(gguf), str(written)], check=True, stderr=subprocess.DEVNULL)
     return written
@@ -287,7 +284,7 @@ def _reply(pipe: IO[bytes]) -> dict[str, Any]:
 
 
 def _run_llama(questions: IO[bytes], replies: IO[bytes], load: DrivenLoad, seed: int) -> Run:
-    """Run one prompt of a closed load after the other. The process has its own clock, so only differences of times
+    """Run the prompts of a closed load one by one. The process has its own clock, so only differences of times
     count."""
     assert isinstance(load, ClosedLoad), "one stream has no times of arrival"
     cpu, begin, records = time.process_time(), time.perf_counter(), []
@@ -313,5 +310,4 @@ def _run_llama(questions: IO[bytes], replies: IO[bytes], load: DrivenLoad, seed:
 
 
 def tail(log: pathlib.Path) -> str:
-    """Return the end of a log."""
     return log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Line charts in the rows of one picture, by matplotlib; every figure under docs/ is drawn with these."""
+"""Line charts of the pages' pictures, by matplotlib."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 Points = Sequence[tuple[float, float]]
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish; dashes distinguish the lines once more.
+# Okabe and Ito's colour-blind safe colours; dashes distinguish the lines as well.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", ":", "-.")
-# Text stays text in an SVG, and the same charts make the same file.
+# Text remains text in an SVG, and output is reproducible.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "pillion"}
 
 
@@ -25,7 +25,7 @@ STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "pillion"}
 class Chart:
     """One chart: lines named by ``series``, each a list of (x, y). The y axis begins at 0.
 
-    With ``log_x`` the x axis is logarithmic (every x above 0) and its ticks are the points' own x.
+    ``log_x``: logarithmic x axis (x > 0) with ticks at the points' x.
     """
 
     title: str
@@ -36,8 +36,8 @@ class Chart:
 
 
 def figure_of(charts: Sequence[Chart], columns: int = 0) -> Figure:
-    """Return a figure of the charts, ``columns`` of them side by side, or all (0). Raises ValueError for a chart
-    without a point."""
+    """Return a figure of the charts, ``columns`` side by side (0: all). Raises ValueError for a chart without
+    points."""
     columns = columns or len(charts)
     rows = -(-len(charts) // columns)
     figure = Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
@@ -65,8 +65,7 @@ def figure_of(charts: Sequence[Chart], columns: int = 0) -> Figure:
 
 
 def line_charts(path: pathlib.Path, charts: Sequence[Chart], columns: int = 0) -> None:
-    """Draw charts into an SVG, ``columns`` of them side by side, or all (0). Raises ValueError for a chart without a
-    point."""
+    """Draw charts into an SVG, ``columns`` side by side (0: all). Raises ValueError for a chart without points."""
     figure = figure_of(charts, columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
@@ -74,7 +73,7 @@ def line_charts(path: pathlib.Path, charts: Sequence[Chart], columns: int = 0) -
 
 
 def number(value: float) -> str:
-    """Format a tick: 4096 as 4K, like sizes in flags; other numbers with few digits."""
+    """Format a tick: 4096 as 4K, as in flags; other numbers with few digits."""
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:g}K"
     return f"{value:.6g}"

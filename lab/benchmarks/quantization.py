@@ -1,10 +1,9 @@
-"""What quantized weights and KV cost in accuracy: perplexity, divergence, how often the likeliest token stays so.
+"""Accuracy of quantized weights and KV: perplexity, divergence, agreement of the most likely token.
 
 The text is Python's documentation of its language, cut into windows; each token but the first of a window is predicted
-from those before it. All weights run on the CPU kernels and are compared with float32 on torch. The demo model has its
-channels in a random order (`lab.benchmarks.shuffled_model`), because its weights have been quantized before.
-With ``--rounded`` weights in 8 and 4 bits, and the model as it is stored, also run as products of matrix tiles read
-them: each weight rounded to bfloat16.
+from those before it. All weights run on the CPU kernels and are compared with float32 on torch. The demo model's
+channels are shuffled (`lab.benchmarks.shuffled_model`), since its weights have been quantized before. ``--rounded``:
+weights in 8 and 4 bits, and the model as stored, also run as products of matrix tiles read them, rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 
 BLOCK_SIZE = 16
-# Rows of the table by name: --quantization, --quantization-group-size, --kv-cache-dtype and --activation-quantization.
+# Rows of the table: --quantization, --quantization-group-size, --kv-cache-dtype and --activation-quantization.
 KINDS = {
     "bfloat16": ("none", "auto", "auto", "auto"),
     "int8": ("int8", "auto", "auto", "auto"),
@@ -49,7 +48,7 @@ KINDS = {
 
 
 def scorer(prepared: PreparedModel, threads: int, kv_cache_dtype: str, *, rounds_codes: bool = False) -> TextScorer:
-    """Return a scorer on the CPU kernels. Raises ConfigError where this processor has none."""
+    """Return a scorer on the CPU kernels. Raises ConfigError if this processor has none."""
     isa = choose_isa("auto", host_features())
     if isa is None or (rounds_codes and not isa.bf16_dot):
         raise ConfigError("there are no such kernels for this processor")
@@ -105,7 +104,6 @@ def main() -> None:
 
 
 def show(found: dict[str, Accuracy]) -> None:
-    """Print the table."""
     table = Table(title="accuracy beside float32 on torch")
     for heading in ("weights", "tokens", "perplexity", "top-1 agreement", "KL divergence"):
         table.add_column(heading, justify="right")

@@ -1,12 +1,12 @@
-"""Replays requests of every kind, which two nodes recorded while their workers were killed, at a fresh cluster.
+"""Replays of requests of every kind, recorded at two nodes while their workers were killed, on a fresh cluster.
 
     python -m lab.benchmarks.replays [--requests 500]
 
-Each node has one worker of each role and draft tokens. Its pool is so small that prefixes go away and come back: at
-kv-a from the disk, at kv-b from a bucket, and at both from each other. Two thirds of the requests are forced to one of
-the nodes, and between these thirds kv-b begins anew with an empty pool. During the last third kv-a's decode worker is
-killed now and then. The fresh cluster has two workers of each role at one node, another split and other chunks, and
-replays under its own load. What counts is how many answers are equal; all should be.
+Each node has one worker per role and draft tokens. Pools are so small that prefixes are evicted and fetched back: at
+kv-a from the disk, at kv-b from a bucket, and at both from each other. Two thirds of the requests are forced to a node;
+between these thirds kv-b restarts with an empty pool. During the last third kv-a's decode worker is killed now and
+then. The fresh cluster has two workers per role at one node, another split and other chunks, and replays under its own
+load. All answers should be equal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 MODEL = ("--dtype", "float32", "--max-model-len", "1024")
 NODES = ("kv-a", "kv-b")
 FORCED = [f"node={node_id}" for node_id in NODES]
-# What is not brought in its time is computed, and here the tiers are to be met.
+# A long timeout, since late fetches would be computed and not meet the tiers.
 NODE = ("--kv-transport", "grpc", "--fetch-timeout-ms", "60000")
 DECODE = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
 EDGE = (
@@ -62,8 +62,8 @@ FRESH = (
 
 
 def run_replays(requests: int, folder: pathlib.Path) -> dict[str, Any]:
-    """Record so many requests at one cluster and replays them at another; return how many of each kind of recording
-    were equal, and the last lines of those that were not."""
+    """Record ``requests`` requests at one cluster and replay them at another; return the number of equal ones per kind,
+    and the last lines of the others."""
     model, adapter = recorded_model(folder)
     modules = ("--lora-modules", f"red={adapter}")
     records = folder / "records"
@@ -96,7 +96,7 @@ def _begin_node(cluster: Hosts, node_id: str, flags: tuple[str, ...]) -> None:
 
 
 def _begin_anew(cluster: Hosts, target: str, flags: tuple[str, ...]) -> None:
-    """End kv-b once its bucket has all of its blocks, and starts it again with an empty pool."""
+    """End kv-b once its bucket has all of its blocks, and restart it with an empty pool."""
 
     def all_written() -> bool:
         status = cluster.node_status("kv-b")
@@ -113,9 +113,9 @@ def _begin_anew(cluster: Hosts, target: str, flags: tuple[str, ...]) -> None:
 
 
 async def _record(target: str, turns: range, plans: Sequence[str], victim: Hosts | None = None) -> None:
-    """Ask for answers of these turns, each by one of the plans ("" is a free one), while kv-a's decode worker is
-    killed KILLS times, where there is a ``victim``."""
-    # All thirds have the same prompts, so the later ones find what the first one has left.
+    """Send these turns, each by one of the plans ("": free). With a ``victim``, kill kv-a's decode worker KILLS
+    times."""
+    # All thirds have the same prompts, so that later ones hit the first one's blocks.
     draw, todo = random.Random(1), iter(turns)
     kill_at = {turns.start + len(turns) * part // (KILLS + 1) for part in range(1, KILLS + 1)}
 
@@ -176,7 +176,6 @@ async def _replay(target: str, paths: list[pathlib.Path]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=500)
     args = parser.parse_args()

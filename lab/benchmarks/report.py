@@ -1,4 +1,4 @@
-"""Helpers of every benchmark: the machine's description, medians with spread, results as JSON and as a table."""
+"""Shared by all benchmarks: description of the machine, medians with spread, results as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pillion.kernels.cpu.language.isa import choose_isa, host_features
 
 TABLE_WIDTH = 110
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
-# A run that only shows that a benchmark works writes its result and its pictures elsewhere.
+# Overridden by runs that only show that a benchmark works.
 WRITTEN = pathlib.Path(os.environ.get("LAB_WRITTEN", RESULTS))
 PICTURES = pathlib.Path(os.environ.get("LAB_WRITTEN", RESULTS.parents[1] / "docs"))
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine: processor, its class (the CPU kernels that it can run), cores and versions."""
+    """Describe the machine: processor, its CPU kernels, cores and versions."""
     model = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the minimum, median and maximum of some rounds."""
+    """Return the minimum, median and maximum of rounds."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
@@ -67,7 +67,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_table(table: Table) -> None:
-    """Print a table on the terminal, or where there is none with the width that the table needs."""
+    """Print a table, with its full width if there is no terminal."""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table)

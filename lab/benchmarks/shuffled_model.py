@@ -1,8 +1,8 @@
-"""The demo model with its channels in a random order, which computes the same and lies on no grid of 4 bits.
+"""The demo model with shuffled channels: the same function, with weights on no 4-bit grid.
 
-The demo model's weights are de-quantized ones, so that groups of 32 of its columns hold at most 16 different numbers,
-and quantizing these again would seem to cost nothing. Any order of the hidden channels, of an MLP's inner channels and
-of a head's values gives the same function, with other groups.
+The demo model's weights are de-quantized, so that groups of 32 of its columns have at most 16 values, and quantizing
+them again would cost nothing. Any order of hidden channels, of an MLP's inner channels and of a head's values gives the
+same function with other groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pillion.engine.models.config_parser import load_config
 
 
 def save_shuffled_model(source: pathlib.Path, folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
-    """Write the Llama of ``source``, a plain Hugging Face folder, in another order to ``folder``; return that."""
+    """Write the shuffled Llama of ``source``, a plain Hugging Face folder, to ``folder``, and return that."""
     folder.mkdir(parents=True)
     for path in source.iterdir():
         if path.suffix in (".json", ".jinja"):
@@ -42,7 +42,7 @@ def save_shuffled_model(source: pathlib.Path, folder: pathlib.Path, seed: int = 
         tensors[f"{prefix}self_attn.v_proj.weight"] = tensors[f"{prefix}self_attn.v_proj.weight"][
             (values + starts).flatten()
         ]
-        # Each KV head's values go to the query heads of its group.
+        # A KV head's values go to all query heads of its group.
         of_heads = values.repeat_interleave(config.num_heads // config.num_kv_heads, 0)
         columns = (of_heads + torch.arange(config.num_heads)[:, None] * config.head_dim).flatten()
         tensors[f"{prefix}self_attn.o_proj.weight"] = tensors[f"{prefix}self_attn.o_proj.weight"][:, columns]

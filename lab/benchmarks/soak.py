@@ -1,12 +1,12 @@
 """`make soak`: a long load under which nothing may grow. MINUTES is 10 by default.
 
-A cluster with a small KV pool, whose caches are full soon, serves the mixed load over and over with fresh seeds. Every
-few seconds the soak reads each component's private memory and open files, the node's slots and tickets, and the number
-of Redis' keys.
+A cluster with a small KV pool, whose caches fill early, serves the mixed load repeatedly with fresh seeds. Every few
+seconds the soak reads each component's private memory and open files, the node's slots and tickets, and the number of
+Redis keys.
 
-The criterion applies after a warm-up (the first third): the Theil-Sen slope of each series, which is the median of the
-slopes of all pairs of points, times the observed time, must be below the larger of an absolute allowance and a share of
-the series' median (ALLOWED). A slower leak needs a longer run.
+After a warm-up (the first third), the Theil-Sen slope of each series (the median slope of all pairs of points) times
+the observed time must be below the larger of an absolute allowance and a share of the series' median (ALLOWED). A
+slower leak needs a longer run.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 WARM_UP_SHARE = 1 / 3
 SAMPLE_PERIOD_S = 5.0
-# Most points of a series. More are thinned, since there is a slope for each pair of points.
+# Points of a series; more are thinned, since there is a slope per pair of points.
 MAX_POINTS = 400
 STAGE_S = 20.0
 POOL = "128MiB"
-# How much a series may grow in the observed time: an absolute amount, or a share of its median.
+# Allowed growth of a series in the observed time: absolute, or a share of its median.
 ALLOWED = {
     "memory MiB": (24.0, 0.10),
     "open files": (8.0, 0.10),
@@ -67,7 +67,7 @@ Points = list[tuple[float, float]]
 
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
-    """Return the growth of a series of (time, value): its Theil-Sen slope times its span; 0 for less than two points.
+    """Return the growth of a series of (time, value): its Theil-Sen slope times its span; 0 for fewer than two points.
 
     Up to 29 % of the points may be outliers without an effect (Sen 1968).
     """
@@ -77,7 +77,7 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
 
 
 def verdict(kind: str, points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return how much a series of a kind of ALLOWED grew after its warm-up, and how much it may grow."""
+    """Return the growth of a series after its warm-up, and its limit."""
     begin = points[0][0] + (points[-1][0] - points[0][0]) * WARM_UP_SHARE
     later = [point for point in points if point[0] >= begin]
     absolute, share = ALLOWED[kind]
@@ -85,7 +85,7 @@ def verdict(kind: str, points: Sequence[tuple[float, float]]) -> tuple[float, fl
 
 
 class Watch:
-    """Samples a running cluster; ``series`` has its points by (kind, component)."""
+    """Samples of a running cluster; ``series``: points by (kind, component)."""
 
     def __init__(self, cluster: ServedCluster) -> None:
         sockets = [path for path in cluster.folder.rglob("*.sock") if "attach" not in path.name]
@@ -95,16 +95,15 @@ class Watch:
         self.series: dict[tuple[str, str], Points] = {}
 
     async def run(self, until_s: float) -> None:
-        """Sample until ``until_s`` of the monotonic clock, or cancelled. Raises where a component is gone."""
+        """Sample until ``until_s`` (monotonic) or cancelled. Raises if a component is gone."""
         while time.monotonic() < until_s:
             await self.sample()
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
     async def sample(self) -> None:
-        """Add one point to each series."""
         for role, component in self._components.items():
             memory = component.memory_info()
-            # The pool is shared memory that all processes map, and it may fill.
+            # Without the pool, shared memory that all processes map and that may fill.
             self._add("memory MiB", role, (memory.rss - getattr(memory, "shared", 0)) / 2**20)
             self._add("open files", role, component.num_fds())
         status = await self._node.status()
@@ -116,13 +115,12 @@ class Watch:
         self.series.setdefault((kind, component), []).append((time.monotonic(), float(value)))
 
     async def aclose(self) -> None:
-        """Close both connections."""
         await self._node.aclose()
         await self._redis.aclose()
 
 
 async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> tuple[Watch, list[str], int]:
-    """Load the cluster and watches it; return the watch, the failures, and the number of requests."""
+    """Load the cluster and watch it; return the watch, the failures, and the number of requests."""
     trace = cluster.folder / "trace.jsonl"
     write_trace(trace, generate(1, 1000, Mix(system_tokens=700, turn_tokens=60, answer_tokens=12, document_tokens=500)))
     plans = list(stages(cluster.target, http, trace, STAGE_S, args.rate, tuple(args.token_range)))
@@ -151,7 +149,7 @@ async def soak(cluster: ServedCluster, http: str, args: argparse.Namespace) -> t
 
 
 def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a row for each series, and a complaint for each series that grew."""
+    """Return a row per series, and a failure per series that grew."""
     rows, wrong = [], []
     for (kind, component), points in sorted(series.items()):
         grew, allowed = verdict(kind, points)
@@ -175,7 +173,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(path: pathlib.Path, series: dict[tuple[str, str], Points]) -> None:
-    """Draw a chart for each kind, with a line for each component."""
+    """Draw a chart per kind, with a line per component."""
     first = min(points[0][0] for points in series.values())
     charts = []
     for kind in ("memory MiB", "open files", "redis keys"):
@@ -189,7 +187,7 @@ def draw(path: pathlib.Path, series: dict[tuple[str, str], Points]) -> None:
 
 
 def main() -> int:
-    """Start the cluster, soaks it, and writes results/soak.json; 1 where a request failed or something grew."""
+    """Start the cluster, soak it, and write results/soak.json; return 1 if a request failed or something grew."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--plot", type=pathlib.Path, help="an SVG of the series")

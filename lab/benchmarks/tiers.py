@@ -1,15 +1,14 @@
-"""What the KV of a long prompt costs from each tier, and what computing it costs: times to the first token.
+"""Time to the first token of a long prompt by the tier of its KV, beside computing it.
 
     computed     kv-a, which is empty
-    pool         kv-a, asked again
-    other node   kv-b, just started; the blocks come from kv-a's pool by gRPC over TCP
-    disk         kv-c, started again; the blocks come from its disk; --cold (root only) drops the page cache before
-    bucket       kv-d, just started; the blocks come from an S3 service (rclone's), which kv-a wrote them to
+    pool         kv-a, again
+    other node   kv-b, just started; blocks come from kv-a's pool by gRPC over TCP
+    disk         kv-c, restarted; blocks come from its disk; --cold (root only) drops the page cache before
+    bucket       kv-d, just started; blocks come from an S3 service (rclone's), written by kv-a
 
-Real processes, one decode worker at a time with all cores. Every prompt is asked for one token, with fetches bounded by
-a minute instead of the defaults. What a tier takes is the time to the first token less that of the same prompt in the
-pool; the physical limit beside it is a plain copy of as many bytes from memory to memory, in the same run. The model is
-the demo model; its position limit is raised where a prompt is longer than it, which changes no time.
+Real processes, one decode worker at a time with all cores. Each prompt generates one token, with a fetch timeout of a
+minute. A tier's cost is the time to the first token less that in the pool; its limit is a plain memory copy of the same
+bytes in the same run. The demo model's position limit is raised for longer prompts, which does not change times.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ from lab.testbed.s3_service import s3_service
 from pillion import Client
 
 BLOCK_TOKENS = 16
-# Nodes evict what no request uses until so much of the pool is free: the most that the flags take.
+# Percentage of the pool that nodes keep free, the flags' maximum.
 LOW_PERCENT = 90
-# Prompts that a new worker answers before it is measured, and their length.
+# Prompts that warm a new worker, and their length.
 WARMING = 4
 WARMING_TOKENS = 300
 
 
 @dataclass
 class Measured:
-    """What one length's prompt took from one tier, in seconds."""
+    """Figures of one length's prompt from one tier, in seconds."""
 
     first_token_s: list[float] = field(default_factory=list)
     cached_tokens: list[int] = field(default_factory=list)
 
 
 def long_model(folder: pathlib.Path, tokens: int) -> str:
-    """Make the demo model in ``folder``, whose configuration allows prompts of ``tokens`` tokens."""
+    """Write the demo model to ``folder`` with a position limit for prompts of ``tokens`` tokens."""
     shutil.copytree(plain_folder(), folder, copy_function=os.symlink)
     path = folder / "config.json"
     settings = json.loads(path.read_text())
@@ -78,7 +77,7 @@ def ask(target: str, prompt: list[int], into: Measured) -> None:
 
 
 def copy_s(total_bytes: int) -> float:
-    """Seconds of the fastest of five plain copies."""
+    """Return the seconds of the fastest of five plain copies."""
     source, target = torch.ones(total_bytes, dtype=torch.uint8), torch.empty(total_bytes, dtype=torch.uint8)
     taken = []
     for _ in range(5):
@@ -89,23 +88,22 @@ def copy_s(total_bytes: int) -> float:
 
 
 class Tiers:
-    """The nodes, of which one at a time has a decode worker, and what was measured: by length, then by tier."""
+    """The nodes, one of which at a time has a decode worker, and the measurements by length and tier."""
 
     def __init__(self, cluster: Hosts, args: argparse.Namespace, target: str) -> None:
         self._cluster, self._args, self._target = cluster, args, target
         self._worker = ""
         self._fillers = 0
-        # Prompts of different lengths share nothing.
+        # Prompts of different lengths share no prefix.
         self.prompts = {length: tokens_of(f"prompt {length}", length) for length in args.lengths}
         self.measured: dict[int, dict[str, Measured]] = {length: {} for length in args.lengths}
 
     def measure(self, tier: str, length: int) -> None:
-        """Ask for one prompt, whose KV is only where ``tier`` says. Raises AssertionError where it was computed after
-        all."""
+        """Send one prompt, whose KV is only at ``tier``. Raises AssertionError if it was computed."""
         into = self.measured[length].setdefault(tier, Measured())
         ask(self._target, self.prompts[length], into)
         seconds, cached = into.first_token_s[-1], into.cached_tokens[-1]
-        # The block of the last token is computed whatever is held.
+        # The block of the last token is always computed.
         assert tier == "computed" or cached >= length - BLOCK_TOKENS, f"{tier}: {cached} of {length} tokens were cached"
         print(f"{length} tokens, {tier}: {seconds:.2f} s, {cached} cached", flush=True)
 
@@ -114,7 +112,7 @@ class Tiers:
             ask(self._target, self.prompts[length], Measured())
 
     def serve_at(self, node_id: str) -> None:
-        """Move the decode worker to a node, and warms it."""
+        """Move the decode worker to a node, and warm it."""
         if self._worker:
             self._cluster.stop(self._worker)
         self._worker = self._cluster.worker("decode", node_id, "--cpu-threads", str(len(os.sched_getaffinity(0))))
@@ -123,13 +121,13 @@ class Tiers:
             self.fill(WARMING_TOKENS)
 
     def stop(self, node_id: str) -> None:
-        """End a node, which forgets its pool, with its decode worker."""
+        """End a node, which loses its pool, with its decode worker."""
         self._cluster.stop(self._worker)
         self._worker = ""
         self._cluster.stop(node_id)
 
     def fill(self, tokens: int) -> None:
-        """Compute a prompt that was never asked for."""
+        """Compute a new prompt."""
         self._fillers += 1
         ask(self._target, tokens_of(f"filler {self._fillers}", tokens), Measured())
 
@@ -166,7 +164,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> tuple[Tiers, int]:
             disk = ("--disk-path", str(folder / "disk"), "--disk-bytes", "16GiB")
             cluster.node("kv-c", *pool, *disk)
             tiers.serve_at("kv-c")
-            # All goes to the disk: the prompts come from kv-a, and others push them out of the pool.
+            # Spill everything to the disk: fetch the prompts from kv-a, then evict them by others.
             tiers.bring_all()
             tiers.fill(BLOCK_TOKENS * status.total_blocks * (100 - LOW_PERCENT + 2) // 100)
             tiers.stop("kv-c")

@@ -1,13 +1,12 @@
-"""Requests as a serving cluster sees them, in the form of the Mooncake traces (Qin et al., FAST 2025).
+"""Generated requests in the form of the Mooncake traces (Qin et al., FAST 2025).
 
-The form and its reader are those of :mod:`pillion.loadgen.traces`; `pillion bench --workload trace` replays a file of
-this module.
+:mod:`pillion.loadgen.traces` has the form and its reader; `pillion bench --workload trace` replays a file.
 
     chat       one of some system prompts (Zipf), then turns: each repeats the conversation so far and adds to it
-    document   a long text of its own, with one or a few questions soon after each other
+    document   a long text with one or a few questions in short succession
 
-A seed determines the whole trace. Nothing is copied from a real trace: shares and lengths are assumptions, stated in
-:class:`Mix`, and real traces can be read instead: those in this form as they are, others are written in it (--csv).
+A seed determines the whole trace. Nothing is copied from real traces: shares and lengths are assumptions, stated in
+:class:`Mix`. Real traces in this form can be read as they are; others are converted (--csv).
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Mix:
     """The composition of a trace.
 
     Attributes:
-        sessions_per_s: chats and documents that begin, at random times (Poisson).
-        chat_share: the share of chats among the sessions; the others are documents.
-        system_prompts, zipf: how many there are, and the exponent of their popularity.
+        sessions_per_s: rate of new chats and documents (Poisson).
+        chat_share: share of chats among the sessions.
+        system_prompts, zipf: number of system prompts, and the exponent of their popularity.
         system_tokens, turn_tokens, answer_tokens, document_tokens: medians of log-normal lengths with ``sigma``.
         turns, questions: mean number of turns of a chat and questions about a document (geometric).
         think_s, reread_s: mean time between two of them (exponential).
@@ -57,7 +56,7 @@ class Mix:
 
 
 class TraceText:
-    """A session's text so far: numbers of whole blocks, and the count of tokens after them."""
+    """A session's text so far: numbers of whole blocks, and the number of tokens."""
 
     def __init__(self, ids: Iterator[int], shared: tuple[int, ...], tokens: int) -> None:
         self._ids = ids
@@ -75,7 +74,6 @@ class TraceText:
 
 
 def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequest]:
-    """Return ``requests`` trace lines in order of time."""
     mix = mix or Mix()
     rng, ids = random.Random(seed), itertools.count()
     prompts = []
@@ -94,7 +92,7 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequ
         else:
             text = TraceText(ids, (), min(_length(rng, mix.document_tokens, mix.sigma), mix.max_tokens // 2))
             made += _session(rng, mix, text, begin_s, mix.questions, mix.reread_s, keeps_growing=False)
-    # Sessions are made for twice as many requests, so that new ones begin until the end.
+    # Generate twice the requests, so that new sessions begin until the end.
     made.sort(key=lambda request: request.timestamp)
     return made[:requests]
 
@@ -102,7 +100,7 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequ
 def _session(
     rng: random.Random, mix: Mix, text: TraceText, at_s: float, mean: float, gap_s: float, *, keeps_growing: bool = True
 ) -> Iterator[TraceRequest]:
-    """Return a geometric number of requests with mean ``mean``, each about all of ``text``."""
+    """Yield a geometric number of requests with mean ``mean``, each about all of ``text``."""
     while True:
         asked = _length(rng, mix.turn_tokens, mix.sigma)
         answered = _length(rng, mix.answer_tokens, mix.sigma)
@@ -111,7 +109,7 @@ def _session(
             yield TraceRequest(round(at_s * 1000), text.tokens, answered, text.hash_ids())
             text.grow(answered)
         else:
-            # Each question follows the same document, so it shares the document's blocks only.
+            # Questions follow the document directly, so they share only its blocks.
             question = TraceText(text._ids, tuple(text.blocks), text.tokens % TRACE_BLOCK_TOKENS + asked)
             yield TraceRequest(round(at_s * 1000), question.tokens, answered, question.hash_ids())
         if rng.random() < 1 / mean or text.tokens > mix.max_tokens:
@@ -144,12 +142,11 @@ def _epoch_ms(text: str) -> float:
 
 
 def write_trace(path: pathlib.Path, requests: Iterable[TraceRequest]) -> None:
-    """Write a trace in Mooncake's form, one JSON object a line."""
+    """Write a trace in Mooncake's form, one JSON object per line."""
     path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))
 
 
 def main() -> None:
-    """Write a trace to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=pathlib.Path)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,9 +1,9 @@
-"""`make bench BENCH=warm_restart`: how long a killed component takes until it is ready, and where that time goes.
+"""Time until a killed component is ready, by phase: `make bench BENCH=warm_restart`.
 
-A cluster without standbys and without load; its decode worker, prefill worker and KV node are killed with SIGKILL in
-turn. Two rows for each: `forked` by the supervisor's fork server, and `started` by their command line, which is also
-what a container takes that runs one component, without the container's own start. The time is from the signal until
-the component's own line says that it is ready, which is when it is in the registry:
+In a cluster without standbys and load, the decode worker, prefill worker and KV node are killed with SIGKILL in turn.
+Two rows each: `forked` by the supervisor's fork server, and `started` by their command line, like a container with one
+component (without the container's own start). The time ends with the component's log line that it is ready, i.e. in the
+registry:
 
     signal --> noticed by the supervisor --> loaded (workers: model and kernels) --> attached to the node --> ready
 
@@ -33,12 +33,12 @@ ROLES = ("decode", "prefill", "kvnode")
 MODES = {"forked": "--fork-server", "started": "--no-fork-server"}
 PHASES = ("noticed", "loaded", "attached", "ready")
 READY_WITHIN_S = 240.0
-# A supervisor gives up on a component that dies six times within a minute.
+# A supervisor gives up on a component that dies six times in a minute.
 BETWEEN_KILLS_S = 4.5
 
 
 def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
-    """Seconds from a kill, at wall-clock time ``at_s``, to the first log line of each phase that the role has."""
+    """Return the seconds from a kill, at wall time ``at_s``, to the first log line of each of the role's phases."""
     name = f"{role}-0"
     signs = {
         "noticed": (f"{name} was ended by SIGKILL",),
@@ -59,9 +59,9 @@ def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
 
 
 def one_kill(cluster: ServedCluster, role: str) -> dict[str, Any]:
-    """Kill a component; return the milestones of its next process, and the CPU seconds that this took until then."""
+    """Kill a component; return the milestones of its next process, and the CPU seconds until ready."""
     began_s, written = time.monotonic(), len(cluster.log.read_text())
-    # Log lines have milliseconds, which are cut and not rounded.
+    # Times in log lines are truncated to milliseconds.
     at_s = time.time() - 0.001
     killed = cluster.kill(role)
 
@@ -80,13 +80,13 @@ def one_kill(cluster: ServedCluster, role: str) -> dict[str, Any]:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Processor time of a process so far."""
+    """Return the processor time of a process so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """All kills of a mode, on one cluster."""
+    """Run all kills of a mode on one cluster."""
     flags = [MODES[mode], "--no-standby", "--log-format", "json", "--log-level", "info", "--max-model-len", "2048"]
     flags += args.flags
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def summary(kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the spread of a role's times until it was ready, and the medians of phases and CPU seconds."""
+    """Return the spread of a role's times until ready, and the medians of phases and CPU seconds."""
     ready = [kill["milestones_s"]["ready"] for kill in kills]
     return {
         "ready_s": {"min": min(ready), "median": statistics.median(ready), "max": max(ready)},
@@ -112,7 +112,7 @@ def summary(kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def phase_seconds(kills: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Return the median length of each phase that a role has, from the one before it."""
+    """Yield the median length of each of a role's phases."""
     for number, phase in enumerate(PHASES):
         lengths = []
         for kill in kills:
@@ -124,7 +124,7 @@ def phase_seconds(kills: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]
 
 
 def table_of(results: dict[str, Any]) -> Table:
-    """A row for each role and mode."""
+    """Make a table with a row per role and mode."""
     table = Table(
         "component", "", "kills", "median s", "least s", "most s", "CPU s", *PHASES, title="Killed until ready"
     )
@@ -141,7 +141,7 @@ def table_of(results: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Measure both modes and prints the table."""
+    """Measure both modes and print the table."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.warm_restart", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--kills", type=int, default=10, help="of each component")

@@ -845,7 +845,7 @@ def gpu_sampling_specs() -> list[BuildSpec]:
 
 
 def sampling_edits_specs() -> list[BuildSpec]:
-    """List penalties and logit biases."""
+    """List edits of single logits: biases, penalties, banned ids."""
     signature = "*fp32:16, *i32:16, i32, i32, i32:16"
     return [
         BuildSpec(

@@ -1,4 +1,4 @@
-"""Makes torch say that the processor has AVX2 and nothing beyond it, where PYTHONPATH begins with this folder.
+"""Makes torch report a processor with AVX2 only, if PYTHONPATH begins with this folder.
 
 vLLM chooses its kernels by these functions, which no environment variable changes.
 """
@@ -18,7 +18,7 @@ HIDDEN = ("avx512", "avx512_bf16", "vnni", "amx_tile", "amx_fp16")
 
 
 class HidingFinder(importlib.abc.MetaPathFinder):
-    """Finds MODULE as Python does, and replaces its functions when it has run."""
+    """Import finder that replaces MODULE's functions after Python has run it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
