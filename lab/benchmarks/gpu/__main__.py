@@ -1,11 +1,11 @@
-"""Measures the GPU of this machine and writes lab/benchmarks/results/gpu-DEVICE-DATE.json and .md.
+"""Measures this machine's GPU and writes lab/benchmarks/results/gpu-DEVICE-DATE.json and .md.
 
     python -m lab.benchmarks.gpu                          all sections
-    python -m lab.benchmarks.gpu attention step           these; sections of an earlier run of the day stay in the file
-    python -m lab.benchmarks.gpu --time-s 560             leaves out sections that no longer fit into the time
+    python -m lab.benchmarks.gpu attention step           these; the file keeps other sections of the day
+    python -m lab.benchmarks.gpu --time-s 560             skips sections that no longer fit into the time
     python -m lab.benchmarks.gpu --smoke                  runs everything once with tiny shapes on the CPU
 
-The file is written again after every section, so a command that ends early leaves the sections before.
+The file is rewritten after every section.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lab.benchmarks.gpu.result import RESULTS, device, merged, place, smi, write
 from lab.benchmarks.gpu.section import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
-# No section begins with less time left than this.
+# Least time left to begin a section.
 LEAST_S = 25.0
 END_TIMEOUT_S = 20.0
 
@@ -39,7 +39,7 @@ def run_section(name: str, folder: Path, limit_s: float, smoke: bool) -> dict[st
         command.append("--smoke")
         environment["TRITON_INTERPRET"] = "1"
     began_s, error = time.monotonic(), ""
-    # The process has a group of its own, so that its children end with it.
+    # A process group, so that its children end with it.
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         status = process.wait(limit_s)
@@ -64,7 +64,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--time-s", type=float, default=0.0, help="time of all sections together; 0: no limit")
@@ -78,7 +77,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, prints and writes; return 1 where a section ended early, or a measurement in it failed."""
+    """Measure, print and write; return 1 if a section or measurement failed."""
     args = arguments()
     if not args.smoke and not has_gpu():
         print("bench-gpu: torch sees no CUDA device here; --smoke shows whether everything runs", file=sys.stderr)
@@ -106,7 +105,7 @@ def main() -> int:
 
 
 def has_gpu() -> bool:
-    """Return whether torch can use a GPU. Another process asks torch, so that this one holds no memory of the GPU."""
+    """Return whether torch can use a GPU, asking in another process, so that this one uses no GPU memory."""
     command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
     return subprocess.run(command, check=False, cwd=ROOT).returncode == 0
 

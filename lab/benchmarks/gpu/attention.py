@@ -14,9 +14,9 @@ from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
 from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.gpu.tuned import tuned
 
-# The side of the square matrices whose product gives the device's rate.
+# Side of square matrices whose product has the device's peak rate.
 PRODUCT_SIDE = 8192
-# Two kernels in a row have two tails of idle multiprocessors; one launch of both should not cost more than that.
+# Two kernels in a row have two tails of idle multiprocessors; one launch of both should not cost more.
 MIXED_TARGET = "<= 1.1"
 
 
@@ -63,7 +63,7 @@ def _attempt_decode(
         attended = pool.attend(entries)
         verify_rows(pool, attended)
         times = bench.time(attended.calls)
-        # The target holds for bfloat16; float8 halves the bytes, but not the latencies.
+        # The target is for bfloat16; float8 halves the bytes, but not the latencies.
         bench.report_bytes(name, times, attended.read_bytes, target if kv == "plain" else "")
 
     bench.attempt(name, measure)
@@ -89,7 +89,7 @@ def _chunk(bench: Bench, shape: LlamaShape, name: str, chunk: int, prefix: int, 
 
 
 def _overlapped_chunk(bench: Bench, pool: AttentionPool, entries: list[BatchEntry], name: str, rate: float) -> None:
-    """Measure the kernel whose softmax runs beside products on the same pool, where it can run."""
+    """Measure the kernel that overlaps softmax with products on the same pool, if available."""
     tunable, arch = TUNABLES["attention_chunk"], arch_of(bench.device)
     if bench.smoke or arch != OVERLAPPED_ARCH:
         return
@@ -101,14 +101,14 @@ def _overlapped_chunk(bench: Bench, pool: AttentionPool, entries: list[BatchEntr
 
 
 def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times, Times, float]:
-    """Return the times of torch's attention and of gathering K and V for it, and the relative difference of ours."""
+    """Return the times of torch's attention and of gathering its K and V, and the relative difference of ours."""
     from torch.nn.attention.bias import causal_lower_right
 
     tokens, heads, head_dim = attended.queries.shape
     gather = pool.gathering(attended, 0)
     keys, values = gather()
     group = heads // keys.shape[1]
-    # Heads are repeated before, since not every build's fused kernel takes grouped ones.
+    # Repeat heads first, since not every build's fused kernel supports grouped ones.
     keys, values = (each.repeat_interleave(group, 1).contiguous() for each in (keys, values))
     queries = attended.queries.permute(1, 0, 2)[None].contiguous()
     mask = causal_lower_right(tokens, keys.shape[2])
@@ -123,7 +123,7 @@ def _sdpa(bench: Bench, pool: AttentionPool, attended: Attended) -> tuple[Times,
 
 
 def _in_parts(bench: Bench, shape: LlamaShape) -> None:
-    """Measure attention in parts of fixed keys (--batch-invariant), against attention that is cut anywhere."""
+    """Measure attention in parts of fixed keys (--batch-invariant) against attention with free cuts."""
     streams, context, chunk = (2, 20, 8) if bench.smoke else (64, 4096, 2048)
     cases = (decodes(streams, context), decodes(1, context), [BatchEntry(chunk, 4 * context - chunk)])
     tokens = (streams + 4) * -(-context // 16) * 16

@@ -1,4 +1,4 @@
-"""Helpers of all sections: rows of a result, the device, and timers of its kernels."""
+"""Shared by all sections: rows of a result, the device, and timers of its kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-# A measurement rotates through so many bytes, several times the L2 cache (60 MB on an H200), so that it never hits it.
+# Bytes that a measurement rotates through, several times the L2 cache (60 MB on an H200), so that it never hits it.
 ROTATED_BYTES = 4 * 64 * 2**20
 MIN_REPEATS, MAX_REPEATS = 10, 200
-# The time of one measurement of a section.
+# Seconds of one measurement.
 MEASURE_S = 0.5
 
 Call = Callable[[], object]
@@ -31,7 +31,6 @@ class Times:
     max_s: float
 
     def scaled(self, factor: float) -> Times:
-        """Return the times of ``factor`` times the work."""
         return Times(self.min_s * factor, self.median_s * factor, self.max_s * factor)
 
 
@@ -40,11 +39,11 @@ class Row:
     """One figure of a section.
 
     Attributes:
-        name: a name that is unique within the section.
-        value, unit: the figure; None where there is none, and ``note`` says why.
+        name: unique within the section.
+        value, unit: the figure; None with the reason in ``note``.
         share: the figure over its limit, or the time at the limit over the measured time; ``of`` names the limit.
-        target: the target of ``share``, such as ">= 0.85"; "" without one.
-        more: further figures, such as spreads.
+        target: of ``share``, e.g. ">= 0.85"; "" for none.
+        more: further figures, e.g. spreads.
     """
 
     name: str
@@ -70,7 +69,6 @@ class Row:
 
 
 def failure(name: str, error: Exception) -> Row:
-    """Return the row of a measurement that failed."""
     return Row(name, None, "", note=f"failed: {type(error).__name__}: {str(error)[:300]}")
 
 
@@ -78,10 +76,10 @@ class Bench:
     """The tools of a section: its device, its timers, and the file of its rows.
 
     Args:
-        smoke: run everything once with tiny shapes on the CPU, only to see that it runs.
-        rows: the file that gets each row at once as a line of JSON, so that a section that fails later keeps them.
-        measure_s: the time of one measurement, beside its warm-up.
-        only: words; of the measurements that are attempted, those are made whose names have one of them. None: all.
+        smoke: run everything once with tiny shapes on the CPU.
+        rows: file to which each row is written at once as a line of JSON, in case the section fails later.
+        measure_s: seconds of one measurement, after its warm-up.
+        only: words; attempt only measurements whose names contain one of them. (): all.
     """
 
     def __init__(self, *, smoke: bool, rows: Path, measure_s: float = MEASURE_S, only: Sequence[str] = ()) -> None:
@@ -94,7 +92,7 @@ class Bench:
         torch.manual_seed(0)
 
     def report(self, row: Row) -> None:
-        """Write and prints a row. Rows of a smoke run have no target."""
+        """Write and print a row. Rows of a smoke run have no target."""
         if self.smoke:
             row = replace(row, target="")
         with self._rows.open("a", encoding="utf-8") as file:
@@ -102,7 +100,7 @@ class Bench:
         print(line_of(row), flush=True)
 
     def attempt(self, name: str, measure: Callable[[], None]) -> None:
-        """Run one measurement of a section; its failure becomes a row, and the section goes on."""
+        """Run one measurement of a section; a failure becomes a row, and the section continues."""
         if self.only and not any(word in name for word in self.only):
             return
         try:
@@ -111,15 +109,15 @@ class Bench:
             self.report(failure(name, error))
 
     def wait(self) -> None:
-        """Wait until the device has done everything."""
+        """Synchronize the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def time(self, calls: Sequence[Call], *, graph: bool = True) -> Times:
         """Measure the seconds of one of ``calls``.
 
-        The calls do the same work on different data, ROTATED_BYTES together or more. Each repeat runs all of them
-        between two events on the stream; with ``graph`` as one CUDA graph, which leaves out the host's launches.
+        The calls do the same work on different data of at least ROTATED_BYTES. Each repeat runs all of them between two
+        events on the stream; with ``graph`` as one CUDA graph, without the host's launches.
         """
         if self.device.type != "cuda":
             return _host_time(calls[0])
@@ -144,7 +142,7 @@ class Bench:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second, read and written, of the better of a copy and an elementwise kernel; measured once."""
+        """Bytes per second, read and written, of the faster of a copy and an elementwise kernel; measured once."""
         if self._bandwidth is None:
             size = 2**14 if self.smoke else 2**30
             source = torch.ones(size // 4, dtype=torch.float32, device=self.device)
@@ -171,13 +169,13 @@ class Bench:
         return rate
 
     def report_bytes(self, name: str, times: Times, size: float, target: str = "", **more: Any) -> None:
-        """Report a figure that memory limits: microseconds, and the share of the copy bandwidth."""
+        """Report a memory-bound figure: microseconds, and the share of the copy bandwidth."""
         share = size / self.bandwidth / times.median_s
         more = {**spread(times), "gb_per_s": size / times.median_s / 1e9, **more}
         self.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", target, more=more))
 
     def report_flops(self, name: str, times: Times, flops: float, rate: float, target: str = "", **more: Any) -> None:
-        """Report a figure that arithmetic limits: microseconds, and the share of the products' rate."""
+        """Report a compute-bound figure: microseconds, and the share of the products' rate."""
         more = {**spread(times), "tflop_per_s": flops / times.median_s / 1e12, **more}
         self.report(
             Row(name, times.median_s * 1e6, "us", flops / rate / times.median_s, "bf16 products", target, more=more)
@@ -185,7 +183,7 @@ class Bench:
 
 
 def rotations(size_bytes: float, smoke: bool, most: int = 64) -> int:
-    """Return how many copies of data of this size a measurement rotates through."""
+    """Return the number of copies of data of this size to rotate through."""
     return 1 if smoke else max(1, min(most, -(-ROTATED_BYTES // max(1, int(size_bytes)))))
 
 
@@ -195,7 +193,6 @@ def spread(times: Times) -> dict[str, float]:
 
 
 def line_of(row: Row) -> str:
-    """Format a row as a line on the terminal."""
     if row.value is None:
         return f"{row.name}: {row.note}"
     share = "" if row.share is None else f", {row.share:.2f} of {row.of}" if row.of else f", {row.share:.2f}"

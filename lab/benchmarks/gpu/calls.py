@@ -1,7 +1,7 @@
-"""Calls of the small kernels as the engine makes them, on random data of a model's shapes, to time and to tune.
+"""Launches of the small kernels as the engine makes them, on random data of a model's shapes, to time and to tune.
 
-Each case rotates through several copies of its data, so that they come from memory as in a step, where weights and KV
-sweep the caches in between.
+Each case rotates through copies of its data, so that they come from memory as in a step, where weights and KV sweep the
+caches in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pillion.types import SamplingParams
 
 EPS = 1e-5
 BLOCK_SIZE = 16
-# Tolerances for roundings of bfloat16 in a different order.
+# Tolerances for bfloat16 roundings in a different order.
 RTOL, ATOL = 2.0**-6, 2.0**-6
 
 
@@ -27,8 +27,8 @@ RTOL, ATOL = 2.0**-6, 2.0**-6
 class KernelCase:
     """A kernel's calls on some shape.
 
-    ``calls`` do the same work on different data, and each moves ``moved_bytes``. ``verify`` runs the first call and
-    raises AssertionError where its result differs from the reference's.
+    ``calls`` do the same work on different data, each moving ``moved_bytes``. ``verify`` runs the first call and raises
+    AssertionError if its result differs from the reference's.
     """
 
     calls: Sequence[Callable[[], object]]
@@ -54,7 +54,7 @@ class Maker:
 
 TOKEN_ROWS = (1, 64, 256, 2048)
 MIXED_ROWS = (1, 32, 2048)
-# Qwen3-30B-A3B has so many experts, and chooses so many of them for a row.
+# Experts of Qwen3-30B-A3B, and those per row.
 EXPERTS, PER_TOKEN = 128, 8
 SAMPLED_ROWS = (1, 64, 256)
 BLOCK_ROWS = (1, 16, 256)
@@ -162,7 +162,7 @@ def sort_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def sums_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
-    """Make a case of the sums of what rows' experts have found."""
+    """Make a case of the sums of rows' expert outputs."""
     from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 
     size = 2 * rows * (PER_TOKEN + 1) * shape.hidden
@@ -214,7 +214,7 @@ def kv_write_case(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
 
 
 def _blocks_case(way: str) -> Make:
-    """Return a maker of cases that move whole blocks, to or from a transfer's buffer, or within the pool."""
+    """Make cases that move whole blocks, to or from a transfer's buffer, or within the pool."""
 
     def make(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
         from pillion.kernels.gpu import blocks
@@ -246,12 +246,12 @@ def _blocks_case(way: str) -> Make:
 
 
 def _flat(bench: Bench, rows: int, vocab: int) -> torch.Tensor:
-    """Return normal logits: thousands of tokens are about as probable, as at high temperatures."""
+    """Return normal logits: thousands of tokens are similarly probable, as at high temperatures."""
     return 2.0 * torch.randn(rows, vocab, device=bench.device)
 
 
 def _peaked(bench: Bench, rows: int, vocab: int) -> torch.Tensor:
-    """Return logits of a language model's kind: the probability of the token of rank r is as r ** -1.5."""
+    """Return logits like a language model's: the token of rank r has a probability of about r ** -1.5."""
     ranks = torch.rand(rows, vocab, device=bench.device).argsort(1) + 1
     return -1.5 * ranks.float().log()
 
@@ -274,7 +274,7 @@ def _sampling_case(temperature: float, top_p: float, logits_of: Callable[[Bench,
             choose(which, record, out, scratch)
 
         def verify() -> None:
-            # Only the range of sampled tokens is checked here; the kernels' tests compare them.
+            # Check only the range of sampled tokens here; the kernels' tests compare them.
             one(logits[0])
             if temperature:
                 assert bool(((out >= 0) & (out < shape.vocab)).all())

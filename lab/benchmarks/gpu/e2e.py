@@ -1,6 +1,6 @@
 """The real cluster under a saturating load, by split policy: output tokens/s, ITL, TTFT.
 
-The section needs the servers' packages (Redis, gRPC, OpenTelemetry ...); where some are missing, a row names them.
+Needs the servers' packages (Redis, gRPC, OpenTelemetry ...); a row names missing ones.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run(bench: Bench) -> None:
 
 
 def _pretended(smoke: bool) -> dict[str, str]:
-    """Return the environment of a smoke run, with a fake CUDA driver; of a real run, an empty one."""
+    """Return a smoke run's environment with a fake CUDA driver; {} otherwise."""
     if not smoke:
         return {}
     from lab.testbed import fake_cuda
@@ -110,7 +110,7 @@ def _measure(bench: Bench, name: str, policy: str, environment: Mapping[str, str
 
 
 def _cores(served: ServedCluster) -> dict[str, float]:
-    """Return the seconds of cores that each part of a cluster, and this process as its clients, have used."""
+    """Return the core seconds used by each part of a cluster, and by this process as its clients."""
     found = {"clients": time.process_time()}
     for role in ("gateway", "decode", "prefill", "kvnode"):
         times = [process.cpu_times() for process in served.components(role)]

@@ -1,8 +1,8 @@
-"""Products of rows by their experts' matrices, plain and quantized, in the shapes of models that are deployed.
+"""Products of rows by their experts' matrices, plain and quantized, in the shapes of deployed models.
 
-Few rows are compared with reading the experts that they choose, which is counted, at the copy bandwidth; a chunk with
-the rate of a plain product of as many rows. Rows choose experts evenly, by random numbers. Products of plain matrices
-are measured with adapters, too, which the rows have in turn: ``of_plain`` is their time over that without.
+Few rows are compared with reading the chosen experts (counted) at the copy bandwidth; a chunk with the rate of a plain
+product of equally many rows. Rows choose experts evenly at random. Plain matrices are also measured with adapters,
+which rows use in turn: ``of_plain`` is their time over that without.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class ExpertShape(NamedTuple):
-    """One product of a mixture: experts, choices of a row, inputs, outputs (gates and values, where it is
-    ``gated``), and a kind of matrices of ``products.KINDS``, or "bf16"."""
+    """One product of a mixture: experts, choices per row, inputs, outputs (gates and values if ``gated``), and a kind
+    of matrices of ``products.KINDS``, or "bf16"."""
 
     experts: int
     choices: int
@@ -47,10 +47,10 @@ TINY_SHAPES = {
 }
 FEW_ROWS, CHUNK = (1, 8, 32), 2048
 SMOKE_ROWS, SMOKE_CHUNK = (2,), 20
-# A tile has as many rows as an expert has on average, at most these.
+# Limit of a tile's rows, which otherwise are those of an average expert.
 LARGEST_TILE = 128
 FEW_TARGET, CHUNK_TARGET = ">= 0.80", ">= 0.50"
-# Packing on the host takes longer than a measurement: experts have one of so many matrices.
+# Distinct matrices, shared by experts, since packing on the host takes longer than a measurement.
 PACKED_MATRICES = 4
 
 
@@ -86,8 +86,8 @@ def run(bench: Bench) -> None:
 def grouped_case(
     bench: Bench, shape: ExpertShape, rows: int, stacks: list[tuple[Any, torch.Tensor]], adapters: int = 0
 ) -> KernelCase:
-    """Make a case of random rows, which choose experts at random, and have so many ``adapters`` in turn. ``stacks``
-    are experts' matrices, and the weights of the first expert."""
+    """Make a case of random rows that choose experts at random and use ``adapters`` in turn. ``stacks``: experts'
+    matrices, and the weights of the first expert."""
     from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
 
     pairs = rows * shape.choices
@@ -136,7 +136,7 @@ def grouped_case(
 
 
 def _random_adapters(shape: ExpertShape, rows: int, adapters: int, x: torch.Tensor) -> PairAdapters:
-    """Make adapters that rows have in turn."""
+    """Make adapters that rows use in turn."""
     from pillion.kernels.gpu.experts.expert_adapters import PairAdapters
     from pillion.kernels.gpu.products.low_rank_product import LayerSlot
 
@@ -151,7 +151,7 @@ def _random_adapters(shape: ExpertShape, rows: int, adapters: int, x: torch.Tens
 
 
 def _added(adapters: PairAdapters, expert: int, x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Return what adapters add to an expert's products of some pairs: [P, outputs] float32."""
+    """Return the adapters' contribution to an expert's products of some pairs: [P, outputs] float32."""
     layer, found = adapters.layer, []
     a, b = adapters.slots[:, : layer.b_at], adapters.slots[:, layer.b_at :]
     for row in (pairs // adapters.per_token).tolist():
@@ -170,8 +170,8 @@ def _bytes(stack: Any) -> int:
 
 @functools.lru_cache(maxsize=1)
 def expert_stacks(shape: ExpertShape, device: torch.device, smoke: bool) -> list[tuple[Any, torch.Tensor]]:
-    """Make experts' matrices, as many times as it takes to sweep the cache, with plain weights of the first
-    experts, after which others have the same."""
+    """Make enough stacks of experts' matrices to sweep the cache, with plain weights of the first experts, which the
+    others repeat."""
     from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
 
     if shape.kind == "bf16":

@@ -1,4 +1,4 @@
-"""What sections launch with the constants in use, and without measuring: so it can be compiled before they begin."""
+"""The launches of sections with the constants in use, without measuring, so that they can be compiled ahead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BLOCK_SIZES = (16, 64, 128)
 
 
 def section_launches() -> dict[str, Launch]:
-    """Return functions that launch what a section measures, by names that begin with the section's."""
+    """Return functions that launch a section's kernels, by names that begin with the section's."""
     found: dict[str, Launch] = {f"small: {name}": partial(_launch, partial(_small, name)) for name in CASES}
     for product, size in LLAMA_8B.products.items():
         for kind in ("plain", *KINDS, "fp8 by fp8", "adapters"):
@@ -77,7 +77,7 @@ def _grouped(name: str, bench: Bench) -> Iterable[KernelCase]:
 
 
 def _attend(kv: PlainOrFloat8, block_size: int, bench: Bench) -> None:
-    """Attend decodes, and over a pool in bfloat16 also chunks, with both kernels and in parts."""
+    """Attend decodes and, over a bfloat16 pool, chunks, with both kernels and in parts."""
     steps = [decodes(64, 4096), decodes(1, 32768)]
     chunk = [BatchEntry(2048, 8192)]
     tokens = max(sum(entry.prefix + entry.tokens for entry in step) for step in steps)

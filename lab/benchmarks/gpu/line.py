@@ -1,10 +1,10 @@
-"""The engine saturated: the real scheduler over the GPU backend, one step ahead, without gRPC, Redis or a KV node.
+"""The saturated engine: the real scheduler over the GPU backend, one step ahead, without gRPC, Redis or a KV node.
 
     request --add--> scheduler --plan--> launch, land --commit--> tokens
        ^                 |                                          |
        '-- a slot is free '-- KV slots: a list in place of a node <-'
 
-The rest of a cluster is measured end to end (:mod:`lab.benchmarks.gpu.e2e`), where its packages are installed.
+:mod:`lab.benchmarks.gpu.e2e` measures the whole cluster if its packages are installed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class EngineLoad:
 LOADS = (EngineLoad(64, 2, 1024, 256, 2048), EngineLoad(64, 2, 1024, 256, 512), EngineLoad(256, 2, 1024, 256, 2048))
 SMOKE_LOADS = (EngineLoad(2, 1, 20, 3, 24),)
 WARM_UP = EngineLoad(4, 1, 256, 8, 512)
-# Spare blocks for each stream, so that no stream is preempted.
+# Spare blocks per stream, against preemption.
 SPARE_BLOCKS = 16
-# After so many rounds without work the loop is stuck.
+# Rounds without work after which the loop is stuck.
 MAX_IDLE_ROUNDS = 1000
 
 
@@ -82,8 +82,8 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class LoopFigures:
-    """What a closed loop of streams gave: tokens, in how many seconds, and sorted seconds of its ``requests`` to their
-    first tokens, and between two tokens."""
+    """Results of a closed loop: tokens, their seconds, and sorted seconds of its ``requests`` to their first tokens,
+    and between two tokens."""
 
     tokens: int
     took_s: float
@@ -92,12 +92,10 @@ class LoopFigures:
 
     @property
     def tokens_per_s(self) -> float:
-        """Rate of all streams together."""
         return self.tokens / self.took_s
 
     @property
     def p99_s(self) -> float:
-        """99th percentile of the seconds between two tokens of a stream."""
         return rank(self.gaps_s, 99)
 
 
@@ -118,7 +116,6 @@ class EngineLoop:
         self.seen: dict[int, RequestTimes] = {}
 
     def run(self) -> LoopFigures:
-        """Run the load."""
         out: deque[tuple[Any, Any]] = deque()
         idle = 0
         began_s = time.perf_counter()
@@ -140,11 +137,11 @@ class EngineLoop:
                 sampled = in_flight.wait()
                 self._take(self.scheduler.commit(landed, sampled, time.perf_counter()))
         while out:
-            # These rows were launched for streams whose last token was still in flight.
+            # Rows launched for streams whose last token was still in flight.
             landed, in_flight = out.popleft()
             self._take(self.scheduler.commit(landed, in_flight.wait(), time.perf_counter()))
         took_s = time.perf_counter() - began_s
-        # This handles the answers to the last commits.
+        # Handle the answers to the last commits.
         self._take(self.scheduler.flush(time.perf_counter()))
         seen = list(self.seen.values())
         gaps = sorted(b - a for one in seen for a, b in pairwise(one.tokens_s))
@@ -176,7 +173,7 @@ class EngineLoop:
         return tuple(taken)
 
     def _take(self, outcome: Outcome) -> None:
-        """Answers an outcome at once as a node and clients would."""
+        """Answer an outcome at once, as a node and clients would."""
         now_s = time.perf_counter()
         for update in outcome.updates:
             assert update.ending is None or update.ending.error is None, update.ending
@@ -193,7 +190,7 @@ class EngineLoop:
 
 
 def report_loop(bench: Bench, name: str, found: LoopFigures, about: str = "") -> None:
-    """Report a loop's rate and latencies; ``about`` is a further remark."""
+    """Report a loop's rate and latencies."""
     more = {
         "requests": len(found.first_s),
         "itl_p50_ms": rank(found.gaps_s, 50) * 1e3,

@@ -1,4 +1,4 @@
-"""The measured mixtures of experts: what their published config.json files say of shapes, and a tiny one."""
+"""The measured mixtures of experts, with the shapes of their published config.json files, and a tiny one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GPT_OSS_20B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 201_088,
 }
-# All 36 layers take 234 GB in bfloat16, more than one GPU has. What a layer costs does not depend on their number.
+# All 36 layers take 234 GB in bfloat16, more than one GPU has; a layer's cost does not depend on their number.
 GPT_OSS_120B_THIRD = {
     **GPT_OSS_20B,
     "layer_types": ["sliding_attention", "full_attention"] * 6,
@@ -177,16 +177,16 @@ MIXTURES = {
     "gpt-oss-120b, 12 of 36 layers": GPT_OSS_120B_THIRD,
 }
 
-# These are measured late, and have no goals of their own yet.
+# Measured late; no goals yet.
 FURTHER = {"Gemma 4 26B-A4B": GEMMA4_26B, "Llama 4 Scout, 12 of 48 layers": LLAMA4_SCOUT_QUARTER}
 ALL_MIXTURES = {**MIXTURES, **FURTHER}
-# What a config says of each layer.
+# Per-layer lists of a config.
 _OF_LAYERS = ("layer_types", "no_rope_layers")
 _TINY_SIZES = {name: TINY_MIXTURE[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")}
 
 
 def mixtures_of(smoke: bool) -> dict[str, dict[str, Any]]:
-    """Return the config.json of each measured mixture by its name."""
+    """Return the config.json of each measured mixture by name."""
     if not smoke:
         return ALL_MIXTURES
     further = {name: {**fewer_layers(config, 1), **_TINY_SIZES, **_tiny(config)} for name, config in FURTHER.items()}
@@ -194,7 +194,7 @@ def mixtures_of(smoke: bool) -> dict[str, dict[str, Any]]:
 
 
 def _tiny(config: dict[str, Any]) -> dict[str, Any]:
-    """Return small values of the sizes that a config names."""
+    """Return small values of a config's sizes."""
     sizes = {
         "global_head_dim": 32,
         "head_dim": 16,
@@ -211,7 +211,7 @@ def _tiny(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fewer_layers(config: dict[str, Any], fewest: int) -> dict[str, Any]:
-    """Return a config of the first layers alone: so many, or as many as have each kind of layer among them."""
+    """Return a config of the first layers: at least ``fewest``, and one of each kind of layer."""
     lists = {name: config[name] for name in _OF_LAYERS if name in config}
     count = max(fewest, *(values.index(kind) + 1 for values in lists.values() for kind in values), 1)
     return {**config, "num_hidden_layers": count, **{name: values[:count] for name, values in lists.items()}}

@@ -1,13 +1,13 @@
-"""Steps of mixtures of experts with random weights, against the bytes and the products that they cannot do without.
+"""Steps of mixtures of experts with random weights, beside their least bytes and products.
 
-    decodes:  limit = (weights outside experts + experts that are chosen + KV) / copy bandwidth
+    decodes:  limit = (weights outside experts + chosen experts + KV) / copy bandwidth
     a chunk:  limit = the products of its rows at their own rate, or the same bytes, whichever takes longer
 
-Of E experts, B rows that choose k each, evenly, touch E x (1 - (1 - k / E)^B) on average, and those that all rows pass.
-Beside a model's steps stand the products of its experts alone by ``torch.nn.functional.grouped_mm``, which sorts and
-combines nothing.
+Of E experts, B rows that each choose k evenly touch E x (1 - (1 - k / E)^B) on average, plus shared experts. Beside a
+model's steps: the products of its experts alone by ``torch.nn.functional.grouped_mm``, which sorts and combines
+nothing.
 
-All weights are bfloat16. What matrices of few bits take is measured kernel by kernel.
+All weights are bfloat16. Matrices of few bits are measured kernel by kernel.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lab.benchmarks.gpu.shapes import BatchEntry
 from lab.benchmarks.gpu.step import decode_steps
 from pillion.engine.models.layer_operations import Experts
 
-# Rows of a decode step, with the most that a step may take of its limit; a chunk's rows, with the same.
+# Rows of a decode step with its target (times the limit); a chunk's rows, with the same.
 DECODES = {1: "<= 1.7", 8: "<= 1.25", 32: "<= 1.15"}
 CHUNK, CHUNK_TARGET = 2048, "<= 1.5"
 CONTEXT, STEPS, WARM_STEPS, CHUNKS = 1024, 30, 3, 4
 SMOKE_DECODES, SMOKE_CHUNK, SMOKE_CONTEXT = {2: ""}, 8, 20
-# The side of the square matrices whose product gives the device's rate.
+# Side of square matrices whose product has the device's peak rate.
 PRODUCT_SIDE = 8192
 
 
@@ -82,7 +82,7 @@ def _chunk_s(running: RunningBackend, chunk: int, count: int) -> float:
 
 
 class _Touched:
-    """What steps of a mixture read and multiply, from the plan of its weights."""
+    """Bytes read and products computed by steps of a mixture, from the plan of its weights."""
 
     def __init__(self, model: RandomModel, rate: float) -> None:
         self._model, self._rate = model, rate
@@ -90,26 +90,26 @@ class _Touched:
         how = next(each for layer in layers for each in layer.operations if isinstance(each, Experts))
         self._per_token = how.per_token
         places = model.weights.plan.places
-        # The matrices of a layer's experts are one tensor of three dimensions, [experts, outputs, inputs].
+        # A layer's experts are one tensor of three dimensions, [experts, outputs, inputs].
         self.stacked = {name: place.shape for name, place in places.items() if len(place.shape) == 3}
         self._expert_bytes = sum(places[name].nbytes for name in self.stacked)
         self.experts = next(iter(self.stacked.values()))[0]
-        # The stacks end with the experts that all rows pass, where there are any.
+        # Shared experts, at the end of the stacks.
         self._always = self.experts - how.router.shape[0]
 
     def bytes_of(self, rows: int, context: int) -> float:
-        """Return the bytes of weights and KV that a step of so many rows reads, with routing that is even."""
+        """Return the bytes of weights and KV that a step of ``rows`` rows reads, with even routing."""
         chosen = self.experts - self._always
         touched = self._always + chosen * (1.0 - (1.0 - self._per_token / chosen) ** rows)
         model, share = self._model, touched / self.experts
         return model.step_bytes - (1.0 - share) * self._expert_bytes + rows * context * model.kv_token_bytes
 
     def product_s(self, rows: int) -> float:
-        """Return the seconds of the products of so many rows at the device's rate, without attention."""
+        """Return the seconds of the products of ``rows`` rows at the device's rate, without attention."""
         model = self._model
         others = (model.step_bytes - self._expert_bytes) / 2
         expert = self._expert_bytes / 2 / self.experts
-        # All rows pass all layers; logits are made of one row, and the head is a small part of a model.
+        # Logits are of one row, and the head is a small part of a model.
         return (
             2.0
             * rows
@@ -118,7 +118,7 @@ class _Touched:
         )
 
     def grouped(self, rows: int) -> Callable[[], None]:
-        """Return a call that multiplies sorted rows by all layers' experts, by torch's grouped products."""
+        """Return a call that multiplies sorted rows by all layers' experts, with torch's grouped products."""
         pairs, device = rows * (self._per_token + self._always), self._model.bench.device
         chosen = torch.randint(self.experts, (pairs,), device=device)
         ends = torch.bincount(chosen, minlength=self.experts).cumsum(0).int()

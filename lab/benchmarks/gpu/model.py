@@ -1,4 +1,4 @@
-"""The whole model with random weights behind the engine's own backend, for the sections on steps."""
+"""A whole model with random weights behind the engine's own backend, for the sections on steps."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights, plan_weights
-from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.config_parser import parse_config
 from pillion.engine.models.model_shard import whole_model
 from pillion.kernels.step import SamplingRows, StepBatch
 
 BLOCK_SIZE = 16
-# Steps in flight at once: the running step, and the one after it.
+# Steps in flight: the running one and the next.
 AHEAD = 2
 
 
 class TensorPool:
-    """A pool in GPU memory of this process, as ``pillion.engine.backends.gpu.device_memory.DevicePool``."""
+    """A pool in this process's GPU memory, in place of ``pillion.engine.backends.gpu.device_memory.DevicePool``."""
 
     divided = False
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        # The content is random, since operands decide the power of products, and so the clock rate.
+        # Random, since operands determine a product's power, and so the clock rate.
         self._memory = torch.empty(size_bytes // 2, dtype=torch.bfloat16, device=device).normal_()
         self.address, self.size_bytes = self._memory.data_ptr(), size_bytes
 
@@ -43,7 +42,7 @@ class TensorPool:
 
 
 class RandomModel:
-    """Random weights with buffers; backends over them are made and closed one after the other."""
+    """Random weights with buffers, for backends made and closed one after the other."""
 
     def __init__(
         self,
@@ -52,28 +51,24 @@ class RandomModel:
         max_tokens: int,
         max_seqs: int,
         max_model_len: int,
-        ranks: GpuRankGroup | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """``ranks``: the other ranks, where this is the share of one. ``config``: the content of another model's
-        config.json than Llama's."""
+        """``config``: content of another model's config.json than Llama's."""
         self.bench, self.shape = bench, shape_of(bench.smoke)
         self.config = parse_config(config or self.shape.config())
-        shard = whole_model(self.config) if ranks is None else ranks.shard
-        plan = plan_weights(self.config, torch.bfloat16, shard, separate_head=True)
+        plan = plan_weights(self.config, torch.bfloat16, whole_model(self.config), separate_head=True)
         memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=bench.device)
         self.weights = GpuWeights(self.config, plan, memory, torch.bfloat16)
         self.weights.fill_dummy()
         self.limits = GpuLimits(
             max_tokens=max_tokens, max_seqs=max_seqs, max_samples=max_seqs, max_model_len=max_model_len
         )
-        self.model = GpuModel(self.weights, max_model_len, max_tokens, max_tokens, max_samples=max_seqs, ranks=ranks)
-        # A step reads all weights except for the embedding, of which it reads only some rows.
+        self.model = GpuModel(self.weights, max_model_len, max_tokens, max_tokens, max_samples=max_seqs)
+        # A step reads all weights except for most rows of the embedding.
         self.step_bytes = plan.nbytes - plan.places["embedding"].nbytes
 
     @property
     def layout(self) -> KVLayout:
-        """Pool's layout."""
         config = self.config
         return KVLayout(
             "bench",
@@ -92,7 +87,7 @@ class RandomModel:
         return self.layout.block_bytes // BLOCK_SIZE
 
     def backend(self, tokens: int, *, eager: bool = False) -> RunningBackend:
-        """Make a backend over a pool of ``tokens`` tokens, and warms it up."""
+        """Make a backend over a pool of ``tokens`` tokens, and warm it up."""
         slots = -(-tokens // BLOCK_SIZE)
         backend = GpuBackend(self.model, self.layout, self.limits, enforce_eager=eager)
         size = slots * self.layout.block_bytes
@@ -113,8 +108,8 @@ class RandomModel:
 class Pace:
     """Seconds of each of some steps.
 
-    ``landed`` is the time between two landings, ``launch`` and ``land`` the host's time, and ``device`` the time
-    between the ends of two steps on the device (empty on the CPU).
+    ``landed``: between two landings; ``launch``, ``land``: the host's time; ``device``: between the ends of two steps
+    on the device (empty on the CPU).
     """
 
     landed: list[float] = field(default_factory=list)
@@ -123,7 +118,6 @@ class Pace:
     device: list[float] = field(default_factory=list)
 
     def after(self, steps: int) -> Pace:
-        """Return the times without the first ``steps`` steps."""
         return Pace(self.landed[steps:], self.launch[steps:], self.land[steps:], self.device[steps:])
 
 
@@ -134,7 +128,7 @@ class RunningBackend:
         self.backend, self.tables, self._bench = backend, tables, bench
 
     def pace(self, batches: list[StepBatch], rows: list[SamplingRows] | None = None) -> Pace:
-        """Run the batches in order, each launched before the one before has landed; return their times."""
+        """Run the batches in order, each launched before the previous one has landed; return their times."""
         found, out, ends = Pace(), deque[Any](), []
         rows = rows or [sampled_rows(len(batch.sample_rows)) for batch in batches]
         last_s = 0.0

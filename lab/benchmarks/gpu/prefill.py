@@ -13,7 +13,7 @@ ROUNDS = 5
 
 
 def run(bench: Bench) -> None:
-    """Measure prompts of 2K and of 8K tokens, cut into chunks of 2K, and one chunk of 8K."""
+    """Measure prompts of 2K and of 8K tokens in chunks of 2K, and one chunk of 8K."""
     chunk, chunks = (8, 2) if bench.smoke else (2048, 4)
     model = RandomModel(bench, max_tokens=chunk * chunks, max_seqs=4, max_model_len=chunk * chunks + 64)
     rate = _rate(bench, model, chunk)
@@ -41,7 +41,7 @@ def _prompt(
     steps = [running.tables.batch([BatchEntry(chunk, at * chunk, at + 1 == count)]) for at in range(count)]
     rounds = 1 if bench.smoke else ROUNDS
     pace = running.pace(steps * (rounds + 1))
-    # The first round warms up. Later chunks of a prompt take longer, so rounds are compared as a whole.
+    # The first round warms up. Later chunks take longer, so compare whole rounds.
     seconds = pace.device[-rounds * count :] or pace.landed[-rounds * count :]
     whole = [sum(seconds[begin : begin + count]) for begin in range(0, len(seconds), count)]
     shape, tokens = model.shape, chunk * count

@@ -1,10 +1,9 @@
-"""Products by plain and quantized matrices, and by adapters: few rows wait for the weights, many for arithmetic.
+"""Products by plain and quantized matrices, and by adapters: memory-bound with few rows, compute-bound with many.
 
-Our own plain products stand beside cuBLAS's by the same matrices: ``of_cublas`` is their time over its own, and says up
-to how many rows an entry ``plain_product_rows`` of the tuning file should let them multiply.
-Few rows are compared with the copy bandwidth; ``speedup`` is the time of the plain bfloat16 product over theirs. Many
-rows are compared with the rate of the plain product of the same shape. Adapters stand beside the plain product that
-they add to: ``of_plain`` is their time over its own.
+Pillion's plain products are beside cuBLAS's by the same matrices: ``of_cublas`` is their time over cuBLAS's, which
+suggests the rows of an entry ``plain_product_rows`` in the tuning file. Few rows are compared with the copy bandwidth;
+``speedup`` is the time of the plain bfloat16 product over theirs. Many rows are compared with the rate of the plain
+product of the same shape. Adapters are beside the plain product that they add to: ``of_plain`` is their time over it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 if TYPE_CHECKING:
     from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 
-# Coding, group (0: one scale for each output), and whether there are offsets.
+# Coding, inputs per group (0: one scale per output), and whether there are offsets.
 KINDS: dict[str, tuple[str, int, bool]] = {
     "int4 in groups of 128": ("uint4", 128, True),
     "int4 in groups of 32": ("int4", 32, False),
@@ -38,7 +37,7 @@ KINDS: dict[str, tuple[str, int, bool]] = {
 }
 FEW_ROWS, MANY_ROWS = (1, 16, 64), (512, 2048)
 ADAPTERS, ADAPTER_RANK = 8, 16
-# Outputs that are compared with plain torch.
+# Outputs to compare with plain torch.
 CHECKED_OUTPUTS = 256
 
 
@@ -108,7 +107,7 @@ def run(bench: Bench) -> None:
 
 
 def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
-    """Make a matrix of random codes that are numbers."""
+    """Make a matrix of random valid codes."""
     coding, group, shifted = KINDS[kind]
     numbers = (~CODINGS[coding].isnan()).nonzero().flatten().to(torch.uint8)
     codes = numbers[torch.randint(len(numbers), (outputs, inputs))]
@@ -129,7 +128,7 @@ def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
 def _packed(
     kind: str, inputs: int, outputs: int, device: torch.device, smoke: bool
 ) -> tuple[QuantizedMatrix, list[PackedMatrix]]:
-    """Make a matrix, and packed copies of it on the device to rotate through. To pack takes longer than to measure."""
+    """Make a matrix, and packed copies of it on the device to rotate through (packing takes longer than measuring)."""
     from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
 
     matrix = random_matrix(kind, inputs, outputs)
@@ -155,7 +154,7 @@ def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) 
         product(left, copies[0], None, out)
         checked = matrix.rows(slice(0, CHECKED_OUTPUTS)).dequantize(torch.bfloat16).to(bench.device)
         wanted = left.float() @ checked.float().T
-        # Sums of as many terms as there are inputs are compared by their size.
+        # Compare sums of many terms relative to their size.
         torch.testing.assert_close(
             out[:, : len(checked)].float(), wanted, rtol=RTOL, atol=ATOL * float(wanted.abs().max())
         )
@@ -165,7 +164,7 @@ def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) 
 
 
 def fp8_case(bench: Bench, inputs: int, outputs: int, rows: int, *, in_blocks: bool) -> KernelCase:
-    """Make a case of random rows, which are rounded to FP8, by a matrix in FP8 and by copies of it."""
+    """Make a case of random rows, rounded to FP8, by a matrix in FP8 and by copies of it."""
     from pillion.kernels.gpu.products.fp8_product import Fp8Product, fp8_matrix
 
     codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -215,7 +214,7 @@ def plain_case(bench: Bench, inputs: int, outputs: int, rows: int) -> tuple[Kern
 
 
 def adapters_case(bench: Bench, inputs: int, outputs: int, rows: int) -> KernelCase:
-    """Make a case of random rows, which have the adapters in turn, by layers of one projection."""
+    """Make a case of random rows that use the adapters in turn, by layers of one projection."""
     from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerSlot, RunRecord, add_low_rank
 
     layer = LayerSlot(0, ADAPTER_RANK * inputs, inputs, outputs, (outputs,), ADAPTER_RANK)

@@ -17,7 +17,7 @@ SMI_TIMEOUT_S = 20.0
 
 
 def device() -> dict[str, Any]:
-    """Describe the GPU and its driver. Clocks are those of the moment."""
+    """Describe the GPU and its driver, with current clocks."""
     versions = {}
     for name in ("torch", "triton", "transformers", "numpy"):
         try:
@@ -33,7 +33,7 @@ def device() -> dict[str, Any]:
 
 
 def smi() -> dict[str, str]:
-    """Return nvidia-smi's fields of the first GPU; empty without one."""
+    """Return nvidia-smi's fields of the first GPU, {} without one."""
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
@@ -49,7 +49,7 @@ def place(folder: Path, about: dict[str, Any]) -> Path:
 
 
 def merged(path: Path, about: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    """Return a result with these sections and the other ones of an earlier run of the day."""
+    """Return a result with these sections and the others of an earlier run of the day."""
     before = json.loads(path.read_text("utf-8")) if path.exists() else {"sections": {}}
     return {"device": about, "sections": {**before["sections"], **sections}}
 

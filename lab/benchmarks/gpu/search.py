@@ -1,4 +1,4 @@
-"""The search of a kernel's constants, and their place in the tuning file; see :mod:`lab.benchmarks.gpu.tune`."""
+"""The search of a kernel's constants, and their entry in the tuning file; see :mod:`lab.benchmarks.gpu.tune`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 @contextlib.contextmanager
 def trying(kernel: str, arch: int, use: dict[str, int]) -> Iterator[None]:
-    """Lets ``kernel`` use these constants meanwhile, whatever the file has."""
+    """Make ``kernel`` use these constants within the context, whatever the file has."""
     entries = tuning_file(arch).setdefault(kernel, [])
     entries.insert(0, {"when": {}, "use": use})
     try:
@@ -34,7 +34,7 @@ def trying(kernel: str, arch: int, use: dict[str, int]) -> Iterator[None]:
 
 
 def search(bench: Bench, name: str, tunable: Tunable, arch: int, until_s: float, say: Say) -> dict[str, Any] | None:
-    """Search a kernel's constants; return the entry for the file, or None where no candidate worked."""
+    """Search a kernel's constants; return the entry for the file, or None if no candidate worked."""
     now = tuned(tunable.kernel, arch, **tunable.facts)
     candidates = [now, *(use for use in tunable.candidates(now) if use != now)]
     if bench.smoke:
@@ -74,7 +74,7 @@ def _microseconds(bench: Bench, tunable: Tunable) -> float:
 
 
 def put(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
-    """Put ``entry`` in place of the entry for the same facts, or before the first entry that matches them."""
+    """Replace the entry for the same facts by ``entry``, or insert it before the first entry that matches them."""
     for at, known in enumerate(entries):
         if known["when"] == entry["when"]:
             entries[at] = entry
@@ -86,7 +86,7 @@ def put(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
 
 
 def dump(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a tuning file's text: a kernel with one entry on one line, others with a line for each entry."""
+    """Format a tuning file: a kernel with one entry on one line, others with a line per entry."""
     kernels = []
     for kernel, entries in found.items():
         lines = [json.dumps(entry) for entry in entries]

@@ -1,4 +1,4 @@
-"""One section in a process of its own, so that an error on the device cannot harm other sections.
+"""One section in a process, so that an error on the device cannot harm other sections.
 
 python -m lab.benchmarks.gpu.section NAME --rows FILE [--only WORD ...] [--smoke]
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from lab.benchmarks.gpu.bench import Bench, failure
 from lab.gpu_builds.compilations import counted_kernels, stable_keys
 
-# The sections in the order in which they run, with the seconds that each may take.
+# Sections in order, with their timeouts in seconds.
 SECTIONS = {
     "attention": 150,
     "step": 240,
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=(), help="measures what has one of these words in its name")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
-    # SIGTERM raises here, so that a cluster of the section ends with it.
+    # Raise on SIGTERM, so that a cluster of the section ends with it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.smoke:
         from lab.testbed.triton_interpreter import replace_once

@@ -26,7 +26,6 @@ class LlamaShape:
     max_positions: int
 
     def config(self) -> dict[str, Any]:
-        """Return the content of the config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -77,12 +76,11 @@ TINY = LlamaShape(hidden=32, layers=1, inner=48, heads=2, kv_heads=1, head_dim=1
 
 
 def shape_of(smoke: bool) -> LlamaShape:
-    """Return the shape to measure."""
     return TINY if smoke else LLAMA_8B
 
 
 def write_model(folder: Path, shape: LlamaShape) -> Path:
-    """Write a model's folder without weights: config.json and a tokenizer of bytes. Needs ``tokenizers``."""
+    """Write a model's folder without weights: config.json and a byte tokenizer. Needs ``tokenizers``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,9 +99,8 @@ def write_model(folder: Path, shape: LlamaShape) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
-    """One sequence of a step: ``tokens`` run after ``prefix`` tokens in the pool.
-
-    ``sampled`` asks for the last token's logits.
+    """One sequence of a step: ``tokens`` run after ``prefix`` tokens in the pool; with ``sampled``, the last token has
+    logits.
     """
 
     tokens: int
@@ -112,19 +109,19 @@ class BatchEntry:
 
 
 def decodes(count: int, context: int) -> list[BatchEntry]:
-    """Return ``count`` streams, each at its token number ``context``."""
+    """Return ``count`` streams, each at token number ``context``."""
     return [BatchEntry(1, context - 1)] * count
 
 
 class Tables:
-    """Block tables scattered over a pool as after hours of service; slots repeat where a batch needs more."""
+    """Block tables scattered over a pool as after hours of service; slots repeat if a batch needs more."""
 
     def __init__(self, slots: int, block_size: int) -> None:
         self._order = np.random.default_rng(0).permutation(slots).astype(np.int32)
         self._block_size = block_size
 
     def batch(self, entries: list[BatchEntry], *, token: int = 5) -> StepBatch:
-        """Make a step of these sequences, each with slots of its own."""
+        """Make a step of these sequences, each with distinct slots."""
         counts = np.array([entry.tokens for entry in entries], np.int32)
         contexts = np.array([entry.prefix + entry.tokens for entry in entries], np.int32)
         blocks = -(-contexts // self._block_size)

@@ -1,6 +1,6 @@
-"""The kernels beside attention and products: each moves some bytes once, so memory bandwidth is their limit.
+"""The kernels beside attention and products: each moves some bytes once, so memory bandwidth is the limit.
 
-A launch of few rows is limited by its latency of some microseconds instead, which its share shows.
+A launch of few rows is limited by its latency of some microseconds instead, as its share shows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lab.benchmarks.gpu.bench import Bench
 from lab.benchmarks.gpu.calls import CASES, KernelCase
 from lab.benchmarks.gpu.shapes import shape_of
 
-# From this many bytes on a kernel should reach the copy bandwidth.
+# Bytes from which on a kernel should reach the copy bandwidth.
 LARGE_BYTES = 64 * 2**20
 LARGE_TARGET = ">= 0.75"
 

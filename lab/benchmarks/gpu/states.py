@@ -1,7 +1,7 @@
-"""A layer with a state in Qwen3-Next-80B's shape: a prompt's rows, which go by chunks, and decodes of several texts.
+"""A layer with a state in Qwen3-Next-80B's shape: chunks of a prompt's rows, and decodes of several texts.
 
-A chunk of rows is compared with the products around it, in and out of the layer; decodes with the bytes of their
-states, which are read and written once.
+A chunk is compared with the layer's input and output products; decodes with the bytes of their states, read and written
+once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pillion.kernels.step import Int32, LayerState, StateSlots, StepBatch
 from pillion.kernels.torch.recurrences import DeltaRows
 from pillion.kernels.torch.recurrences import delta_rule as reference
 
-# The products around the rows of one text and the kernels between them take at most so many times the products.
+# Limit of the products around one text's rows and the kernels between them, in times the products.
 MOST_TIMES = "<= 3"
-# Sequences of decodes stand after so many tokens, within a chunk.
+# Context of decodes, within a chunk.
 CONTEXT = 1003
 TAPS, EPS = 4, 1e-6
-# Rows whose results are compared with those of the rule token by token, in the model's type.
+# Rows compared with the token-by-token rule, in the model's type.
 VERIFIED_ROWS, TOLERANCE = 2 * CHUNK + 5, 2.0**-5
 
 
@@ -45,7 +45,7 @@ class LayerOfStates:
 
     @property
     def made(self) -> int:
-        """Gives how many values the product before the layer makes of a row: those that are mixed, and gates."""
+        """Number of values that the product before the layer makes of a row: those to mix, and gates."""
         return self.delta.mixed + self.delta.heads * self.delta.head_dim
 
 
@@ -64,7 +64,7 @@ def run(bench: Bench) -> None:
 
 
 def rule_case(bench: Bench, lengths: list[int], context: int) -> KernelCase:
-    """Make a case of the rule alone, for rows of texts of these lengths, which stand after ``context`` tokens."""
+    """Make a case of the rule alone, for rows of texts of these lengths after ``context`` tokens."""
     layer = TINY if bench.smoke else QWEN3_NEXT
     case = _Case(bench, layer, [min(lengths[0], 3)] if bench.smoke else lengths, context)
     moved = 2 * _state_bytes(layer, len(lengths))
@@ -72,7 +72,7 @@ def rule_case(bench: Bench, lengths: list[int], context: int) -> KernelCase:
 
 
 def layer_kernels(bench: Bench, lengths: list[int], context: int) -> Callable[[], None]:
-    """Return a call of all kernels of the layer, for texts of these lengths that stand after ``context`` tokens."""
+    """Return a call of all kernels of the layer, for texts of these lengths after ``context`` tokens."""
     return _Case(bench, TINY if bench.smoke else QWEN3_NEXT, lengths, context).kernels
 
 
@@ -96,7 +96,7 @@ def _decodes(bench: Bench, layer: LayerOfStates, count: int) -> None:
     state_bytes = _state_bytes(layer, count)
     cases = [_Case(bench, layer, [1] * count, CONTEXT) for _ in range(rotations(2 * state_bytes, bench.smoke, most=8))]
     times = bench.time([case.kernels for case in cases])
-    # A state is read and written, and of the chunk that is not whole some rows are, too.
+    # States are read and written; also some rows of the unfinished chunk.
     bench.report_bytes(f"{count} decodes: kernels between the products", times, 2 * state_bytes)
     for name in cases[0].parts():
         times = bench.time([case.parts()[name] for case in cases])
@@ -104,7 +104,7 @@ def _decodes(bench: Bench, layer: LayerOfStates, count: int) -> None:
 
 
 class _Case:
-    """A step's rows of some texts, which stand after ``context`` tokens, in one layer."""
+    """A step's rows of some texts after ``context`` tokens, in one layer."""
 
     def __init__(self, bench: Bench, layer: LayerOfStates, lengths: list[int], context: int) -> None:
         self._layer, shape, device = layer, layer.delta, bench.device
@@ -134,18 +134,17 @@ class _Case:
         self._remembered, self._found = made(rows, values, dtype=wide), made(rows, values)
 
     def products(self) -> None:
-        """Multiply by the matrices in front of the state's kernels and behind them."""
+        """Multiply by the matrices before and after the state's kernels."""
         torch.mm(self._x, self._into.T, out=self._made)
         torch.mm(self._x, self._rating.T, out=self._rates)
         torch.mm(self._found, self._out.T, out=self._result)
 
     def kernels(self) -> None:
-        """Run all kernels between the products."""
         for call in self.parts().values():
             call()
 
     def parts(self) -> dict[str, Callable[[], None]]:
-        """Return the kernels by their names, in order."""
+        """Return the kernels by name, in order."""
         return {"convolution": self._convolve, "unit length and rates": self._prepare, "rule": self.rule}
 
     def _convolve(self) -> None:
@@ -163,7 +162,7 @@ class _Case:
         norm_gated(self._remembered, gates, self._norm, self._found, EPS, groups=shape.heads)
 
     def verify(self) -> None:
-        """Raise AssertionError where the rule's results differ from those that it has token by token."""
+        """Raise AssertionError if the rule's results differ from token-by-token ones."""
         shape, keys = self._layer.delta, self._layer.delta.key_heads * self._layer.delta.key_dim
         self._convolve()
         self._prepare()
@@ -183,7 +182,7 @@ def _places(pieces: tuple[tuple[int, int], ...], device: torch.device) -> torch.
 
 
 def _step(bench: Bench, layer: LayerOfStates, lengths: list[int], context: int, pages: int) -> StepOfStates:
-    """Begin a step of texts of these lengths, whose states are somewhere in a pool."""
+    """Begin a step of texts of these lengths, with states somewhere in a pool."""
     count, rows = len(lengths), sum(lengths)
     order = np.random.default_rng(0).permutation(2 * count * pages).astype(np.int32).reshape(2, count, pages)
     pool = torch.randn(order.size, layer.block_bytes // 4, device=bench.device)

@@ -1,12 +1,12 @@
-"""Decode steps of the whole model, launched one ahead as in a worker, against the bytes that they have to read.
+"""Decode steps of the whole model, launched one ahead as in a worker, beside the bytes that they must read.
 
     limit = (weights + KV of all streams) / copy bandwidth
 
-With many streams the products take longer than reading their weights, and their kernels do not overlap with attention.
-Then the second limit, the sum of the kernels' own limits, is the reachable one.
+With many streams the products take longer than reading their weights, and do not overlap with attention. Then the
+second limit, the sum of the kernels' own limits, is the reachable one.
 
-Steps are also measured without what makes decodes faster, one thing at a time: kernels that begin before the one before
-them has ended, and our own products of few rows.
+Steps are also measured without each thing that speeds up decodes: dependent launches, and Pillion's own products of few
+rows.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.step import StepBatch
 
 TARGET, HOST_TARGET = "<= 1.15", "<= 0.80"
-# The first steps compile kernels that no graph holds.
+# Steps in which kernels are compiled outside of graphs.
 WARM_STEPS = 5
 STEPS = 60
-# How steps run, and the constants that are used in place of the tuning file's: a kernel's name and its entry.
+# How steps run, and the constants that replace the tuning file's: a kernel's name and its entry.
 KINDS: dict[str, dict[str, dict[str, int]]] = {
     "graphs": {},
     "graphs, kernels begin early": {"dependent_launch": {"on": 1}},
@@ -43,7 +43,7 @@ def run(bench: Bench) -> None:
     bandwidth = bench.bandwidth
     rates = _rates(bench, batches)
     room = context + warm + steps
-    # Of larger steps graphs would be captured for each kind, and not used.
+    # No larger, or graphs of unused sizes would be captured for each kind.
     tokens = 16 if bench.smoke else max(batches)
     model = RandomModel(bench, max_tokens=tokens, max_seqs=max(batches), max_model_len=room + 64)
     bench.report(Row("weights that a step reads", model.step_bytes / 1e9, "GB"))
@@ -67,7 +67,7 @@ def run(bench: Bench) -> None:
 
 
 def _rates(bench: Bench, batches: tuple[int, ...]) -> dict[int, float]:
-    """Measure the FLOP/s of products with a layer's largest weights, by the number of rows."""
+    """Measure the FLOP/s of products with a layer's largest weights, by number of rows."""
     inputs, outputs = (32, 96) if bench.smoke else (4096, 28672)
     return {batch: bench.product_rate(batch, inputs, outputs) for batch in batches}
 
@@ -79,7 +79,7 @@ def _kernels_s(model: RandomModel, batch: int, bandwidth: float, rate: float) ->
 
 
 def decode_steps(tables: Tables, batch: int, context: int, count: int) -> list[StepBatch]:
-    """Return ``count`` steps of the same streams, each one token further; after the first, tokens are unknown."""
+    """Return ``count`` steps of the same streams, each one token further; tokens after the first are unknown."""
     last = tables.batch(decodes(batch, context + count))
     unknown = -1 - np.arange(batch, dtype=np.int32)
     found = []
@@ -99,7 +99,7 @@ def decode_steps(tables: Tables, batch: int, context: int, count: int) -> list[S
 
 
 def _report(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float) -> None:
-    # Without graphs the host is the limit, so the row has no target.
+    # Without graphs the host is the limit, so no target.
     target, hidden = (TARGET, HOST_TARGET) if name.endswith("graphs") else ("", "")
     step_s, launch_s = statistics.median(pace.landed), statistics.median(pace.launch)
     more = {
@@ -114,5 +114,5 @@ def _report(bench: Bench, name: str, pace: Pace, limit_s: float, parts_s: float)
     if pace.device:
         more["device_ms"] = statistics.median(pace.device) * 1e3
     bench.report(Row(name, step_s * 1e3, "ms", step_s / limit_s, "weights and KV at copy bandwidth", target, more=more))
-    # Hidden means that the host launches a step while the device still runs the one before.
+    # Hidden: the host launches a step while the device runs the previous one.
     bench.report(Row(f"{name}: host's part", launch_s * 1e3, "ms", launch_s / step_s, "the step", hidden))

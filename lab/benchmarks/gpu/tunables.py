@@ -1,4 +1,4 @@
-"""The tunable kernels, with the candidates of their constants and the cases, in Llama 3 8B's shapes."""
+"""The tunable kernels with candidate constants and cases, in Llama 3 8B's shapes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ Use = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Tunable:
-    """A kernel whose constants can be tuned.
+    """A kernel with tunable constants.
 
-    ``kernel`` and ``facts`` are the arguments of ``pillion.kernels.gpu.tuned.tuned``, and ``cases`` are timed. What is
-    ``chosen`` is tried first, in that order, and then all combinations of the values in ``grid``; constants that they
-    do not name stay as they are.
+    ``kernel`` and ``facts`` are arguments of ``pillion.kernels.gpu.tuned.tuned``; ``cases`` are timed. ``chosen``
+    candidates are tried first in order, then all combinations of ``grid``; constants not named stay as they are.
     """
 
     kernel: str
@@ -39,7 +38,7 @@ class Tunable:
     chosen: tuple[Use, ...] = ()
 
     def candidates(self, now: Use) -> Iterator[Use]:
-        """Yield all candidates, over the constants that are in use now."""
+        """Yield all candidates, starting from the constants in use."""
         for use in self.chosen:
             yield {**now, **use}
         for values in itertools.product(*self.grid.values()):
@@ -59,7 +58,7 @@ def _small(*wanted: tuple[str, int]) -> Cases:
 
 
 def _attended(kv: PlainOrFloat8, *wanted: tuple[list[BatchEntry], list[BatchEntry]], invariant: bool = False) -> Cases:
-    """Return attention cases of steps, each given for a real and for a smoke run. ``invariant``: in parts."""
+    """Make attention cases of steps, each for a real and a smoke run. ``invariant``: in parts."""
 
     def cases(bench: Bench) -> list[Build]:
         return [_attention(bench, tiny if bench.smoke else entries, kv, invariant) for entries, tiny in wanted]
@@ -72,7 +71,7 @@ def _attention(bench: Bench, entries: list[BatchEntry], kv: PlainOrFloat8, invar
         shape = shape_of(bench.smoke)
         tokens = sum(-(-(entry.prefix + entry.tokens) // BLOCK_SIZE) * BLOCK_SIZE for entry in entries)
         layers = rotations(tokens * shape.kv_bytes, bench.smoke, most=8)
-        # Candidates share a pool, since filling a large one with random numbers takes longer than the measurement.
+        # Candidates share a pool, since filling a large one takes longer than the measurement.
         pool = _pool(bench, tokens, layers, kv)
         attended = pool.attend(entries, invariant=invariant)
         return KernelCase(attended.calls, attended.read_bytes, lambda: verify_rows(pool, attended))
@@ -92,7 +91,7 @@ def _pool(bench: Bench, tokens: int, layers: int, kv: PlainOrFloat8) -> Attentio
 
 
 def _products(*wanted: tuple[str, str, int]) -> Cases:
-    """Return cases of products: kind of the matrix, name of the product and rows."""
+    """Make cases of products: kind of the matrix, name of the product and rows."""
 
     def cases(bench: Bench) -> list[Build]:
         shapes = shape_of(bench.smoke).products
@@ -106,7 +105,7 @@ def _products(*wanted: tuple[str, str, int]) -> Cases:
 
 
 def _quantized(rows: int, bits: int, kind: str) -> Tunable:
-    """Return the tile of products of so many rows by matrices of ``bits``."""
+    """Make the tile of products of ``rows`` rows by matrices of ``bits``."""
     large = rows == ROW_TILES[-1]
     count = 2048 if large else rows
     return Tunable(
@@ -118,7 +117,7 @@ def _quantized(rows: int, bits: int, kind: str) -> Tunable:
 
 
 def _grouped(name: str, rows: int, tile: int, facts: dict[str, int | str]) -> Tunable:
-    """Return the tile of one product of a mixture, whose experts have ``tile`` of ``rows`` rows on average."""
+    """Make the tile of one product of a mixture, whose experts have ``tile`` of ``rows`` rows on average."""
 
     def cases(bench: Bench) -> list[Build]:
         shape, count = (TINY_SHAPES["tiny, up"], 2) if bench.smoke else (EXPERTS[name], rows)
@@ -135,7 +134,7 @@ def _grouped(name: str, rows: int, tile: int, facts: dict[str, int | str]) -> Tu
 
 
 def _shrink(rows: int, tile: int) -> Tunable:
-    """Return the tile of what adapters add to a product of a mixture, in tiles of so many rows."""
+    """Make the tile of an adapter's shrink in a mixture, in tiles of ``tile`` rows."""
 
     def cases(bench: Bench) -> list[Build]:
         shape, count = (TINY_SHAPES["tiny, up"], 2) if bench.smoke else (EXPERTS["Qwen3-30B-A3B, up"], rows)
@@ -146,7 +145,7 @@ def _shrink(rows: int, tile: int) -> Tunable:
 
 
 def _plain(rows: int) -> Tunable:
-    """Return the tile of plain products of so many rows."""
+    """Make the tile of plain products of ``rows`` rows."""
     large = rows == ROW_TILES[-1]
 
     def cases(bench: Bench) -> list[Build]:
@@ -157,14 +156,14 @@ def _plain(rows: int) -> Tunable:
 
         return [build(name) for name in ("qkv", "o", "down")]
 
-    # A tile of few rows has the instruction of one group of 4 warps: others would give other bits than the large tile.
+    # A tile of few rows uses the instruction of one group of 4 warps: others would give other bits than the large tile.
     few: dict[str, tuple[int, ...]] = {"outputs": (64, 128), "num_stages": (3, 4, 5, 6), "prefetched": (0, 4, 8)}
     many: dict[str, tuple[int, ...]] = {"num_warps": (4, 8), "num_stages": (2, 3)}
     return Tunable("plain_product", cases, many if large else few, {"rows": rows, "bytes": 2})
 
 
 def _rules(*wanted: tuple[list[int], int]) -> Cases:
-    """Return cases of delta rules. Each is given by the lengths of texts, and after how many tokens these stand."""
+    """Make cases of delta rules, each by the lengths of texts and the tokens before them."""
 
     def cases(bench: Bench) -> list[Build]:
         def build(lengths: list[int], context: int) -> Build:
@@ -181,13 +180,13 @@ _CHUNK = ([BatchEntry(2048, 8192)], [BatchEntry(8, 16)])
 
 
 def _chunk_tile(keys: int, num_stages: int, overlap: int, *, rows: int = 128, programs: int = 1) -> Use:
-    """Return a tile of chunk attention, with 16 rows a warp."""
+    """Return a tile of chunk attention, with 16 rows per warp."""
     tile = {"rows": rows, "keys": keys, "num_warps": rows // 16, "num_stages": num_stages}
     return {**tile, "programs": programs, "overlap": overlap}
 
 
-# These are the tiles that fit without spills, the most promising first (lab/docs/gpu-measurements.md has the counts).
-# In Triton's kernel the slots' loads take two stages, so 3 and 4 stages are the same code.
+# Tiles without spills, the most promising first (counts: lab/docs/gpu-measurements.md). In Triton's kernel the slots'
+# loads take two stages, so 3 and 4 stages are the same code.
 _CHUNK_TILES = (
     _chunk_tile(128, 3, 1),
     _chunk_tile(128, 2, 1),
@@ -222,7 +221,7 @@ TUNABLES: dict[str, Tunable] = {
         {"head_dim": 128, "kv": "plain", "bytes": 2},
         _CHUNK_TILES,
     ),
-    # Decodes and chunks keep 64 rows for each 4 warps.
+    # Decodes and chunks keep 64 rows per 4 warps.
     "attention_parts": Tunable(
         "attention_parts",
         _attended("plain", _WIDE, _LONG, _CHUNK, invariant=True),

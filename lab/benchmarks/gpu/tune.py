@@ -1,13 +1,13 @@
-"""Searches a kernel's constants on this GPU and writes them, with what was measured, to kernels/gpu/tuning/sm_XX.json.
+"""Searches kernels' constants on this GPU and writes them, with their measurements, to kernels/gpu/tuning/sm_XX.json.
 
     python -m lab.benchmarks.gpu.tune                     all kernels
     python -m lab.benchmarks.gpu.tune gated "attention*"  these kernels
-    python -m lab.benchmarks.gpu.tune --out FOLDER        writes to FOLDER, on top of what an earlier search left there
+    python -m lab.benchmarks.gpu.tune --out FOLDER        writes to FOLDER, updating an earlier search there
 
 Without --out the file of the clone is written.
 
-Every candidate's results are checked against a reference before it is timed. A candidate's figure is the geometric mean
-over the kernel's cases, so that no large case decides alone. The file is written after every kernel.
+Each candidate's results are checked against a reference before it is timed. Its figure is the geometric mean over the
+kernel's cases, so that no large case decides alone. The file is written after every kernel.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 
-# A candidate's time of each case: there are many, and their differences are large beside a median's noise.
+# Seconds per candidate and case; short, since differences are large beside a median's noise.
 MEASURE_S = 0.15
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", metavar="kernel", help="default: all")
     parser.add_argument("--out", type=Path, help="folder for the file; default: the clone's, smoke runs: none")
@@ -38,10 +37,10 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Search and writes; return 1 where no candidate of a kernel worked, 2 where nothing can be searched."""
+    """Search and write; return 1 if no candidate of a kernel worked, 2 if nothing can be searched."""
     args = arguments()
     if args.smoke:
-        # Triton reads this when kernels are defined.
+        # Read by Triton when kernels are defined.
         os.environ["TRITON_INTERPRET"] = "1"
         from lab.testbed.triton_interpreter import replace_once
 
@@ -64,7 +63,7 @@ def main() -> int:
 
 
 def tune(args: argparse.Namespace, names: list[str]) -> int:
-    """Search kernel by kernel, and writes the file after each."""
+    """Search kernel by kernel, and write the file after each."""
     from lab.benchmarks.gpu.bench import Bench, Row
     from lab.benchmarks.gpu.search import dump, put, search
     from lab.benchmarks.gpu.tunables import TUNABLES

@@ -1,4 +1,4 @@
-"""The files of this clone that a module imports, and those that they import: on what a part's results depend."""
+"""The files of this clone that a module imports, transitively: a part's results depend on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|
 
 
 def used_files(root: Path, path: Path) -> list[str]:
-    """Return the places of ``path`` and of all that it imports from the clone at ``root``, also within functions."""
+    """Return the paths of ``path`` and of all that it imports from the clone at ``root``, also within functions."""
     seen, waiting = {path}, [path]
     while waiting:
         fresh = _imported(root, waiting.pop()) - seen
@@ -26,7 +26,7 @@ def _imported(root: Path, path: Path) -> frozenset[Path]:
     for package, names, module in _IMPORT.findall(path.read_text("utf-8")):
         source = package or module
         if source.split(".")[0] in OWN:
-            # What is imported from a package may be one of its modules.
+            # A name imported from a package may be one of its modules.
             found |= {_file_of(root, each) for each in (source, *(f"{source}.{name}" for name in _names(names)))}
     return frozenset(each for each in found if each is not None)
 

@@ -1,14 +1,14 @@
-"""A visit to a GPU of which little time is lent: ``make gpu-visit``.
+"""A visit to a GPU for some minutes: ``make gpu-visit``.
 
-    python -m lab.benchmarks.gpu.visit --time-s 560 --out FOLDER    begins with what is worth most, and stops in time
-    python -m lab.benchmarks.gpu.visit --known FILE ...             goes on where the visit with these results stopped
+    python -m lab.benchmarks.gpu.visit --time-s 560 --out FOLDER    most valuable parts first; stops in time
+    python -m lab.benchmarks.gpu.visit --known FILE ...             continues the visit with these results
     python -m lab.benchmarks.gpu.visit --dry --out FOLDER           runs everything once, tiny, on a CPU
 
     visit.json --> parts without a result for their files --> kernels, by all cores --> a process --> visit.json, .md
 
-FOLDER gets few files, because few can be carried back: ``visit.json`` (results by part, which the next visit reads),
-``visit.md`` (the page of figures, and what is next), ``visit.log`` and ``sm_90.json`` (constants that were found). All
-are written again after every part, so a visit that is cut off keeps what it had.
+FOLDER has few files, since few can be carried back: ``visit.json`` (results by part, read by the next visit),
+``visit.md`` (figures, and what is next), ``visit.log`` and ``sm_90.json`` (constants found). All are rewritten after
+every part, so an interrupted visit loses nothing.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from lab.benchmarks.gpu.result import RESULTS, device, smi, table
 from lab.benchmarks.gpu.visit_parts import FOLDER, ROOT, ROWS, SECONDS, TESTS, VisitPart, batches, in_order, visit_parts
 
 KNOWN = RESULTS / "gpu-visit.json"
-# What `make gpu-cache` has compiled.
+# Cache made by `make gpu-cache`.
 CARRIED = ROOT / "build" / "gpu-cache" / "triton.tar.xz"
-# What is left of the time for ending processes and for writing.
+# Time reserved for ending processes and writing.
 RESERVE_S = 10.0
 END_TIMEOUT_S = 10.0
-# So many files of tests run at once, for most of their time is compilation, on a core each.
+# Test files run at once: mostly compilation, on a core each.
 BESIDE = min(8, os.cpu_count() or 1)
-# Kernels of a part are compiled ahead for at most this time; those that are missing then are compiled when they run.
+# Limit of compiling a part's kernels ahead; the rest are compiled when they run.
 COMPILE_S = 90.0
 LOG_BYTES = 200_000
-# In a dry run these modules, and those in them, run in forks of the visit: to import torch takes most of many parts.
+# Modules (with submodules) that run in forks of the visit in a dry run, where importing torch would dominate.
 FORKED = "lab.benchmarks.gpu"
 
 
@@ -53,7 +53,7 @@ class Visit:
     """One visit: its time, its folder and the results so far."""
 
     def __init__(self, every: list[VisitPart], folder: Path, known: Path, time_s: float, *, dry: bool) -> None:
-        """``every``: all parts, for the page. ``known``: the results of earlier visits, where the folder has none."""
+        """``every``: all parts, for the page. ``known``: results of earlier visits, if the folder has none."""
         self.every, self.folder, self.dry = every, folder, dry
         self._until_s = time.monotonic() + time_s
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class Visit:
         source = self._path if self._path.exists() else known
         before = json.loads(source.read_text("utf-8")) if source.exists() and not dry else {}
         self.about = device()
-        # Results of another GPU say nothing of this one.
+        # Ignore results of another GPU.
         same = before.get("device", {}).get("name") == self.about.get("name")
         self.parts: dict[str, dict[str, Any]] = before.get("parts", {}) if same else {}
         self._compiled: list[str] = []
@@ -88,7 +88,7 @@ class Visit:
                     self.write()
 
     def _run(self, part: VisitPart, environment: dict[str, str]) -> dict[str, Any] | None:
-        """Run a part; return its result, or None where it waited for a place until too little time was left."""
+        """Run a part; return its result, or None if too little time was left when its turn came."""
         limit_s = float(part.seconds)
         if limit_s > self.left_s:
             return None
@@ -107,7 +107,7 @@ class Visit:
         found += _tests(text) if "pytest" in part.command else []
         notes = [row["note"] for row in found if row["value"] is None]
         failed = [note for note in notes if note.startswith("failed")]
-        # A part of which nothing could be measured is tried again.
+        # Retry a part without any figure.
         error = error or next(iter(failed), "") or ("" if len(notes) < len(found) else next(iter(notes), "no figures"))
         seconds, today = time.monotonic() - began_s, self.about["date"]
         return {
@@ -120,7 +120,7 @@ class Visit:
         }
 
     def _compile(self, patterns: Iterable[str], environment: dict[str, str]) -> None:
-        """Compile kernels by all cores, into the cache that the parts use."""
+        """Compile kernels on all cores into the parts' cache."""
         patterns = [pattern for pattern in patterns if pattern not in self._compiled]
         if not patterns or (self.dry and self._compiled):
             return
@@ -141,7 +141,7 @@ class Visit:
     def _dry_words(self, part: VisitPart) -> list[str]:
         if not self.dry:
             return []
-        # The suite runs the tests; a dry run only collects all of them.
+        # A dry run only collects the tests, which the suite runs.
         return ["--collect-only", TESTS] if "pytest" in part.command else ["--smoke"]
 
     def log(self, name: str, text: str) -> None:
@@ -157,7 +157,7 @@ class Visit:
 
 
 class _Fork:
-    """Runs ``python -m MODULE ...`` in a fork of this process; it has those methods of a Popen that are used here."""
+    """``python -m MODULE ...`` in a fork of this process, with the methods of a Popen used here."""
 
     def __init__(self, command: list[str], environment: dict[str, str], output: Any) -> None:
         self._command = command
@@ -171,7 +171,7 @@ class _Fork:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status when the process has ended. Raises TimeoutExpired after ``timeout`` seconds."""
+        """Wait for the end and return the exit status. Raises TimeoutExpired after ``timeout`` seconds."""
         self._process.join(timeout)
         if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
@@ -179,7 +179,7 @@ class _Fork:
 
 
 def _be_program(words: list[str], environment: dict[str, str], output: int) -> NoReturn:
-    """Make this fork the program whose words these are, with a session of its own."""
+    """Turn this fork into the program ``words`` in a new session."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
@@ -187,7 +187,7 @@ def _be_program(words: list[str], environment: dict[str, str], output: int) -> N
         os.dup2(output, stream.fileno())
     os.chdir(ROOT)
     sys.argv, status = list(words), 1
-    # What the visit itself uses of the program is not the program.
+    # Drop the module as imported by the visit.
     sys.modules.pop(words[0], None)
     try:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
@@ -199,15 +199,15 @@ def _be_program(words: list[str], environment: dict[str, str], output: int) -> N
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # The visit's own threads and temporary folders are not ended here.
+        # Skip the cleanup of the visit's threads and temporary folders.
         os._exit(status)
 
 
 def _limited(
     command: list[str], environment: dict[str, str], output: Any, limit_s: float, *, forks: bool = False
 ) -> str:
-    """Run a command for at most so many seconds; return how it failed, or ""."""
-    # The process has a group of its own, so that its children end with it.
+    """Run a command with a time limit; return how it failed, or ""."""
+    # A process group, so that its children end with it.
     process = (
         _Fork(command, environment, output)
         if forks
@@ -231,7 +231,7 @@ def _limited(
 
 
 def _tests(text: str) -> list[dict[str, Any]]:
-    """Return pytest's last line as a figure."""
+    """Parse pytest's last line into a figure."""
     words = r"(\d+) (passed|failed|skipped|error|tests? collected)"
     counts = {word: int(number) for number, word in re.findall(words, text[-2000:])}
     if not counts:
@@ -242,7 +242,7 @@ def _tests(text: str) -> list[dict[str, Any]]:
 
 
 def visit_page(result: dict[str, Any], parts: list[VisitPart]) -> str:
-    """Return the page of figures: a table of every part that has a result, and what is next."""
+    """Return the page of figures: a table per part with a result, and what is next."""
     about, known = result["device"], result["parts"]
     names = ("name", "driver_version", "torch", "triton", "transformers", "python")
     lines = [f"# A visit to {about.get('name', 'no GPU')}, {about['date']}", ""]
@@ -263,7 +263,6 @@ def visit_page(result: dict[str, Any], parts: list[VisitPart]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help="words; only parts with one of them in their names")
     parser.add_argument("--time-s", type=float, default=560.0, help="seconds of the whole visit (560)")
@@ -275,11 +274,11 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Visit. Returns 1 where a dry run failed somewhere; what a GPU's parts give is in the results."""
+    """Visit; return 1 if a dry run failed. Results of a GPU's parts are in the files."""
     args = arguments()
     every = visit_parts()
     if args.dry:
-        # One part finds the tests of all.
+        # One part collects the tests of all.
         tests = [part for part in every if "pytest" in part.command]
         every = [part for part in every if part not in tests[1:]]
     visit = Visit(every, args.out, args.known, args.time_s, dry=args.dry)
@@ -292,7 +291,7 @@ def main() -> int:
     cache = os.environ.get("TRITON_CACHE_DIR") or str(Path(tempfile.gettempdir()) / "pillion-visit-kernels")
     environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1"}
     if args.dry:
-        # Triton reads this when it is imported, which is done for all forks at once.
+        # Read by Triton at its import, which is done once for all forks.
         environment["TRITON_INTERPRET"] = os.environ["TRITON_INTERPRET"] = "1"
         importlib.import_module("triton")
     visit.run(pending, environment)

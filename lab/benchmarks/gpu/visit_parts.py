@@ -1,8 +1,7 @@
-"""The parts of a visit to a GPU, in the order of what is worth most.
+"""The parts of a visit to a GPU, most valuable first.
 
-A part is a command of its own, and results are kept under its name and under a digest of the files that it depends on:
-whoever adds a kernel adds its files to the part that measures it. New sections and tests are found by their names and
-run early.
+A part is a command; its results are stored by name and digest of the files that it depends on. To add a kernel, add its
+files to the part that measures it. New sections and tests are found by name and run early.
 """
 
 from __future__ import annotations
@@ -19,25 +18,24 @@ from lab.benchmarks.gpu.used_files import used_files
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = "tests/gpu"
-# In a command these words stand for the visit's folder, for the file of the part's rows and for its seconds.
+# Placeholders in a command: the visit's folder, the file of the part's rows, and its seconds.
 FOLDER, ROWS, SECONDS = "FOLDER", "ROWS", "SECONDS"
 
-# Files that change what kernels and steps do. Patterns are those of Path.glob, from the root of the clone.
+# Files that determine kernels and steps: patterns of Path.glob from the root of the clone.
 _ATTENTION = ("kernels/gpu/*.py", "kernels/gpu/attention/*.py")
 _SAMPLING = ("kernels/gpu/*.py", "kernels/gpu/sampling/*.py")
 _EVERY_KERNEL = ("kernels/gpu/**/*.py", "kernels/gpu_states/*.py")
-# Constants that a search has found: measurements depend on them, and the search itself does not.
+# Tuned constants: measurements depend on them, the search does not.
 _TUNING = ("kernels/gpu/tuning/*.json",)
 _STEPS = (*_EVERY_KERNEL, *_TUNING, "engine/backends/gpu/*.py", "engine/gpu_states/*.py")
 _CLUSTER = (*_STEPS, "engine/scheduling/*.py", "kvstore/gpu/*.py", "lab/benchmarks/gpu/e2e.py")
-# Of what tests and sections import, files in these places say on what a GPU their results depend.
+# Of the imports of tests and sections, those on which results on a GPU depend.
 _COUNTED = re.compile(
     r"kernels/gpu(_states)?/|engine/(backends/gpu|gpu_\w+)/|kvstore/gpu/|lab/benchmarks/gpu/|tests/(gpu|support)/"
 )
-# The test of a KV node's death is the last part of all. The tests of builds need no GPU and are left out.
+# The test of a KV node's death comes last. Tests of builds need no GPU and are left out.
 _DEATH, _BUILDS = "test_surviving_pool.py", "test_build.py"
-# The kernels of these tests never ran on a GPU, or have changed most since: their tests come before all others, those
-# first on whose kernels most models depend.
+# Tests of kernels that never ran on a GPU or changed most since; first, most used kernels first.
 _FIRST = (
     "test_expert_routing.py",
     "test_code_values.py",
@@ -66,8 +64,7 @@ _FIRST = (
     "test_overlapped_attention.py",
     "test_hybrid_ranks.py",
 )
-# These tests run whole models or clusters, which have passed on a GPU or need more packages: they come after what is
-# measured.
+# Tests of whole models or clusters, which passed on a GPU or need more packages; after the measurements.
 _LATER = (
     "test_backend.py",
     "test_cluster.py",
@@ -81,18 +78,17 @@ _LATER = (
     "test_texts.py",
     "test_weights.py",
 )
-# These start processes, which choose for themselves where kernels run.
+# Tests that start processes, which choose where kernels run.
 _PROCESSES = ("test_hybrid_ranks.py",)
-# Sections with a place of their own, and those that come after the search of constants. Others are new.
+# Sections with a fixed place, and those after the search of constants. Others are new.
 _NAMED = ("mixtures", "step", "small", "attention", "e2e")
 _USUAL = ("prefill", "line", "products")
-# What is compiled ahead has names (lab/gpu_builds/cache.py): this is the model of most sections.
+# Compiled-ahead model (lab/gpu_builds/cache.py) of most sections.
 _DENSE = ("model: Llama 3 8B",)
 _LAUNCHES = ("attention", "grouped", "products", "small", "states")
-# Seconds of one file of tests, most of which its kernels are compiled where they were not ahead, and the most of a new
-# section.
+# Seconds of a test file, mostly compilation unless done ahead, and the limit of a new section.
 TEST_S, NEW_S = 150, 120
-# Files with many kernels, counted: 1.5 seconds for each, and half a minute.
+# Files with many kernels: 1.5 s for each, and half a minute.
 _LONG_TESTS = {
     "test_backend.py": 260,
     "test_batch_invariance.py": 190,
@@ -110,12 +106,12 @@ class VisitPart:
     """One part of a visit.
 
     Attributes:
-        name: a name that stays, since results are kept under it.
+        name: stable, since results are stored by it.
         command: the arguments of Python.
-        seconds: what the part may take. It does not begin with less time left.
+        seconds: time limit. It does not begin with less time left.
         files: patterns of the files that its results depend on.
-        beside: whether it may run beside its neighbours, because it measures no time.
-        kernels: patterns of what is compiled before it (:mod:`lab.gpu_builds.cache`).
+        beside: may run beside its neighbours, since it measures no time.
+        kernels: patterns of what to compile before (:mod:`lab.gpu_builds.cache`).
     """
 
     name: str
@@ -134,7 +130,7 @@ class VisitPart:
 
 
 def section(name: str, seconds: int, files: tuple[str, ...], only: tuple[str, ...] = (), title: str = "") -> VisitPart:
-    """Make the part of a section, or ``only`` of those of its measurements whose names have one of these words."""
+    """Make the part of a section, or of its measurements whose names contain a word of ``only``."""
     command = ("-m", "lab.benchmarks.gpu.section", name, "--rows", ROWS, *(("--only", *only) if only else ()))
     kernels = (f"{name}: *",) if name in _LAUNCHES else _DENSE
     own = counted_files(ROOT / "lab" / "benchmarks" / "gpu" / f"{name}.py")
@@ -155,8 +151,8 @@ def tuning(title: str, kernels: tuple[str, ...], seconds: int, files: tuple[str,
 
 
 def tests_of(path: Path) -> VisitPart:
-    """Make the part of a file of tests. They run again where the file has changed, or what it imports of kernels, of
-    the backend and of other tests' helpers."""
+    """Make the part of a test file. It runs again if the file changes, or its imports of kernels, of the backend and of
+    test helpers."""
     place = path.relative_to(ROOT).as_posix()
     command = ("-m", "pytest", place, "-q", "-p", "no:cacheprovider", "-o", "timeout=1200")
     name, seconds = f"tests: {path.stem.removeprefix('test_')}", _LONG_TESTS.get(path.name, TEST_S)
@@ -164,24 +160,24 @@ def tests_of(path: Path) -> VisitPart:
 
 
 def counted_files(path: Path) -> tuple[str, ...]:
-    """Return those files that a module uses on which its results on a GPU depend."""
+    """Return the files used by a module that determine its results on a GPU."""
     return tuple(place for place in used_files(ROOT, path) if _COUNTED.match(place))
 
 
 def kernel_tests() -> list[Path]:
-    """List the files of tests that come early, in their order."""
+    """List the early test files in order."""
     left_out = (_DEATH, _BUILDS, *_LATER)
     paths = [path for path in sorted((ROOT / TESTS).glob("test_*.py")) if path.name not in left_out]
     return sorted(paths, key=lambda path: _FIRST.index(path.name) if path.name in _FIRST else len(_FIRST))
 
 
 def compiled_tests() -> list[Path]:
-    """List those of them whose kernels can be compiled ahead, because they start no processes."""
+    """List those whose kernels can be compiled ahead, since they start no processes."""
     return [path for path in kernel_tests() if path.name not in _PROCESSES]
 
 
 def visit_parts() -> list[VisitPart]:
-    """List all parts in order: tests of kernels come early, and first of all those of kernels that are new."""
+    """List all parts in order: tests of kernels early, those of new kernels first."""
     tests, later = (
         [tests_of(path) for path in paths] for paths in (kernel_tests(), [ROOT / TESTS / name for name in _LATER])
     )
@@ -211,8 +207,8 @@ def visit_parts() -> list[VisitPart]:
 
 
 def in_order(parts: Iterable[VisitPart], known: dict[str, dict[str, object]]) -> list[VisitPart]:
-    """Return the parts that are to run: those that have no result for their files as they are, in their order, and
-    then those that failed with these files, so that none of them takes the time of others at every visit."""
+    """Return the parts to run: those without a result for their current files, in order, then those that failed with
+    them, so that a failing part does not delay others at every visit."""
     fresh, failed = [], []
     for part in parts:
         before = known.get(part.name, {})
