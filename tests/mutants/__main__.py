@@ -1,9 +1,8 @@
 """Mutants of the decisions, one change each, run against the quick tests of their own folder: ``make mutants``.
 
-``python -m tests.mutants [FILE...]`` makes a working folder ``build/mutants/...`` for each folder of the files: mutmut
-copies the packages there, with real folders for the links in ``pillion/``, and mutates the files. A run continues
-where one of the same files and tests has ended. What survives is printed as a difference; those that are known stand in
-``survivors.md``.
+``python -m tests.mutants [FILE...]`` makes a working folder in ``build/mutants`` for each file, to which mutmut copies
+the packages, with real folders for the links in ``pillion/``. A run continues where an earlier one ended, and prints
+the survivors. ``lab/docs/mutants.md`` lists those that are known.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import pathlib
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -26,7 +26,6 @@ FILES = (
     "gateway/admission/answer_times.py",
     "gateway/admission/giving_way.py",
     "gateway/admission/turns.py",
-    "gateway/links/outage.py",
     "gateway/request/request_machine.py",
     "kvstore/ledger/eviction.py",
     "kvstore/ledger/ledger.py",
@@ -34,9 +33,27 @@ FILES = (
     "kvstore/ledger/state_eviction.py",
     "kvstore/ledger/tree.py",
     "kvstore/ledger/waiting_queue.py",
+    "kvstore/tiers/tier_breaker.py",
+    "pillion/client/resume.py",
+    "pillion/supervisor/restarts.py",
 )
-# Sans-IO tests of folders in which others start servers; elsewhere all tests of the folder run.
+# Quick sans-IO tests of folders in which others are slow or start servers; elsewhere all tests of the folder run.
 TESTS = {
+    "engine/scheduling": (
+        "test_adapter_slots.py",
+        "test_flows.py",
+        "test_free_slots.py",
+        "test_order.py",
+        "test_parallel_samples.py",
+        "test_partial_blocks.py",
+        "test_properties.py",
+        "test_queue_rules.py",
+        "test_scheduler.py",
+        "test_scores.py",
+        "test_slots.py",
+        "test_state_places.py",
+        "test_states.py",
+    ),
     "gateway/request": (
         "test_accounts.py",
         "test_failure_rules.py",
@@ -45,13 +62,24 @@ TESTS = {
         "test_request.py",
         "test_request_orders.py",
     ),
+    "kvstore/tiers": ("test_tier_breaker.py",),
+    "pillion/client": ("test_resume_rules.py",),
+    "pillion/supervisor": ("test_restarts.py",),
 }
+# What mutmut calls a mutant that made a test fail, or run for too long.
+KILLED = ("killed", "timeout")
 # Seconds that one test may run: a mutant that loops for ever is killed by it.
 TEST_TIMEOUT_S = 30
 
 
-def settings(folder: str, files: Sequence[str], tests: Sequence[str]) -> str:
-    # The thread of faulthandler that tests.support.limits starts is not in a fork, which would wait for it.
+def imported(path: str) -> str:
+    """Return where Python finds a file or folder, which may be linked into ``pillion/``."""
+    return path if path.startswith("pillion/") else f"pillion/{path}"
+
+
+def settings(file: str, tests: Sequence[str]) -> str:
+    """Return mutmut's settings for one file."""
+    # tests.support.limits starts a thread of faulthandler, for which a fork would wait.
     plugins = ("tests.mutants.fast_failures", "no:cacheprovider", "no:tests.support.limits")
     options = [
         "-m",
@@ -61,8 +89,7 @@ def settings(folder: str, files: Sequence[str], tests: Sequence[str]) -> str:
     ]
     return (
         "\n[tool.mutmut]\n"
-        f"source_paths = {[f'pillion/{folder}']}\n"
-        f"only_mutate = {[f'pillion/{file}' for file in files]}\n"
+        f"source_paths = {[imported(file)]}\n"
         f"also_copy = {list(COPIED)}\n"
         f"pytest_add_cli_args = {options}\n"
         f"pytest_add_cli_args_test_selection = {list(tests)}\n"
@@ -72,86 +99,91 @@ def settings(folder: str, files: Sequence[str], tests: Sequence[str]) -> str:
     )
 
 
-def prepare(folder: str, files: Sequence[str], tests: Sequence[str]) -> pathlib.Path:
-    """Return the working folder of a folder's files: links to the packages, and mutmut's settings."""
-    work = WORK / folder
-    work.mkdir(parents=True, exist_ok=True)
+def prepare(file: str, tests: Sequence[str]) -> None:
+    """Fill the working folder of a file, which is the current one: links to the packages, and mutmut's settings."""
     for name in COPIED:
-        link = work / name
+        link = pathlib.Path(name)
         if not link.is_symlink():
             link.symlink_to(ROOT / name)
-    # Tests read files of the packages at the root too.
-    copy = work / "mutants"
+    # Tests also read files of the packages at the root.
+    copy = pathlib.Path("mutants")
     copy.mkdir(exist_ok=True)
     for link in (ROOT / "pillion").iterdir():
         if link.is_symlink() and not (copy / link.name).is_symlink():
             (copy / link.name).symlink_to(pathlib.Path("pillion", link.name))
-    (work / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + settings(folder, files, tests))
-    return work
+    pathlib.Path("pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + settings(file, tests))
 
 
-def run(folder: str, files: Sequence[str], tests: Sequence[str], processes: int) -> None:
-    os.chdir(prepare(folder, files, tests))
+def run(file: str, processes: int, again: bool) -> None:
+    """Run the mutants of a file that no earlier run has tested, or those that the last one did not kill."""
+    folder = pathlib.Path(file).parent
+    prepare(file, [f"tests/{folder}/{name}" for name in TESTS.get(str(folder), ("",))])
     from mutmut import __main__ as mutmut
 
     from tests.mutants import operators
 
     operators.install()
     sys.path[:] = [path for path in sys.path if pathlib.Path(path or ".").resolve() != ROOT]
-    mutmut._run((), processes)
+    mutmut._run(survivors(file) if again else [], processes)
 
 
-def report(folder: str, files: Sequence[str]) -> None:
-    os.chdir(WORK / folder)
+def statuses(file: str) -> dict[str, str]:
+    """Return what became of each mutant of a file, by its name."""
     from mutmut.mutation.data import SourceFileMutationData
-    from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.stats import status_by_exit_code
 
-    for file in files:
-        data = SourceFileMutationData(path=pathlib.Path("pillion", file))
-        data.load()
-        found = collections.Counter(status_by_exit_code[code] for code in data.exit_code_by_key.values())
-        killed = found["killed"] + found["timeout"]
-        for name, code in data.exit_code_by_key.items():
-            if status_by_exit_code[code] not in ("killed", "timeout"):
-                function = name.rpartition(".")[2].removeprefix("x").replace("ǁ", ".").strip("._")
-                print(f"\n{file}: {function}: {status_by_exit_code[code]}")
-                difference = get_diff_for_mutant(name, path=data.path).splitlines()[3:]
-                print("\n".join(line for line in difference if line.startswith(("-", "+"))))
-        print(f"{file}: {killed} of {sum(found.values())} killed {dict(found)}")
+    data = SourceFileMutationData(path=pathlib.Path(imported(file)))
+    data.load()
+    return {name: status_by_exit_code[code] for name, code in data.exit_code_by_key.items()}
+
+
+def survivors(file: str) -> list[str]:
+    return [name for name, status in statuses(file).items() if status not in KILLED]
+
+
+def report(file: str) -> None:
+    """Print the survivors as differences, and the score."""
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+
+    found = statuses(file)
+    for name in survivors(file):
+        function = name.rpartition(".")[2].removeprefix("x").replace("ǁ", ".").strip("._")
+        print(f"\n{file}: {function}: {found[name]}")
+        difference = get_diff_for_mutant(name, path=pathlib.Path(imported(file))).splitlines()[3:]
+        print("\n".join(line for line in difference if line.startswith(("-", "+"))))
+    counts = collections.Counter(found.values())
+    print(f"{file}: {sum(counts[status] for status in KILLED)} of {len(found)} killed {dict(counts)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", default=FILES, help="files to mutate, e.g. kvstore/ledger/ledger.py")
-    parser.add_argument("--tests", action="append", help="tests to run instead of the whole folder's")
     parser.add_argument("--processes", type=int, default=2, help="mutants that run side by side")
     parser.add_argument("--report", action="store_true", help="print what an earlier run found")
+    parser.add_argument("--survivors", action="store_true", help="run again what an earlier run did not kill")
     parser.add_argument("--fresh", action="store_true", help="run again what an earlier run found")
     asked = parser.parse_args()
-    folders: dict[str, list[str]] = collections.defaultdict(list)
     for file in asked.files:
-        folders[str(pathlib.Path(file).parent)].append(file)
-    for folder, files in folders.items():
+        work = WORK / file.removesuffix(".py")
         if asked.fresh:
-            shutil.rmtree(WORK / folder, ignore_errors=True)
-        if asked.report:
-            report(folder, files)
+            shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True, exist_ok=True)
+        os.chdir(work)
+        # mutmut keeps its state in modules, so each file has a process.
+        child = 0 if asked.report else os.fork()
+        if child:
+            if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+                sys.exit(f"mutants of {file} could not be run")
             continue
-        # mutmut keeps its state in modules, so each folder has a process.
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                quick = [f"tests/{folder}/{file}" for file in TESTS.get(folder, ("",))]
-                run(folder, files, asked.tests or quick, asked.processes)
-                report(folder, files)
-                code = 0
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-            sys.exit(f"mutants of {folder} could not be run")
+        try:
+            if not asked.report:
+                run(file, asked.processes, asked.survivors)
+            report(file)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        if not asked.report:
+            os._exit(0)
 
 
 if __name__ == "__main__":

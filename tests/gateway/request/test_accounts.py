@@ -9,6 +9,7 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from pillion.errors import Unavailable
+from pillion.gateway.planning.planner import replan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import ParallelSamples, RequestMachine, RequestState
 from pillion.types import FinishReason, TokenLogprob, Usage
@@ -46,7 +47,11 @@ class AttemptSums:
         self.pass_time()
         remote = rng.random() < 0.3
         hits, far = rng.randint(0, 9), rng.randint(0, 9)
-        plan_made = planned(attempt, len(m.tokens()), hits, far=far, **({"components": REMOTE} if remote else {}))
+        # An earlier attempt may have lost its prefill worker.
+        avoid = frozenset({"prefill-0"} if attempt > 1 and rng.random() < 0.3 else ())
+        policy = rng.choice(["disaggregated", "fraction:0.5"])
+        parts = REMOTE if remote else PARTS
+        plan_made = planned(attempt, len(m.tokens()), hits, policy, avoid, far, parts)
         plan = plan_made.plan
         (action,) = self.happen(plan_made)
         self.pass_time()
@@ -54,6 +59,9 @@ class AttemptSums:
             pinned = rng.randint(0, 9)
             self.happen(ev.TicketAdopted(attempt, pinned))
             cached, submit = min(pinned, plan.limit_blocks), None
+            assert m.plan is not None
+            assert (m.plan.split_tokens, m.plan.chunks) == (cached * BLOCK, ())
+            assert ("not split any more" in m.plan.reason) is bool(replan(plan, pinned).chunks)
         else:
             pinned = cached = min(rng.randint(0, 9), plan.limit_blocks)
             actions = self.happen(ev.TicketGranted(attempt, hold(attempt), pinned))
@@ -171,6 +179,7 @@ def test_the_prompts_tokens_are_scored_once_over_all_attempts(scenes: list[Rando
         m = RequestMachine(tuple(range(12)), 9, frozenset({EOS}), 9, 0.0, scored_tokens=skipped)
         (look_up,) = m.start()
         scored: list[TokenLogprob] = []
+        losses = 0
         while True:
             wanted = len(m.prompt) - 1 - skipped - len(scored)
             assert isinstance(look_up, ev.LookUp)
@@ -188,8 +197,9 @@ def test_the_prompts_tokens_are_scored_once_over_all_attempts(scenes: list[Rando
             look_up = m.handle(ev.DecodeLost(m.attempt, GONE, True), 1.0)[-1]
             if not isinstance(look_up, ev.LookUp):
                 break
-            if count:
-                assert look_up.after_ms == 20
+            losses = 0 if count else losses
+            assert look_up.after_ms == min(500, 20 * 4**losses)
+            losses += 1
         assert [one.token_id for one in scored] == list(range(skipped + 1, skipped + 1 + len(scored)))
 
 
@@ -238,3 +248,12 @@ def test_what_was_never_computed_cost_nothing() -> None:
     answers = several()
     answers.handle_all(ev.RequestCancelled(), 1.0)
     assert set(answers.receipt(Usage(21, 0, 0)).values()) == {0}
+
+
+def test_rounding_makes_no_answer_cheaper_than_nothing() -> None:
+    answers = several(1)
+    held = answers.machines[0].held
+    held.byte_s, held.token_byte_s = 1.4, 0.7
+    found = answers.receipt(Usage(2, 2, 0, fetched_tokens=1))
+    assert (found["kv_pool_byte_seconds"], found["kv_fetched_byte_seconds"]) == (1, 1)
+    assert found["kv_computed_byte_seconds"] == 0

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import given
 
 from pillion.errors import LethalRequest, NotFound, Overloaded, Unavailable
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.request_machine import RequestMachine, RequestState
+from pillion.gateway.request.request_machine import LAST_ACK_WAIT_MS, RequestMachine, RequestState
+from pillion.types import FinishReason
 from tests.gateway.request.test_request import ack, hold, machine, planned
 from tests.support.scenes import random_scenes
 
@@ -255,11 +257,26 @@ def test_a_stream_that_was_lost_beside_its_prefill_range_says_no_more() -> None:
     assert isinstance(m.handle(ev.PrefillEnded(1, 20), 1.0)[-1], ev.LookUp)
 
 
+@pytest.mark.parametrize(
+    ("end", "cancelled", "after_ms"),
+    [
+        (ev.DecodeFinished(1, FinishReason.STOP, None), False, LAST_ACK_WAIT_MS),
+        (ev.DecodeLost(1, ERRORS[0], False), False, 0),
+        (ev.StopStringFound(1), True, 0),
+    ],
+)
+def test_only_a_whole_answer_waits_for_its_last_acknowledgement(end: ev.Event, cancelled: bool, after_ms: int) -> None:
+    m = to_prefilling()
+    m.handle(ev.TokensSampled(1, (5,)), 1.0)
+    left = [ev.StopWork(1, after_ms), ev.ReleaseTicket(hold())]
+    assert m.handle(end, 2.0)[:-1] == ([ev.CancelDecode(1), *left] if cancelled else left)
+
+
 def test_a_prefill_range_that_has_ended_is_not_stopped_again() -> None:
     m = to_prefilling()
     m.handle(ev.PrefillEnded(1, 20), 1.0)
-    assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 1.0) == []
     assert m.handle(ev.PrefillLost(1, ERRORS[0], True), 1.0) == []
+    assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 1.0) == []
     left = m.handle(ev.RequestCancelled(), 1.0)
     assert [type(action).__name__ for action in left] == ["CancelDecode", "ReleaseTicket", "Fail"]
 

@@ -1,0 +1,242 @@
+"""When a client calls again after a broken stream, against a plain model of the rules, on random lives of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given
+
+from pillion.client import resume
+from pillion.client.connection import RETRY_ATTEMPTS, RETRY_FIRST_BACKOFF_S, RETRY_MAX_BACKOFF_S
+from pillion.client.resume import StreamProgress, goes_on
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
+from pillion.types import AnswerSoFar, FinishReason, GenerateRequest, Resume, SamplingParams, StreamOrigin
+from pillion.v1 import common_pb2, gateway_pb2
+from tests.support.scenes import random_scenes
+
+ORIGIN = StreamOrigin(-5, bytes(32), 8)
+MAX_ATTEMPTS, MAX_DELAY_S, FIRST_DELAY_S = 6, 2.0, 0.05
+RESUME_TIMEOUT_S, CONNECT_TIMEOUT_S = 8.0, 6.0
+ERRORS = [
+    Unavailable("closed"),
+    Unavailable("stopping", 300),
+    Unavailable("stopping", 5000),
+    Cancelled("cancelled"),
+    Overloaded("full", 700),
+    Overloaded("full"),
+    Internal("defect"),
+    Internal("received RST_STREAM"),
+]
+
+
+def is_lost(error: PillionError, spoken: bool) -> bool:
+    """A gateway is lost where its connection ends, or where it says when to come again because it stops."""
+    if spoken:
+        return isinstance(error, Unavailable) and error.retry_after_ms > 0
+    return isinstance(error, Unavailable | Cancelled) or "RST_STREAM" in error.message
+
+
+@dataclass
+class ResumeModel:
+    """What the client knows of its stream, and the failures since it last got something."""
+
+    addresses: int
+    resume_timeout_s: float
+    connect_timeout_s: float
+    deadline_s: float | None
+    connected: bool = False
+    has_message: bool = False
+    is_resumable: bool = False
+    first_failure_s: float | None = None
+    broke_s: float | None = None
+    attempts: int = 0
+    arrivals: int = 0
+    resumes: int = 0
+    tokens: dict[int, list[int]] = field(default_factory=lambda: {0: [], 1: []})
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+    scored: int = 0
+
+    def fail(self, error: PillionError, spoken: bool, connected: bool, now_s: float) -> float | str:
+        """The longest pause before the next call; "final" for the error itself, and "given up" for one that counts."""
+        lost = is_lost(error, spoken)
+        self.connected |= connected and not spoken
+        if not self.connected:
+            return self.fail_before_connection(error, lost, connected, now_s)
+        if self.broke_s is None:
+            self.broke_s, self.attempts, self.arrivals = now_s, 0, 0
+            if not lost or (self.has_message and not self.is_resumable) or not self.resume_timeout_s:
+                return "final"
+        elif not lost and not isinstance(error, Overloaded | Unavailable):
+            return "final"
+        else:
+            self.arrivals += connected
+        if self.arrivals == MAX_ATTEMPTS:
+            return "given up"
+        if self.attempts and now_s >= self.broke_s + self.resume_timeout_s:
+            return "given up"
+        own_s = FIRST_DELAY_S * 2 ** (self.attempts - 1) if self.attempts else 0.0
+        asked_s = error.retry_after_ms / 1000 if isinstance(error, Overloaded | Unavailable) else 0.0
+        self.attempts += 1
+        pause_s = min(max(own_s, asked_s), MAX_DELAY_S)
+        return pause_s if self.deadline_s is None else min(pause_s, max(0.0, self.deadline_s - now_s))
+
+    def fail_before_connection(self, error: PillionError, lost: bool, connected: bool, now_s: float) -> float | str:
+        self.first_failure_s = now_s if self.first_failure_s is None else self.first_failure_s
+        self.attempts += 1
+        may_wait = not connected and now_s < self.first_failure_s + self.connect_timeout_s
+        if not lost or (self.attempts >= RETRY_ATTEMPTS * self.addresses and not may_wait):
+            return "final"
+        if self.attempts % self.addresses:
+            return 0.0
+        rounds = self.attempts // self.addresses
+        own_s = min(RETRY_FIRST_BACKOFF_S * 2 ** (rounds - 1), RETRY_MAX_BACKOFF_S)
+        asked_s = error.retry_after_ms / 1000 if isinstance(error, Unavailable) else 0.0
+        pause_s = min(max(own_s, asked_s), MAX_DELAY_S)
+        return "final" if self.deadline_s is not None and now_s + pause_s >= self.deadline_s else pause_s
+
+
+class StreamLife:
+    """One stream and its model."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng, self.now_s, self.opening, self.over = rng, 50.0, True, False
+        timeout_s = rng.choice([None, None, 4.0, 30.0])
+        resume_timeout_s = rng.choice([0.0, RESUME_TIMEOUT_S, RESUME_TIMEOUT_S])
+        connect_timeout_s = rng.choice([0.0, CONNECT_TIMEOUT_S])
+        addresses = rng.randint(1, 2)
+        deadline_s = None if timeout_s is None else 50.0 + timeout_s
+        self.model = ResumeModel(addresses, resume_timeout_s, connect_timeout_s, deadline_s)
+        self.asked = GenerateRequest(text="x", sampling=SamplingParams(n=2), request_id="mine")
+        self.stream = StreamProgress(self.asked, timeout_s, resume_timeout_s, connect_timeout_s, addresses, self.now_s)
+        # A gateway of an older version names no origin.
+        self.has_origin = rng.random() < 0.9
+
+    def step(self) -> None:
+        self.now_s += self.rng.choice([0.0, 0.25, 1.0, 2.0])
+        self.check_time()
+        if self.rng.random() < 0.35:
+            self.bring()
+        else:
+            self.fail()
+
+    def check_time(self) -> None:
+        deadline_s = self.model.deadline_s
+        if deadline_s is None:
+            assert self.stream.timeout_s(self.now_s) is None
+        elif self.now_s >= deadline_s and self.model.attempts:
+            with pytest.raises(DeadlineExceeded):
+                self.stream.timeout_s(self.now_s)
+        else:
+            assert self.stream.timeout_s(self.now_s) == deadline_s - self.now_s
+
+    def bring(self) -> None:
+        rng, model = self.rng, self.model
+        index, opens = rng.randint(0, 1), self.opening
+        ids, scored = ([7, 8], 0) if rng.random() < 0.5 else ([], rng.randint(0, 1))
+        ends = rng.random() < 0.2
+        message = gateway_pb2.GenerateResponse(
+            request_id="theirs",
+            index=index,
+            token_ids=ids,
+            prompt_logprobs=[common_pb2.TokenLogprob(token_id=1)] * scored,
+            origin=gateway_pb2.StreamOrigin(seed=-5, digest=bytes(32), cached_tokens=8)
+            if opens and self.has_origin
+            else None,
+            finish_reason=common_pb2.FINISH_REASON_STOP if ends else common_pb2.FINISH_REASON_UNSPECIFIED,
+            timings=common_pb2.Timings(replays=3),
+        )
+        delta = self.stream.note(message)
+        if opens:
+            model.resumes += model.is_resumable
+            model.is_resumable, model.has_message, model.connected = self.has_origin, True, True
+            self.opening = False
+        assert delta.timings is not None
+        assert delta.timings.replays == 3 + model.resumes
+        assert (delta.token_ids, delta.index) == (tuple(ids), index)
+        if ids or ends or scored:
+            model.attempts, model.broke_s = 0, None
+        model.scored += scored
+        model.tokens[index] += ids
+        if ends:
+            model.reasons[index] = FinishReason.STOP
+
+    def fail(self) -> None:
+        error, spoken = self.rng.choice(ERRORS), self.rng.random() < 0.3
+        connected = spoken or self.rng.random() < 0.5
+        expected = self.model.fail(error, spoken, connected, self.now_s)
+        if isinstance(expected, float):
+            assert self.stream.delay_s(error, spoken, connected, self.now_s) == pytest.approx(expected)
+            if self.model.connected:
+                self.opening = True
+            self.check_request()
+            return
+        self.over = True
+        with pytest.raises(type(error)) as caught:
+            self.stream.delay_s(error, spoken, connected, self.now_s)
+        assert (caught.value is error) is (expected == "final")
+        if expected == "given up":
+            tried_s = self.now_s - (self.model.broke_s or 0.0)
+            tried = f"was not resumed in {self.model.attempts} attempts within {tried_s:.1f} s"
+            assert tried in caught.value.message
+
+    def check_request(self) -> None:
+        model = self.model
+        if not model.is_resumable:
+            assert self.stream.request() == self.asked
+            return
+        answers = tuple(AnswerSoFar(tuple(model.tokens[n]), model.reasons.get(n)) for n in (0, 1))
+        found = self.stream.request()
+        assert found.resume == Resume(ORIGIN, answers, model.scored)
+        assert (found.request_id, found.text) == ("theirs", "x")
+
+
+@given(random_scenes())
+def test_a_broken_stream_is_resumed_by_the_rules(scenes: list[Random]) -> None:
+    bounds: set[tuple[float, float]] = set()
+
+    def longest(low: float, high: float) -> float:
+        bounds.add((low, high))
+        return high
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "MAX_RESUME_ATTEMPTS", MAX_ATTEMPTS)
+        patch.setattr(resume.random, "uniform", longest)
+        for rng in scenes:
+            life = StreamLife(rng)
+            for _ in range(40):
+                life.step()
+                if life.over:
+                    break
+    assert bounds <= {(0.5, 1)}, "pauses are shortened by up to half"
+
+
+def test_a_gateway_that_names_no_origin_cannot_go_on_with_a_stream() -> None:
+    stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
+    origin = gateway_pb2.StreamOrigin(seed=-5, digest=bytes(32), cached_tokens=8)
+    stream.note(gateway_pb2.GenerateResponse(token_ids=[1], origin=origin))
+    stream.delay_s(ERRORS[0], False, True, 1.0)
+    with pytest.raises(Unavailable, match="too old"):
+        stream.note(gateway_pb2.GenerateResponse(token_ids=[2]))
+
+
+def test_a_stream_is_over_with_its_usage() -> None:
+    stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
+    stream.note(gateway_pb2.GenerateResponse(token_ids=[1]))
+    assert not stream.over
+    stream.note(gateway_pb2.GenerateResponse(usage=common_pb2.Usage()))
+    assert stream.over
+
+
+@pytest.mark.parametrize("spoken", [False, True])
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_call_without_a_stream_is_sent_once_to_each_address(error: PillionError, spoken: bool) -> None:
+    """Once more where a gateway has ended the connection itself, since others may be behind the same address."""
+    addresses = 2
+    most = addresses if isinstance(error, Unavailable) else addresses + 1
+    sent = 1
+    while goes_on(error, spoken, sent, addresses):
+        sent += 1
+        assert sent < 9
+    assert sent == (most if is_lost(error, spoken) else 1)
