@@ -837,7 +837,7 @@ class Gateway:
             # which that gateway has not seen.
             if quota is not None and runner.failed_unserved and generated <= 0:
                 quota.begun_tokens -= permit.tokens
-                quota.give_back(int(runner.refused), permit.tokens, time.monotonic())
+                quota.refund(int(runner.refused), permit.tokens, time.monotonic())
             elif quota is not None:
                 self.quotas.spend(permit.tenant, usage.completion_tokens, time.monotonic())
             permit.ended_itself = runner.ended_itself

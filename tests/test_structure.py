@@ -218,7 +218,13 @@ def test_a_name_that_is_not_there_is_found() -> None:
 
 def all_pages() -> list[pathlib.Path]:
     named = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/README.md")
-    return [*(ROOT / name for name in named), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lab/docs").rglob("*.md")]
+    beside_code = [page for folder in PRODUCT for page in (ROOT / folder).rglob("README.md")]
+    return [
+        *(ROOT / name for name in named),
+        *beside_code,
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "lab/docs").rglob("*.md"),
+    ]
 
 
 def anchors(text: str) -> set[str]:

@@ -239,10 +239,10 @@ class BlockManager:
         target = max(low, sum(tokens < FREE_SLOTS_TARGET_TOKENS for tokens in room))
         self.free_slots.aim(low + wanted_blocks, target + wanted_blocks)
         out, self.out = self.out, Outcome()
-        out.give_back.extend(self.free_slots.surplus())
+        out.returned_slots.extend(self.free_slots.surplus())
         if self.in_flight.hold_back(out):
             self.free_slots.memory_is_coming()
-        self._leased -= len(out.give_back)
+        self._leased -= len(out.returned_slots)
         out.lease_blocks = self.free_slots.wanted(now, urgent=urgent)
         return out
 

@@ -157,10 +157,10 @@ class InFlightSteps:
         whether releases are among the latter."""
         if not (self._steps or self._held_back):
             return False
-        if out.releases or out.give_back or out.resumes:
-            late = Outcome(releases=out.releases, give_back=out.give_back, resumes=out.resumes)
+        if out.releases or out.returned_slots or out.resumes:
+            late = Outcome(releases=out.releases, returned_slots=out.returned_slots, resumes=out.resumes)
             self._held_back.append((self._launched, late))
-            out.releases, out.give_back, out.resumes = [], [], []
+            out.releases, out.returned_slots, out.resumes = [], [], []
         landed = self._launched - len(self._steps)
         while self._held_back and self._held_back[0][0] <= landed:
             out.add_orders(self._held_back.popleft()[1])
@@ -168,7 +168,7 @@ class InFlightSteps:
 
     def held_back_slots(self) -> list[int]:
         """Returns slots that are free no more and still leased to this worker."""
-        return [slot for _, late in self._held_back for slot in late.give_back]
+        return [slot for _, late in self._held_back for slot in late.returned_slots]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError where the sequences' counts differ from the launched steps."""

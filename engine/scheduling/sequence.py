@@ -80,7 +80,7 @@ class SequenceProgress:
         last_token_s, longest_gap_s: when the last of these steps ended, and the longest time between two of them.
         preempted_s: when the sequence was preempted, each time.
         adapter_s: when its adapter was there for the first time.
-        guessed_tokens, accepted_tokens: draft tokens that steps have judged, and those of them that were right.
+        drafted_tokens, accepted_tokens: draft tokens that steps have judged, and those of them that were right.
     """
 
     arrived_s: float
@@ -94,7 +94,7 @@ class SequenceProgress:
     longest_gap_s: float = 0.0
     preempted_s: list[float] = field(default_factory=list)
     adapter_s: float = 0.0
-    guessed_tokens: int = 0
+    drafted_tokens: int = 0
     accepted_tokens: int = 0
 
     @property
@@ -442,7 +442,7 @@ class Sequence(BlockChain):
         if proposed and not self.forced:
             # The order matters: a reader on another thread never sees more right draft tokens than judged ones.
             self.progress.accepted_tokens += max(accepted - 1, 0)
-            self.progress.guessed_tokens += len(proposed)
+            self.progress.drafted_tokens += len(proposed)
         self.extend_hashes(self.num_computed)
         return accepted, reason
 

@@ -146,12 +146,12 @@ class ChainOrder:
 @dataclass(slots=True)
 class Outcome:
     """Holds everything that asyncio's side has to do and to report. The node gets its orders in this order: commits,
-    releases, give_back, lease_blocks; then resumes and chain_orders begin.
+    releases, returned_slots, lease_blocks; then resumes and chain_orders begin.
 
     Attributes:
         chunks: the chunks that were committed before the prefill range came.
         releases: tickets whose hold this worker lets go.
-        give_back: slots that leave the free slots.
+        returned_slots: slots that leave the free slots.
         lease_blocks: number of slots to lease, 0 for none; :meth:`Scheduler.granted` takes the answer.
         adapter_orders: digests of adapters to be read and packed; :meth:`Scheduler.adapter_loaded` or
             :meth:`Scheduler.adapter_failed` takes each answer.
@@ -168,7 +168,7 @@ class Outcome:
     chunks: list[ChunkDone] = field(default_factory=list)
     commits: list[CommitOrder] = field(default_factory=list)
     releases: list[int] = field(default_factory=list)
-    give_back: list[int] = field(default_factory=list)
+    returned_slots: list[int] = field(default_factory=list)
     lease_blocks: int = 0
     resumes: list[ResumeOrder] = field(default_factory=list)
     chain_orders: list[ChainOrder] = field(default_factory=list)
@@ -189,19 +189,19 @@ class Outcome:
     @property
     def urgent(self) -> bool:
         """Says whether somebody waits for what is ordered, or for what was ordered before."""
-        memory = self.releases or self.give_back or self.lease_blocks or self.resumes or self.chain_orders
+        memory = self.releases or self.returned_slots or self.lease_blocks or self.resumes or self.chain_orders
         return bool(self.hurry or memory or not all(order.may_wait for order in self.commits))
 
     @property
     def has_orders(self) -> bool:
-        orders = self.commits or self.releases or self.give_back or self.lease_blocks
+        orders = self.commits or self.releases or self.returned_slots or self.lease_blocks
         return bool(orders or self.resumes or self.chain_orders)
 
     def add_orders(self, other: Outcome) -> None:
         """Appends the orders to the KV node of a later outcome."""
         self.commits += other.commits
         self.releases += other.releases
-        self.give_back += other.give_back
+        self.returned_slots += other.returned_slots
         self.lease_blocks += other.lease_blocks
         self.resumes += other.resumes
         self.chain_orders += other.chain_orders

@@ -110,7 +110,7 @@ class _DecodeStream:
         then count as told."""
         if self.progress is None:
             return False
-        told, self.told_draft_tokens = self.told_draft_tokens, self.progress.guessed_tokens
+        told, self.told_draft_tokens = self.told_draft_tokens, self.progress.drafted_tokens
         return told < self.told_draft_tokens or self.generated == new_tokens
 
     def on_begun(self) -> None:
@@ -471,7 +471,7 @@ def _timings_of(progress: SequenceProgress) -> DecodeTimings:
         tail_steps=progress.tail_steps,
         queue_ms=max(0.0, (progress.first_step_s or progress.ended_s) - progress.arrived_s) * 1000,
         preemptions=progress.preemptions,
-        guessed_tokens=progress.guessed_tokens,
+        guessed_tokens=progress.drafted_tokens,
         accepted_tokens=progress.accepted_tokens,
     )
 

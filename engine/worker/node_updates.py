@@ -102,8 +102,8 @@ class NodeUpdates:
         if batch.releases:
             await self.node.release(self.epoch, batch.releases)
             self.tickets.released(batch.releases)
-        if batch.give_back:
-            await self.node.give_back(self.epoch, batch.give_back)
+        if batch.returned_slots:
+            await self.node.return_slots(self.epoch, batch.returned_slots)
         if batch.lease_blocks:
             self.post_event(Scheduler.granted, await self.node.lease(self.epoch, batch.lease_blocks))
         for resume in batch.resumes:

@@ -221,9 +221,9 @@ class Admission:
         if permit.inside:
             permit.inside = False
             self._yielding.remove(permit)
-            self._requests.give_back(permit.tenant.name, permit.answers)
+            self._requests.release(permit.tenant.name, permit.answers)
             if permit.weight:
-                self._tokens.give_back(permit.tenant.name, permit.weight)
+                self._tokens.release(permit.tenant.name, permit.weight)
 
     def _retry_after_ms(self, bound: ConcurrencyLimit, met: BoundMet) -> int:
         """Returns about how long it takes until so much of a bound is free as is lacking: requests leave as fast as of

@@ -187,7 +187,7 @@ class CountedCall:
         await self.quotas.confirm(self.tenant, tokens, now_s, count)
         self.requests, self.tokens, self.confirmed = count, tokens or 0, True
 
-    def give_back(self, requests: int, tokens: int, now_s: float) -> None:
+    def refund(self, requests: int, tokens: int, now_s: float) -> None:
         """Gives back requests and tokens, at most those that are still taken."""
         requests, tokens = min(requests, self.requests), max(0, min(tokens, self.tokens))
         self.requests -= requests
@@ -202,6 +202,6 @@ class CountedCall:
         """Gives back what the call does not cost: everything where ``error`` refuses it, and else the tokens of the
         prompts that never began."""
         if isinstance(error, Overloaded):
-            self.give_back(self.requests, self.tokens, now_s)
+            self.refund(self.requests, self.tokens, now_s)
         else:
-            self.give_back(0, self.tokens - self.begun_tokens, now_s)
+            self.refund(0, self.tokens - self.begun_tokens, now_s)

@@ -151,7 +151,7 @@ class ConcurrencyLimit:
         self.total += amount
         self.of[tenant] += amount
 
-    def give_back(self, tenant: str, amount: int) -> None:
+    def release(self, tenant: str, amount: int) -> None:
         """Notes that a tenant's request holds so much less."""
         self.total -= amount
         self.of[tenant] -= amount

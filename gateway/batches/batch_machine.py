@@ -94,7 +94,7 @@ class BatchMachine:
         completed, errors = self.record.completed + (not failed), self.record.failed + failed
         self.record = msgspec.structs.replace(self.record, completed=completed, failed=errors)
 
-    def give_back(self, number: int) -> None:
+    def requeue(self, number: int) -> None:
         """Notes that a running line stopped without a result, so that it runs again."""
         self.running.discard(number)
         self._left.appendleft(number)

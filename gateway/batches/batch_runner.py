@@ -267,7 +267,7 @@ class BatchRunner:
             running.lines.discard(line)
             # A task that is cancelled may never have begun to run its line.
             if line.cancelled() or not line.result():
-                running.machine.give_back(number)
+                running.machine.requeue(number)
             running.changed.set()
 
         line = asyncio.create_task(self._run_line(running, number, tenant), name="batch line")

@@ -11,4 +11,6 @@ validation.py          checks of a request, from the count of what it holds on, 
 request_telemetry.py   metrics and the trace span of a request
 
 No protocol of clients comes in here.
+
+README.md has the lifecycle, the invariants and the losses that race.
 """

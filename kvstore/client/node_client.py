@@ -192,7 +192,7 @@ class NodeClient:
         request = kvnode_pb2.LeaseSlotsRequest(epoch=epoch, blocks=blocks)
         return tuple((await call_unary(self._stub.LeaseSlots, request)).slots)
 
-    async def give_back(self, epoch: int, slots: Sequence[int]) -> None:
+    async def return_slots(self, epoch: int, slots: Sequence[int]) -> None:
         """Return leased slots: all of them or, with InvalidRequest, none."""
         await call_unary(self._stub.ReturnSlots, kvnode_pb2.ReturnSlotsRequest(epoch=epoch, slots=slots))
 

@@ -10,4 +10,6 @@
     records.py        Block, IndexEvent, PoolShape: plain data.
 
 Everything here is sans-IO (I9): no clock, no socket, no asyncio. Slots are numbers; memory is never touched.
+
+README.md has the lifecycles and the invariants.
 """

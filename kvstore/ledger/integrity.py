@@ -40,10 +40,10 @@ def _slots(ledger: Ledger) -> Iterator[str]:
 
 
 def _tree(ledger: Ledger) -> Iterator[str]:
-    """Check that parents exist, holds equal pins plus protected children, and the policy is complete."""
+    """Check that parents exist, reference counts equal pins plus protected children, and the policy is complete."""
     blocks = ledger.tree.by_hash
     children = Counter(block.parent for block in blocks.values() if block.parent is not None)
-    held = Counter(block.parent for block in blocks.values() if block.parent is not None and block.holds)
+    held = Counter(block.parent for block in blocks.values() if block.parent is not None and block.ref_count)
     ends = ((ticket.last_block, ticket.state) for ticket in ledger.tickets.values())
     pins = Counter(block for both in ends for block in both if block is not None)
     yield from (
@@ -61,19 +61,19 @@ def _tree(ledger: Ledger) -> Iterator[str]:
             yield f"{name} has depth {block.depth}"
         if block.children != children[block]:
             yield f"{name} counts {block.children} children of {children[block]}"
-        if block.holds != held[block] + pins[block]:
-            yield f"{name} has {block.holds} holds, {pins[block]} pins, {held[block]} protected children"
+        if block.ref_count != held[block] + pins[block]:
+            yield f"{name} has {block.ref_count} references, {pins[block]} pins, {held[block]} protected children"
     yield from _protection(ledger)
 
 
 def _protection(ledger: Ledger) -> Iterator[str]:
     blocks = ledger.tree.by_hash.values()
-    protected = sum(block.holds > 0 for block in blocks)
+    protected = sum(block.ref_count > 0 for block in blocks)
     if protected != ledger.tree.protected:
         yield f"{ledger.tree.protected} blocks counted as protected of {protected}"
     order = list(ledger.tree.policy)
     place: dict[Block, int] = {block: index for index, block in enumerate(order)}
-    if place.keys() != {block for block in blocks if not block.holds} or len(order) != len(ledger.tree.policy):
+    if place.keys() != {block for block in blocks if not block.ref_count} or len(order) != len(ledger.tree.policy):
         yield "the eviction policy does not know exactly the unprotected blocks"
     for block, index in place.items():
         if block.parent is not None and place.get(block.parent, len(order)) < index:

@@ -362,7 +362,7 @@ class Ledger:
             block = self.tree.by_hash.get(block_hash)
             if block is None or block.parent is not ticket.last_block:
                 break
-            if not (block.holds or ticket.reserved or self.unpromised):
+            if not (block.ref_count or ticket.reserved or self.unpromised):
                 break
             self._move_pin(ticket, block)
             promised = min(1, ticket.reserved)
@@ -453,7 +453,7 @@ class Ledger:
         holder = self.active(epoch)
         return self._lease(holder, min(blocks, self._leasable(holder)), NO_TICKET)
 
-    def give_back(self, epoch: int, slots: Iterable[int]) -> None:
+    def return_slots(self, epoch: int, slots: Iterable[int]) -> None:
         """Free leased slots. Raises InvalidRequest, unchanged, if one is not leased to the epoch."""
         holder, wanted = self.active(epoch), list(slots)
         if len(set(wanted)) != len(wanted) or not holder.leased.keys() >= set(wanted):

@@ -15,7 +15,7 @@ A chain is identified by its last block's hash. That suffices to pin it again wh
 restart of the node, and reveals nothing of the prompt.
 
 Quotas count requested blocks, including shared and absent ones, so that a tenant's quota does not depend on others.
-Sans-IO (I9). ``Block.prefix_pins`` marks chains as ``Block.holds`` does for pins.
+Sans-IO (I9). ``Block.prefix_pins`` marks chains as ``Block.ref_count`` does for pins.
 """
 
 from __future__ import annotations
@@ -302,11 +302,11 @@ class PrefixPinTable:
         grows = True
         while at is not None:
             # Requeue the block even if its mark stays, because an ancestor must follow the blocks just marked.
-            if not at.holds:
+            if not at.ref_count:
                 policy.remove(at)
             at.prefix_pins += grows
             grows = grows and at.prefix_pins == 1
-            if not at.holds:
+            if not at.ref_count:
                 policy.add(at)
             at = at.parent
 
@@ -318,10 +318,10 @@ class PrefixPinTable:
             if at.prefix_pins > 1:
                 at.prefix_pins -= 1
                 return
-            if not at.holds:
+            if not at.ref_count:
                 policy.remove(at)
             at.prefix_pins = 0
-            if not at.holds:
+            if not at.ref_count:
                 policy.add(at)
             at = at.parent
 

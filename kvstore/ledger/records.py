@@ -31,7 +31,7 @@ class Block:
     Attributes:
         depth: number of blocks before it in its chain.
         segment: hash of the first block of its segment of SEGMENT_BLOCKS, the unit of the index.
-        holds: pins on the block itself plus its protected children; the block is protected while nonzero.
+        ref_count: pins on the block itself plus its protected children; the block is protected while nonzero.
         children: committed blocks whose parent it is.
         page: True for a page of a state, which follows a block or another page.
         prefix_pins: prefix pins that end with the block plus its prefix-pinned children; evicted late while nonzero.
@@ -43,7 +43,7 @@ class Block:
     parent: Block | None = field(repr=False)
     depth: int
     segment: bytes = field(repr=False)
-    holds: int = 0
+    ref_count: int = 0
     children: int = 0
     page: bool = False
     prefix_pins: int = 0

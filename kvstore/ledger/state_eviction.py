@@ -159,7 +159,7 @@ class StateEviction:
             if not state.pages:
                 self._ended(state)
         # The rest of this chain is next, before the ends of others.
-        if left is not None and self._is_useless(left) and not (left.holds or left.prefix_pins):
+        if left is not None and self._is_useless(left) and not (left.ref_count or left.prefix_pins):
             self._useless[left] = None
             self._useless.move_to_end(left, last=False)
 
@@ -251,7 +251,7 @@ class StateEviction:
             left = block.parent
             if left is not None:
                 fewer[left] += 1
-                if left.children == fewer[left] and not (left.holds or left.prefix_pins):
+                if left.children == fewer[left] and not (left.ref_count or left.prefix_pins):
                     useless.appendleft(left)
         yield from (block for block in self.plain if block not in gone)
 

@@ -4,9 +4,9 @@
          ^                     |
          +--------pin----------+
 
-``Block.holds`` counts the pins on the block itself plus its protected children, so "protected" means ``holds > 0``, and
-a pin or unpin walks only the ancestors whose protection changes. Every block is either protected or in the eviction
-policy, so the number of evictable blocks is exact at any time, in O(1).
+``Block.ref_count`` counts the pins on the block itself plus its protected children, so "protected" means that it is not
+0, and a pin or unpin walks only the ancestors whose protection changes. Every block is either protected or in the
+eviction policy, so the number of evictable blocks is exact at any time, in O(1).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BlockTree:
                 break
             last_block = block
             blocks += 1
-            newly += not block.holds
+            newly += not block.ref_count
         return Match(last_block, blocks, newly)
 
     def longest_with_state(self, hashes: Sequence[bytes], pages: int) -> Match:
@@ -88,7 +88,7 @@ class BlockTree:
         while at is not None:
             state = self.by_hash.get(state_page(at.hash, pages - 1))
             if state is not None:
-                newly = sum(not block.holds for block in self.chain(state))
+                newly = sum(not block.ref_count for block in self.chain(state))
                 return Match(at, at.depth + 1, newly, state, known)
             at = at.parent
         return Match(None, 0, 0, known=known)
@@ -129,7 +129,7 @@ class BlockTree:
         """Add a block, or a page of a state, after ``last_block``. The pin of ``last_block`` moves to the new child."""
         depth = last_block.depth + 1 if last_block is not None else 0
         segment = last_block.segment if last_block is not None and depth % SEGMENT_BLOCKS else block_hash
-        block = Block(slot, block_hash, last_block, depth, segment, holds=1, page=page)
+        block = Block(slot, block_hash, last_block, depth, segment, ref_count=1, page=page)
         self.by_hash[block_hash] = block
         self.protected += 1
         if last_block is not None:
@@ -140,8 +140,8 @@ class BlockTree:
         """Add a pin to ``block``, which protects its whole chain."""
         at: Block | None = block
         while at is not None:
-            at.holds += 1
-            if at.holds > 1:
+            at.ref_count += 1
+            if at.ref_count > 1:
                 return
             self.protected += 1
             self.policy.remove(at)
@@ -151,8 +151,8 @@ class BlockTree:
         """Remove a pin from ``block``. Blocks that lose their protection become evictable, the last one first."""
         at: Block | None = block
         while at is not None:
-            at.holds -= 1
-            if at.holds:
+            at.ref_count -= 1
+            if at.ref_count:
                 return
             self.protected -= 1
             self.policy.add(at)
@@ -170,8 +170,8 @@ class BlockTree:
         self.policy.drop(block)
 
     def _forget(self, block: Block) -> None:
-        if block.holds or block.children:
-            raise Internal(f"eviction chose slot {block.slot}: {block.holds} holds, {block.children} children")
+        if block.ref_count or block.children:
+            raise Internal(f"eviction chose slot {block.slot}: {block.ref_count} references, {block.children} children")
         del self.by_hash[block.hash]
         if block.parent is not None:
             block.parent.children -= 1

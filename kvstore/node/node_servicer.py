@@ -77,7 +77,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         return pb.LeaseSlotsReply(slots=self._pool.lease(request.epoch, request.blocks))
 
     async def ReturnSlots(self, request: pb.ReturnSlotsRequest, context: Context) -> pb.ReturnSlotsReply:
-        self._pool.give_back(request.epoch, request.slots)
+        self._pool.return_slots(request.epoch, request.slots)
         return pb.ReturnSlotsReply()
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:

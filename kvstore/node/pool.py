@@ -390,9 +390,9 @@ class Pool:
         self.changed()
         return slots
 
-    def give_back(self, epoch: int, slots: Sequence[int]) -> None:
+    def return_slots(self, epoch: int, slots: Sequence[int]) -> None:
         self._worker(epoch)
-        self.ledger.give_back(epoch, slots)
+        self.ledger.return_slots(epoch, slots)
         self.changed()
 
     def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitRunResult]:

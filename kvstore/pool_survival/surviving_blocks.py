@@ -163,7 +163,7 @@ class SurvivingBlocks:
     def _drop(self, entry: SurvivingBlock, *, lost: bool) -> None:
         self._forget(entry)
         self._table.remove(entry.slot)
-        self._ledger.give_back(self._epoch, [entry.slot])
+        self._ledger.return_slots(self._epoch, [entry.slot])
         self.dropped += lost
 
     def _forget(self, entry: SurvivingBlock) -> None:

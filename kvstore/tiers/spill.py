@@ -172,7 +172,7 @@ class Spiller:
         stayed: list[bytes] = []
         evicted = 0
         for block in victims:
-            if self._ledger.tree.by_hash.get(block.hash) is not block or block.holds or block.children:
+            if self._ledger.tree.by_hash.get(block.hash) is not block or block.ref_count or block.children:
                 continue
             self._ledger.evict_block(block)
             evicted += 1

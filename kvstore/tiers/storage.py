@@ -152,7 +152,7 @@ class Storage:
         ledger, began_s = self._pool.ledger, asyncio.get_running_loop().time()
         tree = ledger.tree
         idle = list(tree.policy)
-        used = [block for block in tree.by_hash.values() if block.holds]
+        used = [block for block in tree.by_hash.values() if block.ref_count]
         hot_first = [*sorted(used, key=lambda block: block.depth), *reversed(idle)]
         tips = warm_tips(hot_first, lambda block: block.parent, lambda block: block.prefix_pins > 0)
         nodes = [

@@ -372,7 +372,7 @@ class Fetcher:
             count = len(result.slots)
             if result.refusal:
                 log.warning("fetched blocks were refused: %s", result.refusal)
-        ledger.give_back(fetch.epoch, back)
+        ledger.return_slots(fetch.epoch, back)
         self._changed()
         return count
 

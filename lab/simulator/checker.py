@@ -86,7 +86,7 @@ class Checker:
             self._find(f"{life.name} writes to slots {sorted(foreign)}, which are not leased to it")
         if read := reads.difference(*own):
             for block in ledger.tree.by_hash.values():
-                if block.slot in read and block.holds:
+                if block.slot in read and block.ref_count:
                     read.discard(block.slot)
                     if not read:
                         return

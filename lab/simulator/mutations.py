@@ -292,7 +292,7 @@ MUTATIONS: dict[str, Mutation] = {
         {(RequestState.DECODING, ev.PromptScored): lambda self, event, now: [ev.EmitScores(event.logprobs)]},
     ),
     "log probabilities of several tokens are turned round": _instead(Outcome, "report_tokens", _reports_turned),
-    "slots are not given back": _instead(NodeClient, "give_back", _async_nothing),
+    "slots are not given back": _instead(NodeClient, "return_slots", _async_nothing),
     "what comes back is offered a request, and not waited for": _instead(
         ComponentCalls, "_patience_s", lambda _: lambda self, *args: 0.0
     ),

@@ -429,7 +429,7 @@ async def _answer_all(
                 answers = request.sampling.best_of or request.sampling.n or 1
                 await cluster.limit.take(answers)
                 task = group.create_task(answer(index, request))
-                task.add_done_callback(lambda _, answers=answers: cluster.limit.give_back(answers))  # type: ignore[misc]
+                task.add_done_callback(lambda _, answers=answers: cluster.limit.release(answers))  # type: ignore[misc]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 

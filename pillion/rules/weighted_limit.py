@@ -32,9 +32,9 @@ class WeightedLimit:
         try:
             yield
         finally:
-            self.give_back(weight)
+            self.release(weight)
 
-    def give_back(self, weight: int) -> None:
+    def release(self, weight: int) -> None:
         """Note that work of this weight has ended."""
         self._under_way -= weight
         self._ended.set()

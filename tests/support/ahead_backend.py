@@ -142,13 +142,13 @@ def watch(ledger: Ledger, *backends: AheadBackend) -> list[str]:
             # What landed meanwhile is nobody's concern any more.
             used = before & set().union(*(backend.slots() for backend in backends))
             safe = {slot for holder in ledger.holders.values() for slot in holder.leased}
-            safe |= {block.slot for block in ledger.tree.by_hash.values() if block.holds}
+            safe |= {block.slot for block in ledger.tree.by_hash.values() if block.ref_count}
             if used - safe:
                 found.append(f"{name} took {sorted(used - safe)} from under a step")
             return result
 
         return call
 
-    for name in ("release", "give_back", "gone"):
+    for name in ("release", "return_slots", "gone"):
         setattr(ledger, name, watched(name, getattr(ledger, name)))
     return found

@@ -208,7 +208,7 @@ class AheadHarness(SchedulerHarness):
         slots = self.ledger.lease(self.rival, len(self.pool))
         self.pool[list(slots)] = -7
         self._check_in_flight()
-        self.ledger.give_back(self.rival, slots)
+        self.ledger.return_slots(self.rival, slots)
 
     def commit_order(self, order: CommitOrder) -> CommitRunResult:
         if self.refuse_commits:
@@ -219,7 +219,7 @@ class AheadHarness(SchedulerHarness):
     def _check_in_flight(self) -> None:
         """Check that each slot of an in-flight step is leased to this worker, or committed and held."""
         leased = self.ledger.holders[self.worker].leased
-        held = {block.slot for block in self.ledger.tree.by_hash.values() if block.holds}
+        held = {block.slot for block in self.ledger.tree.by_hash.values() if block.ref_count}
         lost = {slot for slot in self.device.slots() if slot not in leased and slot not in held}
         assert not lost, f"slots {lost} went back to the node under a step that is under way"
 

@@ -172,7 +172,7 @@ class KVHost:
             assert not result.refusal
             lost = [slot for slot, stays in zip(slots, result.slots, strict=True) if slot != stays]
             if lost:
-                await self.client.give_back(self.worker.epoch, lost)
+                await self.client.return_slots(self.worker.epoch, lost)
         return have
 
     async def release(self, ticket: OpenTicketReply) -> None:

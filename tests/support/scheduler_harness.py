@@ -274,7 +274,7 @@ class SchedulerHarness:
         owned |= {slot for chain in self.scheduler.side_chains() for slot in chain.owned_slots()}
         for source, target in plan.copies:
             assert {source, target} <= owned, "a copy of a slot that nobody has"
-            assert not {source, target} & set(before_run.give_back), "a copy of a slot that was given back"
+            assert not {source, target} & set(before_run.returned_slots), "a copy of a slot that was given back"
         if not before_run.empty:
             self.receive(before_run)
         sampled = self.run_plan(plan)
@@ -401,7 +401,7 @@ class SchedulerHarness:
             if not result.refusal and not record.cancelled and record.end is None:
                 record.chunks += order.chunks
         self.ledger.release(self.worker, outcome.releases)
-        self.ledger.give_back(self.worker, outcome.give_back)
+        self.ledger.return_slots(self.worker, outcome.returned_slots)
         if outcome.lease_blocks:
             scheduler.granted(self.ledger.lease(self.worker, outcome.lease_blocks), self.now)
         self.resumes += outcome.resumes

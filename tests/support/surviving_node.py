@@ -154,7 +154,7 @@ class SurvivingNode:
     def give_back(self, number: int) -> None:
         worker = self.workers[number % len(self.workers)]
         slots, worker.told = sorted(worker.told), set()
-        self.ledger.give_back(worker.epoch, slots)
+        self.ledger.return_slots(worker.epoch, slots)
         self.changed()
 
     def seal(self, most: int, between: Callable[[], object] = lambda: None) -> None:

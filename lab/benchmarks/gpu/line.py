@@ -184,7 +184,7 @@ class EngineLoop:
             self.scheduler.committed(order.seq_id, order.slots, "", now_s)
         for ticket in outcome.releases:
             self.free_slots.extend(self._held.pop(ticket, ()))
-        self.free_slots.extend(outcome.give_back)
+        self.free_slots.extend(outcome.returned_slots)
         if outcome.lease_blocks:
             self.scheduler.granted(self._slots(outcome.lease_blocks), now_s)
 

@@ -47,10 +47,10 @@ def test_the_free_slots_is_recallable_but_for_what_is_needed_at_once() -> None:
     block_manager.granted((7, 8, 9), 0.0)
     block_manager.free_slots.recall(100)
     out = block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0)
-    assert len(out.give_back) == 2, "the one that grows within FREE_SLOTS_LOW_TOKENS keeps its slot"
+    assert len(out.returned_slots) == 2, "the one that grows within FREE_SLOTS_LOW_TOKENS keeps its slot"
     assert out.lease_blocks == 0, "what was recalled is not asked for again at once"
-    assert block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0).give_back == [], (
+    assert block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0).returned_slots == [], (
         "a recall is for once"
     )
     out = block_manager.finish_outcome([], 0.0, urgent=False, wanted_blocks=0)
-    assert len(out.give_back) == 1, "without decodes nothing is kept"
+    assert len(out.returned_slots) == 1, "without decodes nothing is kept"

@@ -218,7 +218,7 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
         owned = {slot for sequence in scheduler.sequences.values() for slot in sequence.owned_slots()}
         for source, target in plan.copies:
             assert {source, target} <= owned
-            assert not {source, target} & set(outcomes[0].give_back)
+            assert not {source, target} & set(outcomes[0].returned_slots)
         if plan.scheduled:
             tokens = sum(chunk.samples + len(chunk.parallel_seeds) for chunk in plan.scheduled)
             outcomes.append(scheduler.commit(plan, Sampled((1,) * tokens), now))

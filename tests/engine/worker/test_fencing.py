@@ -359,10 +359,10 @@ async def test_the_nodes_recall_reaches_the_free_slots(monkeypatch: pytest.Monke
     async with running_workers() as workers, connected(workers) as connection:
         backend = workers.decode_backend
         pool, returned, recalls = workers.kvnode.pool, list[int](), list[int]()
-        give_back, heartbeat = pool.give_back, pool.heartbeat
+        return_slots, heartbeat = pool.return_slots, pool.heartbeat
 
         def record_slots(epoch: int, slots: Sequence[int]) -> None:
-            give_back(epoch, slots)
+            return_slots(epoch, slots)
             returned.extend(slots)
 
         def record_recall(epoch: int) -> HeartbeatReply:
@@ -371,7 +371,7 @@ async def test_the_nodes_recall_reaches_the_free_slots(monkeypatch: pytest.Monke
                 recalls.append(reply.recall_blocks)
             return reply
 
-        monkeypatch.setattr(pool, "give_back", record_slots)
+        monkeypatch.setattr(pool, "return_slots", record_slots)
         monkeypatch.setattr(pool, "heartbeat", record_recall)
         answers, tickets = [], []
         backend.gate.clear()

@@ -113,7 +113,7 @@ async def test_a_worker_that_drains_does_not_wait() -> None:
 def test_an_outcome_knows_whether_somebody_waits() -> None:
     urgent: list[dict[str, Any]] = [
         {"releases": [1]},
-        {"give_back": [1]},
+        {"returned_slots": [1]},
         {"commits": [order(1, may_wait=True), order(2, may_wait=False)]},
         {"hurry": True},
     ]

@@ -57,7 +57,7 @@ class BatchLife(RuleBasedStateMachine):
             self.machine.finished(number, status != 200)
         else:
             assert status in (429, 500, 503)
-            self.machine.give_back(number)
+            self.machine.requeue(number)
             assert self.machine.next_line(self.now_s) is None, "a refusal is followed by a pause"
 
     @rule(passed_s=st.sampled_from([0.1, 40.0, 30_000.0]))
@@ -75,7 +75,7 @@ class BatchLife(RuleBasedStateMachine):
         self.machine.tick(self.now_s, cancel=self.cancelled, tenant_known=known)
         if self.machine.ending:
             for number in sorted(self.machine.running):
-                self.machine.give_back(number)
+                self.machine.requeue(number)
         self.kept = self.machine.record
 
     @precondition(lambda self: not self.ended)
@@ -159,11 +159,11 @@ def test_pauses_grow_and_end_with_a_result() -> None:
         number = machine.next_line(now_s)
         assert number is not None
         assert not machine.is_final(number, 429, 0.0, now_s)
-        machine.give_back(number)
+        machine.requeue(number)
         began_s = now_s
         while machine.next_line(now_s) is None:
             now_s += BACKOFF_S
-        machine.give_back(next(iter(machine.running)))
+        machine.requeue(next(iter(machine.running)))
         pauses.append(now_s - began_s)
     assert pauses[:4] == [BACKOFF_S, 2 * BACKOFF_S, 4 * BACKOFF_S, 8 * BACKOFF_S]
     assert max(pauses) == MAX_BACKOFF_S
@@ -173,7 +173,7 @@ def test_pauses_grow_and_end_with_a_result() -> None:
     number = machine.next_line(now_s)
     assert number is not None
     assert not machine.is_final(number, 429, 7.0, now_s)
-    machine.give_back(number)
+    machine.requeue(number)
     assert machine.next_line(now_s + 6.9) is None
     assert machine.next_line(now_s + 7.0) is not None
 
@@ -193,7 +193,7 @@ def test_an_expired_batch_names_what_it_leaves() -> None:
     assert machine.next_line(86400.0) is None
     assert not machine.may_finish
     assert running == 1
-    machine.give_back(running)
+    machine.requeue(running)
     assert machine.unserved() == [1, 5, 7]
     machine.end("o", "e", 86401.0)
     assert (machine.record.status, machine.record.completed, machine.record.failed) == ("expired", 1, 4)

@@ -111,7 +111,7 @@ def test_a_lost_race_gives_the_winners_slot(ledger: Ledger) -> None:
     ledger.release(gateway, [tickets[0].ticket_id])
     ledger.gone(workers[0])
     assert ledger.tree.protected == 3, "the loser's ticket pins the winner's blocks"
-    ledger.give_back(workers[1], own[1])
+    ledger.return_slots(workers[1], own[1])
     assert ledger.reserved == 1, "a lost slot does not go back to a reservation"
 
 
@@ -222,7 +222,7 @@ def test_what_a_prefill_range_gives_back_is_not_kept_for_the_decode_worker(ledge
     fill(ledger, prefill, ticket, hashes)
     spare = ledger.adopt(prefill, ticket.ticket_id, 2).leased_slots
     ledger.adopt(decode, ticket.ticket_id, 3)
-    ledger.give_back(prefill, spare)
+    ledger.return_slots(prefill, spare)
     assert ledger.reserved == 3
     ledger.release(prefill, [ticket.ticket_id])
     # Another prefill worker might need it.
@@ -262,7 +262,7 @@ def test_a_fenced_worker_changes_nothing_until_it_is_gone(ledger: Ledger) -> Non
     for call in (
         lambda: ledger.commit(worker, [run]),
         lambda: ledger.lease(worker, 1),
-        lambda: ledger.give_back(worker, slots),
+        lambda: ledger.return_slots(worker, slots),
         lambda: ledger.adopt(worker, ticket.ticket_id, 1),
         lambda: ledger.release(worker, [ticket.ticket_id]),
     ):
@@ -305,8 +305,8 @@ def test_giving_back_what_is_not_yours(ledger: Ledger) -> None:
     slots = ledger.lease(a, 2)
     for epoch, bad in ((b, slots), (a, (*slots, 15)), (a, (slots[0], slots[0]))):
         with pytest.raises(InvalidRequest):
-            ledger.give_back(epoch, bad)
-    ledger.give_back(a, slots)
+            ledger.return_slots(epoch, bad)
+    ledger.return_slots(a, slots)
     assert ledger.status().free_blocks == 16
 
 
@@ -341,7 +341,7 @@ def test_damage_is_found() -> None:
         "worker.leased[99] = 0": "not of this pool",
         "ledger.tree.protected += 1": "counted as protected",
         "ledger.reserved += 1": "counted as reserved",
-        "ticket.last_block.holds += 1": "holds",
+        "ticket.last_block.ref_count += 1": "references",
         "ticket.last_block.children += 1": "children",
         "ticket.holders.clear()": "held by nobody",
         "ledger.by_opener.clear()": "opener",

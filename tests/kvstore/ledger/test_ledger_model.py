@@ -196,10 +196,10 @@ class NodeLife(RuleBasedStateMachine):
 
     @precondition(lambda self: self.workers())
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def return_slots(self, data: st.DataObject) -> None:
         holder = self.holders[epoch := data.draw(st.sampled_from(self.workers()))]
         slots = sorted(holder.leased)[: data.draw(BLOCKS)]
-        self.ledger.give_back(epoch, slots)
+        self.ledger.return_slots(epoch, slots)
         holder.leased -= set(slots)
 
     @precondition(lambda self: self.tickets)

@@ -121,7 +121,7 @@ class StatePool:
         short."""
         want = len(hashes) + PAGES * len(keep)
         state = self.ledger.tree.longest_with_state(hashes, PAGES).state
-        idle = state is not None and not state.holds
+        idle = state is not None and not state.ref_count
         evicted = self.ledger.evicted_ever
         ticket = self.ledger.admit(self.worker, next(self.nonces), hashes, want, PAGES)
         if ticket is None:
@@ -141,7 +141,7 @@ class StatePool:
                 [result] = self.ledger.commit(self.worker, [run])
                 assert not result.refusal
                 slots += [own for own, kept in zip(used, result.slots, strict=True) if own != kept]
-        self.ledger.give_back(self.worker, slots)
+        self.ledger.return_slots(self.worker, slots)
         return ticket.ticket_id
 
     def close(self, ticket_id: int) -> None:
@@ -156,7 +156,7 @@ class StatePool:
 
     def need(self, slots: int) -> None:
         """Leases so many slots, and returns them."""
-        self.ledger.give_back(self.worker, self.ledger.lease(self.worker, slots))
+        self.ledger.return_slots(self.worker, self.ledger.lease(self.worker, slots))
         check_integrity(self.ledger)
 
     def hit(self, *tokens: int) -> int:
@@ -216,7 +216,7 @@ def test_any_life_evicts_what_a_search_finds(steps: list[ServedText | tuple[str,
             leaves = [block for block in pool.states if not block.children]
             pool.ledger.evict_block(leaves[step[1] % len(leaves)])
         elif step[0] == "need":
-            pool.ledger.give_back(pool.worker, pool.ledger.lease(pool.worker, step[1]))
+            pool.ledger.return_slots(pool.worker, pool.ledger.lease(pool.worker, step[1]))
         check_integrity(pool.ledger)
     for ticket in tickets:
         pool.close(ticket)

@@ -35,7 +35,7 @@ class Node:
         run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(hashes), after=after)
         (result,) = self.ledger.commit(self.worker, [run])
         lost = [slot for slot, kept in zip(slots, result.slots or [-1] * len(slots), strict=True) if slot != kept]
-        self.ledger.give_back(self.worker, lost)
+        self.ledger.return_slots(self.worker, lost)
         check_integrity(self.ledger)
         return result
 

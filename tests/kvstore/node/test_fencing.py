@@ -170,7 +170,7 @@ async def test_a_fenced_epoch_changes_nothing(line: Fixture) -> None:
         lambda: client.commit(old, [CommitRun(ticket_id=ticket_id, slots=slots[:1], block_hashes=hashes(1))]),
         lambda: client.lease(old, 1),
         lambda: client.adopt(old, unadopted, 1),
-        lambda: client.give_back(old, slots[:1]),
+        lambda: client.return_slots(old, slots[:1]),
         lambda: client.release(old, [ticket_id]),
         lambda: client.open_ticket(old, hashes(9), 2),
         lambda: client.prefetch(old, ticket_id, hashes(1), timeout_s=WITHIN_S),
@@ -336,7 +336,7 @@ async def test_fences_and_returns_at_random_leak_nothing(line: Fixture, seed: in
                 ticket_id, slots, token = mine.pop()
                 await commit(line, epoch, ticket_id, slots, token, 0)
                 await line.client.release(epoch, [ticket_id])
-                await line.client.give_back(epoch, slots[2:])
+                await line.client.return_slots(epoch, slots[2:])
             case 2:
                 line.fence(epoch)
                 with pytest.raises(Conflict):

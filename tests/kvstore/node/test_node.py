@@ -132,7 +132,7 @@ async def test_a_prompt_from_hand_to_hand(cluster: NodeHarness, attachments: lis
     assert taken.last_hash == chain[64:96]
     await client.release(epoch, [ticket.ticket_id])
     assert (await client.status()).pinned_blocks == 3, "the decode worker still holds it"
-    await client.give_back(decode.epoch, taken.leased_slots)
+    await client.return_slots(decode.epoch, taken.leased_slots)
     await client.release(decode.epoch, [ticket.ticket_id])
     again = await client.open_ticket(epoch, chain, 5)
     assert again.pinned_blocks == 3
@@ -197,7 +197,7 @@ async def test_a_worker_opens_and_adopts_in_one(cluster: NodeHarness, attachment
     await cluster.until_waiting(1)
     slots = first.adopted.leased_slots
     await client.commit(epoch, [CommitRun(ticket_id=first.ticket_id, block_hashes=hashes(1, 2), slots=slots[:2])])
-    await client.give_back(epoch, slots[2:])
+    await client.return_slots(epoch, slots[2:])
     await client.release(epoch, [first.ticket_id])
     found = await second
     assert (found.pinned_blocks, list(found.adopted.chain_slots)) == (2, list(slots[:2]))
@@ -210,7 +210,7 @@ async def test_a_worker_opens_and_adopts_in_one(cluster: NodeHarness, attachment
     pinned = await client.open_ticket(epoch, hashes(1, 2), 0, adopt=True)
     assert (list(pinned.adopted.chain_slots), pinned.adopted.leased_slots) == (list(slots[:2]), [])
     cluster.node.pool.check_integrity()
-    await client.give_back(epoch, found.adopted.leased_slots)
+    await client.return_slots(epoch, found.adopted.leased_slots)
     await client.release(epoch, [found.ticket_id, pinned.ticket_id])
 
 
@@ -233,7 +233,7 @@ async def test_cancel_and_grant_at_once_leak_nothing(
         if not waiter.cancelled():
             await client.release(epoch, [waiter.result().ticket_id])
             if adopt:
-                await client.give_back(epoch, waiter.result().adopted.leased_slots)
+                await client.return_slots(epoch, waiter.result().adopted.leased_slots)
         await cluster.until_released()
         assert not ledger.holders[epoch].leased
         assert cluster.node.pool.status().waiting_tickets == 0
@@ -380,7 +380,7 @@ async def test_a_silent_worker_is_fenced(short_folder: str, attachments: list[At
         await until("the quarantine", lambda: cluster.node.pool.status().quarantined_blocks == 3)
         assert (await client.heartbeat(worker.epoch)).fenced
         with pytest.raises(Conflict, match="fenced"):
-            await client.give_back(worker.epoch, slots)
+            await client.return_slots(worker.epoch, slots)
         assert (await client.status()).quarantined_blocks == 3, "a late heartbeat does not lift a fence"
         worker.close()
         await until("the slots to be free", lambda: cluster.node.pool.status().free_blocks == NUM_SLOTS)
@@ -415,7 +415,7 @@ async def test_bad_calls(cluster: NodeHarness, attachments: list[Attachment]) ->
     with pytest.raises(InvalidRequest):
         await client.open_ticket(epoch, b"short", 2)
     with pytest.raises(InvalidRequest):
-        await client.give_back(attachments[0].epoch, [1])
+        await client.return_slots(attachments[0].epoch, [1])
     with pytest.raises(NotFound):
         await client.lease(12345, 1)
     assert (await client.open_ticket(epoch, b"", 20)).ticket_id, "alone, a prompt may have the whole pool"

@@ -22,7 +22,7 @@ async def test_only_who_mapped_the_pool_may_commit(short_folder: str) -> None:
         calls = (
             client.adopt(epoch, ticket.ticket_id, 1),
             client.lease(epoch, 1),
-            client.give_back(epoch, [0]),
+            client.return_slots(epoch, [0]),
             client.commit(epoch, [run]),
         )
         for call in calls:

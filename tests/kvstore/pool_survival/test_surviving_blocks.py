@@ -203,7 +203,7 @@ def test_a_checksum_of_a_slot_that_changed_hands_counts_for_nothing() -> None:
         node.lease(0, NUM_SLOTS)
         worker = node.workers[0]
         worker.told.remove(first.slot)
-        node.ledger.give_back(worker.epoch, list(worker.told))
+        node.ledger.return_slots(worker.epoch, list(worker.told))
         worker.told = {first.slot}
         node.serve([1], 1)
 

@@ -25,16 +25,16 @@ async def test_what_waits_enters_in_its_order_and_what_is_larger_enters_alone() 
     await settle()
     # The 1 would fit, and waits behind the 5.
     assert entered == [6]
-    limit.give_back(6)
+    limit.release(6)
     await settle()
     assert entered == [6, 5, 1]
-    limit.give_back(5)
+    limit.release(5)
     await settle()
     assert entered == [6, 5, 1]
-    limit.give_back(1)
+    limit.release(1)
     await settle()
     assert entered == [6, 5, 1, 12]
-    limit.give_back(12)
+    limit.release(12)
     await asyncio.gather(*tasks)
     assert entered == [6, 5, 1, 12, 2]
 
@@ -53,7 +53,7 @@ async def test_a_wait_that_ends_early_takes_nothing_and_lets_the_next_one_in() -
     with pytest.raises(RuntimeError, match="amid"):
         async with limit.taken(0):
             raise RuntimeError("amid")
-    limit.give_back(10)
+    limit.release(10)
     async with limit.taken(10):
         pass
     await asyncio.wait_for(limit.take(10), 30)
