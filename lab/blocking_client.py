@@ -13,10 +13,10 @@ from pathlib import Path
 FOLDER = Path(__file__).parent.parent / "pillion" / "client"
 # Applied in this order. Text without a match is an error, so the list cannot go stale.
 REPLACEMENTS = (
-    ("Has the SDK's asyncio client. :mod:`pillion.client.client` is", "Has the SDK's blocking client,"),
+    ("The SDK's asyncio client. :mod:`pillion.client.client` is", "The SDK's blocking client,"),
     ("this file by `make client`", "async_client.py by `make client`: edit that file"),
-    ("Is a client of a cluster for one event loop; streams", "Is a blocking client of a cluster. Thread-safe; streams"),
-    ("channel: an asyncio channel belongs to the loop that runs then.", "channel; threads share it."),
+    ("Client of a cluster for one event loop; streams", "Blocking client of a cluster. Thread-safe; streams"),
+    ("call: an asyncio channel belongs to the running loop.", "call; threads share it."),
     ("import grpc.aio\n", ""),
     ("grpc.aio.AioRpcError", "grpc.RpcError"),
     ("grpc.aio.Channel", "grpc.Channel"),

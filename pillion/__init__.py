@@ -1,27 +1,26 @@
-"""Offers Pillion's SDK: the clients with their values and errors, and :class:`LLM`, which runs the engine in the
-caller's process.
+"""Pillion's SDK: the clients with their values and errors, and :class:`LLM`, which runs the engine in the caller's
+process.
 
-Importing it imports no torch and no numpy. The clients and LLM are imported when they are first used, because kernels
-and engine import errors and types from here and run where gRPC and OpenTelemetry are not installed.
+Importing it does not import torch or numpy. The clients and LLM are imported at their first use, because kernels and
+engine import errors and types from here and also run without gRPC and OpenTelemetry.
 
     types.py, errors.py   values and errors of the public API; open them first
     client, offline       the clients; LLM
-    tasks.py              tasks of asyncio that run beside their owner
+    tasks.py              asyncio tasks that run next to their owner
     near_names.py         suggestions for mistyped names
     config.py             every flag of every component
-    settings              flags whose values have a form of their own
-    rules                 what components must agree on about a request: the order of waiting, bounds
-    host                  what the processes of one machine share: cores, copies of adapters
+    settings              flags whose values have their own syntax
+    rules                 what components must agree on about a request: the order of waiting, limits
+    host                  what the processes of a machine share: cores, copies of adapters
     net                   servers, channels, TLS
-    wire, v1              what travels between components, and its generated messages
+    wire, v1              messages between components, and their generated code
     observability         metrics, traces, logs
     cli, supervisor       the command, and the processes that it starts
     loadgen, drill        `pillion bench`, `pillion drill`
     records               bundles of requests, and the commands that read them
 
 The servers themselves (`gateway`, `prefill_service`, `decode_service`, `engine`, `kvstore`, `kernels`) are links to
-folders at the root of the repository; nothing here but `cli`, `supervisor` and `offline` imports them, and those do so
-inside functions.
+folders at the root of the repository; only `cli`, `supervisor` and `offline` import them, inside functions.
 """
 
 from importlib import import_module

@@ -1,22 +1,21 @@
-"""Defines every error that Pillion raises on purpose: a subclass of PillionError for each google.rpc.Code, and
-ConfigError.
+"""Every error that Pillion raises on purpose: a subclass of PillionError for each google.rpc.Code, and ConfigError.
 
-Servicers raise these errors; one interceptor (:mod:`pillion.net.rpc`) turns them into rich gRPC statuses, and the
-client turns statuses back into them. Nothing else maps errors.
+Servicers raise these errors; one interceptor (:mod:`pillion.net.rpc`) converts them to rich gRPC statuses, and the
+client converts statuses back. Nothing else maps errors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# These are numbers of google.rpc.Code, written here so that this module needs no gRPC.
+# Numbers of google.rpc.Code, so that this module needs no gRPC.
 _CANCELLED, _INVALID, _DEADLINE, _NOT_FOUND, _DENIED = 1, 3, 4, 5, 7
 _EXHAUSTED, _PRECONDITION, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 8, 9, 13, 14, 16
 
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """Names one wrong field of a request: its path as the client spelled it, and what is wrong with it."""
+    """One wrong field of a request: its path as the client spelled it, and what is wrong with it."""
 
     field: str
     description: str
@@ -24,29 +23,29 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True)
 class LengthViolation(FieldViolation):
-    """Names a prompt that is too long. Its description is what OpenAI's clients know, and ``brief`` what Anthropic's
-    do: both look for these words, and then make the conversation shorter."""
+    """A prompt that is too long. OpenAI's clients know its description, and Anthropic's know ``brief``: both look for
+    these words, and then shorten the conversation."""
 
     brief: str
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaViolation(FieldViolation):
-    """Names a field whose JSON schema no answer can be held to, and by a JSON pointer the ``place`` in it."""
+    """A field whose JSON schema cannot be enforced, and the ``place`` in the schema as a JSON pointer."""
 
     place: str
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation:
-    """Names one bound that was met: whose bound it is, or its name, and by how much it was exceeded, in words."""
+    """One limit that was exceeded: its owner or name, and by how much, in words."""
 
     subject: str
     description: str
 
 
 class PillionError(Exception):
-    """Represents any error that Pillion raises on purpose. ``code`` is a google.rpc.Code."""
+    """Any error that Pillion raises on purpose. ``code`` is a google.rpc.Code."""
 
     code: int = _INTERNAL
 
@@ -56,7 +55,7 @@ class PillionError(Exception):
 
 
 class InvalidRequest(PillionError):  # noqa: N818  (named as the field names it)
-    """Says that the request itself is wrong; sending it again cannot help."""
+    """The request itself is wrong; sending it again cannot help."""
 
     code = _INVALID
 
@@ -66,12 +65,12 @@ class InvalidRequest(PillionError):  # noqa: N818  (named as the field names it)
 
     @classmethod
     def of(cls, *violations: FieldViolation) -> InvalidRequest:
-        """Make the error whose message lists its violations."""
+        """Create the error whose message lists its violations."""
         return cls("; ".join(f"{v.field}: {v.description}" for v in violations), violations)
 
 
 class NotFound(PillionError):  # noqa: N818
-    """Says that something which the call names does not exist, or not any more."""
+    """Something in the call does not exist, or not any more."""
 
     code = _NOT_FOUND
 
@@ -83,8 +82,7 @@ class Conflict(PillionError):  # noqa: N818
 
 
 class Overloaded(PillionError):  # noqa: N818
-    """Says that a named bound was met; ``quotas`` say which one. ``retry_after_ms`` is the server's guess, 0 if it has
-    none."""
+    """A limit was exceeded; ``quotas`` say which one. ``retry_after_ms`` is the server's estimate, 0 if it has none."""
 
     code = _EXHAUSTED
 
@@ -95,9 +93,9 @@ class Overloaded(PillionError):  # noqa: N818
 
 
 class Unavailable(PillionError):  # noqa: N818
-    """Says that a component which the call needs does not answer; the message names it.
+    """A component that the call needs does not answer; the message names it.
 
-    ``retry_after_ms``: when to send the call again, 0 where the server has tried all it could itself.
+    ``retry_after_ms``: when to send the call again, 0 if the server has already retried as often as it could.
     """
 
     code = _UNAVAILABLE
@@ -108,53 +106,52 @@ class Unavailable(PillionError):  # noqa: N818
 
 
 class DeadlineExceeded(PillionError):  # noqa: N818
-    """Says that the time is over that the caller gave the call."""
+    """The call took longer than its caller allowed."""
 
     code = _DEADLINE
 
 
 class Cancelled(PillionError):  # noqa: N818
-    """The caller went away, or cancelled the call."""
+    """The caller disconnected, or cancelled the call."""
 
     code = _CANCELLED
 
 
 class PermissionDenied(PillionError):  # noqa: N818
-    """Says that this caller may not make the call."""
+    """This caller may not make the call."""
 
     code = _DENIED
 
 
 class Unauthenticated(PillionError):  # noqa: N818
-    """The call carries no API key, or an unknown one."""
+    """The call has no API key, or an unknown one."""
 
     code = _UNAUTHENTICATED
 
 
 class Internal(PillionError):  # noqa: N818
-    """Says that Pillion has a defect; the log of the component that raised the error says more."""
+    """Pillion has a defect; the log of the component that raised the error has details."""
 
     code = _INTERNAL
 
 
 class BrokenModel(Internal):
-    """Says that the model's numbers for this request are not finite, and would not be finite the next time: the request
-    is not tried again."""
+    """The model's numbers for this request are not finite, and would not be the next time: the request is not
+    retried."""
 
 
 class BrokenGrammar(Internal):
-    """Says that an answer cannot go on in the grammar that it was admitted with, and could not the next time: the
-    request is not tried again."""
+    """An answer cannot continue in the grammar with which it was admitted, and could not the next time: the request is
+    not retried."""
 
 
 class LethalRequest(Internal):
-    """Workers were lost in a step with this request, and other workers would be lost as well: the request is not tried
-    again."""
+    """Workers were lost in a step with this request, and others would be lost as well: the request is not retried."""
 
 
 class ConfigError(PillionError):
-    """Says that a flag, model or machine cannot work. The error is raised at start only, and is printed as one line."""
+    """A flag, model or machine cannot work. Raised only at start, and printed as one line."""
 
 
-# ConfigError has no code and is left out, because it never leaves its process.
+# ConfigError has no code and is excluded, because it never leaves its process.
 BY_CODE = {cls.code: cls for cls in PillionError.__subclasses__() if cls is not ConfigError}

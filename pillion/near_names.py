@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# Characters of a name that are compared, which takes time by their square.
+# Characters to compare at most; the comparison takes quadratic time.
 MAX_COMPARED_CHARS = 100
 
 
 def did_you_mean(name: str, known: Iterable[str], skip: int = 0) -> str:
-    """Return what an error says of a name that is nearly a known one; "" where no known name is near. The first
-    ``skip`` letters are not compared, because all known names begin with them."""
+    """Return an error's suggestion for a name close to a known one; "" if none is close. The first ``skip`` letters,
+    with which all known names begin, are not compared."""
     close = difflib.get_close_matches(name[skip:][:MAX_COMPARED_CHARS], [one[skip:] for one in known], 1)
     return f"; did you mean {name[:skip]}{close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""Begins and ends tasks of asyncio that run beside what their owner does."""
+"""Starts and ends asyncio tasks that run next to their owner's work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class OwnTasks(set[asyncio.Task[Any]]):
     """Holds tasks until they end. The event loop itself keeps only weak references to tasks."""
 
     def begin(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Begin a task."""
+        """Start a task."""
         task = asyncio.create_task(work, name=name)
         self.add(task)
         task.add_done_callback(self.discard)
@@ -23,7 +23,7 @@ class OwnTasks(set[asyncio.Task[Any]]):
 
 async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:
     """Cancel tasks, and return when they have ended, with or without an error. None stands for a task that was not
-    begun."""
+    started."""
     begun = [task for task in tasks if task is not None]
     for task in begun:
         task.cancel()
@@ -31,7 +31,7 @@ async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 async def at_most(wait_s: float, awaited: Awaitable[T]) -> T | None:
-    """Await something for so many seconds, and cancel it then. Returns what it gave; None where the time was over."""
+    """Await something for at most ``wait_s`` seconds, then cancel it. Returns its result; None after the timeout."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(wait_s):
             return await awaited

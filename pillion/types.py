@@ -1,6 +1,5 @@
-"""Defines the values that callers pass and get back: plain frozen dataclasses, free of protobuf and of torch; and the
-ranges of sampling parameters, against which the gateway checks its clients' requests, and a worker those of every
-gateway."""
+"""Values that callers pass and receive: plain frozen dataclasses, free of protobuf and torch; and the ranges of
+sampling parameters, against which gateways check clients' requests, and workers check gateways'."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from pillion.errors import FieldViolation
 
 if TYPE_CHECKING:
-    # Every checker of types brings this package along. What runs does without it, and without the default.
+    # Every type checker includes this package. At run time it is not needed, nor is the default.
     from typing_extensions import TypeVar
 
     Value = TypeVar("Value", default=Any, covariant=True)
@@ -21,12 +20,12 @@ else:
 
     Value = TypeVar("Value", covariant=True)
 
-# Components of these roles run the model.
+# Roles of components that run the model.
 WORKERS = ("prefill", "decode")
 
 
 class FinishReason(Enum):
-    """Says why a stream ended, in OpenAI's words."""
+    """Why a stream ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -35,15 +34,15 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Describes the structure that an answer must have: exactly one field is set. The names are vLLM's.
+    """The structure that an answer must have: exactly one field is set. The names are vLLM's.
 
     Attributes:
         json: a JSON schema, as JSON text.
-        json_object: whether any JSON object will do.
+        json_object: whether any JSON object is allowed.
         regex: a regular expression that the whole answer matches.
-        choice: texts of which the answer is one.
+        choice: texts one of which is the answer.
         grammar: a grammar in Lark's notation, or in GBNF's.
-        structural_tag: free text with parts of a given structure between given marks; JSON text, as vLLM reads it.
+        structural_tag: free text with structured parts between given marks; JSON text in vLLM's format.
     """
 
     json: str | None = None
@@ -59,7 +58,7 @@ MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Describes the numbers from ``low`` to ``high``, both included; with ``above``, ``low`` itself is excluded."""
+    """The numbers from ``low`` to ``high``, both included; with ``above``, ``low`` is excluded."""
 
     low: float
     high: float
@@ -70,7 +69,7 @@ class Range:
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def complaint(self, value: float) -> str:
-        """Say what is wrong with a value that is not in the range."""
+        """Describe what is wrong with a value outside of the range."""
         if self.high < MAX_INT32:
             return f"{value} is not in {self}"
         bits = 64 if self.high > MAX_INT32 else 32
@@ -81,26 +80,24 @@ class Range:
 
 
 MAX_LOGPROBS = 20
-# Answers times the log probabilities of each token are at most this: so many may pile up in the gateway while nobody
-# reads them.
+# Limit of answers times log probabilities per token, which may accumulate in the gateway while nobody reads them.
 MAX_REPORTED = 512
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOption:
-    """Describes a number among the sampling parameters, as all APIs and checks know it. Its row is in
+    """A number among the sampling parameters, as all APIs and checks know it. It belongs to a field of
     :class:`SamplingParams`.
 
     Attributes:
-        allowed: the values that a request may have; None where they depend on the request, or any will do.
-        whole: whether it is a whole number.
-        neutral: the value that holds where neither the client nor the model gives one; None where each request has its
-            own.
-        recommended_as: its key in a model's generation_config.json, "" where models recommend none.
-        gguf: its key among the sampling values of GGUF files, "" where these have none.
-        apis: the bodies of the HTTP API that have it by its own name, "completions" (chat, too) and "responses".
-        about: the help of the command's option; "" where the command writes an option of its own.
-        of_rows: whether the option shapes a row's whole distribution, so that each row of a step has a value of it; the
+        allowed: the valid values; None if they depend on the request, or any is valid.
+        whole: whether it is an integer.
+        neutral: the value if neither the client nor the model sets one; None if each request has its own.
+        recommended_as: its key in a model's generation_config.json, "" if models recommend none.
+        gguf: its key among the sampling values of GGUF files, "" if they have none.
+        apis: the HTTP API's bodies that have it under its own name, "completions" (chat, too) and "responses".
+        about: help of the command's option; "" if the command has its own.
+        of_rows: whether the option affects a row's whole distribution, so that each row of a step has a value for it;
             other options change single logits.
     """
 
@@ -124,49 +121,49 @@ _OF_GATEWAY = {"of_gateway": True}
 
 
 def _option(allowed: Range | None = None, *, metadata: Mapping[str, Any] | None = None, **more: Any) -> Any:
-    """Make a field of :class:`SamplingParams` with its row."""
+    """Create a field of :class:`SamplingParams` with its option."""
     return field(default=None, metadata={"option": SamplingOption(allowed, **more), **(metadata or {})})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Says how tokens are chosen. ``None`` means "not set": the gateway resolves it before any worker sees it, but for
+    """How tokens are chosen. ``None`` means "not set": the gateway resolves it before any worker sees it, except for
     numbers that no model recommends, which stay None and have no effect.
 
-    The row of a number says what all APIs and checks know of it.
+    Each number's option says what all APIs and checks know about it.
 
-    The defaults of temperature, top_p, top_k, min_p and the penalties are the model's own (``ModelInfo.sampling``);
-    where it recommends none, they are those that are given here.
+    The defaults of temperature, top_p, top_k, min_p and the penalties are the model's own (``ModelInfo.sampling``); if
+    it recommends none, they are those given here.
 
     Attributes:
         temperature: 0 is greedy; default 1.0.
-        top_p: nucleus mass in (0, 1]; default 1.0. The gateway takes 0 for the likeliest token.
+        top_p: nucleus mass in (0, 1]; default 1.0. The gateway treats 0 as the most likely token.
         top_k: keep the k most likely tokens; 0 or -1 keeps all (the default).
-        seed: any 64-bit number; the gateway draws one when it is not given, or -1 (I6).
-        max_tokens: most tokens to generate; default: what the context has left. 0 computes the prompt alone.
+        seed: any 64-bit number; the gateway draws one if it is missing, or -1 (I6).
+        max_tokens: maximum number of tokens to generate; default: the rest of the context. 0 computes the prompt alone.
         stop: texts that end the stream and are not part of it.
-        stop_token_ids: ids that end the stream, besides the model's own.
-        ignore_eos: go on past the model's end-of-text token.
+        stop_token_ids: ids that end the stream, in addition to the model's own.
+        ignore_eos: continue past the model's end-of-text token.
         min_p: keep tokens at least this many times as likely as the most likely one; default 0.
         repetition_penalty: divides (multiplies, if negative) the logits of tokens in prompt or answer; default 1.
-        presence_penalty, frequency_penalty: taken from the logits of tokens in the answer, once or per occurrence;
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once or per occurrence;
             default 0.
         logit_bias: added to the logits, by token id.
-        min_tokens: no stop before so many tokens; default 0.
+        min_tokens: minimum number of tokens before a stop; default 0.
         logprobs: report log probabilities of the answer's tokens and of this many alternatives; None reports none.
         n: number of answers to the prompt; default 1.
-        best_of: generate so many and give the best n; default n.
+        best_of: generate this many answers and return the best n; default n.
         structured_outputs: the structure that every answer must have.
-        prompt_logprobs: report log probabilities of the prompt's tokens but the first, and of this many alternatives.
-        allowed_token_ids: only these tokens are chosen, an end token too only where it is one of them; empty: all.
-        bad_words: texts that the answer's tokens never spell, with or without a space before them.
-        bad_words_token_ids: their tokens, set by the gateway; no client sends them.
+        prompt_logprobs: report log probabilities of all but the prompt's first token, and of this many alternatives.
+        allowed_token_ids: only these tokens are chosen, end tokens too only if included; empty: all.
+        bad_words: texts that the answer never contains, with or without a leading space.
+        bad_words_token_ids: their tokens, set by the gateway; clients do not send them.
         skip_special_tokens: False shows the texts of special tokens in the answer's text; None is True.
-        include_stop_str_in_output: the stop string, or the text of the stop token, is part of the answer's text.
-        detokenize: False gives tokens without text; None is True.
-        truncate_prompt_tokens: cut the prompt to so many tokens, -1 to what the context leaves for it; by default a
-            prompt that is too long is refused.
-        truncation_side: "left" cuts the prompt's beginning, "right" its end; "" is left.
+        include_stop_str_in_output: include the stop string, or the text of the stop token, in the answer's text.
+        detokenize: False returns tokens without text; None is True.
+        truncate_prompt_tokens: truncate the prompt to this many tokens, -1 to what the context leaves for it; by
+            default a prompt that is too long is rejected.
+        truncation_side: "left" removes the prompt's beginning, "right" its end; "" is left.
     """
 
     temperature: float | None = _option(
@@ -252,11 +249,11 @@ class SamplingParams:
     truncation_side: str = field(default="", metadata=_AT_GATEWAY)
 
 
-# Rows of the numbers in SamplingParams, by name.
+# The options of the numbers in SamplingParams, by name.
 SAMPLING_OPTIONS: Mapping[str, SamplingOption] = {
     one.name: one.metadata["option"] for one in fields(SamplingParams) if "option" in one.metadata
 }
-# Defaults of the fields that workers do not get, by name.
+# Defaults of the fields that workers do not receive, by name.
 GATEWAY_OPTIONS: Mapping[str, Any] = {
     one.name: one.default for one in fields(SamplingParams) if "at_gateway" in one.metadata
 }
@@ -266,13 +263,13 @@ PUBLIC_OPTIONS = tuple(one.name for one in fields(SamplingParams) if "of_gateway
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """How a text becomes a vector, for a request that generates nothing.
+    """How a text becomes a vector, in a request that generates nothing.
 
     Attributes:
-        rows: positions of the prompt whose hidden states' mean is the vector; None for the last token's alone, for
-            which cached prefixes can be used.
+        rows: positions of the prompt over whose hidden states the vector is the mean; None for the last token alone,
+            which can use cached prefixes.
         logits_of: tokens whose logits after the last token are the vector; () for the hidden state itself.
-        second_from: position where the second text of a pair begins, for encoders; 0 for a single text.
+        second_from: start of the second text of a pair, for encoders; 0 for a single text.
     """
 
     rows: range | None = None
@@ -280,13 +277,12 @@ class PoolingParams:
     second_from: int = 0
 
 
-# One request may ask for this many log probabilities of its prompt: tokens, times each token's own and its
-# alternatives, times answers. Each takes some 150 bytes in a gateway, and 64 in a response.
+# Limit of a request's log probabilities of its prompt: tokens times each token's own and its alternatives, times
+# answers. Each takes about 150 bytes in a gateway, and 64 in a response.
 MAX_PROMPT_LOGPROBS = 2**18
 MAX_LOGIT_BIASES = 1024
-# A request may list so many tokens that alone are chosen.
 MAX_ALLOWED_TOKEN_IDS = 2**14
-# The bad words of a request are so many sequences of tokens, with a space before them and without, of at most so many
+# A request's bad words have at most this many token sequences, with and without a leading space, of at most this many
 # tokens each.
 MAX_BAD_SEQUENCES = 512
 MAX_BAD_TOKENS = 2048
@@ -296,8 +292,8 @@ _BIAS = Range(-100, 100)
 
 
 def range_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[FieldViolation]:
-    """Yield every field that is out of its range; a field that is not set is within it. What depends on a request's
-    length or on a model's context is not checked here."""
+    """Yield every field out of its range; a field that is not set is within it. Limits that depend on a request's
+    length or on a model's context are not checked here."""
     for name, option in SAMPLING_OPTIONS.items():
         value = getattr(sampling, name)
         if value == -1 and name in ("logprobs", "prompt_logprobs"):
@@ -312,7 +308,7 @@ def range_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[Fiel
 
 
 def id_violations(field: str, token_ids: Sequence[int], vocab_size: int) -> Iterator[FieldViolation]:
-    """Yield the ids that are not of the vocabulary."""
+    """Yield the ids outside of the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         for n, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocab_size:
@@ -340,10 +336,10 @@ def _allowed_violations(token_ids: tuple[int, ...], vocab_size: int) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Says how likely the model found a token, before temperature, penalties and bias, in natural logarithms.
+    """How likely the model found a token, before temperature, penalties and bias, in natural logarithms.
 
-    ``top_ids`` are the most likely tokens in its place, falling; the token itself may be among them. ``rank`` is known
-    for a prompt's tokens alone: it is 1 where no token was likelier, and 0 where it is not known.
+    ``top_ids`` are the most likely tokens at its position, in descending order, possibly including the token. ``rank``
+    is known only for a prompt's tokens: 1 if no token was more likely, 0 if unknown.
     """
 
     token_id: int
@@ -355,7 +351,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Describes a call of a tool. ``arguments`` is a JSON object, as text."""
+    """A call of a tool. ``arguments`` is a JSON object, as text."""
 
     id: str
     name: str
@@ -364,12 +360,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """Describes a tool that the model may call.
+    """A tool that the model may call.
 
     Attributes:
         name, description: what the model reads of it.
         parameters: the JSON schema of its arguments, as JSON text; "" is any object.
-        strict: whether the arguments of its calls always fit ``parameters``; None leaves it to the gateway.
+        strict: whether the arguments of its calls always match ``parameters``; None lets the gateway decide.
     """
 
     name: str
@@ -380,13 +376,13 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """Lists the tools of a conversation and how they may be called.
+    """The tools of a conversation and how they may be called.
 
     Attributes:
         tools: the tools that may be called.
-        choice: "auto" (the default where there are tools), "none", "required", or "named".
-        name: the tool that a named choice asks for.
-        allowed: the names of the tools that may be called, where these are not all of which the model is told.
+        choice: "auto" (the default if there are tools), "none", "required", or "named".
+        name: the tool of a "named" choice.
+        allowed: the names of the tools that may be called, if not all that the model reads.
         parallel_tool_calls: whether one answer may call several; None is true.
     """
 
@@ -398,13 +394,13 @@ class ToolOptions:
 
     @property
     def asks_for_calls(self) -> bool:
-        """Say whether answers may call tools."""
+        """Whether answers may call tools."""
         return bool(self.tools) and self.choice != "none"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """Holds the next part of call ``index`` of an answer. ``id`` and ``name`` come with its first part."""
+    """The next part of call ``index`` of an answer. ``id`` and ``name`` come with its first part."""
 
     index: int
     id: str = ""
@@ -414,15 +410,15 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """Is one message of a conversation.
+    """One message of a conversation.
 
     Attributes:
-        role: "system", "user", "assistant" or "tool"; the model's own template may know more.
+        role: "system", "user", "assistant" or "tool"; the model's template may know more.
         content: the message's text.
         tool_calls: calls that this message of the assistant made.
-        tool_call_id: the call that this message of role "tool" brings the result of.
-        name: who speaks, or the tool whose result it is.
-        reasoning: what the assistant thought before it answered.
+        tool_call_id: the call whose result this message of role "tool" is.
+        name: the speaker, or the tool whose result it is.
+        reasoning: the assistant's reasoning before its answer.
     """
 
     role: str
@@ -435,7 +431,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class StreamOrigin:
-    """Holds what resuming a stream needs beside its tokens; ``StreamOrigin`` in gateway.proto explains each field."""
+    """What resuming a stream needs besides its tokens; ``StreamOrigin`` in gateway.proto explains each field."""
 
     seed: int
     digest: bytes
@@ -445,7 +441,7 @@ class StreamOrigin:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSoFar:
-    """Holds what one answer of a broken stream has brought, and its finish reason where it has ended."""
+    """What has come of one answer of a broken stream, and its finish reason if it has ended."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -453,7 +449,7 @@ class AnswerSoFar:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Says how a client goes on with a broken stream: its origin, and what each answer has brought, by index.
+    """How a client resumes a broken stream: its origin, and what has come of each answer, by index.
 
     ``scored_tokens`` is the number of log probabilities of the prompt that have come.
     """
@@ -465,7 +461,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Says how a conversation becomes a prompt. The names and their meanings are vLLM's.
+    """How a conversation becomes a prompt. The names and their meanings are vLLM's.
 
     Attributes:
         add_generation_prompt: end the prompt where the assistant's next message begins; default: true, unless the last
@@ -481,17 +477,17 @@ class ChatOptions:
 
     @property
     def begins_message(self) -> bool:
-        """Say whether the prompt ends where the assistant's next message begins."""
+        """Whether the prompt ends where the assistant's next message begins."""
         chosen = self.add_generation_prompt
         return not self.continue_final_message if chosen is None else chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Describes a client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` and
-    ``tools`` go with messages alone.
+    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` and ``tools``
+    apply to messages only.
 
-    ``resume`` goes on with a broken stream; the clients set it by themselves.
+    ``resume`` continues a broken stream; the clients set it themselves.
     """
 
     model: str = ""
@@ -509,16 +505,16 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts the tokens of a request.
+    """Token counts of a request.
 
-    ``cached_tokens`` are the prompt's tokens whose KV was found, ``reasoning_tokens`` those of the completion that were
-    reasoning, where the gateway tells it from the answer. Decode workers drafted ``guessed_tokens``, of which
-    ``accepted_tokens`` were right. Of the cached tokens, ``fetched_tokens`` came from other nodes, ``restored_tokens``
-    from the node's own lower tiers (host memory, disk) and ``bucket_tokens`` from a bucket.
+    ``cached_tokens`` are the prompt's tokens whose KV was found; ``reasoning_tokens`` are the reasoning part of the
+    completion, if the gateway distinguishes it. Decode workers drafted ``guessed_tokens``, of which ``accepted_tokens``
+    were right. Of the cached tokens, ``fetched_tokens`` came from other nodes, ``restored_tokens`` from the node's own
+    lower tiers (host memory, disk) and ``bucket_tokens`` from a bucket.
 
-    The other fields are the receipt, which is there when the request has ended: tokens that were computed before the
-    next new one, those that were computed again after a loss included, and the KV that the request held in pools, in
-    bytes times seconds, by where it came from.
+    The other fields are the receipt, which is complete when the request has ended: tokens computed before new ones,
+    including those computed again after a loss, and the KV that the request held in pools, in bytes times seconds, by
+    its source.
     """
 
     prompt_tokens: int
@@ -530,7 +526,7 @@ class Usage:
     fetched_tokens: int = 0
     restored_tokens: int = 0
     bucket_tokens: int = 0
-    # No two runs of a request hold memory for equally long, so comparisons leave these fields out.
+    # Memory is never held for equally long, so comparisons ignore these fields.
     computed_tokens: int = field(default=0, compare=False)
     kv_computed_byte_seconds: int = field(default=0, compare=False)
     kv_pool_byte_seconds: int = field(default=0, compare=False)
@@ -548,15 +544,15 @@ class Usage:
         return {"pool_tokens": self.cached_tokens - sum(brought.values()), **brought}
 
     def kv_byte_seconds(self) -> dict[str, int]:
-        """Return the KV that was held in pools, in bytes times seconds, by where it came from."""
+        """Return the KV that was held in pools, in bytes times seconds, by its source."""
         tiers = ("computed", "pool", "fetched", "restored", "bucket")
         return {tier: getattr(self, f"kv_{tier}_byte_seconds") for tier in tiers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Says where the prompt and the time of a request went, and what computed it; ``Timings`` in common.proto explains
-    each field."""
+    """Where the prompt and the time of a request went, and what computed it; ``Timings`` in common.proto explains each
+    field."""
 
     cached_tokens: int = 0
     prefilled_tokens: int = 0
@@ -583,15 +579,14 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Delta(Generic[Value]):
-    """Is one message of a stream: the next text of answer ``index``, as far as it cannot change any more.
+    """One message of a stream: the next text of answer ``index`` that cannot change any more.
 
     The last message of an answer has a finish reason; the last one of the stream also has usage and timings.
-    ``logprobs`` has one entry for each of ``token_ids``, if they were asked for. ``reasoning`` and ``tool_calls`` are
-    what the model thought and the tools that it called; neither is part of ``text``. ``stop_string`` is, in the last
-    message of an answer, the stop string that ended it, and "" where none did. ``prompt_logprobs`` are those of the
-    prompt's next tokens, from its second one on; they come once, for all answers, in messages of their own. ``parsed``
-    is made by a client that was given a schema: the value of an answer, in its last message. It is of the type that was
-    given.
+    ``logprobs`` has one entry per ``token_ids``, if requested. ``reasoning`` and ``tool_calls`` are the model's
+    reasoning and the tools that it called; neither is part of ``text``. ``stop_string``, in the last message of an
+    answer, is the stop string that ended it, "" if none did. ``prompt_logprobs`` are those of the prompt's next tokens,
+    starting with the second one; they come once, for all answers, in messages of their own. ``parsed`` is set by a
+    client with a schema: the value of an answer, of the given type, in its last message.
     """
 
     request_id: str
@@ -611,13 +606,12 @@ class Delta(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Describes a model that live workers serve.
+    """A model that live workers serve.
 
-    The parsers are the formats in which it calls tools and reasons, or "none". An adapter has the name of its model as
-    ``parent``, and the digest of its content as ``adapter``; another name of a model has that model's as ``alias_of``.
-    ``weights`` says how the model's weights are kept, such as
-    "awq, 4 bits in groups of 128"; where they are plain it is the type of arithmetic. ``sampling`` has the values that
-    hold where a request gives none; its ``max_tokens``, where there is one, bounds every answer.
+    The parsers are the formats of its tool calls and reasoning, or "none". An adapter has its model's name as
+    ``parent`` and the digest of its content as ``adapter``; an alias has its model's name as ``alias_of``. ``weights``
+    is the format of the model's weights, such as "awq, 4 bits in groups of 128"; for plain weights it is the type of
+    arithmetic. ``sampling`` has the defaults for requests; its ``max_tokens``, if set, limits every answer.
     """
 
     name: str
@@ -634,18 +628,17 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPrefix:
-    """Is a prompt whose KV leaves its node's pool after everything that nobody has pinned.
+    """A prompt whose KV is evicted from its node's pool only after everything that is not pinned.
 
     Attributes:
         name: the name by which its tenant lists and drops it.
         model: the model, or the adapter.
         tokens: number of the prompt's tokens.
-        blocks, present_blocks: its whole blocks, which are pinned, and those of them that are in the pool now.
-        expires_in_s: seconds until it lapses.
-        hits: prompts that began with all of its blocks, and found them in the pool when they were admitted there, since
-            it was pinned.
-        node_id: the KV node that has it.
-        ephemeral: whether a cache_control of the Messages API made it.
+        blocks, present_blocks: its whole blocks, which are pinned, and those of them in the pool now.
+        expires_in_s: seconds until it expires.
+        hits: prompts since it was pinned that began with all its blocks and found them in the pool at their admission.
+        node_id: its KV node.
+        ephemeral: whether a cache_control of the Messages API created it.
     """
 
     name: str
@@ -661,8 +654,7 @@ class PinnedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class WarmedPrefix:
-    """Says what warming a prompt took: its tokens that were computed and that were found, and its pin, if one was asked
-    for."""
+    """The cost of warming a prompt: its tokens that were computed and that were found, and its pin, if requested."""
 
     computed_tokens: int
     found_tokens: int
@@ -671,19 +663,19 @@ class WarmedPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentStatus:
-    """Describes one component of the cluster by its last heartbeat; block counts are a KV node's.
+    """One component of the cluster, as of its last heartbeat; block counts are a KV node's.
 
-    ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch"; ``tensor_parallel_size``: the
-    processes over which it splits its model. ``queued_tokens``, ``free_seqs``:
-    prompt tokens that a worker has yet to compute, and how many more sequences would run at once.
-    ``fenced_components``: workers that a node has fenced. ``adapters``: digests of those that are ready on a worker.
-    ``address``: where its gRPC service is reached, host:port or unix:path, from its own machine or the cluster's.
-    ``steps``, ``steps_ms``, ``step_*_tokens``: a worker's steps since its process started, the time that they took,
-    and what filled their token budgets. ``pinned_blocks``: those of a node's ``committed_blocks`` that are pinned;
-    ``disk_blocks``: blocks in its disk tier. ``trouble``: why a component whose role is "down" does not run.
-    ``figures``: further figures of a worker's load by name, as its planner sees them; versions may differ in them.
-    ``version``, ``protocol``: its release, empty for one that does not say it, and the number of what it speaks; a
-    component that the gateway does not use for its number has the role "foreign", and ``trouble`` says so.
+    ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch". ``tensor_parallel_size``: number of
+    processes over which it splits its model. ``queued_tokens``, ``free_seqs``: prompt tokens that a worker has yet to
+    compute, and how many more sequences could run. ``fenced_components``: workers that a node has fenced. ``adapters``:
+    digests of those that are ready on a worker. ``address``: its gRPC service, host:port or unix:path, as seen from its
+    own machine or the cluster's. ``steps``, ``steps_ms``, ``step_*_tokens``: a worker's steps since its process
+    started, their total time, and what filled their token budgets. ``pinned_blocks``: those of a node's
+    ``committed_blocks`` that are pinned; ``disk_blocks``: blocks in its disk tier. ``trouble``: why a component with
+    role "down" is not running. ``figures``: further figures of a worker's load by name, as its planner sees them; they
+    may differ between versions. ``version``, ``protocol``: its release, empty if it does not send it, and its protocol
+    number; a component that the gateway does not use because of that number has the role "foreign", and ``trouble``
+    says so.
     """
 
     component_id: str
@@ -725,7 +717,7 @@ class ComponentStatus:
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """Adds up the usage of a tenant's requests that have ended at one gateway since it started."""
+    """Total usage of a tenant's requests that have ended at one gateway since it started."""
 
     tenant: str
     usage: Usage
@@ -733,7 +725,7 @@ class TenantUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """Describes the whole cluster, as ``pillion status`` shows it. ``tenants`` are of the gateway that was asked."""
+    """The whole cluster, as ``pillion status`` shows it. ``tenants`` are those of the gateway that was asked."""
 
     version: str
     components: tuple[ComponentStatus, ...]

@@ -1,8 +1,8 @@
-"""Is the `pillion` command. Open `app.py` first: it lists every command and imports what a command needs when it runs.
+"""The `pillion` command. Open `app.py` first: it lists every command and imports what a command needs when it runs.
 
     app.py               the commands
-    flags.py             options that commands share; flags from command line, environment and file, and back to argv
-    reach.py             how a command reaches a gateway
+    flags.py             shared options; flags from command line, environment and file, and back to argv
+    reach.py             options for reaching a gateway
     help_groups.py       the groups of a command's help
     checks.py            refuses flags that cannot work
     talk.py, chat.py     generate, status; chat
@@ -13,9 +13,9 @@
     certs.py, keys.py    certificates for development, API keys
     adapters_command.py  adapters
     cache_command.py     cache
-    cache.py             prompts that are computed ahead, and pins
+    cache.py             prompts computed ahead, and pins
     models.py            models of the hub in this machine's cache
-    console.py           what commands print on standard error
+    console.py           output on standard error
 
-Servers are not imported at the top of any module here: `pillion --help` needs only the SDK's own dependencies.
+No module imports a server at its top: `pillion --help` needs only the SDK's dependencies.
 """

@@ -1,4 +1,4 @@
-"""Declares the commands of `pillion adapters`. Each imports what it needs when it runs."""
+"""`pillion adapters`. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 

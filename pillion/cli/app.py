@@ -1,4 +1,4 @@
-"""Declares the ``pillion`` command. Importing this module is light: each command imports what it needs when it runs."""
+"""The ``pillion`` command. Importing this module is cheap: each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pillion.types import SAMPLING_OPTIONS
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-# These errors of a write are the disk's, and no defect of the program.
+# Write errors caused by the disk.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 REPEAT = "Repeat it for more."
 
@@ -42,8 +42,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _open_standard_descriptors() -> None:
-    """Open the null device in place of each standard descriptor that whoever started this process has closed. A socket
-    would get its number otherwise, and what a library writes to standard error would go out on that socket."""
+    """Open the null device in place of closed standard descriptors. Otherwise a socket would get such a number, and
+    receive whatever a library writes to standard error."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -52,13 +52,12 @@ def _open_standard_descriptors() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line of ``pillion``."""
     run_command(cli, argv, "pillion")
 
 
 def run_command(command: click.Command, argv: list[str] | None, name: str) -> None:
-    """Run a command line, and end the process. Every error that is not a defect is one line on standard error."""
-    # Whoever starts this process may ignore the signal, and then the kernel would not tell how its children end.
+    """Run a command line and end the process. Every error except a bug is one line on standard error."""
+    # If the parent ignored SIGCHLD, the exit status of children would be lost.
     if sys.platform != "win32":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _open_standard_descriptors()
@@ -71,7 +70,7 @@ def run_command(command: click.Command, argv: list[str] | None, name: str) -> No
         error.show()
         code = EXIT_USAGE
     except click.ClickException as error:
-        # The printed line names the command whose --help to read.
+        # Name the command whose --help to read.
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
         fail(f"{error.format_message()} (see {where} --help)")
         code = EXIT_USAGE
@@ -88,7 +87,7 @@ def run_command(command: click.Command, argv: list[str] | None, name: str) -> No
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output went away, as `| head` does, so nothing more can be written to it.
+        # The reader of the output is gone, e.g. `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     except OSError as error:
@@ -110,7 +109,7 @@ for command in (adapters, bench, cache, canary, drill, events, explain, replay):
 
 
 def takes_model(function: F) -> F:
-    """Add the positional argument MODEL, which may be given instead of --model, or beside it with the same value."""
+    """Add the positional argument MODEL, an alternative to --model."""
 
     def choose(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
         has_option = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
@@ -122,7 +121,7 @@ def takes_model(function: F) -> F:
 
 
 def with_model(cls: Any, values: dict[str, Any]) -> Any:
-    """Return the flags object, its model taken from MODEL, --model or the default, in this order."""
+    """Return the flags object with the model from MODEL, --model or the default, in this order."""
     model = values.pop(MODEL_ARGUMENT) or values["model"] or "demo"
     return cls(**values | {"model": model})
 
@@ -183,7 +182,7 @@ def prepare(**values: Any) -> None:
     require_server_packages()
     # Threads spinning at OpenMP's barriers took 10 of 18 CPU s on two busy cores. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # What imports make stays alive, and to look through it again and again takes a fifth of their time.
+    # Garbage collection takes a fifth of the time of these imports and frees nothing.
     gc.disable()
     from pillion.engine.load_model import make_ready
 
@@ -194,7 +193,7 @@ def prepare(**values: Any) -> None:
 
 
 def bias_by_id(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> dict[int, float]:
-    """Parse ID=VALUE, given any number of times."""
+    """Parse ID=VALUE options."""
     biases = {}
     for text in texts:
         token_id, _, value = text.partition("=")
@@ -205,7 +204,6 @@ def bias_by_id(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...
     return biases
 
 
-# The gateway has defaults for these options of sampling.
 samples = options(
     option("--model", "Served model name; may be left out where one model is served.", ""),
     option("--max-tokens", "Most tokens to generate.", type=int),

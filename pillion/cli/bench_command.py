@@ -1,4 +1,4 @@
-"""Declares `pillion bench`, which puts load on a running service. The command imports what it needs when it runs."""
+"""`pillion bench`, which puts load on a running service. Imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TABLE_WIDTH = 100
 
 
 class RunByDefault(CommandGroup):
-    """Groups commands so that options alone mean ``run``: ``bench --rate 2`` is ``bench run --rate 2``."""
+    """Group whose default command is ``run``: ``bench --rate 2`` is ``bench run --rate 2``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert ``run`` where the arguments name no command."""
+        """Insert ``run`` if the arguments name no command."""
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -163,7 +163,7 @@ async def _sweep(plan: BenchPlan, values: dict[str, Any]) -> int:
 
 
 def plan_of(values: dict[str, Any]) -> BenchPlan:
-    """Return the plan of the run that the options ask for. Raises ConfigError."""
+    """Return the plan for the options. Raises ConfigError."""
     from pillion.loadgen.load import LoadConfig
     from pillion.loadgen.run import BenchPlan, Server
     from pillion.loadgen.slo import parse_slo

@@ -1,7 +1,7 @@
-"""Runs `pillion cache` over the SDK, which lets the cluster compute the prompts of a file ahead, and pins them.
+"""`pillion cache` over the SDK: computes the prompts of a file ahead, and pins them.
 
-``reach``: the arguments of :class:`pillion.Client`. A file is one prompt, its text, or, with the ending .jsonl, an
-object on each line: {"text" | "messages" | "tokens", "model", "adapter", "cache_salt", "tools", "name", "ttl_s"}.
+``reach`` has the arguments of :class:`pillion.Client`. A file is one prompt as text, or, ending in .jsonl, an object
+per line: {"text" | "messages" | "tokens", "model", "adapter", "cache_salt", "tools", "name", "ttl_s"}.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pillion.errors import ConfigError, Overloaded
 from pillion.types import WarmedPrefix
 
 TABLE_WIDTH = 120
-# A file has at most this many prompts, because each takes a call.
+# Prompts per file; each takes a call.
 MAX_PROMPTS = 10_000
 _PROMPTS = ("text", "messages", "tokens")
 _OPTIONS = {"model": str, "adapter": str, "cache_salt": str, "tools": list, "name": str, "ttl_s": int}
@@ -33,7 +33,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 @dataclass(frozen=True, slots=True)
 class FilePrompt:
-    """Holds one prompt of a file: its line in the file, and the arguments of :meth:`pillion.Client.warm_prefix`."""
+    """A prompt with its line in the file, and the arguments of :meth:`pillion.Client.warm_prefix`."""
 
     where: str
     prompt: Item
@@ -41,9 +41,8 @@ class FilePrompt:
 
 
 def run_warm(reach: dict[str, Any], path: Path, common: dict[str, Any]) -> None:
-    """Let the cluster compute the prompts of a file, and pin them where ``common`` says so; print a line for each.
-    The arguments in ``common`` are for all prompts; what a line of the file says wins over them. Raises
-    PillionError."""
+    """Compute the prompts of a file ahead, pin them if ``common`` says so, and print a line for each. ``common`` has
+    default arguments for all prompts. Raises PillionError."""
     prompts = read_prompts(path)
     if common.get("name") and len(prompts) > 1:
         raise ConfigError(f"--name is one prompt's, and {path} has {len(prompts)}: give each line a name")
@@ -58,7 +57,7 @@ def run_warm(reach: dict[str, Any], path: Path, common: dict[str, Any]) -> None:
 
 
 def run_list(reach: dict[str, Any]) -> None:
-    """Print a row for each prefix pin. Raises PillionError."""
+    """Print a row per prefix pin. Raises PillionError."""
     with Client(**reach) as client:
         pins = client.prefixes()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -72,7 +71,7 @@ def run_list(reach: dict[str, Any]) -> None:
 
 
 def read_prompts(path: Path) -> list[FilePrompt]:
-    """Read a file of prompts. Raises ConfigError, naming the line."""
+    """Read a file of prompts. Raises ConfigError, which names the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +80,7 @@ def read_prompts(path: Path) -> list[FilePrompt]:
         if not text:
             raise ConfigError(f"{path} is empty")
         return [FilePrompt(str(path), text, {})]
-    # Not splitlines(): it also splits at characters such as U+2028, which JSON allows within a string.
+    # Not splitlines(), which also splits at characters such as U+2028, which JSON allows within a string.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not 0 < len(lines) <= MAX_PROMPTS:
         raise ConfigError(f"{path} has {len(lines)} prompts; from 1 to {MAX_PROMPTS} are possible")
@@ -89,7 +88,7 @@ def read_prompts(path: Path) -> list[FilePrompt]:
 
 
 def parse_duration(text: str) -> int:
-    """Read a duration such as 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
+    """Parse a duration such as 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
     found = re.fullmatch(r"(\d{1,9})([smhd]?)", text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no time such as 90s, 5m, 1h or 7d")
@@ -97,7 +96,7 @@ def parse_duration(text: str) -> int:
 
 
 def duration(seconds: int) -> str:
-    """Write a time as people write it: rounded, in the largest unit of which it has at least two."""
+    """Format a duration, rounded, in the largest unit with a value of at least two."""
     for unit, length in reversed(_UNITS_S.items()):
         if seconds >= 2 * length:
             return f"{round(seconds / length)}{unit}"
@@ -109,7 +108,7 @@ def _warm(client: Client, prompt: FilePrompt, common: dict[str, Any]) -> WarmedP
         try:
             return client.warm_prefix(prompt.prompt, **{**common, **prompt.options})
         except Overloaded as error:
-            # An Overloaded error without ``retry_after_ms`` comes from a quota of pins, which waiting does not change.
+            # Without ``retry_after_ms`` a quota of pins is exhausted, and waiting is useless.
             if attempt == OVERLOAD_RETRIES or not error.retry_after_ms:
                 raise
             time.sleep(wait_s(error))
@@ -131,7 +130,6 @@ def _read_line(where: str, line: str) -> FilePrompt:
             raise ConfigError(f"{where}: {name} is no {'text' if wanted is str else wanted.__name__}")
     options = {name: value for name, value in fields.items() if name in _OPTIONS}
     if adapter := options.pop("adapter", ""):
-        # Requests name an adapter in the field in which others name their model.
         options["model"] = adapter
     prompt = next(fields[name] for name in _PROMPTS if name in fields)
     if not prompt:

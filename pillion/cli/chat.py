@@ -1,7 +1,7 @@
-"""`pillion chat` holds a conversation on a terminal, or sends one line after the other from standard input.
+"""`pillion chat`: a conversation on a terminal, or one message per line of standard input.
 
 terminal:  message | several lines | /command --> Conversation --> the whole conversation is sent, its KV is cached
-elsewhere: each line is a message; there are no commands, and the first error ends it
+elsewhere: each line is a message; no commands, and the first error ends it
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ what was shown."""
 
 
 class Conversation:
-    """Holds the messages of a conversation so far, and runs the commands that change them."""
+    """Messages of a conversation, and the commands that change them."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
         self.turns: list[ChatMessage] = []
 
     def messages(self) -> list[ChatMessage]:
-        """Return all messages, the system's first."""
+        """Return all messages, the system message first."""
         return [ChatMessage("system", self.system), *self.turns] if self.system else list(self.turns)
 
     def command(self, line: str) -> str:
-        """Do what a line that begins with "/" says; return the text to show. Raises EOFError where the conversation
-        is to end."""
+        """Run a "/" command; return the text to show. Raises EOFError to end the conversation."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/help":
@@ -78,7 +77,7 @@ class Conversation:
 
 
 def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Run a conversation until its end. Raises PillionError; on a terminal only where no conversation begins.
+    """Run a conversation until its end. Raises PillionError; on a terminal only if none can begin.
 
     Args:
         system: the system message; "" for none.
@@ -86,8 +85,7 @@ def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> No
     """
     talk, options = Conversation(system), given(sampling)
     if not sys.stdin.isatty():
-        # The command reports a wrong address at once, as `pillion generate` does. On a terminal the first line reports
-        # it.
+        # Report a wrong address at once, as `pillion generate` does. On a terminal the first line reports it.
         with Client(**reach, connect_timeout_s=0.0) as client:
             for line in sys.stdin:
                 if line.strip():
@@ -95,7 +93,7 @@ def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> No
         return
     with Client(**reach) as client:
         print(banner(client.models(), options.get("model", ""), reach["target"]))
-        # A Python without readline reads plain lines, without editing.
+        # Without readline, plain lines without editing.
         with contextlib.suppress(ImportError):
             import_module("readline")
         _converse(client, talk, options)
@@ -119,8 +117,8 @@ def _converse(client: Client, talk: Conversation, options: dict[str, Any]) -> No
 
 
 def _turn(client: Client, talk: Conversation, message: str, options: dict[str, Any]) -> None:
-    """Ask for one answer and show the text. A request that fails leaves the conversation as it was. Where Ctrl-C ends
-    the answer, the text that was shown stays in the conversation, so that the model knows what the person has read."""
+    """Request one answer and show the text. A failed request leaves the conversation unchanged. If Ctrl-C ends the
+    answer, the shown text stays in the conversation, so that the model sees what the user has read."""
     asked = ChatMessage("user", message)
     texts: list[str] = []
     try:
@@ -133,8 +131,7 @@ def _turn(client: Client, talk: Conversation, message: str, options: dict[str, A
 
 
 def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:
-    """Return the lines with which a conversation begins. Raises ConfigError where the model has to be chosen, or is
-    not served."""
+    """Return the first lines of a conversation. Raises ConfigError if the model must be chosen, or is not served."""
     names, served = [info.name for info in infos], [info.name for info in infos if not info.alias_of]
     if model and names and model not in names:
         listed = ", ".join(names)
@@ -146,11 +143,10 @@ def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:
 
 
 def read_message(read_line: Callable[[str], str]) -> str:
-    """Read one message. It has several lines where a line ends with a backslash or the first one begins with three
-    quotes.
+    """Read one message. It has several lines if a line ends with a backslash or the first one begins with three quotes.
 
     Args:
-        read_line: returns a line, shown the prompt; raises EOFError at the end.
+        read_line: returns a line, given the prompt; raises EOFError at the end.
     """
     line = read_line(PROMPT).strip()
     if line.startswith(BLOCK):

@@ -1,4 +1,4 @@
-"""Refuses flags that cannot work before anything starts, with one line for each."""
+"""Refuses flags that cannot work, with one line each, before anything starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_flags(flags: Any) -> None:
         raise ConfigError(
             f"--chunk-size {values['chunk_size']} is not a multiple of --block-size {values['block_size']}"
         )
-    # A budget of 0 is chosen by the device, which looks at these limits itself.
+    # For a budget of 0 the device's own choice checks these limits.
     if 0 < values.get("max_num_batched_prefill_tokens", 0) < values.get("block_size", 0):
         raise ConfigError("--max-num-batched-prefill-tokens is smaller than one block")
     if 0 < values.get("max_num_batched_tokens", 0) < values.get("max_num_seqs", 1):
@@ -59,7 +59,7 @@ def check_flags(flags: Any) -> None:
 
 
 def _check_edge(flags: GatewayFlags) -> None:
-    """Refuse flags that a gateway would refuse only after all other components had started."""
+    """Refuse flags early that the gateway would only refuse after all other components had started."""
     if flags.gateway_workers > 1 and not isinstance(flags, ServeFlags):
         raise ConfigError("--gateway-workers is a flag of pillion serve: start several pillion gateway --share-ports")
 

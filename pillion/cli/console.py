@@ -1,11 +1,10 @@
-"""Prints on standard error what a person should see: notices, progress, and components' logs with a coloured prefix
-each.
+"""Output on standard error: notices, progress, and components' logs with coloured prefixes.
 
-A log that cannot be written, because its disk is full or its reader has gone, loses lines and nothing else: what is
-lost is counted, and said in one line as soon as a line can be written again.
+A log that cannot be written, because its disk is full or its reader has gone, only loses lines: they are counted, and
+reported in one line as soon as writing works again.
 
-With ``--log-format json`` every line is a JSON object instead: a component's own objects go on as they are, and any
-other line (Redis's, a traceback's, a library's) is put into one.
+With ``--log-format json`` every line is a JSON object: components' objects are passed on, and any other line (of Redis,
+of a traceback, of a library) is wrapped into one.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ OWN = "pillion"
 
 
 class Notices:
-    """Prints a supervisor's lines to standard error: with colours and a spinner on a terminal, as plain lines
-    elsewhere.
+    """A supervisor's output on standard error: with colours and a spinner on a terminal, else as plain lines.
 
     Args:
-        form: "text" for plain lines, "json" for one object a line.
+        form: "text" for plain lines, "json" for one object per line.
 
     Attributes:
-        lost_lines: lines that could not be written since a line was written last.
+        lost_lines: lines that could not be written since the last successful one.
     """
 
     def __init__(self, console: Console | None = None, *, form: str = "text") -> None:
@@ -47,22 +45,22 @@ class Notices:
         self._colours: dict[str, str] = {}
 
     def say(self, text: str, style: str = "") -> None:
-        """Print one line of the supervisor's own."""
+        """Print a line of the supervisor itself."""
         self.component(OWN, text, style)
 
     def fact(self, name: str, text: str, style: str = "") -> None:
-        """Print one of the lines with which a cluster starts."""
+        """Print one of the lines at a cluster's start."""
         self.component(OWN if self._json else name, f"{name}: {text}" if self._json else text, style)
 
     def command(self, text: str) -> None:
-        """Print a command on a line of its own, to be copied."""
+        """Print a command on a separate line, for copying."""
         if self._json:
             self.say(f"try: {text}")
         else:
             self._show(f"  {text}")
 
     def component(self, component_id: str, line: str, style: str = "") -> None:
-        """Print one line of a component's log, without reading markup in it."""
+        """Print a line of a component's log, without interpreting markup."""
         from rich.text import Text
 
         if self._json:
@@ -72,21 +70,20 @@ class Notices:
         self._show(Text.assemble((f"{component_id:<{PREFIX_WIDTH}} | ", colour), (line, style)))
 
     def _show(self, line: str | Text) -> None:
-        """Print a line to standard error."""
         if self.console.is_terminal:
-            # A spinner may run below the line, so rich has to write it.
+            # Through rich, because a spinner may run below the line.
             self._write(partial(self.console.print, line, soft_wrap=True, markup=False))
         else:
-            # Rich would keep a line that it could not write, and would end this process where the reader has gone.
+            # Not through rich, which would buffer an unwritable line, and end this process if the reader has gone.
             text = line if isinstance(line, str) else line.plain
             self._write(partial(print, text, file=self.console.file, flush=True))
 
     def _write(self, write: Callable[[], object]) -> None:
-        """Write a line, or counts it as lost: no cluster may end or stand still because nobody can read of it."""
+        """Write a line, or count it as lost: an unreadable log must not stop the cluster."""
         try:
             write()
         except (OSError, ValueError):
-            # A file that was closed raises ValueError.
+            # Writing to a closed file raises ValueError.
             self.lost_lines += 1
             return
         if self.lost_lines:
@@ -95,8 +92,7 @@ class Notices:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[str], None]]:
-        """Show ``title`` while the block runs, where there is a terminal; the yielded function shows the step that
-        runs now."""
+        """Show ``title`` on a terminal while the block runs; the yielded function shows the current step."""
         if self._json or not self.console.is_terminal:
             yield self.say
             return
@@ -105,7 +101,7 @@ class Notices:
 
 
 def as_json(component_id: str, line: str) -> str:
-    """Return the line itself where it is a JSON object, else an object with the line as its message."""
+    """Return the line if it is a JSON object, else an object with the line as its message."""
     from pillion.observability.log_format import JsonFormatter
 
     if line.startswith("{"):
@@ -119,8 +115,7 @@ def as_json(component_id: str, line: str) -> str:
 
 
 def table_console(width: int) -> Console:
-    """Make a console on standard output for tables. Where that is no terminal, it is at least ``width`` columns
-    wide."""
+    """Return a console on standard output for tables, at least ``width`` columns wide unless it is a terminal."""
     from rich.console import Console
 
     console = Console()
@@ -130,7 +125,7 @@ def table_console(width: int) -> Console:
 
 
 def fail(message: str) -> None:
-    """Print a message as the one line on standard error with which a failed command ends."""
+    """Print the single line on standard error with which a failed command ends."""
     from pillion.observability.log_format import logs_json
 
     if logs_json():

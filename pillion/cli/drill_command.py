@@ -1,5 +1,4 @@
-"""Declares `pillion drill`, which strikes components of a live cluster. The command imports what it needs when it
-runs."""
+"""`pillion drill`, which strikes components of a live cluster. Imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any
             reports.append(report)
             click.echo(f"{report.component_id} was {report.how}", err=True)
     finally:
-        # Where a strike fails, what was found before is still worth something.
+        # If a strike fails, still report the earlier ones.
         if reports:
             table_console(TABLE_WIDTH).print(table_of(reports))
         for line in lines_of(reports):
@@ -77,7 +76,7 @@ def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any
 
 
 def _plan_of(contract: Path | None, kill: str, start: str, supervised: bool, **values: Any) -> DrillPlan:
-    """Return the plan that the options ask for. Raises ConfigError."""
+    """Return the plan for the options. Raises ConfigError."""
     from pillion.drill.drill import DrillPlan
     from pillion.drill.strikes import Striker
 
@@ -88,7 +87,7 @@ def _plan_of(contract: Path | None, kill: str, start: str, supervised: bool, **v
 
 
 def _ask_for_consent() -> None:
-    """Raise ConfigError unless somebody types the word."""
+    """Raise ConfigError unless the user types the word."""
     try:
         typed = click.prompt(f"type {CONSENT} to begin", default="", show_default=False, err=True)
     except click.Abort:

@@ -1,6 +1,4 @@
-"""Declares ``pillion events``, which prints what comes into a KV node's pool and leaves it. The command imports what it
-needs when it runs.
-"""
+"""`pillion events`, which prints the changes of a KV node's pool. Imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -36,9 +34,8 @@ def events(
 
 
 def find_node(name: str, reach: dict[str, Any]) -> str:
-    """Return the address of a cluster's KV node by the node's name; with no name, that of the only one. ``reach`` has
-    the arguments of :class:`pillion.Client`. Raises ConfigError where no node has the name or several may be meant, and
-    PillionError."""
+    """Return the address of a KV node by name, or of the only one without a name. ``reach`` has the arguments of
+    :class:`pillion.Client`. Raises ConfigError for an unknown name or an ambiguous choice, and PillionError."""
     from pillion.client.client import Client
 
     with Client(**reach) as client:

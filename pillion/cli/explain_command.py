@@ -1,6 +1,4 @@
-"""Declares ``pillion explain``, which tells where the time of a recorded request went. The command imports what it
-needs when it runs.
-"""
+"""`pillion explain`, which shows where the time of a recorded request went. Imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import click
 
 from pillion.cli.flags import FlagCommand, option, options
 
-# These options say where bundles are, and by which key they are signed, for each command that reads them.
+# Location and signing key of bundles, for each command that reads them.
 reads_bundles = options(
     option(
         "--record-path",

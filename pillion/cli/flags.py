@@ -1,13 +1,13 @@
-"""Makes the options of commands: those that several commands share, and the flags of :mod:`pillion.config`.
+"""Options of commands: shared ones, and the flags of :mod:`pillion.config`.
 
-A flag is a click option, a variable of the environment and a key of a file, and goes back into an argv:
+A flag is a click option, an environment variable and a key of a file, and is converted back into an argv:
 
     --max-num-seqs 32  >  PILLION_MAX_NUM_SEQS=32  >  max-num-seqs = 32 in the --config file  >  default
                                       |
                        frozen dataclass --to_argv--> a component's command line
 
-A flag that may be repeated is a tuple, a list in the file, and words in the environment. One file and one environment
-may serve all components: a name that only another component knows is ignored, a name that none knows is an error.
+A repeatable flag is a tuple, a list in the file, and words in the environment. One file and one environment may serve
+all components: a name that belongs to another component is ignored, an unknown name is an error.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pillion.errors import ConfigError
 from pillion.near_names import did_you_mean
 
 ENV_PREFIX = "PILLION_"
-# A process may read flags of all these classes from one file and one environment.
+# Flag classes that may share one file and one environment.
 ALL_FLAGS = (config.KVNodeFlags, config.PrefillFlags, config.DecodeFlags, config.GatewayFlags, config.ServeFlags)
-# These variables begin with PILLION_ and are no flags; each is listed under the program that reads it.
+# Variables with the prefix that are no flags, and the programs that read them.
 OTHER_VARIABLES = {
     "PILLION_CONFIG": "commands that take flags: the config file",
     "PILLION_CACHE": "workers and gateways: the folder of prepared models and compiled kernels",
@@ -49,8 +49,7 @@ OTHER_VARIABLES = {
     "PILLION_LLAMA_PYTHON": "benchmarks: the Python of llama-cpp-python",
 }
 
-# These flags are taken for one release, with one warning each, and have no effect. Beside each stand the flags that it
-# belonged to, and what is said of it.
+# Flags without effect, accepted for one release with a warning: the class that they belonged to, and the explanation.
 GONE: dict[str, tuple[type, str]] = {
     "vllm_metric_names": (config.CommonFlags, "metrics have vLLM's names as well, always"),
     "lora_file_bytes": (config.LoraStoreFlags, "an adapter may have 8 GiB"),
@@ -72,10 +71,10 @@ GONE: dict[str, tuple[type, str]] = {
     "measure": (config.PrepareFlags, "`python -m lab.benchmarks.quantization` shows what quantized weights cost"),
     "max_waiting_prefills": (config.PrefillFlags, "256 prefill ranges may wait or run on a prefill worker"),
 }
-# These flags that are gone were switches: --NAME and --no-NAME, without a value.
+# Those that were switches: --NAME and --no-NAME, without a value.
 GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "history", "allow_credentials")
 
-# These commands are gone, with what does their work.
+# Removed commands and their replacements.
 GONE_COMMANDS = {
     "pillion demo": "`make demo` in a clone of the repository runs it",
     "pillion certs": "`python -m lab.testbed.certs` in a clone of the repository takes the same options",
@@ -83,10 +82,10 @@ GONE_COMMANDS = {
     " and `hf cache` lists and removes them",
 }
 
-# In a file these flags may be tables.
+# Flags that may be tables in a file.
 JSON_FLAGS = ("speculative_config", "override_generation_config", "default_chat_template_kwargs")
 CONFIG_PATH = "config_path"
-# The positional argument that stands for --model.
+# Positional alternative to --model.
 MODEL_ARGUMENT = "model_argument"
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
@@ -94,14 +93,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
-    """Make an option that shows its default in the help. A second word of ``name`` is the parameter's name."""
-    # An explicit None is a default for click 8.5, and a required option that has a default is not enforced.
+    """Return an option that shows its default in the help. A second word of ``name`` is the parameter's name."""
+    # click 8.5 treats an explicit None as a default, and does not enforce a required option that has a default.
     given = {} if more.get("required") else {"default": default, "show_default": default not in (None, "", ())}
     return click.option(*name.split(), help=about, **given, **more)
 
 
 def options(*made: Callable[[F], F]) -> Callable[[F], F]:
-    """Return one decorator that adds all these options; the help lists them in this order."""
+    """Return a decorator that adds all these options, in the order of the help."""
 
     def add(function: F) -> F:
         for one in reversed(made):
@@ -111,30 +110,28 @@ def options(*made: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-# These options say how a client reaches a server with TLS.
 CA = option("--ca", "PEM of the trusted authorities. Default: the system's.", envvar="PILLION_CA")
 CERT = option("--cert", "PEM of a client certificate, for a server that asks for one.", envvar="PILLION_CERT")
 KEY = option("--key", "PEM of the client certificate's private key.", envvar="PILLION_KEY")
 
 
 def option_name(field_name: str) -> str:
-    """Return the name of a field's option: ``max_num_seqs`` -> ``--max-num-seqs``."""
+    """Return a field's option: ``max_num_seqs`` -> ``--max-num-seqs``."""
     return "--" + field_name.replace("_", "-")
 
 
 def env_name(field_name: str) -> str:
-    """Return the name of a field's environment variable: ``max_num_seqs`` -> ``PILLION_MAX_NUM_SEQS``."""
+    """Return a field's environment variable: ``max_num_seqs`` -> ``PILLION_MAX_NUM_SEQS``."""
     return ENV_PREFIX + field_name.upper()
 
 
 def known_names() -> frozenset[str]:
-    """Return the field names of all commands' flags."""
+    """Return the field names of all flags."""
     return frozenset(GONE).union(f.name for cls in ALL_FLAGS for f in fields(cls))
 
 
 class FlagType(click.ParamType):  # type: ignore[type-arg]
-    """Converts a flag's text (or a TOML number) by the flag's own parser, and gives one clear line when it does not
-    parse."""
+    """Converts a flag's text (or a TOML number) by the flag's own parser, and reports failures in one line."""
 
     name = "text"
 
@@ -144,7 +141,7 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
         self.name = {config.parse_size: "size", int: "integer", float: "number"}.get(kind, "text")
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return the word that stands for the value after the option in the help."""
+        """Return the placeholder of the value in the help."""
         return "[" + "|".join(self.choices) + "]" if self.choices else self.name.upper()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -162,8 +159,8 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
 
 
 class FlagCommand(click.Command):
-    """Runs a command. It refuses unknown variables of the environment, and its errors say which variable or line of a
-    file set a flag."""
+    """A command that refuses unknown environment variables, and whose errors name the variable or the line of the file
+    that set a flag."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the command line, the environment and the file."""
@@ -175,8 +172,8 @@ class FlagCommand(click.Command):
             raise type(error)(error.message + _origin(ctx, error.param), ctx, error.param) from None
 
     def _repeated(self, args: list[str]) -> list[str]:
-        """Return the arguments with a repeatable flag before each of its values, because vLLM's flags take several:
-        ``--lora-modules a=/a b=/b``. A word that can be the positional MODEL is MODEL."""
+        """Repeat a repeatable flag before each of its values, because vLLM's flags take several: ``--lora-modules
+        a=/a b=/b``. A word that can be the positional MODEL is MODEL."""
         options = {name: one for one in self.params if isinstance(one, click.Option) for name in one.opts}
         names = {word.partition("=")[0] for word in args}
         has_model = "--model" in names or all(one.name != MODEL_ARGUMENT for one in self.params)
@@ -204,7 +201,7 @@ class FlagCommand(click.Command):
             super().format_options(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, and names the origin of a flag that it refuses."""
+        """Run the command, naming the origin of a flag that it refuses."""
         check_variables(os.environ)
         try:
             return super().invoke(ctx)
@@ -216,7 +213,7 @@ class FlagCommand(click.Command):
 
 
 class CommandGroup(click.Group):
-    """Groups commands of class :class:`FlagCommand`. The group ``pillion`` lists its commands by what they are for."""
+    """Group of :class:`FlagCommand`. The top-level group lists its commands by purpose."""
 
     command_class = FlagCommand
     group_class = type
@@ -224,14 +221,13 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the line names. Raises UsageError, for a command that is gone with what replaces
-        it."""
+        """Find the command on the line. Raises UsageError, which names the replacement of a removed command."""
         if (instead := GONE_COMMANDS.get(f"{ctx.command_path} {args[0]}")) is not None:
             ctx.fail(f"{ctx.command_path} {args[0]} is gone: {instead}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands into the help. The list of ``pillion`` itself is divided into groups."""
+        """Write the list of commands into the help, in groups for ``pillion`` itself."""
         if ctx.parent is None:
             write_commands(self.commands, formatter)
         else:
@@ -239,7 +235,7 @@ class CommandGroup(click.Group):
 
 
 def _origin(ctx: click.Context, param: click.Parameter) -> str:
-    """Names, in brackets, the variable or the line that set a flag; empty for the command line and the default."""
+    """Return, in brackets, the variable or the line that set a flag; "" for the command line and the default."""
     source, name = ctx.get_parameter_source(param.name or ""), param.opts[0]
     if source is click.core.ParameterSource.ENVIRONMENT:
         return f" ({name} is set by {param.envvar})"
@@ -250,7 +246,7 @@ def _origin(ctx: click.Context, param: click.Parameter) -> str:
 
 
 def _flag_of_path(ctx: click.Context, message: str) -> str:
-    """Return the flag whose file or folder an error is about; "" where the error names no flag's path."""
+    """Return the flag whose file or folder an error names; "" if there is none."""
     for param in ctx.command.params:
         value = ctx.params.get(param.name or "")
         if value and isinstance(value, str | Path):
@@ -261,7 +257,7 @@ def _flag_of_path(ctx: click.Context, message: str) -> str:
 
 
 def _line_of(spellings: Iterable[str], path: str) -> int:
-    """Return the number of the line that sets a flag in a TOML file without tables."""
+    """Return the line number that sets a flag in a TOML file without tables."""
     keys = "|".join(spelling[2:].replace("-", "[-_]") for spelling in spellings)
     pattern = re.compile(rf"\s*[\"']?({keys})[\"']?\s*=")
     lines = Path(path).read_text("utf-8").splitlines()
@@ -271,8 +267,8 @@ def _line_of(spellings: Iterable[str], path: str) -> int:
 def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
     """Decorate a click command with one option per field of ``cls``, and ``--config``.
 
-    The command's function receives every field as a keyword argument, parsed. ``placement=False`` leaves out the flags
-    that name or place one process: the command chooses them for each of its components.
+    The command's function receives every field as a parsed keyword argument. ``placement=False`` omits the flags that
+    identify or place one process, for commands that choose them per component.
     """
     file = click.option(
         "--config",
@@ -290,10 +286,10 @@ def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
 
 
 def gone_option(name: str, about: str) -> Callable[[F], F]:
-    """Return the option of a flag that has no effect any more. It stands in no help."""
+    """Return the hidden option of a flag without effect."""
 
     def warn(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        # A supervisor has said it for the components that it started with its environment.
+        # Components inherit the environment of a supervisor that has warned already.
         if value not in (None, ()) and "PILLION_PARENT_PID" not in os.environ:
             click.echo(f"Warning: {option_name(name)} has no effect and goes with the next release: {about}", err=True)
 
@@ -331,20 +327,17 @@ def _read_environment_and_file(ctx: click.Context, param: click.Parameter, path:
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raise ConfigError for the first ``PILLION_*`` variable that nothing reads."""
     known = {*map(env_name, known_names()), *OTHER_VARIABLES}
-    # Kubernetes describes each service of the namespace to every container; a service of Pillion's may be called
-    # pillion-something.
+    # Kubernetes injects variables for each service of the namespace; a service may be called pillion-something.
     services = [name.removesuffix("SERVICE_HOST") for name in environ if name.endswith("_SERVICE_HOST")]
     links = tuple(prefix + kind for prefix in services for kind in ("SERVICE_", "PORT"))
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(links):
-            # All variables begin with this prefix, so it says nothing about which of them is meant.
             hint = did_you_mean(name, known, len(ENV_PREFIX))
             raise ConfigError(f"unknown environment variable {name}{hint}")
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read a TOML file of flags, as values by field name. Raises ConfigError, in one line, for a file that cannot be
-    used."""
+    """Read a TOML file of flags, as values by field name. Raises a one-line ConfigError for an unusable file."""
     try:
         with open(path, "rb") as file:
             table = tomllib.load(file)
@@ -379,8 +372,8 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
-    """Return every field of ``flags`` as an argument, defaults included, so that a child's flags depend on nothing
-    around it. Secrets are left out, because everybody on the machine may read arguments."""
+    """Return every field of ``flags`` as an argument, defaults included, so that a child's flags do not depend on its
+    environment. Secrets are omitted, because arguments are visible to all users of the machine."""
     left_out, argv = frozenset(leave_out), []
     for field in fields(flags):
         if field.name in left_out or field.metadata["secret"]:
@@ -396,19 +389,18 @@ def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
 
 
 def secret_environ(flags: Any) -> dict[str, str]:
-    """Return the variables by which a child gets the secrets of ``flags``, each value without spaces."""
+    """Return the variables that pass the secrets of ``flags`` to a child."""
     secrets = {env_name(one.name): getattr(flags, one.name) for one in fields(flags) if one.metadata["secret"]}
     return {name: " ".join(values) for name, values in secrets.items() if values}
 
 
 def without_flags(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without the variables that are flags: a child gets the parent's flags by its command line
-    alone."""
+    """Return ``environ`` without flags: a child gets them only by its command line."""
     flags = {*map(env_name, known_names()), ENV_PREFIX + "CONFIG"}
     return {name: value for name, value in environ.items() if name not in flags}
 
 
 def subset(cls: type, source: Any, **changes: Any) -> Any:
-    """Make an instance of ``cls`` of the fields that ``source`` also has, and of ``changes``."""
+    """Return an instance of ``cls`` from the fields shared with ``source``, and ``changes``."""
     shared = {f.name for f in fields(cls)} & {f.name for f in fields(source)}
     return cls(**{name: getattr(source, name) for name in shared} | changes)

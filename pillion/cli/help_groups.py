@@ -1,4 +1,4 @@
-"""Lists the groups in which the help shows flags and commands, because nobody reads eighty flags in one column."""
+"""Groups of flags and commands in the help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import click
 
-# The help lists the commands of ``pillion`` in this order; a test checks that none is missing.
+# In the order of the help; a test checks that no command is missing.
 COMMANDS = {
     "Run a cluster": "serve prepare",
     "Use a running cluster": "chat generate status cache adapters events",
@@ -16,8 +16,7 @@ COMMANDS = {
     "Run one component": "gateway prefill decode kvnode keeper health",
     "About this program": "version",
 }
-# The groups stand in the order of the help. A flag that is in no group is listed under OTHERS; a test keeps that group
-# empty.
+# In the order of the help. Flags in no group are listed under OTHERS; a test keeps that empty.
 GROUPS = {
     "Model": "model tokenizer served_model_name also_model revision dtype quantization activation_quantization"
     " load_format ignore max_model_len",
@@ -42,14 +41,13 @@ GROUPS = {
     "Logs and metrics": "log metrics",
 }
 OTHERS = "Others"
-# These options of commands are no flags of :mod:`pillion.config`, and so have no field there.
+# Options of commands that are not fields of :mod:`pillion.config`.
 _NO_FLAGS = ("help",)
 OPTIONS = "Options"
 
 
 def group_of(field_name: str) -> str:
-    """Return the group of a flag: the group that names the flag, or else the longest beginning of its name that ends
-    before a "_"."""
+    """Return the group that names the flag, or else the longest beginning of its name that ends before a "_"."""
     words = field_name.split("_")
     for count in range(len(words), 0, -1):
         beginning = "_".join(words[:count])
@@ -60,23 +58,22 @@ def group_of(field_name: str) -> str:
 
 
 def write_commands(commands: Mapping[str, click.Command], formatter: click.HelpFormatter) -> None:
-    """Write the commands of ``pillion``, in groups, each with a line about it."""
+    """Write the commands of ``pillion`` in groups, one line each."""
     for title, names in COMMANDS.items():
         with formatter.section(title):
             longest = max(map(len, commands))
-            # The lists of all groups begin at one column.
+            # Same column for all groups.
             listed = [name for name in names.split() if name in commands]
             rows = [(name.ljust(longest), commands[name].get_short_help_str(formatter.width)) for name in listed]
             formatter.write_dl(rows)
 
 
 def write_options(params: list[click.Parameter], ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """Write a command's options: flags of :mod:`pillion.config` in groups, and all others before them."""
+    """Write a command's options: flags of :mod:`pillion.config` in groups, preceded by all others."""
     rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (OPTIONS, *GROUPS, OTHERS)}
     for param in params:
         row = param.get_help_record(ctx)
         if row is not None and isinstance(param, click.Option):
-            # --config has no field in :mod:`pillion.config`.
             is_flag = param.expose_value and param.name not in _NO_FLAGS
             rows[group_of(param.name or "") if is_flag else OPTIONS].append(row)
     for title, listed in rows.items():

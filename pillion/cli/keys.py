@@ -1,4 +1,4 @@
-"""`pillion keys` makes entries for the gateway's `--api-keys` file."""
+"""`pillion keys`: entries of the gateway's `--api-keys` file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ TITLE = "# Tenants and their API keys, for pillion gateway --api-keys. Keys are 
 
 
 def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, ...] = ()) -> str:
-    """Add a new key for ``tenant``, and the tenant where it is new. Returns the key; the file keeps only its hash.
+    """Add a new key for ``tenant``, and the tenant if it is new. Return the key; the file only has its hash.
 
-    The file is replaced in one step, so a gateway reads either the old or the new one. Raises ConfigError for a file
-    that is no keys file, for a tenant's name with other characters than letters, digits and . _ - and for a tenant that
-    is there and differs from what is asked for.
+    The file is replaced atomically. Raises ConfigError for a file that is no keys file, for a tenant's name with other
+    characters than letters, digits and . _ - and for an existing tenant that differs from the request.
 
     Args:
-        operator: makes a new tenant an operator, who may see the whole cluster.
-        models: the models and adapters that a new tenant may use; () is all.
+        operator: make a new tenant an operator, who may see the whole cluster.
+        models: models and adapters that a new tenant may use; () for all.
     """
     from pillion.gateway.admission.api_keys import hash_of, new_key, read_keys
 
@@ -44,7 +43,7 @@ def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, 
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
-        # A file that a gateway would refuse must not replace the old one.
+        # Check it first: a file that a gateway would refuse must not replace the old one.
         read_keys(str(new))
         os.replace(new, path)
     except OSError as error:
@@ -55,8 +54,7 @@ def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, 
 
 
 def hash_key(key: str) -> str:
-    """Return an existing key's hash, as the ``hash`` field of a keys file holds it. Raises ConfigError for a key that
-    is too short to be a secret."""
+    """Return an existing key's hash for a keys file. Raises ConfigError for a key that is too short to be secret."""
     from pillion.gateway.admission.api_keys import hash_of
 
     return hash_of(key.strip())

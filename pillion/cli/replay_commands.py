@@ -1,4 +1,4 @@
-"""Declares `pillion replay` and `pillion canary`. Each imports what it needs when it runs."""
+"""`pillion replay` and `pillion canary`. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MODEL = option("--model", "What the target calls the model. Default: as the bund
 
 
 def decided(run: Coroutine[Any, Any, int]) -> int:
-    """Return the exit status that a run comes to. Raises ConfigError for every error: its status is not that of a
-    difference."""
+    """Run a coroutine and return its exit status. Raises ConfigError for every error, to distinguish its status from
+    that of a difference."""
     try:
         return asyncio.run(run)
     except PillionError as error:

@@ -1,4 +1,4 @@
-"""Runs the client commands generate and status over the SDK. ``reach`` has the arguments of :class:`pillion.Client`."""
+"""Client commands generate and status, over the SDK. ``reach`` has the arguments of :class:`pillion.Client`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pillion.client.client import Client
 from pillion.types import ClusterStatus, ComponentStatus, Delta, ModelInfo, StructuredOutputs, TokenLogprob
 
 TABLE_WIDTH = 120
-# A line about components of one kind names so many of them.
+# Components named per line and kind.
 MAX_NAMED = 4
 
 
 def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], schema: str = "") -> None:
-    """Stream a prompt's continuation to standard output; several answers are printed one after the other. With a JSON
-    ``schema``, answers fit the schema. Raises PillionError."""
+    """Stream a prompt's continuation to standard output, several answers one after the other. With a JSON ``schema``,
+    answers fit it. Raises PillionError."""
     structured = StructuredOutputs(json=schema) if schema else None
-    # A person who has typed a wrong address should see that at once.
+    # Report a wrong address at once.
     with Client(**reach, connect_timeout_s=0.0) as client:
         deltas = client.generate(prompt, structured_outputs=structured, **given(sampling))
         if (sampling.get("n") or 1) > 1:
@@ -35,16 +35,16 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], s
 
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of sampling that were given. The gateway has defaults for the others."""
+    """Return the sampling options that were given; the gateway has defaults for the others."""
     return {name: value for name, value in sampling.items() if value not in (None, (), "", {})}
 
 
 def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
-    """Print an answer's text as it arrives, then log probabilities where the answer has them; return the text.
-    Reasoning goes to standard error, so that the output is the answer alone.
+    """Print an answer's text as it arrives, then its log probabilities if any; return the text. Reasoning goes to
+    standard error, so that the output is the answer alone.
 
     Args:
-        texts: gets each piece of the text just before it is printed, so that a caller still has it after Ctrl-C.
+        texts: receives each piece of the text just before it is printed, for the caller to use after Ctrl-C.
     """
     texts = [] if texts is None else texts
     logprobs: list[TokenLogprob] = []
@@ -54,7 +54,7 @@ def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
             sys.stderr.write(delta.reasoning or "\n\n")
             sys.stderr.flush()
             thinks = bool(delta.reasoning) and not delta.text
-        # The piece of the answer is kept before it is shown, since a person who presses Ctrl-C in between has read it.
+        # Stored before it is shown, since Ctrl-C may come in between.
         texts.append(delta.text)
         sys.stdout.write(delta.text)
         sys.stdout.flush()
@@ -75,7 +75,7 @@ def show_each(deltas: Iterable[Delta]) -> None:
 
 
 def logprob_lines(logprobs: Iterable[TokenLogprob]) -> str:
-    """Make a line for each token: its id and log probability, then the alternatives, the most likely first."""
+    """Return a line per token: its id and log probability, then the alternatives, most likely first."""
     lines = []
     for token in logprobs:
         others = "  ".join(f"{i} {p:.3f}" for i, p in zip(token.top_ids, token.top_logprobs, strict=False))
@@ -105,8 +105,7 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
 
 
 def status_table(status: ClusterStatus) -> Table:
-    """Make a table with one row per component, which fits into 80 columns; :func:`component_lines` prints what the
-    table leaves out."""
+    """Return a table of the components that fits into 80 columns; :func:`component_lines` has the rest."""
     table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("component", overflow="fold")
     table.add_column("role", no_wrap=True)
@@ -121,8 +120,7 @@ def status_table(status: ClusterStatus) -> Table:
 
 
 def component_lines(status: ClusterStatus) -> Iterator[str]:
-    """Make the lines with what the table leaves out: for each component what it serves, with what, where, and how
-    full its pool is."""
+    """Yield what the table omits of each component: model, kernels, node, and pool usage."""
     sizes = _block_sizes(status)
     for one in _in_order(status):
         node = one.node_id if one.node_id != one.component_id else ""
@@ -133,7 +131,7 @@ def component_lines(status: ClusterStatus) -> Iterator[str]:
 
 
 def tenant_table(status: ClusterStatus) -> Table:
-    """Make a table with what each tenant's ended requests have used, by the gateway that was asked."""
+    """Return a table of the usage of each tenant's ended requests, at the gateway that was asked."""
     table = Table(title="Tenants of this gateway", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("tenant", overflow="fold")
     for name in ("prompt tokens", "cached", "computed", "generated", "KV GiB s"):
@@ -151,19 +149,18 @@ def _in_order(status: ClusterStatus) -> list[ComponentStatus]:
 
 
 def _block_sizes(status: ClusterStatus) -> dict[str, int]:
-    """Return the tokens of a block by KV node: a node knows the bytes of a block, and only its workers know the
-    tokens."""
+    """Return tokens per block by KV node, as reported by its workers: nodes only have a block's bytes."""
     return {one.node_id: one.block_size_tokens for one in status.components if one.block_size_tokens}
 
 
 def kernels_of(component: ComponentStatus) -> str:
-    """Names the kernels that a worker computes with, and how many processes it has where it has several."""
+    """Return a worker's kernels, and its number of processes if several."""
     ranks = component.tensor_parallel_size
     return f"{component.kernels}, {ranks} ranks" if ranks > 1 else component.kernels
 
 
 def model_line(model: ModelInfo, status: ClusterStatus) -> str:
-    """Say in one line what is served under a name."""
+    """Describe a served name in one line."""
     if model.parent:
         ready = ", ".join(sorted(one.component_id for one in status.components if model.adapter in one.adapters))
         return f"{model.name}: adapter of {model.parent}, ready on {ready or 'no worker now'}"
@@ -173,7 +170,7 @@ def model_line(model: ModelInfo, status: ClusterStatus) -> str:
 
 
 def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
-    """Say how many of a KV node's slots are in each state; return "" for other components."""
+    """Return the number of a KV node's slots by state; "" for other components."""
     if not component.total_blocks:
         return ""
     used = (component.total_blocks - component.free_blocks) / component.total_blocks
@@ -187,8 +184,8 @@ def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
 
 
 def version_line(status: ClusterStatus) -> str:
-    """Return a line with the versions and protocols of all components; empty where a gateway of 0.2.0 answered, which
-    does not say them."""
+    """Return a line with the versions and protocols of all components; empty from a gateway of 0.2.0, which reports
+    none."""
     groups: dict[tuple[str, int], list[str]] = {}
     for one in _in_order(status):
         groups.setdefault((one.version, one.protocol), []).append(one.component_id)
@@ -207,7 +204,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def summary(status: ClusterStatus) -> str:
-    """Return one line of totals for the requests since the gateway started."""
+    """Return one line of totals since the gateway started."""
     rate = status.cached_tokens / status.prompt_tokens if status.prompt_tokens else 0.0
     index = "" if status.index_available else "; Redis does not answer: no prefix hits"
     return (

@@ -1,8 +1,7 @@
-"""Reads the structure of an answer from a type of the caller's: the type's JSON schema, and the value that an answer's
-text becomes.
+"""Structure of an answer as a type of the caller: the type's JSON schema, and the parsing of answers.
 
-Pydantic models and msgspec structs make both themselves. Dataclasses, TypedDicts and the types of their fields are read
-here, because the SDK alone brings neither library.
+Pydantic models and msgspec structs bring both. Dataclasses, TypedDicts and their field types are handled here, because
+the SDK depends on neither library.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, Literal, NotRequired, Required, Union, get_args, get_ori
 
 from pillion.types import Delta, FinishReason, SamplingParams, StructuredOutputs, Value
 
-# The schema of an answer is a JSON schema as a mapping or as text, or a type.
+# A JSON schema as a mapping or as text, or a type.
 Schema = Mapping[str, Any] | str | type[Value]
 
 _PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -28,22 +27,22 @@ _PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSchema:
-    """Holds a JSON schema as text, and the function that makes a value of an answer's text."""
+    """A JSON schema as text, and the parser of answers."""
 
     text: str
     parse: Callable[[str], Any]
 
 
 class ParsedAnswers:
-    """Adds the value of each answer to the answer's last delta. An answer that was cut short has no value."""
+    """Adds the parsed value of each answer to its last delta. An answer that was cut short has none."""
 
     def __init__(self, parse: Callable[[str], Any]) -> None:
         self._parse = parse
         self._texts: dict[int, list[str]] = {}
 
     def note(self, delta: Delta) -> Delta:
-        """Take the stream's next delta, and return it with a value where it ends an answer. Raises what the caller's
-        type raises for a value that it does not take."""
+        """Process the stream's next delta; return it with a value if it ends an answer. Raises whatever the caller's
+        type raises for an invalid value."""
         texts = self._texts.setdefault(delta.index, [])
         texts.append(delta.text)
         if delta.finish_reason is not FinishReason.STOP or delta.stop_string:
@@ -52,8 +51,8 @@ class ParsedAnswers:
 
 
 def answer_schema(schema: Schema) -> AnswerSchema:
-    """Read the schema of an answer, or a type. Raises TypeError for a type that has no JSON schema, and ValueError for
-    text that is no JSON."""
+    """Convert a JSON schema or a type. Raises TypeError for a type without a JSON schema, and ValueError for text that
+    is not JSON."""
     if isinstance(schema, str):
         json.loads(schema)
         return AnswerSchema(schema, json.loads)
@@ -63,7 +62,7 @@ def answer_schema(schema: Schema) -> AnswerSchema:
     if hasattr(kind, "model_json_schema") and hasattr(kind, "model_validate_json"):
         return AnswerSchema(json.dumps(_closed(kind.model_json_schema())), kind.model_validate_json)
     if hasattr(kind, "__struct_fields__"):
-        # The program of the caller has imported msgspec to define the struct.
+        # The caller has imported msgspec to define the struct.
         msgspec = sys.modules["msgspec"]
         return AnswerSchema(
             json.dumps(_closed(msgspec.json.schema(kind))), lambda text: msgspec.json.decode(text, type=kind)
@@ -75,8 +74,7 @@ def answer_schema(schema: Schema) -> AnswerSchema:
 
 
 def with_schema(sampling: SamplingParams, schema: AnswerSchema | None) -> SamplingParams:
-    """Return the sampling parameters with the schema as their structure. Raises TypeError where they have a structure
-    already."""
+    """Return the sampling parameters with the schema as structure. Raises TypeError if they already have one."""
     if schema is None:
         return sampling
     if sampling.structured_outputs is not None:
@@ -85,7 +83,7 @@ def with_schema(sampling: SamplingParams, schema: AnswerSchema | None) -> Sampli
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema of a type, closed against properties that the type does not have."""
+    """Return the schema with additional properties of objects forbidden."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):
@@ -100,7 +98,7 @@ def _closed(schema: Any) -> Any:
 
 
 class _TypeReader:
-    """Makes JSON schemas of types; ``definitions`` are the schemas of the classes in them, by name."""
+    """Converts types to JSON schemas; ``definitions`` has those of contained classes, by name."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
@@ -155,7 +153,7 @@ class _TypeReader:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that are set by name, or of a TypedDict, with their types."""
+    """Return the fields of a dataclass that its constructor accepts, or of a TypedDict, with their types."""
     hints = get_type_hints(kind, include_extras=True)
     if is_typeddict(kind):
         return {
@@ -167,7 +165,7 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 def _required(kind: Any) -> list[str]:
     if is_typeddict(kind):
-        # Where annotations are texts, the class itself does not know which of them mark a field as not required.
+        # With string annotations, __required_keys__ ignores Required and NotRequired.
         marks = {name: get_origin(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
         unmarked = kind.__required_keys__
         return [
@@ -182,12 +180,11 @@ def _required(kind: Any) -> list[str]:
 
 
 class _UnfitError(ValueError):
-    """Says that a value is of another type. Another member of a union may take it."""
+    """The value is of another type; another member of a union may accept it."""
 
 
 def _value(kind: Any, found: Any) -> Any:
-    """Make a value of type ``kind`` of ``found``, which JSON's parser made. Raises _UnfitError where it is of another
-    type."""
+    """Convert ``found``, parsed from JSON, to type ``kind``. Raises _UnfitError for a value of another type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return found

@@ -1,8 +1,7 @@
-"""Runs batches of the clients: many requests side by side, at most ``concurrency`` at once, results in the prompts'
-order.
+"""Batches of the clients: many requests, at most ``concurrency`` at once, results in the order of the prompts.
 
-prompts --> [ concurrency streams at once ] --> results, by index          a bar in the terminal, if wanted
-              Overloaded --waits as long as the server says, then sends again, OVERLOAD_RETRIES times
+prompts --> [ concurrency streams at once ] --> results, by index          optional progress bar in the terminal
+              Overloaded --waits as long as the server says, then retries, OVERLOAD_RETRIES times
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pillion.types import Delta, GenerateRequest, SamplingParams, Value
 
 DEFAULT_CONCURRENCY = 32
 MAX_CONCURRENCY = 1024
-# A request that was refused for load is sent again this often.
 OVERLOAD_RETRIES = 10
 MAX_OVERLOAD_WAIT_MS = 10_000
 
@@ -30,7 +28,7 @@ Result = RequestOutput[Value] | PillionError
 
 
 def check_concurrency(concurrency: int) -> None:
-    """Raise ValueError for a concurrency out of bounds."""
+    """Raise ValueError for a concurrency out of range."""
     if not 1 <= concurrency <= MAX_CONCURRENCY:
         raise ValueError(f"concurrency {concurrency} is not in [1, {MAX_CONCURRENCY}]")
 
@@ -38,8 +36,8 @@ def check_concurrency(concurrency: int) -> None:
 def one_each(
     sampling: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any], count: int
 ) -> list[SamplingParams]:
-    """Return the sampling parameters of each of ``count`` prompts, by :func:`sampling_of`. Raises ValueError for too
-    few or too many."""
+    """Return the sampling parameters of each of ``count`` prompts, by :func:`sampling_of`. Raises ValueError for a
+    wrong number of them."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling_of(sampling, fields)] * count
     if len(sampling) != count:
@@ -55,13 +53,13 @@ def run_batch(
     progress: bool,
     raise_errors: bool,
 ) -> list[Result]:
-    """Run the blocking client's batch, one thread for each stream in flight; it returns when all of them have ended.
+    """Run the blocking client's batch with a thread per stream in flight; return when all have ended.
 
     Args:
-        start: begins a request's call, which has ``cancel()``.
+        start: starts a request's call, which has ``cancel()``.
         read: returns the deltas of a call; raises PillionError.
-        progress: whether a bar is shown.
-        raise_errors: whether the first PillionError ends the batch; otherwise it is the request's result.
+        progress: show a bar.
+        raise_errors: let the first PillionError end the batch; otherwise it is the request's result.
     """
     ended, lock, calls = threading.Event(), threading.Lock(), set[Any]()
 
@@ -100,7 +98,7 @@ def run_batch(
                     results[works[work]] = error
                 advance()
         finally:
-            # An error, or Ctrl-C, cancels the calls in flight.
+            # On an error, or Ctrl-C, cancel the calls in flight.
             with lock:
                 ended.set()
                 for call in calls:
@@ -117,8 +115,8 @@ async def run_batch_async(
     progress: bool,
     raise_errors: bool,
 ) -> list[Result]:
-    """Run the asyncio client's batch; the arguments are those of :func:`run_batch`. Where it is cancelled, the calls
-    in flight are cancelled too."""
+    """Run the asyncio client's batch, with the arguments of :func:`run_batch`. Cancelling it cancels the calls in
+    flight."""
     results: list[Result | None] = [None] * len(requests)
     todo = iter(enumerate(requests))
 
@@ -158,7 +156,7 @@ async def _answer(
 
 
 def collector_of(request: GenerateRequest) -> OutputCollector:
-    """Make an empty collector for the request's deltas."""
+    """Return an empty collector for the request's deltas."""
     sampling = request.sampling
     return OutputCollector(
         request.text or None,
@@ -169,13 +167,13 @@ def collector_of(request: GenerateRequest) -> OutputCollector:
 
 
 def wait_s(error: Overloaded) -> float:
-    """Return the seconds to wait before a refused request is sent again: as the server says, within bounds."""
+    """Return the delay in seconds before retrying a refused request: as the server says, within limits."""
     return min(max(error.retry_after_ms, 100), MAX_OVERLOAD_WAIT_MS) / 1000
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, wanted: bool, title: str = "prompts") -> Iterator[Callable[[], None]]:
-    """Show a bar on standard error while the block runs; yield the function to call for each finished item."""
+    """Show a bar on standard error while the block runs; yield the function to call per finished item."""
     if not wanted:
         yield lambda: None
         return
@@ -184,7 +182,7 @@ def progress_bar(total: int, wanted: bool, title: str = "prompts") -> Iterator[C
 
     counts = (progress.TextColumn(title), progress.BarColumn(), progress.MofNCompleteColumn())
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-    # The bar is drawn once a second, because drawing shares a core with the streams.
+    # Once a second, because drawing shares a core with the streams.
     with progress.Progress(*counts, *times, console=Console(stderr=True), refresh_per_second=1) as bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)

@@ -1,4 +1,4 @@
-"""Has the SDK's blocking client, generated from async_client.py by `make client`: edit that file.
+"""The SDK's blocking client, generated from async_client.py by `make client`: edit that file.
 
     from pillion import Client
 
@@ -6,7 +6,7 @@
         for delta in client.chat([{"role": "user", "content": "Hello!"}], max_tokens=64):
             print(delta.text, end="", flush=True)
 
-Several answers to one prompt come mixed; ``delta.index`` says which answer a delta continues:
+Several answers to one prompt are interleaved; ``delta.index`` is the answer that a delta continues:
 
     texts = ["", "", ""]
     for delta in client.generate("Once upon a time", n=3, max_tokens=64):
@@ -17,12 +17,12 @@ Many prompts at once, and their whole answers:
     for output in client.batch(["Once", "Twice"], max_tokens=64, concurrency=8, progress=True):
         print(output.outputs[0].text)
 
-Where a gateway dies in the middle of a stream, the stream goes on after its last token, at the next one of several
-addresses (``Client("host1:50051,host2:50051")``) or at the same one: :mod:`pillion.client.resume`.
+If a gateway dies during a stream, the stream resumes after its last token, at the next of several addresses
+(``Client("host1:50051,host2:50051")``) or at the same one: :mod:`pillion.client.resume`.
 
-Leaving an iteration early (``break``, ``close()``, an exception) cancels the request, and the cluster frees everything
-that worked for it. Errors are those of :mod:`pillion.errors`. A call made inside an OpenTelemetry span carries the
-span's context to the gateway.
+Leaving an iteration early (``break``, ``close()``, an exception) cancels the request and frees its resources in the
+cluster. Errors are those of :mod:`pillion.errors`. A call inside an OpenTelemetry span sends the span's context to the
+gateway.
 """
 
 from __future__ import annotations
@@ -61,30 +61,30 @@ from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import model_from_pb, pin_from_pb, status_from_pb, warmed_from_pb
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-# This limits models() and status(); a stream takes as long as its caller allows.
+# Timeout of models() and status(); a stream takes as long as its caller allows.
 UNARY_TIMEOUT_S = 10.0
-# This limits the calls that may take long. An adapter may have gigabytes, which are copied, checked and brought to
-# other machines before its name is given. A prompt that is computed ahead waits until nobody else wants the places that
-# it needs. A list of texts waits for its turn as any request, and may hold 2,048 long ones.
+# Timeout of long calls. An adapter may have gigabytes to copy, verify and distribute before its name is available. A
+# prompt computed ahead waits until no other request needs the slots. A list of texts queues like any request, and may
+# have 2,048 long ones.
 LONG_CALL_TIMEOUT_S = 600.0
 
 
 class Client:
-    """Is a blocking client of a cluster. Thread-safe; streams may run side by side.
+    """Blocking client of a cluster. Thread-safe; streams may run concurrently.
 
     Args:
         target: ``host:port`` or ``unix:path`` of a gateway's gRPC port, ``grpcs://host:port`` for TLS. Several gateways
-            as a list, or separated by commas: the first one is called, and where it is lost, the next one.
+            as a list, or separated by commas: the first one is called, after its loss the next one.
         tls, ca, cert, key: TLS, the trusted authorities, and the client's own certificate; see
             :func:`pillion.client.connection.connect`.
         api_key: sent with every call; default: PILLION_API_KEY of the environment.
-        max_message_bytes: largest message that is received or sent.
-        resume_timeout_s: how long a stream whose gateway was lost may take to go on; 0: it is not resumed.
-        connect_timeout_s: how long a request may wait until a gateway listens, where connections are refused; 0: a
-            few calls within a second. A ``timeout_s`` of the request that is shorter ends it first.
+        max_message_bytes: limit of sent and received messages.
+        resume_timeout_s: time for a stream to resume after the loss of its gateway; 0: never resume.
+        connect_timeout_s: time that a request may wait for a gateway to listen; 0: a few tries within a second. A
+            shorter ``timeout_s`` of the request ends it first.
         plan: forced on every request, with an operator's key; see :func:`pillion.client.connection.connect`.
 
-    Raises ConfigError for options that cannot work.
+    Raises ConfigError for incompatible options.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Client:
         )
         self._resume_timeout_s, self._connect_timeout_s = resume_timeout_s, connect_timeout_s
         self._opening = threading.Lock()
-        # Channels stand here by the number of their address; ``_number`` is that of the address that is called.
+        # Channels by index of their address; ``_number`` is the current one.
         self._channels: dict[int, tuple[grpc.Channel, Any]] = {}
         self._number = 0
         self._closed = False
@@ -126,25 +126,25 @@ class Client:
     ) -> Generator[Delta[Value], None, None]:
         """Stream a completion of ``prompt``: text, or token ids.
 
-        With ``n`` > 1 the deltas of all answers come mixed, each with its ``index``, and each answer's last one has a
-        finish reason. With ``best_of`` > ``n`` everything comes at the end, the best answer as index 0. Usage and
+        With ``n`` > 1 the deltas of all answers are interleaved, each with its ``index``, and each answer's last one
+        has a finish reason. With ``best_of`` > ``n`` everything comes at the end, the best answer as index 0. Usage and
         timings are in the very last delta.
 
         Args:
-            model: served name; may be left out where one model is served.
-            sampling: how tokens are chosen. Its fields may be given by keyword instead: ``temperature=0``.
+            model: served name; optional if only one model is served.
+            sampling: sampling parameters; alternatively its fields as keywords: ``temperature=0``.
             cache_salt: only requests with the same salt share KV.
             request_id: a label for logs and traces.
             priority: smaller is more urgent, from -100 to 100; a waiting request gains urgency with time.
             timeout_s: time for the whole stream; None for no limit.
-            schema: every answer is JSON that fits it: a JSON schema as a mapping or as text, or a type (a dataclass, a
-                TypedDict, a pydantic model, a msgspec struct, or a type of the language made of them). The last delta
-                of an answer has the value as ``parsed``: an object of that type, or what JSON's values are in Python.
-                It is None for an answer that ``max_tokens`` or a stop string has cut short.
+            schema: makes every answer JSON that fits it: a JSON schema as a mapping or as text, or a type (a dataclass,
+                a TypedDict, a pydantic model, a msgspec struct, or a builtin type made of them). The last delta of an
+                answer has the value as ``parsed``: an object of that type, or JSON's value in Python. It is None for an
+                answer cut short by ``max_tokens`` or a stop string.
 
         Raises:
             PillionError: one of its subclasses, from here or from the iteration.
-            TypeError: an unknown keyword, ``sampling`` and keywords together, or a type that has no schema.
+            TypeError: an unknown keyword, ``sampling`` and keywords together, or a type without a schema.
         """
         structured = None if schema is None else answer_schema(schema)
         chosen = with_schema(client_requests.sampling_of(sampling, fields), structured)
@@ -177,13 +177,13 @@ class Client:
         Args:
             add_generation_prompt: end the prompt where that message begins; default: true, unless the last message is
                 continued.
-            continue_final_message: go on with the last message instead of beginning another one.
-            chat_template_kwargs: further variables of the model's chat template, such as ``{"enable_thinking": False}``
-                or ``{"reasoning_effort": "low"}``.
+            continue_final_message: continue the last message instead of beginning another one.
+            chat_template_kwargs: more variables of the model's chat template, e.g. ``{"enable_thinking": False}`` or
+                ``{"reasoning_effort": "low"}``.
             tools: tools that the model may call, in OpenAI's form or as :class:`pillion.Tool`; calls come in
                 ``delta.tool_calls``.
-            tool_choice: "auto" (the default), "none", "required", or the name of the one that has to be called.
-            parallel_tool_calls: whether one answer may call several tools; default: true.
+            tool_choice: "auto" (the default), "none", "required", or the name of the tool that must be called.
+            parallel_tool_calls: allow several tool calls per answer; default: true.
 
         The other arguments are those of :meth:`generate`.
         """
@@ -217,22 +217,22 @@ class Client:
         schema: Schema[Value] | None = None,
         **fields: Any,
     ) -> list[Result[Value]]:
-        """Return all answers to many prompts, in the prompts' order; ``concurrency`` prompts are in flight at once.
+        """Return all answers to many prompts, in order, with ``concurrency`` prompts in flight at once.
 
         Args:
-            prompts: texts, token ids or conversations, mixed as you like.
-            sampling: one for all prompts, or one for each.
+            prompts: texts, token ids or conversations, freely mixed.
+            sampling: one for all prompts, or one per prompt.
             timeout_s: time for each prompt.
             progress: show a bar.
-            raise_errors: the first error cancels the rest and is raised; else it stands in its prompt's place.
-            schema: as :meth:`generate` has it; the value of an answer is its ``parsed``.
+            raise_errors: let the first error cancel the rest and raise it; else it is its prompt's result.
+            schema: as in :meth:`generate`; an answer's value is its ``parsed``.
 
-        A prompt that the gateway refuses for load (:class:`~pillion.errors.Overloaded`) is sent again after the time
-        that the gateway names, up to :data:`pillion.client.batch.OVERLOAD_RETRIES` times.
+        A prompt that the gateway refuses for load (:class:`~pillion.errors.Overloaded`) is retried after the time that
+        the gateway names, up to :data:`pillion.client.batch.OVERLOAD_RETRIES` times.
 
         Raises:
             PillionError: of any prompt.
-            ValueError: ``concurrency`` out of bounds, not one sampling for each prompt.
+            ValueError: ``concurrency`` out of range, or a wrong number of samplings.
         """
         check_concurrency(concurrency)
         structured = None if schema is None else answer_schema(schema)
@@ -265,19 +265,19 @@ class Client:
         priority: int | None = 0,
         timeout_s: float = LONG_CALL_TIMEOUT_S,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the vector of one text or of many, at most 2,048, in their order, as the checkpoint's
-        sentence-transformers files say.
+        """Return the embeddings of one text or up to 2,048, in order, as the checkpoint's sentence-transformers files
+        specify.
 
         Args:
             inputs: one or a list: texts, or token ids.
-            dimensions: how many values of each vector are wanted, from its first one on; None: all.
-            prompt_name: which of the checkpoint's prompts stands before each text; None: its default, "": none.
-            truncate_prompt_tokens: texts are cut to so many tokens, -1: to as many as the model takes; None: a text
-                that is too long is refused.
-            model, cache_salt, request_id, priority: as :meth:`generate` has them.
+            dimensions: number of leading values wanted of each vector; None: all.
+            prompt_name: which of the checkpoint's prompts precedes each text; None: its default, "": none.
+            truncate_prompt_tokens: truncate texts to this number of tokens, -1: to the model's max; None: refuse texts
+                that are too long.
+            model, cache_salt, request_id, priority: as in :meth:`generate`.
             timeout_s: time for the whole call.
 
-        Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
+        Raises PillionError of the first text that fails; an invalid field begins with ``inputs[n]``.
         """
         message = client_requests.embed_message(
             inputs,
@@ -309,19 +309,19 @@ class Client:
         priority: int | None = 0,
         timeout_s: float = LONG_CALL_TIMEOUT_S,
     ) -> list[ScoringRequestOutput]:
-        """Return how well each document answers the query, in the documents' order: a cosine of vectors, or what the
-        checkpoint of a reranker says.
+        """Return how well each document answers the query, in the documents' order: a cosine of vectors, or a
+        reranker's score.
 
         Args:
-            queries: one text, or as many as ``documents``.
+            queries: one text, or one per document.
             documents: one text or a list, at most 2,048.
-            instruction: what a reranker is told to look for; None: what its checkpoint says.
-            truncate_prompt_tokens: as :meth:`embed` has it; where a pair is one text, its document is cut.
-            max_tokens_per_doc: documents are cut to so many tokens; 0: none is.
-            model, cache_salt, request_id, priority: as :meth:`generate` has them.
+            instruction: a reranker's criterion; None: its checkpoint's.
+            truncate_prompt_tokens: as in :meth:`embed`; where a pair is one text, its document is truncated.
+            max_tokens_per_doc: truncate documents to this number of tokens; 0: do not.
+            model, cache_salt, request_id, priority: as in :meth:`generate`.
             timeout_s: time for the whole call.
 
-        Raises PillionError of the first pair that fails; a wrong field begins with ``inputs[n]``.
+        Raises PillionError of the first pair that fails; an invalid field begins with ``inputs[n]``.
         """
         texts = [[one] if isinstance(one, str) else list(one) for one in (queries, documents)]
         message = client_requests.made(
@@ -345,14 +345,14 @@ class Client:
         return [model_from_pb(model) for model in reply.models]
 
     def load_adapter(self, name: str, path: str, *, in_place: bool = False, model: str = "") -> ModelInfo:
-        """Name the LoRA adapter in a folder on the gateway's machine, for requests that come from now on, at
-        all gateways. The client needs an operator's key.
+        """Name the LoRA adapter in a folder on the gateway's machine, for subsequent requests at all gateways. Requires
+        an operator's key.
 
         Args:
-            name: what requests then name as their model.
-            path: the folder, as PEFT writes it, inside of one of the gateway's --lora-path.
-            in_place: whether the name may belong to another adapter already, which then loses it.
-            model: the model that the adapter is for; "" for that of --model.
+            name: what requests then pass as their model.
+            path: the folder, as PEFT writes it, inside one of the gateway's --lora-path.
+            in_place: allow a name that another adapter has, which then loses it.
+            model: the adapter's model; "" for that of --model.
 
         Raises:
             PillionError: with the reason why the adapter cannot be served, or may not be loaded.
@@ -361,8 +361,8 @@ class Client:
         return model_from_pb(self._unary("LoadAdapter", request, LONG_CALL_TIMEOUT_S))
 
     def unload_adapter(self, name: str) -> None:
-        """Take the name of a LoRA adapter away; answers that run with it go on. The client needs an operator's key.
-        Raises NotFound, and PillionError where it may not be unloaded."""
+        """Remove the name of a LoRA adapter; running answers continue. Requires an operator's key. Raises NotFound, and
+        PillionError if it may not be unloaded."""
         self._unary("UnloadAdapter", gateway_pb2.UnloadAdapterRequest(name=name))
 
     def warm_prefix(
@@ -378,19 +378,19 @@ class Client:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float = LONG_CALL_TIMEOUT_S,
     ) -> WarmedPrefix:
-        """Compute the KV of a prompt ahead, after all other requests, and generates nothing. Later prompts that begin
-        with it find it.
+        """Compute the KV of a prompt ahead, after all other requests, without generating. Later prompts that begin with
+        it hit the cache.
 
         Args:
             prompt: text, token ids, or a conversation, which is rendered without the beginning of an answer.
-            pin: keep it in its node's pool before everything that is not pinned.
-            name: the pin's; a name that is used already gets the new prompt. "": one that follows from the prompt.
-            ttl_s: how long it is pinned, up to 30 days. 0: a day.
-            model, cache_salt, tools, chat_template_kwargs: as the requests have them that are to find it.
+            pin: evict it from its node's pool after everything that is not pinned.
+            name: the pin's name; an existing name gets the new prompt. "": derived from the prompt.
+            ttl_s: duration of the pin, up to 30 days. 0: a day.
+            model, cache_salt, tools, chat_template_kwargs: as in the requests that shall hit it.
             timeout_s: time for the whole call.
 
         Raises:
-            PillionError: Overloaded where the pin would be beyond a quota; the prompt is computed then.
+            PillionError: Overloaded if the pin exceeds a quota; the prompt has been computed nevertheless.
         """
         request = client_requests.prefix_request(
             prompt, model=model, cache_salt=cache_salt, tools=tools, chat_template_kwargs=chat_template_kwargs
@@ -405,7 +405,7 @@ class Client:
         return [pin_from_pb(pin) for pin in reply.pins]
 
     def drop_prefix(self, name: str) -> None:
-        """End one of the caller's own pins; its blocks stay until they have to go. Raises NotFound."""
+        """End one of the caller's own pins; its blocks stay until they are evicted. Raises NotFound."""
         self._unary("DropPrefix", gateway_pb2.DropPrefixRequest(name=name))
 
     def status(self) -> ClusterStatus:
@@ -413,7 +413,7 @@ class Client:
         return status_from_pb(self._unary("GetStatus", gateway_pb2.GetStatusRequest()))
 
     def close(self) -> None:
-        """End the connection, and with it all streams of this client."""
+        """Close the connection, which ends all streams of this client."""
         with self._opening:
             self._closed = True
             opened = tuple(self._channels.values())
@@ -437,8 +437,8 @@ class Client:
         return _BlockingStream(self, progress)
 
     def _stub(self) -> tuple[int, Any]:
-        """Return the number of the address to call, and its stub."""
-        # The first call opens the channel; threads share it.
+        """Return the index of the current address, and its stub."""
+        # Opened by the first call; threads share it.
         with self._opening:
             if self._closed:
                 raise Cancelled("the client is closed")
@@ -448,7 +448,7 @@ class Client:
             return self._number, self._channels[self._number][1]
 
     def _channel(self) -> grpc.Channel:
-        """Return the channel of the address to call."""
+        """Return the channel of the current address."""
         number, _ = self._stub()
         return self._channel_of(number)
 
@@ -456,15 +456,15 @@ class Client:
         return self._channels[number][0]
 
     def _leave(self, number: int) -> None:
-        """Make the next address the one that is called, unless another call has done so."""
+        """Switch to the next address, unless another call has done so."""
         with self._opening:
             if self._number == number:
                 self._number = (number + 1) % len(self._connection.targets)
 
     def _forget(self, number: int) -> None:
-        """Make the next call open another channel to an address. Ctrl-C may leave a blocking call with a lock of
-        gRPC's that the thread of its channel then waits for, so that no call of that channel would end. Streams that
-        still use the channel go on, and it ends with them: closing it would end them."""
+        """Make the next call open another channel to an address. Ctrl-C may leave a blocking call with a lock of gRPC
+        that its channel's thread then waits for, so that no call of that channel would end. Existing streams keep the
+        channel, which ends with them: closing it would end them."""
         with self._opening:
             self._channels.pop(number, None)
 
@@ -498,7 +498,7 @@ class Client:
 
 
 class _BlockingStream:
-    """Reads one answer's stream over all its calls; the first call is made at once."""
+    """One answer's stream over all its calls; the first call is made at once."""
 
     def __init__(self, client: Client, progress: StreamProgress) -> None:
         self._client = client
@@ -525,7 +525,7 @@ class _BlockingStream:
                     pause_s = progress.delay_s(found, spoken, self._connected(), time.monotonic())
                 except PillionError as final:
                     connection = self._client._connection
-                    # A caller's own limit has ended the stream, whatever its connection was like.
+                    # The caller's own limit ended the stream, whatever the state of the connection.
                     spoken = spoken or isinstance(found, DeadlineExceeded)
                     raise connection.explained(final, found, spoken, self._number) from None
                 if is_loss(found, spoken):

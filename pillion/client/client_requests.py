@@ -1,4 +1,4 @@
-"""Builds requests from the arguments of callers, for the clients, their batches and :class:`pillion.LLM`."""
+"""Builds requests from callers' arguments, for the clients, their batches and :class:`pillion.LLM`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pillion.wire.public import request_to_pb
 T = TypeVar("T")
 
 _CHOICES = ("", "auto", "none", "required")
-# One error names at most this many items of a prompt.
+# Invalid items of a prompt named per error.
 MAX_NAMED = 32
 _MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal"}
@@ -28,21 +28,20 @@ _PROMPT_FIELD = re.compile(r"^(text|token_ids|prompt)(?![^\[])")
 
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, Any]
-# An item of a batch is a prompt or a conversation.
+# A batch item: a prompt or a conversation.
 Item = Prompt | Sequence[Message]
 
 
 def prompt_request(prompt: Prompt, **options: Any) -> GenerateRequest:
-    """Make the request of one prompt; ``options`` are other fields of GenerateRequest. Raises InvalidRequest, which
-    names each item of ``prompt`` that cannot be a token's id."""
+    """Return the request of one prompt; ``options`` are other fields of GenerateRequest. Raises InvalidRequest, which
+    names each item of ``prompt`` that is no token id."""
     if isinstance(prompt, str):
         return GenerateRequest(text=prompt, **options)
     return GenerateRequest(token_ids=_checked_ids(prompt), **options)
 
 
 def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest:
-    """Make the request of one conversation, as :func:`prompt_request` does of a prompt. Raises InvalidRequest for a
-    bad message."""
+    """Return the request of one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message."""
     if not messages:
         raise InvalidRequest.of(FieldViolation("messages", "the prompt is empty"))
     checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
@@ -52,8 +51,7 @@ def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest
 def chat_options(
     add_generation_prompt: bool | None, continue_final_message: bool, chat_template_kwargs: Mapping[str, Any] | None
 ) -> ChatOptions:
-    """Make the options by which a conversation becomes a prompt. Raises InvalidRequest for variables that are no
-    JSON."""
+    """Return the options of the chat template. Raises InvalidRequest for variables that are not JSON."""
     kwargs = ""
     if chat_template_kwargs:
         kwargs = _json(chat_template_kwargs, "chat.chat_template_kwargs", ensure_ascii=True)
@@ -67,8 +65,8 @@ def chat_options(
 def tool_options(
     tools: Sequence[Tool | Mapping[str, Any]], tool_choice: str | Mapping[str, Any], parallel_tool_calls: bool | None
 ) -> ToolOptions:
-    """Read the tools of a conversation, in OpenAI's form or as Tool. ``tool_choice`` may be "auto", "none",
-    "required", a tool's name, or OpenAI's object with a name. Raises InvalidRequest for anything else."""
+    """Convert the tools of a conversation, in OpenAI's form or as Tool. ``tool_choice`` may be "auto", "none",
+    "required", a tool's name, or OpenAI's object with a name. Raises InvalidRequest otherwise."""
     read = tuple(_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools))
     if isinstance(tool_choice, Mapping):
         choice, name = "named", str(_named_function(tool_choice, "tool_choice")["name"])
@@ -94,7 +92,7 @@ def _tool(tool: Tool | Mapping[str, Any], where: str) -> Tool:
 
 
 def _json(value: Any, field: str, *, ensure_ascii: bool = False) -> str:
-    """Return the JSON text of a value. Raises InvalidRequest, which names the ``field``, for what is no JSON."""
+    """Return a value as JSON text. Raises InvalidRequest, which names the ``field``, for other values."""
     try:
         plain = dict(value) if isinstance(value, Mapping) else value
         return json.dumps(plain, allow_nan=False, ensure_ascii=ensure_ascii)
@@ -112,7 +110,7 @@ def _named_function(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def item_request(item: Item, **options: Any) -> GenerateRequest:
-    """Make the request of a batch's item: :func:`chat_request` of a conversation, else :func:`prompt_request`."""
+    """Return the request of a batch item, by :func:`chat_request` or :func:`prompt_request`."""
     if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
         return chat_request(item, **options)  # type: ignore[arg-type]
     return prompt_request(item, **options)  # type: ignore[arg-type]
@@ -126,7 +124,7 @@ def prefix_request(
     tools: Sequence[Tool | Mapping[str, Any]],
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> GenerateRequest:
-    """Make a request whose prompt is to be computed ahead; a conversation ends with its last message. Raises
+    """Return a request for a prompt to compute ahead; a conversation ends with its last message. Raises
     InvalidRequest."""
     is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], ChatMessage | Mapping)
     of_chat: dict[str, Any] = {}
@@ -140,7 +138,7 @@ def prefix_request(
 
 
 def embed_message(inputs: Prompt | Sequence[Prompt], **options: Any) -> gateway_pb2.EmbedRequest:
-    """Make the message that asks for the vectors of one text or of several, each a text or token ids; ``options`` are
+    """Return the message that requests the embeddings of one or several texts or lists of token ids; ``options`` are
     other fields of EmbedRequest. Raises InvalidRequest for a value that fits no field."""
     listed: Any = [inputs] if isinstance(inputs, str) else list(inputs)
     if listed and all(isinstance(one, int) for one in listed):
@@ -162,17 +160,17 @@ def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> S
         raise TypeError(f"give sampling or its fields by keyword, not both: {', '.join(sorted(fields))}")
     chosen = sampling if sampling is not None else SamplingParams(**fields)
     stop: Any = chosen.stop
-    # Without this, a bare text would be read as a sequence whose every letter is a stop string.
+    # A bare str would be read as a sequence of one-letter stop strings.
     return replace(chosen, stop=(stop,)) if isinstance(stop, str) else chosen
 
 
 def to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
-    """Make the message of a request. Raises InvalidRequest for a value that fits no field, before anything is sent."""
+    """Return the message of a request. Raises InvalidRequest for a value that fits no field."""
     return made(request_to_pb, request=request)
 
 
 def made(make: Callable[..., T], **fields: Any) -> T:
-    """Return the message that ``make`` makes. Raises InvalidRequest for a value that fits no field."""
+    """Return ``make(**fields)``. Raises InvalidRequest for a value that fits no field."""
     try:
         return make(**fields)
     except (ValueError, TypeError) as error:
@@ -180,7 +178,7 @@ def made(make: Callable[..., T], **fields: Any) -> T:
 
 
 def respelled(error: PillionError, prompt: str = "prompt") -> PillionError:
-    """Return a gateway's error with the caller's name of the ``prompt``, in place of the message's fields."""
+    """Return a gateway's error with the caller's name of the ``prompt`` instead of the message's fields."""
     if not isinstance(error, InvalidRequest) or not error.violations:
         return error
     return InvalidRequest.of(
@@ -190,7 +188,7 @@ def respelled(error: PillionError, prompt: str = "prompt") -> PillionError:
 
 def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     try:
-        # An array of this type refuses everything that is no token id, and checks faster than a loop in Python.
+        # Refuses everything that is no token id, faster than a loop in Python.
         return tuple(array("I", prompt))
     except (TypeError, OverflowError):
         wrong = (FieldViolation(f"prompt[{n}]", text) for n, one in enumerate(prompt) if (text := _no_id(one)))
@@ -198,21 +196,21 @@ def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:
 
 
 def _no_id(item: Any) -> str:
-    """Say what keeps an item from being a token's id; "" where nothing does."""
+    """Return why an item is no token id; "" if it is one."""
     if not hasattr(item, "__index__"):
         return f"an id is an integer, not {type(item).__name__}"
     return "" if 0 <= item.__index__() < 2**32 else f"{str(item)[:40]} is not in [0, 2**32)"
 
 
 def message_of(message: Message, where: str) -> ChatMessage:
-    """Make a ChatMessage of the message. Raises InvalidRequest, which names ``where``, for anything that is no message
-    of OpenAI's."""
+    """Convert a message to ChatMessage. Raises InvalidRequest, which names ``where``, unless it is a message in
+    OpenAI's form."""
     if isinstance(message, ChatMessage):
         return message
     if not isinstance(message, Mapping) or "role" not in message or not _MESSAGE_KEYS.issuperset(message):
         named = ", ".join(sorted(_MESSAGE_KEYS - {"role"}))
         raise InvalidRequest.of(FieldViolation(where, f"a message is its role, and what it has of {named}"))
-    # An answer may be sent back as it came, with null in the fields that are empty.
+    # Answers may be sent back unchanged, with null in empty fields.
     given = {name: value for name, value in message.items() if value is not None}
     calls = given.pop("tool_calls", ())
     if isinstance(given.get("content"), list | tuple):
@@ -233,8 +231,8 @@ def message_of(message: Message, where: str) -> ChatMessage:
 
 
 def _text_of_parts(parts: Sequence[Any], where: str) -> str:
-    """Return the text of a content that came in parts, joined as the HTTP API joins them. Raises InvalidRequest,
-    which names ``where``, for images and all else that is no text."""
+    """Return the text of a content in parts, joined as by the HTTP API. Raises InvalidRequest, which names ``where``,
+    for images and other parts."""
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__

@@ -1,8 +1,8 @@
-"""Traces calls at the client: a span of kind CLIENT around each call, by OpenTelemetry's conventions for generative AI.
+"""Client-side tracing: a span of kind CLIENT around each call, by OpenTelemetry's conventions for generative AI.
 
-begin --> the span's context travels with the call --> the call ends, well or not --> the span ends
+begin --> the span's context travels with the call --> the call ends or fails --> the span ends
 
-Where neither the program nor the OTEL_* variables ask for spans, the API's no-op span is all that is made.
+Unless the program or OTEL_* variables request spans, only the API's no-op span is created.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pillion.observability import telemetry
 from pillion.tasks import OwnTasks
 from pillion.types import GenerateRequest
 
-# A span shows at most this much of a model's name, because the caller may send any text.
+# Characters of a model's name in a span; the caller may send any text.
 MAX_NAME_CHARS = 100
-# These tasks end a span with its call.
+# Tasks that end a span with its call.
 _ending = OwnTasks()
 _FINE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 
 
 def begin(request: GenerateRequest) -> trace.Span:
-    """Begin the span of a Generate call, under the caller's own span."""
+    """Start the span of a Generate call, under the caller's current span."""
     operation = "chat" if request.messages else "text_completion"
     model = request.model[:MAX_NAME_CHARS]
     span = telemetry.client_tracer().start_span(f"{operation} {model}".rstrip(), kind=trace.SpanKind.CLIENT)
@@ -35,13 +35,13 @@ def begin(request: GenerateRequest) -> trace.Span:
 
 
 def end_with(span: trace.Span, call: Any) -> None:
-    """End the trace span ``span`` when the blocking ``call`` ends."""
+    """End the span when the blocking ``call`` ends."""
     if span.is_recording() and not call.add_callback(lambda: _end(span, call.code())):
         _end(span, call.code())
 
 
 def end_with_async(span: trace.Span, call: grpc.aio.Call) -> None:
-    """End the trace span ``span`` when the asyncio ``call`` ends."""
+    """End the span when the asyncio ``call`` ends."""
     if span.is_recording():
         _ending.begin(_end_after(span, call), "client span")
 

@@ -1,9 +1,9 @@
-"""Says how the SDK reaches gateways: addresses, TLS, API key, limits, and which calls gRPC may send again by itself.
+"""How the SDK reaches gateways: addresses, TLS, API key, limits, and which calls gRPC retries by itself.
 
-gRPC itself retries ListModels and GetStatus, which only read, by a service config. It retries only the status
-UNAVAILABLE: no gateway answered, or the gateway is stopping. A gateway that answers and has no worker forbids the retry
-(see :mod:`pillion.wire.errors`). Generate is retried by :mod:`pillion.client.resume` instead: under a policy of gRPC's
-(1.78), a stream whose server is killed before its first message never ends.
+By a service config, gRPC retries ListModels and GetStatus, which only read, on the status UNAVAILABLE: no gateway
+answered, or it is stopping. A gateway that answers without a worker forbids the retry (see
+:mod:`pillion.wire.errors`). :mod:`pillion.client.resume` retries Generate instead: under a retry policy of gRPC (1.78),
+a stream whose server is killed before its first message never ends.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pillion.wire.public import PLAN_HEADER
 
 API_KEY_VARIABLE = "PILLION_API_KEY"
 SERVICE = "pillion.v1.Gateway"
-# The client makes this small call to see whether a gateway answers; what it answers does not matter.
+# A small call that shows whether a gateway answers.
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 RETRY_ATTEMPTS = 4
 RETRY_FIRST_BACKOFF_S = 0.1
 RETRY_MAX_BACKOFF_S = 1.0
 MAX_ADDRESSES = 64
-# gRPC reads these variables, and goes by the proxy that the first of them names.
+# Variables of gRPC; the first one that is set names the proxy.
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 _STATES = {state.value[0]: state for state in grpc.ChannelConnectivity}
@@ -45,43 +45,42 @@ Pem = str | os.PathLike[str] | bytes
 
 @dataclass(frozen=True, slots=True)
 class GatewayConnection:
-    """Holds the gateways' addresses and how to call them. With ``credentials`` None, calls are plain text."""
+    """Addresses of the gateways and call options. Plain text if ``credentials`` is None."""
 
     targets: tuple[str, ...]
     credentials: grpc.ChannelCredentials | None
     api_key: str
     max_message_bytes: int
-    # This says what the planner may not choose; "" leaves it free.
+    # Overrides the planner's choices; "" for none.
     plan: str = ""
-    # Health checks ask a port itself, whatever proxy the environment names.
+    # False for health checks, which must not go through a proxy.
     by_proxy: bool = True
 
     def open(self, number: int = 0) -> grpc.Channel:
-        """Open a blocking channel to one of the addresses. It connects with its first call, and again whenever the
-        connection is lost."""
+        """Open a blocking channel to one of the addresses. It connects at its first call, and reconnects."""
         if self.credentials is None:
             return grpc.insecure_channel(self.targets[number], options=self._options())
         return grpc.secure_channel(self.targets[number], self.credentials, options=self._options())
 
     def open_async(self, number: int = 0) -> grpc.aio.Channel:
-        """Open an asyncio channel, which belongs to the running event loop. It connects as a blocking channel does."""
+        """Open an asyncio channel of the running event loop. It connects like a blocking channel."""
         if self.credentials is None:
             return grpc.aio.insecure_channel(self.targets[number], options=self._options())
         return grpc.aio.secure_channel(self.targets[number], self.credentials, options=self._options())
 
     def metadata(self) -> list[tuple[str, str]]:
-        """Return the metadata of every call: the API key, the forced plan, and the trace context of the caller."""
+        """Return the metadata of every call: API key, forced plan, and the caller's trace context."""
         key = [("authorization", f"Bearer {self.api_key}")] if self.api_key else []
         return key + ([(PLAN_HEADER, self.plan)] if self.plan else []) + telemetry.inject()
 
     def explained(self, error: PillionError, found: PillionError, spoken: bool, number: int) -> PillionError:
-        """Return ``error`` with a message that says what to do.
+        """Return ``error`` with advice in its message.
 
         Args:
-            error: what the caller gets.
-            found: the error of the last call, whose message ``error`` repeats.
-            spoken: whether ``found`` came from a gateway and not from the connection.
-            number: the number of the address.
+            error: the caller's error.
+            found: the last call's error, whose message ``error`` repeats.
+            spoken: True if ``found`` came from a gateway and not from the connection.
+            number: index of the address.
         """
         advice = self._advice(found, spoken, number)
         if advice:
@@ -90,18 +89,18 @@ class GatewayConnection:
         return error
 
     def state(self, channel: grpc.Channel) -> grpc.ChannelConnectivity:
-        """Return the state of a blocking channel's connection now. gRPC's public API only watches it, by a thread that
-        polls every 0.2 s."""
+        """Return the current connection state of a blocking channel. gRPC's public API only watches it, by a thread
+        that polls every 0.2 s."""
         return _STATES[channel._channel.check_connectivity_state(False)]  # type: ignore[attr-defined]
 
     def state_async(self, channel: grpc.aio.Channel) -> grpc.ChannelConnectivity:
-        """Return the state of an asyncio channel's connection now."""
+        """Return the current connection state of an asyncio channel."""
         return channel.get_state()
 
     def pause(self, channel: grpc.Channel, pause_s: float, over: threading.Event) -> None:
-        """Wait until ``pause_s`` have passed or ``over`` is set, and let a channel whose connection was lost connect
-        meanwhile. gRPC (1.78) tries to connect a blocking channel only every 5 s unless a call waits for it, and a call
-        that does not wait for the connection fails at once."""
+        """Wait for ``pause_s`` or until ``over`` is set, letting a disconnected channel reconnect meanwhile. gRPC
+        (1.78) reconnects a blocking channel only every 5 s unless a call waits for it, and a call that does not wait
+        fails at once."""
         if pause_s <= 0:
             return
         with contextlib.suppress(ValueError):  # A ValueError means that the channel was closed meanwhile.
@@ -111,8 +110,7 @@ class GatewayConnection:
             waiting.cancel()
 
     async def pause_async(self, channel: grpc.aio.Channel, pause_s: float, over: threading.Event) -> None:
-        """Wait as :meth:`pause` does, for an asyncio channel, which connects without help. Ending the stream cancels
-        this wait."""
+        """Like :meth:`pause`, for an asyncio channel, which reconnects by itself. Ending the stream cancels this."""
         await asyncio.sleep(pause_s)
 
     def _advice(self, found: PillionError, spoken: bool, number: int) -> str:
@@ -148,16 +146,16 @@ def connect(
     Args:
         target: ``host:port`` or ``unix:path``; ``grpcs://host:port`` for TLS, ``grpc://host:port`` for none. Several
             gateways of one cluster as a list, or separated by commas; at most MAX_ADDRESSES.
-        tls: encrypt, and check the server's certificate. Implied by ``grpcs://``, ``ca``, ``cert`` and ``key``.
-        ca: PEM of the authorities that are trusted, as a path or as bytes; default: the system's.
-        cert, key: PEM of the client's own certificate chain and private key, for a server that asks for them.
+        tls: encrypt, and verify the server's certificate. Implied by ``grpcs://``, ``ca``, ``cert`` and ``key``.
+        ca: PEM of the trusted authorities, as a path or as bytes; default: the system's.
+        cert, key: PEM of the client's certificate chain and private key, for a server that requires them.
         api_key: sent as ``authorization: Bearer``; default: the environment's PILLION_API_KEY.
-        max_message_bytes: largest message that is received or sent.
-        plan: forced on every request, with an operator's key, such as ``policy=colocated``, ``split=1024`` or
-            ``node=kv-1``; "" leaves the planner free.
+        max_message_bytes: limit of sent and received messages.
+        plan: forced on every request, with an operator's key, e.g. ``policy=colocated``, ``split=1024`` or
+            ``node=kv-1``; "" for none.
 
     Raises:
-        ConfigError: options that cannot work together, or files that cannot be read.
+        ConfigError: incompatible options, or unreadable files.
     """
     given = target.split(",") if isinstance(target, str) else list(target)
     targets = tuple(one.strip() for one in given)
@@ -180,15 +178,15 @@ def connect(
     if encrypted:
         pems = _pem(ca, "ca"), _pem(key, "key"), _pem(cert, "cert")
         if isinstance(cert, str | os.PathLike) and isinstance(key, str | os.PathLike):
-            # gRPC would only log that they do not fit, and then every connection would fail.
+            # gRPC would only log a mismatch, and every connection would fail.
             load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), os.fspath(cert), os.fspath(key))
         credentials = grpc.ssl_channel_credentials(*pems)
     return GatewayConnection(targets, credentials, key_text, max_message_bytes, plan)
 
 
 def connection_hint(target: str, encrypted: bool) -> str:
-    """Return what to look at where a connection to ``target`` fails, over TLS where it is ``encrypted``. What happened
-    is told by gRPC's own words."""
+    """Return what to check if a connection to ``target`` fails, over TLS if ``encrypted``. gRPC's own error describes
+    what happened."""
     if encrypted:
         tls = (
             "This client speaks TLS: check --ca, --cert and --key, or leave out grpcs:// where the gateway has no TLS."
@@ -218,7 +216,7 @@ def _check_address(target: str) -> None:
 
 
 def service_config() -> str:
-    """Return gRPC's service config as JSON: which calls are retried, and how."""
+    """Return gRPC's service config as JSON: which calls to retry, and how."""
     policy = {
         "maxAttempts": RETRY_ATTEMPTS,
         "initialBackoff": f"{RETRY_FIRST_BACKOFF_S}s",
@@ -233,7 +231,7 @@ def service_config() -> str:
 
 
 def _pem(source: Pem | None, name: str) -> bytes | None:
-    """Return the PEM of a path or of bytes. Raises ConfigError for anything else: gRPC would accept it, and then every
+    """Return the PEM of a path or of bytes. Raises ConfigError for anything else: gRPC would accept it, and every
     connection would fail."""
     if source is None:
         return None

@@ -1,4 +1,4 @@
-"""Holds finished answers in vLLM's form, gathered from a stream of deltas: LLM and Client.batch return them."""
+"""Finished answers in vLLM's form, collected from a stream of deltas; returned by LLM and Client.batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pillion.types import Delta, Timings, TokenLogprob, ToolCall, ToolCallDelta,
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Says how likely a token was at its place in the text.
+    """Log probability of a token at its position.
 
     Attributes:
         logprob: natural logarithm, before temperature, penalties and bias.
-        rank: 1 for the most likely token; None for a sampled one that is not among the reported alternatives.
-        decoded_token: the token's text, where the tokenizer is at hand (:class:`pillion.LLM`), else None.
+        rank: 1 for the most likely token; None for a sampled one outside the reported alternatives.
+        decoded_token: the token's text if a tokenizer is available (:class:`pillion.LLM`), else None.
     """
 
     logprob: float
@@ -26,16 +26,15 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput(Generic[Value]):
-    """Holds one finished answer.
+    """One finished answer.
 
     Attributes:
         finish_reason: "stop", "length" or "tool_calls".
-        logprobs: for each token, the sampled one first, then the alternatives; None where they were not asked for.
-        cumulative_logprob: the sum of the sampled tokens' log probabilities; None where they were not asked for.
-        reasoning: what the model thought before it answered.
-        tool_calls: the tools that it called.
-        parsed: the value of an answer to which a schema was given, of the type that was given; None for an answer that
-            was cut short.
+        logprobs: for each token, the sampled one first, then the alternatives; None if not requested.
+        cumulative_logprob: sum of the sampled tokens' log probabilities; None if not requested.
+        reasoning: the model's reasoning before the answer.
+        tool_calls: the model's tool calls.
+        parsed: with a schema, the answer as a value of the given type; None for an answer that was cut short.
     """
 
     index: int
@@ -51,18 +50,18 @@ class CompletionOutput(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """Holds the vector of one text."""
+    """Embedding vector of one text."""
 
     embedding: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequestOutput:
-    """Holds the vector of one text, in vLLM's form.
+    """Embedding of one text, in vLLM's form.
 
     Attributes:
         outputs: the vector, as ``outputs.embedding``.
-        prompt_token_ids: the text as the model read it, with the checkpoint's prompt before it.
+        prompt_token_ids: the text as the model read it, including the checkpoint's prompt.
     """
 
     outputs: EmbeddingOutput
@@ -72,14 +71,14 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """Holds the score of one pair of texts."""
+    """Score of one pair of texts."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRequestOutput:
-    """Holds the score of one pair of texts, in vLLM's form: ``outputs.score``."""
+    """Score of one pair of texts, in vLLM's form: ``outputs.score``."""
 
     outputs: ScoringOutput
     finished: bool = True
@@ -87,7 +86,7 @@ class ScoringRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """Holds what a classifier says of one text: a probability of each label."""
+    """A classifier's probability per label for one text."""
 
     probs: list[float]
 
@@ -99,10 +98,10 @@ class ClassificationOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassificationRequestOutput:
-    """Holds what a classifier says of one text, in vLLM's form: ``outputs.probs``.
+    """A classifier's result for one text, in vLLM's form: ``outputs.probs``.
 
     Attributes:
-        labels: the labels' names, in the order of the probabilities.
+        labels: names of the labels, in the order of the probabilities.
     """
 
     outputs: ClassificationOutput
@@ -112,16 +111,16 @@ class ClassificationRequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput(Generic[Value]):
-    """Holds all answers to one prompt.
+    """All answers to one prompt.
 
     Attributes:
-        prompt: the prompt's text; None where token ids were given. For a conversation: the text that the chat template
-            made (LLM), or None (Client).
-        prompt_token_ids: the prompt as the model read it; None where only the gateway knows the ids.
+        prompt: the prompt's text; None if token ids were given. For a conversation: the output of the chat template
+            (LLM), or None (Client).
+        prompt_token_ids: the prompt as the model read it; None if only the gateway has the ids.
         prompt_logprobs: log probabilities of each token of the prompt, the token's own first, then the alternatives;
-            None for the first token, and where they were not asked for.
-        num_cached_tokens: tokens of the prompt whose KV was found.
-        usage, timings: those of the stream's last delta.
+            None for the first token, and if not requested.
+        num_cached_tokens: tokens of the prompt with cached KV.
+        usage, timings: from the stream's last delta.
     """
 
     request_id: str
@@ -136,12 +135,12 @@ class RequestOutput(Generic[Value]):
 
 
 class OutputCollector:
-    """Gathers one stream's deltas; :meth:`output` may be called at any time.
+    """Collects one stream's deltas; :meth:`output` may be called at any time.
 
     Args:
         prompt, prompt_token_ids: as in :class:`RequestOutput`.
-        with_logprobs, with_prompt_logprobs: whether log probabilities were asked for.
-        decode: gives a token's text, or None where it is not known.
+        with_logprobs, with_prompt_logprobs: True if log probabilities were requested.
+        decode: returns a token's text, or None if unknown.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class OutputCollector:
             self._answers.setdefault(delta.index, []).append(delta)
 
     def output(self) -> RequestOutput:
-        """Return the answers so far; ``finished`` is true once the last delta came."""
+        """Return the answers so far; ``finished`` is True after the last delta."""
         usage = self._last.usage if self._last else None
         return RequestOutput(
             request_id=self._last.request_id if self._last else "",
@@ -209,7 +208,7 @@ class OutputCollector:
 
 
 def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCall]:
-    """Join the parts of calls that a stream brought into whole calls, in their order."""
+    """Join the parts of streamed calls, in order."""
     calls: dict[int, ToolCall] = {}
     for part in parts:
         known = calls.setdefault(part.index, ToolCall(part.id, part.name, ""))

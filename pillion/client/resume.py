@@ -1,5 +1,4 @@
-"""Decides when and how a client asks for the rest of a stream that broke. Sans-IO: the client makes the calls and reads
-the clock.
+"""When and how a client resumes a broken stream. Sans-IO: the client makes the calls and reads the clock.
 
     first call --messages--> breaks --delay--> next call, after the last tokens --messages--> ... --> end
                                 |  ^                            |
@@ -9,11 +8,10 @@ the clock.
                                      RETRY_ATTEMPTS times, with pauses between the rounds, and without a
                                      connection as long as ``connect_timeout_s`` allows
 
-A request whose stream had brought nothing is sent again as it was.
+A request whose stream had brought nothing is sent again unchanged.
 
-Only the loss of a gateway or of the connection to it is mended here. What a gateway itself says about a request is
-final, unless it says so to an attempt to resume: a gateway that takes over the streams of another one may be full for a
-moment.
+Only the loss of a gateway, or of the connection to it, is handled here. A gateway's own error is final, except in
+answer to an attempt to resume: a gateway that takes over another one's streams may be full for a moment.
 """
 
 from __future__ import annotations
@@ -29,30 +27,28 @@ from pillion.types import AnswerSoFar, Delta, FinishReason, GenerateRequest, Res
 from pillion.v1.gateway_pb2 import GenerateResponse
 from pillion.wire.public import delta_from_pb, origin_from_pb
 
-# A client gives up after this many calls in a row that reached a gateway and brought no new token. It does not count
-# calls that reach no gateway, because they cost nobody anything.
+# Max consecutive calls that reach a gateway and bring no new token. Calls that reach no gateway do not count, because
+# they cost it nothing.
 MAX_RESUME_ATTEMPTS = 20
-# A broken stream may take this long to go on, if the client does not say otherwise.
+# Default time for a broken stream to resume.
 RESUME_TIMEOUT_S = 30.0
-# A request may wait this long until a gateway listens at one of its addresses, if the client does not say otherwise: a
-# gateway that was killed is back within that time.
+# Default time to wait until a gateway listens at one of the addresses: a killed gateway is back within it.
 CONNECT_TIMEOUT_S = 10.0
-# The first attempt to resume is made at once, the others after pauses that double. Each pause is shortened at random,
-# so that the streams of a lost gateway do not all come at the same time.
+# The first attempt to resume is immediate, the others follow doubling pauses, each shortened at random so that the
+# streams of a lost gateway do not return at once.
 FIRST_RESUME_DELAY_MS = 50
 MAX_RESUME_DELAY_MS = 2000
 
 
 class StreamProgress:
-    """Records what a stream has brought so far, and makes the next request for it. Times are monotonic, in seconds.
+    """Progress of a stream, from which the next request for it is made. Times are monotonic, in seconds.
 
     Args:
         timeout_s: time for the whole stream; None for no limit.
-        resume_timeout_s: how long a broken stream may take to go on; 0 never resumes.
-        connect_timeout_s: how long the request may wait for a connection, from the first failure on; 0 waits no longer
-            than RETRY_ATTEMPTS rounds take.
-        addresses: gateways that may be called.
-        schema: makes values of whole answers, if they are wanted.
+        resume_timeout_s: time for a broken stream to resume; 0 never resumes.
+        connect_timeout_s: time to wait for a connection, from the first failure on; 0 for just RETRY_ATTEMPTS rounds.
+        addresses: number of gateways to call.
+        schema: parser of whole answers, if wanted.
     """
 
     def __init__(
@@ -73,23 +69,22 @@ class StreamProgress:
         self._failed_s: float | None = None
         self._addresses = addresses
         self._origin: StreamOrigin | None = None
-        # The stream's token ids are kept by the index of the answer.
+        # Token ids by index of the answer.
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
         self._reasons: dict[int, FinishReason] = {}
-        # This counts the log probabilities of the prompt that have come.
+        # Number of received log probabilities of the prompt.
         self._scored = 0
         self._request_id = request.request_id
-        # This says whether the next message is the first one of its call.
+        # True until the first message of a call.
         self._opening = True
-        # These say whether a gateway was connected, and whether a message came.
         self._reached = self._received = False
-        # Nothing new has come since this time; None while calls bring something.
+        # Time since which nothing new has come; None while calls bring something.
         self._broke_s: float | None = None
         self._attempts = 0
-        # This counts the attempts that reached a gateway.
+        # Attempts that reached a gateway.
         self._arrivals = 0
         self._resumes = 0
-        # This says whether the last message has come; after it, an error of the call does not matter.
+        # True after the last message; then an error of the call does not matter.
         self.over = False
 
     def request(self) -> GenerateRequest:
@@ -103,7 +98,7 @@ class StreamProgress:
         )
 
     def timeout_s(self, now_s: float) -> float | None:
-        """Return the time that the next call may take; None for no limit. Raises DeadlineExceeded if none is left."""
+        """Return the time limit of the next call; None for none. Raises DeadlineExceeded if no time is left."""
         if self._deadline_s is None:
             return None
         left_s = self._deadline_s - now_s
@@ -112,7 +107,7 @@ class StreamProgress:
         return left_s
 
     def note(self, message: GenerateResponse) -> Delta:
-        """Return the delta of the next message. Raises Unavailable for a message that does not continue the stream."""
+        """Return the delta of the next message. Raises Unavailable if it does not continue the stream."""
         delta = delta_from_pb(message)
         if self._opening:
             self._opens(message)
@@ -133,20 +128,19 @@ class StreamProgress:
         """Return how long to wait before the next call.
 
         Args:
-            error: why the last call ended.
-            spoken: whether ``error`` came from a gateway and not from the connection.
-            connected: whether the call had a connection.
+            error: the last call's error.
+            spoken: True if ``error`` came from a gateway and not from the connection.
+            connected: True if the call had a connection.
 
         Raises:
-            PillionError: there is to be no further call; it is ``error``, or an error that says what has been tried.
+            PillionError: to give up, ``error`` or one that describes the attempts.
         """
         broken = is_loss(error, spoken)
         self._reached = self._reached or (connected and not spoken)
         if not self._reached:
             return self._delay_before_connection_s(error, broken, connected, now_s)
         if self._broke_s is None:
-            # The stream had begun, or was waiting. The attempts to go on with it, and their time, are counted from
-            # here.
+            # The stream had begun, or was waiting: count attempts and time from here.
             self._broke_s, self._attempts, self._arrivals = now_s, 0, 0
             if not broken or (self._received and self._origin is None) or self._resume_timeout_s <= 0:
                 raise error
@@ -167,7 +161,7 @@ class StreamProgress:
         return min(delay_ms / 1000, left_s)
 
     def _delay_before_connection_s(self, error: PillionError, broken: bool, connected: bool, now_s: float) -> float:
-        """Return :meth:`delay_s` while no gateway was connected; ``broken`` says whether another gateway may take the
+        """Return :meth:`delay_s` before any gateway was connected; ``broken`` if another gateway may accept the
         call."""
         if self._failed_s is None:
             self._failed_s = now_s
@@ -186,7 +180,7 @@ class StreamProgress:
         return delay_s
 
     def _opens(self, message: GenerateResponse) -> None:
-        """Take the first message of a call, which shows that a gateway has accepted it."""
+        """Handle the first message of a call, which shows that a gateway has accepted it."""
         self._opening = False
         self._reached = self._received = True
         if self._origin is not None:
@@ -199,17 +193,16 @@ class StreamProgress:
 
 
 def goes_on(error: PillionError, spoken: bool, sent: int, addresses: int) -> bool:
-    """Return whether a call that is no stream is sent again, after ``sent`` calls. The call is sent once to each
-    address, and once more where a gateway that stops has ended the connection, because others may be behind the same
-    address."""
+    """Return whether to retry a unary call after ``sent`` calls: once per address, and once more if a stopping gateway
+    ended the connection, because others may share its address."""
     ended = not isinstance(error, Unavailable)
     return is_loss(error, spoken) and sent < addresses + ended
 
 
 def is_loss(error: PillionError, spoken: bool) -> bool:
-    """Return whether an error means that a gateway is lost, or is stopping and says when to come again: then another
-    one may take the call."""
+    """Return whether an error means that a gateway is lost, or is stopping and announces when to retry: then another
+    one may accept the call."""
     if isinstance(error, Unavailable):
         return not spoken or error.retry_after_ms > 0
-    # A gateway that is shut down in the middle of a stream, and a proxy that resets a stream, end it with these errors.
+    # Errors of a gateway that shuts down during a stream, and of a proxy that resets it.
     return not spoken and (isinstance(error, Cancelled) or "RST_STREAM" in error.message)

@@ -1,8 +1,8 @@
-"""Reads the contract of drills, and says what of it a strike has broken. Sans-IO but for the reading of the file.
+"""Contract of drills: limits for the cost of a strike. Sans-IO except for reading the file.
 
 longest_pause_ms = 2000        # for all kinds
 [kvnode]
-longest_pause_ms = 5000        # for KV nodes alone
+longest_pause_ms = 5000        # for KV nodes only
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 
 from pillion.errors import ConfigError
 
-# A drill strikes components in this order.
+# Order in which a drill strikes components.
 KINDS = ("gateway", "decode", "prefill", "kvnode", "redis")
 
 
 @dataclass(frozen=True, slots=True)
 class StrikeCost:
-    """Says what a strike cost.
+    """Cost of a strike.
 
     Attributes:
-        longest_pause_ms: the longest time without a token of a stream that had begun.
-        recomputed_tokens: tokens of prompts and answers that were computed once more.
-        lost_blocks: blocks that KV nodes had before the strike, and had fewer after it; new ones make up for lost ones.
+        longest_pause_ms: longest time without a token of a stream that had begun.
+        recomputed_tokens: tokens of prompts and answers that were computed again.
+        lost_blocks: decrease of the KV nodes' blocks; new blocks make up for lost ones.
         lost_streams: streams that ended with an error.
-        full_strength_s: time until as many components of each kind served as before; infinite where they never did.
+        full_strength_s: time until as many components of each kind served as before; infinite if they never did.
     """
 
     longest_pause_ms: float = 0.0
@@ -41,8 +41,7 @@ class StrikeCost:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """Says the most that a strike may cost, in the figures of :class:`StrikeCost`; without a figure any cost will
-    do."""
+    """Limits for the figures of :class:`StrikeCost`, unlimited by default except for lost streams."""
 
     longest_pause_ms: float = math.inf
     recomputed_tokens: float = math.inf
@@ -51,7 +50,7 @@ class Contract:
     full_strength_s: float = math.inf
 
     def broken_by(self, cost: StrikeCost) -> tuple[str, ...]:
-        """Return a sentence for each figure that is too large; none where the contract is kept."""
+        """Return a sentence per exceeded limit."""
         broken = []
         for name in FIGURES:
             was, most = getattr(cost, name), getattr(self, name)
@@ -66,8 +65,8 @@ FIGURES = tuple(field.name for field in fields(Contract))
 
 
 def read_contract(path: Path | None) -> dict[str, Contract]:
-    """Return the contract for each kind of component. Without a file no stream may be lost, and the cluster has to
-    come back. Raises ConfigError for a file that cannot be read or says what no contract can."""
+    """Return the contract per kind of component. Without a file, no stream may be lost, and the cluster must recover.
+    Raises ConfigError for an unreadable or invalid file."""
     if path is None:
         return dict.fromkeys(KINDS, Contract())
     try:
@@ -83,7 +82,7 @@ def read_contract(path: Path | None) -> dict[str, Contract]:
 
 
 def _with(contract: Contract, said: Any, where: str) -> Contract:
-    """Return a contract with the figures that a table says."""
+    """Return a contract updated by a table's figures."""
     if not isinstance(said, dict):
         raise ConfigError(f"{where}: a kind of component has a table of figures")
     for name, value in said.items():

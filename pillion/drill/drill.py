@@ -1,10 +1,10 @@
-"""Runs one drill: strikes one component of each kind of a cluster in turn, under a load of its own.
+"""One drill: strikes a component of each kind of a cluster in turn, under its own load.
 
     status --> refused (ConfigError): something is amiss, or a spare is missing
        |
     the load streams --> strike --> as many components serve as before --> all its streams have ended --> the next one
 
-What is counted is what clients and operators see: the streams of the drill's own load, and the gateway's status.
+It measures what clients and operators see: the streams of its own load, and the gateway's status.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from pillion.drill.strikes import Striker, refusals, victims, with_sockets
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.types import ClusterStatus, ComponentStatus
 
-# A drill looks at the status and at its streams at this interval.
+# Poll interval of the status and the streams.
 LOOK_EVERY_S = 0.25
-# A KV node has this long to recover the blocks of its last life, once all streams have ended that the strike met.
+# Time for a KV node to recover its previous life's blocks, after all affected streams have ended.
 RECOVERED_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPlan:
-    """Says what a drill does.
+    """Plan of a drill.
 
     Attributes:
         reach: arguments of :class:`pillion.Client`.
-        contract: the contract for each kind of component.
-        kinds: the kinds that are struck; (): all that are found. Redis behind a --kill command is struck only by name.
-        pause_s: how long each component is stopped; 0: it is killed.
+        contract: the contract per kind of component.
+        kinds: kinds to strike; (): all that are found. Redis behind a --kill command is only struck by name.
+        pause_s: how long to stop each component; 0: kill it.
         streams, prompt_tokens, answer_tokens, model: the drill's own load; lengths of answers are drawn around theirs.
-        within_s: how long the load may take to begin, and the cluster and its streams after each strike.
+        within_s: time for the load to begin, and for the cluster and its streams to recover from each strike.
     """
 
     reach: dict[str, Any]
@@ -58,12 +58,12 @@ class DrillPlan:
 
     @property
     def how(self) -> str:
-        """Say what happens to a component."""
+        """What happens to a component."""
         return f"paused for {self.pause_s:g} s" if self.pause_s else "killed"
 
 
 def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
-    """Return the components to strike, in order. Raises ConfigError where the drill may not begin, which says why."""
+    """Return the components to strike, in order. Raises ConfigError with the reasons if the drill may not begin."""
     if plan.pause_s and plan.striker.kill and "{signal}" not in plan.striker.kill:
         raise ConfigError("the drill does not begin: --pause-s needs a --kill command with {signal} in it")
     try:
@@ -76,7 +76,7 @@ def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
         components = [*components, ComponentStatus(component_id="redis", role="redis")]
     chosen = victims(components, plan.kinds or KINDS)
     if plan.striker.kill and "{component}" not in plan.striker.kill:
-        # The command strikes any component of the kind, so none is named.
+        # The command strikes any component of the kind.
         chosen = [replace(one, component_id=one.role) for one in chosen]
     if wrong := list(refusals(components, chosen, plan.striker)):
         raise ConfigError(f"the drill does not begin: {'; '.join(wrong)}")
@@ -84,8 +84,8 @@ def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
 
 
 def run_drill(plan: DrillPlan, chosen: Sequence[ComponentStatus]) -> Iterator[StrikeReport]:
-    """Strike one component after the other; yield what each strike cost. Raises ConfigError where the load does not
-    stream before the first strike, and Unavailable where it does not later, or where a component cannot be struck."""
+    """Strike one component after the other; yield the cost of each. Raises ConfigError if the load does not stream
+    before the first strike, and Unavailable if it does not later, or if a component cannot be struck."""
     load = StreamLoad(
         prompt_tokens=plan.prompt_tokens,
         answer_tokens=plan.answer_tokens,
@@ -95,7 +95,7 @@ def run_drill(plan: DrillPlan, chosen: Sequence[ComponentStatus]) -> Iterator[St
     )
     try:
         for number, victim in enumerate(chosen):
-            # Streams of all threads have begun, so that the strike meets some amid their answers.
+            # Wait for streams on all threads, so that the strike hits some mid-answer.
             if not _until(plan.within_s, lambda: _streaming(load)):
                 said = next((one.error for one in reversed(load.streams) if one.error), "no error was told")
                 text = f"the drill's own streams brought nothing within {plan.within_s:g} s: {said}"
@@ -118,7 +118,7 @@ def _strike(plan: DrillPlan, victim: ComponentStatus, load: StreamLoad) -> Strik
     blocks: dict[str, int] = {}
     back = _until(plan.within_s, lambda: _whole(plan, before, struck_s, blocks))
     whole_s = time.monotonic()
-    # Streams that began while something was lacking may be lost as well.
+    # Streams that began during the outage may be lost as well.
     touched = [one for one in load.streams if one.asked_s < whole_s and id(one) not in over]
     _until(plan.within_s, lambda: all(one.over for one in touched))
     had = {one.component_id: one.committed_blocks for one in before.components if one.role == "kvnode"}
@@ -141,8 +141,8 @@ def _strike(plan: DrillPlan, victim: ComponentStatus, load: StreamLoad) -> Strik
 
 
 def _hit(plan: DrillPlan, victim: ComponentStatus) -> None:
-    """Kill a component, or stops it for a while. Whatever happens, one that was stopped goes on, and one that was
-    killed is started where that is the drill's to do."""
+    """Kill a component, or stop it for a while. In any case, continue a stopped one, and restart a killed one if that
+    is the drill's task."""
     if not plan.pause_s:
         try:
             plan.striker.send(victim, signal.SIGKILL)
@@ -157,14 +157,14 @@ def _hit(plan: DrillPlan, victim: ComponentStatus) -> None:
 
 
 def _status(plan: DrillPlan) -> ClusterStatus:
-    """Return the cluster's status. Raises PillionError where no gateway says it."""
+    """Return the cluster's status. Raises PillionError if no gateway answers."""
     with Client(**plan.reach, connect_timeout_s=0.0) as client:
         return client.status()
 
 
 def _whole(plan: DrillPlan, before: ClusterStatus, struck_s: float, blocks: dict[str, int]) -> bool:
     """Return whether as many components of each kind and model as ``before`` have sent a heartbeat since the strike.
-    Notes how many blocks each KV node has in ``blocks``."""
+    Updates ``blocks`` by KV node."""
     since_ms = (time.monotonic() - struck_s) * 1000
     try:
         status = _status(plan)
@@ -176,14 +176,14 @@ def _whole(plan: DrillPlan, before: ClusterStatus, struck_s: float, blocks: dict
 
 
 def _recovered(plan: DrillPlan, had: dict[str, int], blocks: dict[str, int]) -> bool:
-    """Return whether each KV node was seen with as many blocks as it ``had``."""
+    """Return whether each KV node was seen with at least the blocks that it ``had``."""
     with contextlib.suppress(PillionError):
         _note_blocks(_status(plan).components, blocks)
     return all(blocks.get(name, 0) >= count for name, count in had.items())
 
 
 def _note_blocks(components: Sequence[ComponentStatus], blocks: dict[str, int]) -> None:
-    """Note the most blocks that each KV node was seen with: a node recovers those of its last life bit by bit."""
+    """Update the max number of blocks seen per KV node: a node recovers its previous life's gradually."""
     for one in components:
         if one.role == "kvnode":
             blocks[one.component_id] = max(blocks.get(one.component_id, 0), one.committed_blocks)
@@ -194,7 +194,7 @@ def _strength(components: Sequence[ComponentStatus]) -> Counter[tuple[str, str]]
 
 
 def _until(within_s: float, reached: Callable[[], bool]) -> bool:
-    """Return whether something was reached in time."""
+    """Return whether ``reached`` became true in time."""
     until_s = time.monotonic() + within_s
     while not reached():
         if time.monotonic() > until_s:

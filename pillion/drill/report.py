@@ -1,4 +1,4 @@
-"""Shows what a drill found: a table for people, JSON, and metrics in Prometheus's text format for a cron job."""
+"""Reports of a drill: a table, JSON, and metrics in Prometheus's text format for a cron job."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pillion.observability.metrics_file import GaugeSeries, gauge_page
 
 @dataclass(frozen=True, slots=True)
 class StrikeReport:
-    """Says what one strike did.
+    """Outcome of one strike.
 
     Attributes:
         kind, component_id: the component that was struck.
         how: "killed", or for how long it was paused.
-        streams: streams of the drill's own that were under way, and ``moved`` those of them that were replayed.
-        broken: the contract's sentences that do not hold.
+        streams: the drill's own streams that were under way; ``moved`` of them were replayed.
+        broken: the violated sentences of the contract.
         errors: why streams were lost.
     """
 
@@ -38,7 +38,7 @@ class StrikeReport:
 
 
 def table_of(reports: Sequence[StrikeReport]) -> Table:
-    """Make a table with one row for each strike."""
+    """Return a table with one row per strike."""
     table = Table(title="Drill", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("component", "how", "streams", "moved", *FIGURES, "contract"):
         table.add_column(name.replace("_", " "), justify="left" if name in ("component", "how") else "right")
@@ -50,14 +50,14 @@ def table_of(reports: Sequence[StrikeReport]) -> Table:
 
 
 def lines_of(reports: Sequence[StrikeReport]) -> Iterator[str]:
-    """Yield a line for each sentence of the contract that does not hold, and for each stream that was lost."""
+    """Yield a line per violated sentence of the contract and per lost stream."""
     for one in reports:
         yield from (f"{one.component_id}: {said}" for said in one.broken)
         yield from (f"{one.component_id}: a stream was lost: {said}" for said in one.errors)
 
 
 def as_json(reports: Sequence[StrikeReport]) -> str:
-    """Return the reports as JSON; an infinite figure is null."""
+    """Return the reports as JSON, with infinite figures as null."""
     rows: list[dict[str, Any]] = []
     for one in reports:
         row = asdict(one)
@@ -67,8 +67,8 @@ def as_json(reports: Sequence[StrikeReport]) -> str:
 
 
 def as_metrics(reports: Sequence[StrikeReport], now_s: float) -> str:
-    """Return the reports in Prometheus's text format: a metric for each figure, with a series for each kind of
-    component. ``now_s`` is Unix time."""
+    """Return the reports in Prometheus's text format: a metric per figure, with a series per kind of component.
+    ``now_s`` is Unix time."""
     figures: dict[str, dict[tuple[str, ...], float]] = {
         name: {(one.kind,): float(getattr(one.cost, name)) for one in reports} for name in FIGURES
     }

@@ -1,4 +1,4 @@
-"""Keeps a small load of streams on a cluster, and says how long each of them paused after a component was lost."""
+"""A small load of streams on a cluster, and the pause of each of them after the loss of a component."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pillion.client.client import Client
 from pillion.errors import PillionError
 
 STREAMS = 8
-# A pause begins so long after its signal at most: tokens may be under way, and a KV node's workers end after it.
+# Max delay of a pause after its signal: tokens may be in flight, and a KV node's workers end after it.
 BEGINS_WITHIN_S = 1.0
-# A stream that was lost is followed by the next one after this time, for gateways may refuse requests at once.
+# Delay before the next stream after a loss, since gateways may refuse requests at once.
 AFTER_LOSS_S = 0.5
-# A stream that brings nothing any more is not waited for when the load ends.
+# Timeout of stalled streams when the load ends.
 CLOSE_WITHIN_S = 5.0
 
 
 @dataclass(slots=True)
 class StreamTimes:
-    """A stream: when it was asked for, when its tokens came, how often it was replayed, how many tokens were computed
-    again for it, and why it was lost."""
+    """One stream: time of the request and of its tokens, number of replays and of recomputed tokens, and why it was
+    lost."""
 
     asked_s: float
     token_s: list[float] = field(default_factory=list)
@@ -36,8 +36,8 @@ class StreamTimes:
 
 
 class StreamLoad:
-    """Threads that ask for one answer after the other; ``streams`` has all of them. ``reach`` has the arguments of
-    :class:`pillion.Client`, and ``count`` is how many streams run at any time."""
+    """Threads that request one answer after the other; ``streams`` has all of them. ``reach`` has the arguments of
+    :class:`pillion.Client`, and ``count`` is the number of concurrent streams."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class StreamLoad:
 def pauses_of(
     streams: Sequence[StreamTimes], at_s: float, within_s: float = BEGINS_WITHIN_S
 ) -> tuple[list[float], list[float]]:
-    """Seconds without a token after a fault, of each stream that was under way then: of those that had a token before,
-    and of those that had none. A pause begins within ``within_s`` of the fault."""
+    """Return the seconds without a token after a fault: of streams that had a token before, and of streams that had
+    none. A pause begins within ``within_s`` of the fault."""
     pauses: list[float] = []
     first_tokens: list[float] = []
     for stream in streams:

@@ -1,11 +1,11 @@
-"""Says which components a drill strikes, what starts them again, and how a signal reaches them.
+"""Which components a drill strikes, what restarts them, and how they are signalled.
 
     status --victims--> one component of each kind --refusals--> nothing, or why the drill does not begin
                                  |
-        with --kill: a command, in which the component's id, role and the signal are filled in
-        without: the process that listens at the component's socket, in the directory of a supervisor that lives
+        with --kill: a command, with the component's id, role and the signal filled in
+        without: the process that listens at the component's socket, in the directory of a live supervisor
 
-Nothing is struck but what the status names, and the Redis of a supervisor whose components it names.
+Only components in the status are struck, and the Redis of a supervisor that runs some of them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.supervisor.runtime_dir import is_supervised
 from pillion.types import ComponentStatus
 
-# A command that strikes or starts a component may take so long.
+# Timeout of a command that strikes or starts a component.
 COMMAND_WITHIN_S = 60.0
 CONNECT_WITHIN_S = 1.0
 UNIX = "unix:"
-# An id is filled into a command only where it can be no option and has no special character.
+# Ids that are safe in a command: no option, no special characters.
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# What the kernel says of the process at the other end of a Unix socket: its process, user and group.
+# Credentials of a Unix socket's peer: process, user and group.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -41,10 +41,10 @@ class Striker:
     """Sends signals to components.
 
     Attributes:
-        kill: the command that sends a signal, with {component}, {role} and {signal} in it. Without it, processes of
-            `pillion serve` on this machine are struck.
-        start: the command that starts a component after it was killed.
-        supervised: whether something else does so for all that ``kill`` strikes.
+        kill: command that sends a signal, with {component}, {role} and {signal} in it. Without it, processes of
+            `pillion serve` on this machine are signalled directly.
+        start: command that starts a killed component.
+        supervised: True if something else restarts what ``kill`` strikes.
     """
 
     kill: str = ""
@@ -52,11 +52,11 @@ class Striker:
     supervised: bool = False
 
     def starts_again(self, component: ComponentStatus) -> bool:
-        """Return whether a component that is killed is started again."""
+        """Return whether a killed component is restarted."""
         return bool(self.start) or self.supervised if self.kill else is_supervised(_socket_of(component).parent)
 
     def check(self, component: ComponentStatus) -> None:
-        """Raise ConfigError or Unavailable where a component cannot be struck."""
+        """Raise ConfigError or Unavailable if a component cannot be struck."""
         if self.kill:
             if not _SAFE_ID.fullmatch(component.component_id):
                 raise ConfigError(f"{component.component_id!r} is no id to be filled into a command")
@@ -67,19 +67,19 @@ class Striker:
             process_at(_socket_of(component))
 
     def send(self, component: ComponentStatus, number: signal.Signals) -> None:
-        """Send a signal to a component. Raises Unavailable where it cannot be sent."""
+        """Send a signal to a component. Raises Unavailable on failure."""
         if self.kill:
             _run(self.kill, component, number)
             return
         try:
             os.kill(process_at(_socket_of(component)), number)
         except (OSError, Unavailable) as error:
-            # A process that has ended while it was stopped needs nothing to go on.
+            # SIGCONT is moot for a process that died while stopped.
             if number is not signal.SIGCONT:
                 raise Unavailable(f"{component.component_id} cannot be struck: {error}") from None
 
     def start_again(self, component: ComponentStatus) -> None:
-        """Start a component that was killed, where that is the drill's to do. Raises Unavailable where it fails."""
+        """Start a killed component if that is the drill's task. Raises Unavailable on failure."""
         if self.kill and self.start:
             _run(self.start, component, signal.SIGCONT)
 
@@ -89,7 +89,7 @@ def _socket_of(component: ComponentStatus) -> Path:
 
 
 def process_at(path: Path) -> int:
-    """Return the id of the process that listens at a Unix socket, by the kernel's word. Raises Unavailable."""
+    """Return the id of the process that listens at a Unix socket. Raises Unavailable."""
     kind = getattr(socket, "SO_PEERCRED", None)
     if kind is None:
         raise Unavailable("only Linux says which process listens at a socket: --kill names a command")
@@ -101,19 +101,19 @@ def process_at(path: Path) -> int:
     except OSError as error:
         raise Unavailable(f"no process listens at {path}: {error}") from None
     if pid <= 0:
-        # The process is in a namespace of processes that this one does not see.
+        # The process is in an invisible PID namespace.
         raise Unavailable(f"the process at {path} is not to be seen from here")
     return int(pid)
 
 
 def _run(template: str, component: ComponentStatus, number: signal.Signals) -> None:
-    """Run a command without a shell. Raises Unavailable where it fails."""
+    """Run a command without a shell. Raises Unavailable on failure."""
     words = {"{component}": component.component_id, "{role}": component.role, "{signal}": number.name}
     argv = shlex.split(template)
     for name, value in words.items():
         argv = [word.replace(name, value) for word in argv]
     try:
-        # The operator has written the command, and nothing is filled in but ids that are checked.
+        # Written by the operator; only checked ids are filled in.
         done = subprocess.run(  # noqa: S603
             argv, capture_output=True, text=True, timeout=COMMAND_WITHIN_S, check=False
         )
@@ -124,8 +124,8 @@ def _run(template: str, component: ComponentStatus, number: signal.Signals) -> N
 
 
 def with_sockets(components: Sequence[ComponentStatus]) -> list[ComponentStatus]:
-    """Return components with the sockets by which their processes are found: a gateway of `pillion serve`, whose
-    address is a port, has one beside those of its workers. The supervisors' Redis comes after them, one for each."""
+    """Return components with the sockets by which to find their processes: a gateway of `pillion serve`, whose address
+    is a port, has one beside those of its workers. Adds each supervisor's Redis."""
     parents = {_socket_of(one).parent for one in components if one.address.startswith(UNIX)}
     folders = sorted(folder for folder in parents if is_supervised(folder))
     found = []
@@ -137,8 +137,8 @@ def with_sockets(components: Sequence[ComponentStatus]) -> list[ComponentStatus]
 
 
 def victims(components: Sequence[ComponentStatus], kinds: Sequence[str] = KINDS) -> list[ComponentStatus]:
-    """Return the components to strike, in order: the busiest of each kind. A gateway is struck only where there are
-    several, for the streams of the only one have nowhere to go."""
+    """Return the components to strike, in order: the busiest of each kind. The only gateway is not struck, since its
+    streams could not move."""
     chosen = []
     for kind in KINDS:
         found = [one for one in components if one.role == kind and kind in kinds]
@@ -150,7 +150,7 @@ def victims(components: Sequence[ComponentStatus], kinds: Sequence[str] = KINDS)
 def refusals(
     components: Sequence[ComponentStatus], chosen: Sequence[ComponentStatus], striker: Striker
 ) -> Iterator[str]:
-    """Yield why a drill may not begin: the cluster is not whole, a component has no spare, or cannot be struck."""
+    """Yield why a drill may not begin: the cluster is incomplete, or a component has no spare or cannot be struck."""
     if not chosen:
         yield "there is no component to strike"
     for one in components:

@@ -1,9 +1,9 @@
-"""Holds what the processes of one machine share.
+"""Resources shared by the processes of one machine.
 
-    cores.py                which of the machine's cores a process may use, and threads that leave them to others
+    cores.py                cores that a process may use, and background threads that yield to others
     core_lending_table.py   shared memory by which the workers of one host lend each other cores
-    locks.py                locks that end with the process that has them
-    adapter_folders.py      where copies of adapters lie, and when old ones go
+    locks.py                file locks that end with their process
+    adapter_folders.py      location of cached adapters, and their eviction
 
-Nothing here knows of requests.
+Independent of requests.
 """

@@ -1,12 +1,12 @@
-"""Says where a machine keeps its copies of adapters: by their digests, in the model cache that all components share.
+"""Cache of adapters on a machine, by digest, in the model cache that all components share.
 
 $PILLION_CACHE or ~/.cache/pillion
 `-- adapters/
-    |-- <digest>/         the ADAPTER_FILES, whole and never changed
-    `-- <random>.tmp/     a draft, locked by the process that writes it, and renamed into its place
+    |-- <digest>/         the ADAPTER_FILES, complete and immutable
+    `-- <random>.tmp/     a draft, locked by the process that writes it, then renamed
 
-Whoever begins a draft makes room for it first: drafts of processes that have ended go, then the copies that were used
-longest ago.
+A process that begins a draft makes room first: it removes drafts of dead processes, then the least recently used
+copies.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from pillion.host.locks import try_lock
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTERS = "adapters"
-# An adapter's config may have this many bytes, and so may the header of its tensors; the header of a large model's
-# adapter has some hundred kilobytes.
+# Limits of an adapter's config, and of the header of its tensors, some hundred kilobytes for a large model's adapter.
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
-# The tensors of one adapter may have this many bytes.
+# Limit of one adapter's tensors.
 MAX_ADAPTER_BYTES = 8 * 2**30
-# All copies on a machine together have this many bytes at most, unless --lora-store-bytes says otherwise.
+# Default of --lora-store-bytes.
 STORE_BYTES = 64 * 2**30
-# Bringing an adapter's files from another machine takes this long at most.
+# Timeout of a transfer of an adapter's files between machines.
 TRANSFER_TIMEOUT_S = 120.0
-# Copies of adapters leave this much of the disk free.
+# Free disk space to keep when caching adapters.
 MIN_FREE_BYTES = 2**30
-# A copy of an adapter that was not used for this long may be removed.
+# Idle time after which a copy may be removed.
 KEEP_S = 3600.0
-# From this age on, a draft without a lock has lost the process that wrote it.
+# Age from which an unlocked draft is known to be abandoned.
 MIN_DRAFT_AGE_S = 60.0
 
 
@@ -52,14 +51,14 @@ def cache_root() -> Path:
 
 
 def is_adapter_digest(text: str) -> bool:
-    """Return whether ``text`` may name an adapter: a SHA-256 in hexadecimal."""
+    """Return whether ``text`` is a SHA-256 in hexadecimal."""
     return _DIGEST.fullmatch(text) is not None
 
 
 @contextlib.contextmanager
 def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> Iterator[Path]:
-    """Yield a new folder for an adapter's files, beside their place in ``adapters``, and remove it if it is still
-    there at the end. Raises OSError where there is no room for ``size_bytes``."""
+    """Yield a new folder for an adapter's files, beside their final place in ``adapters``, and remove it at the end if
+    it still exists. Raises OSError if there is no room for ``size_bytes``."""
     make_room(adapters, size_bytes, max_bytes)
     draft = adapters / f"{secrets.token_hex(8)}.tmp"
     draft.mkdir()
@@ -73,7 +72,7 @@ def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES)
 
 def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> None:
     """Remove old drafts and copies of adapters until ``size_bytes`` more fit below ``max_bytes`` and on the disk.
-    Raises OSError where that is not enough."""
+    Raises OSError if that is not enough."""
     now, kept = time.time(), []
     for folder in adapters.iterdir():
         try:
@@ -104,7 +103,7 @@ def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> 
 
 @contextlib.contextmanager
 def _locked(draft: Path) -> Iterator[bool]:
-    """Holds a draft's lock, which ends with this process. Yields False where another process holds the lock."""
+    """Lock a draft; yield False if another process has it locked. The lock ends with this process."""
     descriptor = os.open(draft, os.O_RDONLY)
     try:
         yield try_lock(descriptor)

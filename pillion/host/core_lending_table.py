@@ -1,14 +1,13 @@
-"""Makes the lending table by which the workers of one host lend each other cores: a line of shared memory for each
-core. Linux only.
+"""Table by which the workers of one host lend each other cores: a line of shared memory per core. Linux only.
 
     owner, at each kernel of a run:     OWNED_UNTIL = now + LOAN_NS         at the run's end: now + LINGER_NS
     borrower, before each kernel:       not owned, not lent?  LENT_UNTIL = now + LOAN_NS      when it leaves: 0
 
-A worker owns a share of the cores, and its thread pool has a thread for each core of the lending table. Threads on its
-own cores take part in every run; a thread on a borrowed core takes part in a kernel only while the core's owner is
-idle, and at most one borrower has a core at a time. Both words are times (nanoseconds of CLOCK_MONOTONIC) and not
-marks, so a process that dies or is stopped holds nothing for longer than LOAN_NS, and nobody has to clean up after it.
-Only speed depends on the lending table: at worst, two threads take turns on one core.
+A worker owns a share of the cores, and its thread pool has a thread for each core in the table. Threads on its own
+cores take part in every run; a thread on a borrowed core takes part in a kernel only while the core's owner is idle,
+and a core has at most one borrower. Both words are times (nanoseconds of CLOCK_MONOTONIC) instead of flags, so a
+process that dies or is stopped occupies nothing for longer than LOAN_NS, without any cleanup. Only speed depends on the
+table: at worst, two threads share one core.
 
 The machine code is in :mod:`pillion.kernels.cpu.runtime.thread_pool_code`.
 """
@@ -27,21 +26,18 @@ from pillion.errors import ConfigError
 from pillion.host.cores import MAX_CORES
 
 LINE_BYTES = 64
-# In the line of a core, the words stand at these places. Only the first line of an owner's cores has the time until
-# which the owner keeps all its cores.
+# Offsets of the words in a core's line. An owner's OWNED_UNTIL for all its cores is in the line of its first core.
 OWNED_UNTIL, LENT_UNTIL, OWNER, PROCESSOR = (8 * word for word in range(4))
-# A loan that is not renewed lasts this long. A kernel that takes longer shares its core for the rest of its time.
+# Duration of an unrenewed loan. A longer kernel shares its core for the rest of its time.
 LOAN_NS = 200_000_000
-# After a run, a worker lends its cores only when this time has passed, which is longer than the host needs between two
-# steps of a busy worker.
+# Delay after a run before a worker lends its cores: longer than the gap between two steps of a busy worker.
 LINGER_NS = 3_000_000
-# A lending table may name processors below this number.
+# Limit of processor numbers.
 MAX_PROCESSORS = 2**16
 
 
 class CoreLendingTable:
-    """Maps a lending table. :meth:`create` makes one, :meth:`open` maps that of another process; :meth:`close` unmaps
-    it.
+    """A mapped lending table. :meth:`create` makes one, :meth:`open` maps another process's; :meth:`close` unmaps it.
 
     ``address`` is where it is mapped; ``cores`` is the number of its lines.
     """
@@ -55,12 +51,12 @@ class CoreLendingTable:
 
     @classmethod
     def create(cls, owners: Sequence[int], processors: Sequence[int] = ()) -> CoreLendingTable:
-        """Make a lending table in memory with no path of its own, which ends with its last user. Raises OSError where
-        the system gives none.
+        """Create a lending table in anonymous memory, which lives until its last user. Raises OSError if the system has
+        none.
 
         Args:
-            owners: for each core the first core of its owner. A core that nobody owns is its own first core.
-            processors: the processor's number of each core, or () where the system places the threads.
+            owners: first core of each core's owner. A core without an owner is its own first core.
+            processors: processor number of each core, or () if the system places the threads.
         """
         descriptor = os.memfd_create("pillion-cores")
         os.ftruncate(descriptor, len(owners) * LINE_BYTES)
@@ -72,8 +68,7 @@ class CoreLendingTable:
 
     @classmethod
     def open(cls, path: str) -> CoreLendingTable:
-        """Map the lending table at ``path``. Raises ConfigError where there is none, or one whose words cannot be
-        trusted."""
+        """Map the lending table at ``path``. Raises ConfigError if it is missing or untrustworthy."""
         descriptor = -1
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -90,36 +85,33 @@ class CoreLendingTable:
 
     @property
     def path(self) -> str:
-        """Path at which other processes of this user open the table, as long as this process lives."""
+        """Path at which other processes of this user can open the table, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def line(self, core: int) -> int:
-        """Return the address of a core's line."""
         return self.address + core * LINE_BYTES
 
     def owner(self, core: int) -> int:
-        """Return the first core of the owner of ``core``."""
         return self._words[self._place(core, OWNER)]
 
     def owned(self, first: int) -> range:
-        """Return the cores of the owner whose first core is ``first``; a core that nobody else owns belongs to
-        itself."""
+        """Return the cores of the owner whose first core is ``first``; an unowned core belongs to itself."""
         return range(first, first + sum(self.owner(core) == first for core in range(self.cores)))
 
     def processor(self, core: int) -> int:
-        """Return the number of the processor that the core is, or -1."""
+        """Return the processor number of a core, or -1."""
         return self._words[self._place(core, PROCESSOR)]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every core has an owner, shares are in one piece, and no time is too far off."""
+        """Raise AssertionError unless every core has an owner, shares are contiguous, and no time is too far off."""
         self._check_owners()
-        # The times are read before the clock, because other processes may write later ones meanwhile.
+        # Before the clock, because other processes may write later times meanwhile.
         times, last = self._times(), time.monotonic_ns() + LOAN_NS
         for core, pair in enumerate(times):
             assert 0 <= min(pair) <= max(pair) <= last, f"core {core} is held for longer than a loan lasts"
 
     def _check_owners(self) -> None:
-        """Raise AssertionError for words that native code must not trust, also where Python leaves out its asserts."""
+        """Raise AssertionError for words that native code must not trust, even with Python's asserts disabled."""
         owners = [self.owner(core) for core in range(self.cores)]
         if owners != sorted(owners):
             raise AssertionError("an owner's cores are not in one piece")
@@ -132,7 +124,7 @@ class CoreLendingTable:
                 raise AssertionError(f"core {core} is no processor")
 
     def _times(self) -> list[tuple[int, int]]:
-        """Return, for each core, until when its owner keeps it and until when its borrower does."""
+        """Return, for each core, until when its owner and its borrower have it."""
         words, place = self._words, self._place
         return [(words[place(core, OWNED_UNTIL)], words[place(core, LENT_UNTIL)]) for core in range(self.cores)]
 
@@ -141,15 +133,15 @@ class CoreLendingTable:
         return (core * LINE_BYTES + word) // 8
 
     def hold(self) -> object:
-        """Return an object that keeps the lending table mapped, even after :meth:`close`, as long as it lives: native
-        threads use the memory and do not see this object."""
+        """Return an object that keeps the table mapped during its lifetime, even after :meth:`close`, for native
+        threads that use the memory."""
         return ctypes.c_char.from_buffer(self._memory)
 
     def close(self) -> None:
-        """Unmap the lending table, at once or when its last holder ends. Repeated calls do nothing."""
+        """Unmap the table, now or when its last holder ends. Idempotent."""
         if self._descriptor >= 0:
             self._words.release()
-            # Memory that something still holds cannot be unmapped; that happens with its last reference.
+            # Unmapping fails while the memory is in use; it then happens with the last reference.
             with contextlib.suppress(BufferError):
                 self._memory.close()
             os.close(self._descriptor)
@@ -158,10 +150,10 @@ class CoreLendingTable:
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """Names a worker's cores in a lending table: those of the owner whose first core is ``first_core``.
+    """A worker's cores in a lending table: those of the owner whose first core is ``first_core``.
 
-    Without ``borrows`` the worker keeps and lends its cores but computes on no others. A worker's ranks borrow none;
-    one of them keeps the cores of all while steps run.
+    Without ``borrows`` the worker reserves and lends its cores but computes on no others. A worker's ranks borrow none;
+    one of them reserves the cores of all while steps run.
     """
 
     lending_table: CoreLendingTable

@@ -1,4 +1,4 @@
-"""Finds the machine's cores that this process may use, and makes background threads leave the cores to others."""
+"""Cores that this process may use, and niceness of background threads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from threading import get_native_id
 from pillion.errors import ConfigError
 
 MAX_CORES = 1024
-# A thread pool of the CPU kernels can have at most this many threads.
+# Limit of a thread pool of the CPU kernels.
 MAX_CPU_THREADS = 512
-# Threads beside steps are this much nicer than those that compute steps: both use the same cores, and a step is as slow
-# as its slowest thread. Their niceness is not the highest, because such a thread may hold the interpreter's lock while
-# a step waits for it.
+# Extra niceness of threads beside those that compute steps: they share the cores, and a step is as slow as its slowest
+# thread. Not the max, because such a thread may hold the GIL while a step waits for it.
 BACKGROUND_NICENESS = 10
 
 
@@ -27,20 +26,20 @@ def allowed_cores() -> frozenset[int]:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, by its affinity and by a container's quota where there is one."""
+    """Return how many cores this process may use, by its affinity and any container quota."""
     return max(1, int(min(len(allowed_cores()), quota_cores())))
 
 
 def quota_cores(root: Path = Path("/")) -> float:
-    """Return how many cores' time the control groups of this process have: the tightest quota of its own group and of
-    all groups around it, of either version. It is infinite where there is none, and outside Linux."""
+    """Return this process's CPU quota in cores: the tightest quota of its control group and all enclosing ones, of
+    either version. Infinite if there is none, and outside Linux."""
     groups = root / "sys" / "fs" / "cgroup"
     try:
         lines = (root / "proc" / "self" / "cgroup").read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         lines = []
-    # Version 2 names no controllers. In a container without a namespace of its own for groups the path is the host's,
-    # and the container's own group stands at the root.
+    # Version 2 names no controllers. In a container without a cgroup namespace the path is the host's, and the
+    # container's own group is the root.
     found, own = [math.inf], [tuple(line.split(":", 2)[1:]) for line in lines if line.count(":") > 1]
     for controllers, path in (("", "/"), ("cpu", "/"), *own):
         if controllers and "cpu" not in controllers.split(","):
@@ -52,7 +51,7 @@ def quota_cores(root: Path = Path("/")) -> float:
 
 
 def _quota(folder: Path) -> float:
-    """Return the cores' time that one control group may have; infinite where it has no quota, or is not there."""
+    """Return one control group's quota in cores; infinite without a quota or a group."""
     try:
         if (file := folder / "cpu.max").is_file():
             quota, period = file.read_text("ascii").split()
@@ -66,8 +65,8 @@ def _quota(folder: Path) -> float:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Parse a list of cores: "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for a text that is no list, and for cores
-    that this process lacks."""
+    """Parse a list of cores: "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for invalid text, and for cores that this
+    process may not use."""
     cores: list[int] = []
     for part in filter(None, text.replace(" ", "").split(",")):
         first, dash, last = part.partition("-")
@@ -85,6 +84,6 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def give_way() -> None:
-    """Make this thread, and those that it starts, nice, where threads have a niceness of their own."""
+    """Make this thread, and threads that it starts, nice, on systems with per-thread niceness."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)

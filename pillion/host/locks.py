@@ -1,4 +1,4 @@
-"""Takes locks of files and folders, which end with the process that has them."""
+"""Locks of files and folders that end with their process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import IO
 
 
 def try_lock(file: int | IO[bytes]) -> bool:
-    """Lock an open file or folder until it is closed. Returns False where another process, or another place in this
-    one, has its lock. Raises OSError."""
+    """Lock an open file or folder until it is closed. Return False if another process, or another descriptor in this
+    one, has it locked. Raises OSError."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""`pillion bench` puts load on a running service and shows what its clients see. It works with the SDK alone.
+"""`pillion bench`: puts load on a running service and measures what its clients see. Depends on the SDK alone.
 
     load.py    config, seed -> sessions with arrival times        traces.py: recorded traffic
        |
@@ -8,6 +8,6 @@
        |
     report.py  JSON, table               run.py: one run or a sweep, from target to result
 
-Open `run` first. All modules but drive, run, the targets and the writing of files are sans-IO and follow from the
-config alone. Nothing in here imports a server.
+Open `run` first. All modules but drive, run, the targets and the writing of files are sans-IO and deterministic in the
+config. Nothing here imports a server.
 """

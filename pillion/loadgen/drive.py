@@ -1,10 +1,10 @@
 """Sends sessions at their times and records the answers.
 
-    open loop     a session begins at its time, however slow the server is; a cap may hold its requests back
+    open loop     a session begins at its time, however slow the server is; a cap may delay its requests
     closed loop   a fixed number of sessions at any time; the next begins when one ends
-    turns         the next is due a pause after the answer before it ended: a person reads first
+    turns         the next is due a pause after the previous answer ended: the user reads first
 
-The clock's zero is the run's begin. Nothing waits for ever: a request ends with its deadline, and with it its session.
+Time zero is the begin of the run. Every wait is limited: a request ends with its deadline, and with it its session.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NO_CAP = 1 << 20
 
 @dataclass
 class LoadDriver:
-    """Drives one run over one target. An instance is used once.
+    """Drives one run against one target. Use an instance once.
 
     Attributes:
-        concurrency: number of sessions at any time in a closed loop; None: each session begins at its own time.
-        max_concurrency: most requests in flight at once; None for no cap.
-        timeout_s: longest time of one request, from when it was sent.
-        as_chat: token ids are sent as a message of words.
+        concurrency: sessions at any time in a closed loop; None: each session begins at its own time.
+        max_concurrency: limit of requests in flight; None for none.
+        timeout_s: timeout of one request, from when it was sent.
+        as_chat: send token ids as a message of words.
         on_done: called after each request.
     """
 
@@ -51,7 +51,7 @@ class LoadDriver:
         self._begin = 0.0
 
     async def run(self) -> Run:
-        """Drive the run, and return when every request has ended; cancelling it cancels all of them."""
+        """Drive the run and return when every request has ended. Cancelling it cancels all of them."""
         stalls: list[float] = []
         watching = asyncio.create_task(_watch_loop(stalls))
         cpu, self._begin = time.process_time(), time.perf_counter()
@@ -149,12 +149,12 @@ class LoadDriver:
         return time.perf_counter() - self._begin
 
     async def _sleep_until(self, at_s: float) -> None:
-        # A late session yields to the loop too, so that requests go out before more are made.
+        # Late sessions yield to the loop as well, so that requests are sent before more are created.
         await asyncio.sleep(max(0.0, at_s - self._now()))
 
 
 async def _watch_loop(stalls: list[float]) -> None:
-    """Record how late a timer of the event loop fires: a message that arrives meanwhile waits as long to be read."""
+    """Record how late a timer of the event loop fires: messages wait as long to be read."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(STALL_PERIOD_S)

@@ -1,12 +1,12 @@
-"""Records one request as its client saw it, and computes the figures of many such records. Sans-IO.
+"""Record of one request as its client saw it, and statistics over many. Sans-IO.
 
     due --- lag, held by the cap ---> sent ------> first token -- gap -- next message ... last token
     |<--------------------- TTFT ---------------------->|<------------- decode ------------>|
     |<--------------------------------------- e2e ----------------------------------------->|
 
-Every latency is counted from ``due``, the intended arrival. A client that is late, or a cap on requests under way,
-lengthens latencies and hides nothing: the omission that Gil Tene calls coordinated cannot happen. How late the client
-itself was is reported separately.
+Every latency counts from ``due``, the intended arrival. A late client, or a cap on requests in flight, lengthens
+latencies and hides nothing, which avoids Gil Tene's coordinated omission. The client's own lateness is reported
+separately.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Records one request. Times are in seconds since the run's begin.
+    """Record of one request. Times are in seconds since the run's begin.
 
     Attributes:
-        held_s: how long a cap on requests under way held it back.
-        messages: (time, tokens) of each message that brought tokens; 1 token where the server does not report it.
-        prompt_tokens, cached_tokens, output_tokens: as the server counted them, else as requested and as received.
-        asked_tokens: the requested length of the answer.
+        held_s: delay by a cap on requests in flight.
+        messages: (time, tokens) of each message with tokens; 1 token if the server does not report it.
+        prompt_tokens, cached_tokens, output_tokens: as counted by the server, else as requested and as received.
+        asked_tokens: requested length of the answer.
         status: "ok", or the kind of failure; ``error`` is its message.
     """
 
@@ -52,28 +52,27 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Say whether the request was answered, with at least one token."""
+        """True if the request was answered with at least one token."""
         return self.status == OK
 
     @property
     def ttft_s(self) -> float:
-        """Time from the intended arrival to the first token; infinite where no token came."""
+        """Time from the intended arrival to the first token; infinite without a token."""
         return self.messages[0][0] - self.due_s if self.messages else math.inf
 
     @property
     def e2e_s(self) -> float:
-        """Time from the intended arrival to the last token; infinite where the request failed."""
+        """Time from the intended arrival to the last token; infinite for a failed request."""
         return self.messages[-1][0] - self.due_s if self.ok and self.messages else math.inf
 
     @property
     def itl_s(self) -> list[float]:
-        """Gaps between messages. A message of several tokens makes one gap, because its reader waits for all
-        of them at once."""
+        """Gaps between messages. A message of several tokens makes one gap, because they arrive together."""
         return [after[0] - before[0] for before, after in itertools.pairwise(self.messages)]
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of an output token after the first message; 0 where no other message came."""
+        """Mean time per output token after the first message; 0 for a single message."""
         if len(self.messages) < 2:
             return 0.0
         later = max(1, self.output_tokens - self.messages[0][1])
@@ -81,20 +80,20 @@ class Record:
 
     @property
     def lag_s(self) -> float:
-        """Time by which the client itself sent the request too late."""
+        """Delay by which the client itself sent the request late."""
         return self.sent_s - self.due_s - self.held_s
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Records what happened in one run.
+    """Observations of one run.
 
     Attributes:
         records: in order of their intended arrival.
         duration_s: from the begin to the end of the last answer.
         cpu_s: processor time of this process during the run.
-        stalls_s: how late a timer of the event loop was, sampled each 50 ms.
-        unsent: turns that were not sent because the one before them failed.
+        stalls_s: lateness of a timer of the event loop, sampled every 50 ms.
+        unsent: turns that were not sent because the previous one failed.
     """
 
     records: tuple[Record, ...]
@@ -105,8 +104,7 @@ class Run:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile, linear between the closest ranks as numpy's default is. Raises ValueError without any
-    value."""
+    """Return the percentile, interpolated linearly like numpy's default. Raises ValueError without values."""
     if not values:
         raise ValueError("no value has no percentile")
     ordered = sorted(values)
@@ -118,7 +116,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Return the mean, percentiles and maximum, in ms, of values in seconds, or None where there is no value."""
+    """Return mean, percentiles and maximum, in ms, of values in seconds; None without values."""
     if not values:
         return None
     found = {f"p{percent}": percentile(values, percent) * 1000 for percent in PERCENTILES}
@@ -126,7 +124,7 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
-    """Describe the run in numbers: rates over ``duration_s``, latencies in ms over the requests that were answered."""
+    """Return the run's statistics: rates over ``duration_s``, latencies in ms over the answered requests."""
     answered = [record for record in records if record.ok]
     tokens_in = sum(record.prompt_tokens for record in answered)
     tokens_out = sum(record.output_tokens for record in answered)
@@ -155,7 +153,7 @@ def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
 
 
 def errors(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Return how many errors of each kind there are, and the message of the first."""
+    """Return the number of errors by kind, and the message of the first of each."""
     counts = Counter(record.status for record in records if not record.ok)
     first = {record.status: record.error for record in reversed(records)}
     return {status: {"count": count, "first": first[status]} for status, count in counts.most_common()}
@@ -175,8 +173,8 @@ def client_figures(run: Run) -> dict[str, Any]:
     }
 
 
-# A request counts as held back by the cap if it waited HELD_S or longer. Beyond the other bounds the client itself
-# changes the figures.
+# Min delay of a request that counts as held back by the cap; and limits beyond which the client itself may distort the
+# figures.
 HELD_S = 0.005
 MAX_LAG_MS = 10.0
 MAX_CPU_SHARE = 0.8
@@ -184,7 +182,7 @@ MAX_LAG_OF_TTFT = 0.1
 
 
 def bottleneck(client: dict[str, Any], ttft_ms: dict[str, float] | None) -> str:
-    """Say why the figures may show the client's limits instead of the server's; "" where nothing suggests that."""
+    """Return why the figures may show the client's limits instead of the server's; "" if nothing suggests that."""
     reasons = []
     if client["cpu_share"] > MAX_CPU_SHARE:
         reasons.append(f"it used {client['cpu_share']:.0%} of one core")

@@ -1,9 +1,9 @@
-"""Makes sessions from a config: arrival times and prompts. Everything follows from the seed; sans-IO.
+"""Sessions from a config: arrival times and prompts, deterministic in the seed. Sans-IO.
 
-random   one request a session: token ids, no two prompts alike
-trace    one request a session: a row of a recorded trace
-chats    several turns a session: one of a few system prompts that many share (Zipf), then the user's messages; each
-         turn sends the whole history, with the answers that the server really gave
+random   one request per session: token ids, no two prompts alike
+trace    one request per session: a row of a recorded trace
+chats    several turns per session: one of a few shared system prompts (Zipf), then the user's messages; each turn sends
+         the whole history, with the server's actual answers
 
 Sessions arrive by a renewal process with gamma distributed gaps, as in `vllm bench serve`:
 
@@ -27,13 +27,13 @@ from pillion.loadgen.traces import PromptMaker, read_trace
 
 PROCESSES = ("poisson", "constant", "gamma")
 MIN_BURSTINESS = 1e-3
-# No prompt and no answer of a load has more tokens than this.
+# Tokens per prompt and per answer.
 MAX_TOKENS = 1 << 20
 WORKLOADS = ("random", "chats", "trace")
 MAX_REQUESTS = 1_000_000
-# Prompts are made before the clock starts, four bytes a token.
+# Prompts are made before the clock starts, at four bytes per token.
 MAX_PREPARED_TOKENS = 200_000_000
-# Each of these words is one token in the usual vocabularies; a prompt's true length is the server's count.
+# Words of one token in the usual vocabularies; a prompt's true length is the server's count.
 WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
     *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
@@ -45,14 +45,14 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """Describes the load of one run; see `pillion bench run --help`.
+    """Load of one run; see `pillion bench run --help`.
 
     Attributes:
-        rate: sessions a second; None for a closed loop, or for a trace's own times.
-        concurrency: number of sessions at any time in a closed loop.
-        requests: most requests. ``duration_s``: no request arrives later than this.
-        token_range: the first token id of random prompts, and the first one beyond them.
-        max_model_len: rows of a trace that need more tokens are left out.
+        rate: sessions per second; None for a closed loop, or for a trace's own times.
+        concurrency: sessions at any time in a closed loop.
+        requests: max requests. ``duration_s``: time after which no request arrives.
+        token_range: first token id of random prompts, and end of the range.
+        max_model_len: skip rows of a trace that need more tokens.
     """
 
     workload: str = "random"
@@ -76,7 +76,7 @@ class LoadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Describes one request of a session: token ids, or the user's next message after a pause of ``think_s``."""
+    """One request of a session: token ids, or the user's next message after a pause of ``think_s``."""
 
     output_tokens: int
     ids: Sequence[int] = ()
@@ -86,8 +86,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
-    """Holds one user's requests, in their order. ``at_s`` is when the session begins, and ``system`` is its first
-    message."""
+    """One user's requests, in order. ``at_s`` is the session's begin, ``system`` its first message."""
 
     at_s: float
     turns: tuple[Turn, ...]
@@ -95,7 +94,7 @@ class LoadSession:
 
 
 def make_sessions(config: LoadConfig) -> list[LoadSession]:
-    """Make all sessions of the config, in order of arrival. Raises ConfigError for a config that cannot work."""
+    """Return all sessions of the config, in order of arrival. Raises ConfigError for an impossible config."""
     try:
         return _make(config)
     except (ValueError, OSError) as error:
@@ -103,7 +102,7 @@ def make_sessions(config: LoadConfig) -> list[LoadSession]:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """Return a word for each id: prompts that begin with the same ids begin with the same text."""
+    """Return a word per id, so that prompts that share leading ids share leading text."""
     return " ".join(WORDS[token % len(WORDS)] for token in ids)
 
 
@@ -180,7 +179,7 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
         raise ValueError(f"{config.trace} has no request that fits")
     times = [(row.timestamp - rows[0].timestamp) / 1000 for row in rows]
     if config.rate is not None and times[-1]:
-        # The pattern of arrivals stays as recorded; their mean rate becomes the requested one.
+        # Scale the times to the requested mean rate, preserving the pattern of arrivals.
         factor = (len(rows) - 1) / times[-1] / config.rate
         times = [at_s * factor for at_s in times]
     maker, sessions, tokens = PromptMaker(config.seed, _vocabulary(config)), [], 0
@@ -195,7 +194,7 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
 
 
 def burstiness_of(process: str, burstiness: float) -> float:
-    """Return the shape of the gaps. Raises ValueError for a process or a factor that does not exist."""
+    """Return the shape of the gaps. Raises ValueError for an unknown process or an invalid factor."""
     if process not in PROCESSES:
         raise ValueError(f"arrivals {process!r} are none of {', '.join(PROCESSES)}")
     if process == "gamma" and not MIN_BURSTINESS <= burstiness < math.inf:
@@ -204,10 +203,10 @@ def burstiness_of(process: str, burstiness: float) -> float:
 
 
 def arrival_times(rate: float, burstiness: float, seed: int, count: int, until_s: float | None = None) -> list[float]:
-    """Return the arrival times of at most ``count`` sessions, in seconds from the begin, ``rate`` a second.
+    """Return the arrival times of up to ``count`` sessions, in seconds from the begin, at ``rate`` per second.
 
-    Without ``until_s`` the gaps are scaled so that the last one is at ``count / rate``: few arrivals drawn at random
-    would otherwise have another rate than the requested one. Raises ValueError for a rate that is not positive.
+    Without ``until_s`` the gaps are scaled so that the last arrival is at ``count / rate``: few random arrivals would
+    otherwise miss the requested rate. Raises ValueError for a rate that is not positive.
     """
     if not 0 < rate < math.inf:
         raise ValueError(f"a rate of {rate:g} requests a second is not above 0")
@@ -218,17 +217,17 @@ def arrival_times(rate: float, burstiness: float, seed: int, count: int, until_s
         times = list(itertools.accumulate(gaps))
     if until_s is not None:
         return [at_s for at_s in times if at_s <= until_s]
-    # The gaps of very bursty arrivals may all be rounded to zero.
+    # Gaps of very bursty arrivals may all round to zero.
     factor = count / rate / times[-1] if times and times[-1] > 0 else 1.0
     return [at_s * factor for at_s in times]
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Represents a distribution over whole numbers in [low, high].
+    """Distribution over whole numbers in [low, high].
 
-    With ``sigma`` None it is uniform. Otherwise it is log-normal with ``median`` and the standard deviation ``sigma``
-    of the logarithm; draws beyond the bounds are moved to them.
+    Uniform if ``sigma`` is None, otherwise log-normal with ``median`` and standard deviation ``sigma`` of the
+    logarithm, clamped to the range.
     """
 
     low: int
@@ -237,7 +236,7 @@ class Lengths:
     sigma: float | None = None
 
     def draw(self, random_: random.Random) -> int:
-        """Draw the next length, in tokens."""
+        """Return a random length in tokens."""
         if self.sigma is None:
             return random_.randint(self.low, self.high)
         drawn = random_.lognormvariate(math.log(self.median), self.sigma)
@@ -245,7 +244,7 @@ class Lengths:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Read ``N``, ``uniform:LOW,HIGH`` or ``lognormal:MEDIAN,SIGMA[,MAX]``. Raises ValueError for any other text."""
+    """Parse ``N``, ``uniform:LOW,HIGH`` or ``lognormal:MEDIAN,SIGMA[,MAX]``. Raises ValueError for other text."""
     kind, colon, rest = text.strip().partition(":")
     try:
         numbers = [float(number) for number in (rest if colon else kind).split(",")]

@@ -1,8 +1,8 @@
-"""Puts a server with OpenAI's HTTP API under load, over asyncio's own sockets, so that the client costs little.
+"""Load on a server with OpenAI's HTTP API, through asyncio's own sockets to keep the client cheap.
 
-Each stream in flight has an HTTP/1.1 connection, which is kept and used again when the answer is complete.
+Each stream in flight has an HTTP/1.1 connection, which is reused after a complete answer.
 
-    take a connection (kept or new) -> send -> read: head | events ... | end -> keep it
+    pick a connection (idle or new) -> send -> read: head | events ... | end -> reuse it
                                                      '- anything else -> close it, TargetError
 """
 
@@ -29,12 +29,11 @@ DATA, DONE, BREAK = b"data:", b"[DONE]", b"\r\n"
 
 
 class EventReader:
-    """Takes the bytes of one HTTP/1.1 response and gives the payloads of its server-sent events (RFC 9112, 6 and 7.1).
-    Sans-IO.
+    """Parses one HTTP/1.1 response and returns the payloads of its server-sent events (RFC 9112, 6 and 7.1). Sans-IO.
 
     Attributes:
-        status: the response's status; 0 until its head is whole.
-        done: whether the body is complete; the connection can then be used again if ``reusable``.
+        status: the response's status; 0 until the head is complete.
+        done: True once the body is complete; the connection can then be reused if ``reusable``.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class EventReader:
             self._line = b""
 
     def end(self) -> None:
-        """Take the end of the connection. Raises ValueError unless this body ends that way."""
+        """Handle the end of the connection. Raises ValueError unless this body ends that way."""
         if not self.status or self._chunked or self._left:
             raise ValueError("the connection ended in the middle of the answer")
         self.done, self.reusable = True, False
@@ -105,12 +104,12 @@ class EventReader:
 
 
 class OpenAITarget:
-    """Represents an OpenAI server: ``/v1/completions`` for token ids, ``/v1/chat/completions`` for conversations.
+    """An OpenAI server: ``/v1/completions`` for token ids, ``/v1/chat/completions`` for conversations.
 
     Args:
-        url: such as ``http://host:8000`` or ``https://host/v1``.
-        model: the server's name of the model; empty: the first one of ``/v1/models``, once :meth:`describe` was called.
-        ignore_eos: sent only where true, because OpenAI's own service does not know it.
+        url: e.g. ``http://host:8000`` or ``https://host/v1``.
+        model: the server's name of the model; empty: the first of ``/v1/models``, after :meth:`describe`.
+        ignore_eos: only sent if True, because OpenAI's own service rejects it.
         ca, cert, key: PEM files, for https.
 
     Raises ConfigError.
@@ -203,8 +202,8 @@ class OpenAITarget:
                 writer.close()
 
     async def _send(self, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Send a request on a kept connection, or on a new one where the server has closed the kept ones. Returns the
-        first bytes."""
+        """Send a request on an idle connection, or on a new one if the server has closed those. Return the first
+        bytes."""
         while True:
             kept = bool(self._idle)
             if kept:
@@ -229,7 +228,7 @@ class OpenAITarget:
 
 
 def message_of(payload: bytes) -> AnswerMessage:
-    """Read the message of one event. Raises TargetError for an error event, or for an event that is not OpenAI's."""
+    """Decode the message of one event. Raises TargetError for an error event, or for an event not in OpenAI's form."""
     try:
         event = json.loads(payload)
         if error := event.get("error"):
@@ -245,8 +244,8 @@ def message_of(payload: bytes) -> AnswerMessage:
         choice = choices[0]
         if (delta := choice.get("delta")) is not None:
             text = delta.get("content") or ""
-            # A chat's first event only opens the message, and has a role; an event with a token whose text is not
-            # certain yet has none.
+            # A chat's first event opens the message with a role and has no token; an event whose token's text is
+            # still incomplete has no text.
             shown = text or delta.get("reasoning_content") or delta.get("reasoning")
             empty = "content" not in delta or bool(delta.get("role"))
         else:

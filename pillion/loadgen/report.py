@@ -1,4 +1,4 @@
-"""Writes the result of a run as JSON (``schema`` 1) and as tables."""
+"""Result of a run as JSON (``schema`` 1) and as tables."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of one run, ready for JSON. ``warning`` is empty where there is no reason for one."""
+    """Return the result of one run, ready for JSON. ``warning`` is empty if there is no reason for one."""
     summary = summarize(run.records, run.duration_s)
     if config["load"]["concurrency"]:
-        # In a closed loop the server's pace sets the rate, so no rate is offered.
+        # In a closed loop the server's pace determines the rate.
         summary["offered_requests_per_s"] = None
     client = client_figures(run)
     met = good(objectives, run.records)
@@ -52,7 +52,7 @@ def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any])
 
 
 def environment() -> dict[str, Any]:
-    """Return the machine and versions of the client."""
+    """Return the client's machine and versions."""
     cpuinfo, names = Path("/proc/cpuinfo"), []
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
@@ -68,14 +68,12 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(path: Path, result: dict[str, Any], server: dict[str, Any]) -> None:
-    """Write the result with the client's environment and the description that the server gives of itself. Raises
-    OSError."""
+    """Write the result with the client's environment and the server's self-description. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = result | {"environment": environment(), "server": server}
     path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
 
-# These texts explain the rows of the first table.
 MEANINGS = (
     "TTFT: time to the first token. ITL: gap between two tokens.\n"
     "TPOT: an answer's mean gap. e2e: time to the last token."
@@ -83,7 +81,7 @@ MEANINGS = (
 
 
 def tables(result: dict[str, Any]) -> Group:
-    """Make the tables and warnings of a run, for the terminal."""
+    """Return the tables and warnings of a run, for the terminal."""
     latency = Table(title="latency in ms, from the intended arrival", caption=MEANINGS, caption_justify="left")
     latency.add_column("")
     for column in COLUMNS:
@@ -109,7 +107,7 @@ def _totals(result: dict[str, Any]) -> Table:
         f"{summary['hit_rate']:.1%} cached",
         "tokens out": f"{summary['output_tokens']:,}, {summary['output_tokens_per_s']:,.0f} tokens/s",
     }
-    # Papers and handbooks report these two and the goodput, by these names.
+    # Standard names in papers and handbooks, along with goodput.
     for name, key in LATENCIES:
         if name in ("TTFT", "TPOT") and summary[key]:
             rows[f"P90 {name}"] = f"{summary[key]['p90']:,.1f} ms"
@@ -133,7 +131,7 @@ def _totals(result: dict[str, Any]) -> Table:
 
 
 def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Make the table of a sweep: one row for each run, in order of the rate."""
+    """Return the table of a sweep: one row per run, in order of the rate."""
     table = Table(title="rate and goodput")
     for heading in ("rate/s", "goodput/s", "met", "TTFT p99 ms", "ITL p99 ms", "errors", ""):
         table.add_column(heading, justify="right")

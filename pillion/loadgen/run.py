@@ -1,4 +1,4 @@
-"""Carries out one run, or a sweep of runs, against one server: target -> warm-up -> sessions -> driver -> result."""
+"""One run, or a sweep of runs, against one server: target -> warm-up -> sessions -> driver -> result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
 
 DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
-# These offsets keep the seeds of warm-ups and of a sweep's runs apart.
+# Offsets that separate the seeds of warm-ups and of a sweep's runs.
 WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
 MAX_WARM_UP_REQUESTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Describes the server under load and how to call it. ``api_key_variable`` names the environment's variable with
-    the key."""
+    """The server under load and how to call it. ``api_key_variable`` names the environment variable with the key."""
 
     backend: str = "pillion"
     target: str = ""
@@ -44,7 +43,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """Describes one run of the load generator: the load, the server, and the objectives."""
+    """One run of the load generator: the load, the server, and the objectives."""
 
     server: Server
     load: LoadConfig
@@ -53,15 +52,15 @@ class BenchPlan:
     warm_up_requests: int = 0
 
     def described(self) -> dict[str, Any]:
-        """Return the plan in the form in which the report shows it."""
+        """Return the plan as shown in the report."""
         return {name: value for name, value in asdict(self).items() if name != "objectives"}
 
 
 @asynccontextmanager
 async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, Any]]]:
-    """Yield the open target and the server's description.
+    """Yield the open target and the server's self-description.
 
-    Raises ConfigError for a server that cannot exist, Unavailable where it does not answer.
+    Raises ConfigError for an impossible server, Unavailable if it does not answer.
     """
     where = server.target or DEFAULT_TARGETS[server.backend]
     reach: dict[str, Any] = {"target": where, "ca": server.ca, "cert": server.cert, "key": server.key}
@@ -81,7 +80,7 @@ async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, An
 
 
 def sessions_of(plan: BenchPlan) -> list[LoadSession]:
-    """Make the sessions that a run sends. Raises ConfigError for a plan that cannot work."""
+    """Return the sessions of a run. Raises ConfigError for an impossible plan."""
     if not 0 <= plan.warm_up_requests <= MAX_WARM_UP_REQUESTS:
         raise ConfigError(f"--warm-up {plan.warm_up_requests} is not within 0 and {MAX_WARM_UP_REQUESTS}")
     if plan.max_concurrency is not None and plan.max_concurrency < 1:
@@ -97,12 +96,12 @@ async def run_plan(
     on_done: Callable[[], None] = lambda: None,
     sessions: Sequence[LoadSession] | None = None,
 ) -> tuple[Run, dict[str, Any]]:
-    """Run the plan; return the run and its result. ``sessions`` are the plan's, if they are already made. Raises
+    """Run the plan; return the run and its result. ``sessions`` are the plan's, if already made. Raises
     ConfigError."""
     sessions = sessions_of(plan) if sessions is None else sessions
     common: dict[str, Any] = {"timeout_s": plan.server.timeout_s, "as_chat": plan.server.endpoint == "chat"}
     if plan.warm_up_requests:
-        # Warm-up prompts differ from the run's, so that the run finds none of their blocks in a cache.
+        # With different prompts, so that the run hits none of their blocks in a cache.
         seed = plan.load.seed + WARM_UP_SEED
         warm = replace(plan.load, requests=plan.warm_up_requests, seed=seed, concurrency=None, duration_s=None)
         closed = replace(warm, rate=None, concurrency=1)
@@ -120,8 +119,7 @@ async def run_plan(
 
 
 def check_sweep(plan: BenchPlan) -> float:
-    """Return the rate at which a sweep begins. Raises ConfigError for a plan without rate or objectives, or with wrong
-    ones."""
+    """Return the first rate of a sweep. Raises ConfigError for a plan without valid rate or objectives."""
     if plan.load.rate is None or not plan.objectives:
         raise ConfigError("a sweep needs --rate, where it begins, and --slo")
     sessions_of(replace(plan, load=replace(plan.load, requests=1)))
@@ -142,13 +140,13 @@ async def run_sweep(
     """Search for the highest rate at which ``attainment`` of the requests meet all objectives.
 
     Args:
-        plan: its rate is the first one; its requests are the fewest of a run.
-        run_s: the least time over which each run's requests arrive.
-        bar: called with a run's rate and number of requests; what it returns is entered while the run lasts, and
-            yields what is called after each request.
+        plan: its rate is the first one; its requests are the min of a run.
+        run_s: min time over which each run's requests arrive.
+        bar: called with a run's rate and number of requests; returns a context manager around the run, which yields
+            the function to call after each request.
         on_result: called with each run's row.
 
-    Raises ConfigError, as :func:`check_sweep` does.
+    Raises ConfigError like :func:`check_sweep`.
     """
     start = check_sweep(plan)
     tried: list[Tried] = []

@@ -1,11 +1,10 @@
-"""Reads service level objectives, as ``--slo`` has them, and tells which requests met them: the rate of these is
-goodput. Sans-IO.
+"""Service level objectives as in ``--slo``, and which requests met them; the rate of these is goodput. Sans-IO.
 
     ttft=1.0+0.002*n,itl_p99=0.1,e2e=30+0.1*m
 
-Times are in seconds; ``n`` is the number of the request's prompt tokens, ``m`` that of its answer's tokens. A request
-meets an objective if its own latency is at most the bound, so ``itl_p99`` is the 99th percentile of the gaps within one
-request (DistServe's and `vllm bench serve`'s goodput, with bounds that grow with the prompt).
+Times are in seconds; ``n`` is the request's number of prompt tokens, ``m`` of answer tokens. A request meets an
+objective if its own latency is at most the limit, so ``itl_p99`` is the 99th percentile of the gaps within one request
+(goodput of DistServe and `vllm bench serve`, with limits that grow with the prompt).
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ _TERM = re.compile(rf"({_NUMBER})(?:\*([nm]))?")
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Requires of each request that ``measure`` <= fixed_s + per_prompt_token_s * n + per_answer_token_s * m, in
-    seconds."""
+    """``measure`` <= fixed_s + per_prompt_token_s * n + per_answer_token_s * m, in seconds, for each request."""
 
     measure: str
     fixed_s: float
@@ -32,12 +30,12 @@ class Objective:
     per_answer_token_s: float = 0.0
 
     def bound_s(self, prompt_tokens: int, answer_tokens: int) -> float:
-        """Return the bound of the objective for a request with so many tokens, in seconds."""
+        """Return the limit in seconds for a request with these token counts."""
         return self.fixed_s + self.per_prompt_token_s * prompt_tokens + self.per_answer_token_s * answer_tokens
 
 
 def parse_slo(text: str) -> tuple[Objective, ...]:
-    """Read objectives separated by commas; an empty text has none. Raises ValueError, which names the right form."""
+    """Parse objectives separated by commas; an empty text has none. Raises ValueError, which names the syntax."""
     found: dict[str, Objective] = {}
     for term in filter(None, (term.strip() for term in text.split(","))):
         measure, equals, bound = (side.strip() for side in term.partition("="))
@@ -51,7 +49,7 @@ def parse_slo(text: str) -> tuple[Objective, ...]:
 
 def _bound(objective: str, bound: str) -> tuple[float, float, float]:
     sums = {"": 0.0, "n": 0.0, "m": 0.0}
-    # A plus in the exponent of a number does not separate terms.
+    # A plus in an exponent does not separate terms.
     for term in re.split(r"(?<![eE])\+", bound.replace(" ", "")):
         match = _TERM.fullmatch(term)
         if match is None:
@@ -61,7 +59,7 @@ def _bound(objective: str, bound: str) -> tuple[float, float, float]:
 
 
 def measured_s(measure: str, record: Record) -> float:
-    """Return a request's latency by a measure, in seconds. The measure ``itl`` is the mean of its gaps."""
+    """Return a request's latency by a measure, in seconds. ``itl`` is the mean of its gaps."""
     if measure in ("ttft", "tpot", "e2e"):
         return float(getattr(record, f"{measure}_s"))
     gaps = record.itl_s
@@ -73,8 +71,8 @@ def measured_s(measure: str, record: Record) -> float:
 
 
 def meets(objective: Objective, record: Record) -> bool:
-    """Return whether the request met the bound. A failed request meets no bound; an answer of one token meets any
-    bound on gaps."""
+    """Return whether the request met the limit. A failed request meets none; an answer of one token meets any limit on
+    gaps."""
     bound_s = objective.bound_s(record.prompt_tokens, record.output_tokens)
     return record.ok and measured_s(objective.measure, record) <= bound_s
 

@@ -1,6 +1,6 @@
-"""Finds the highest rate that meets the objectives: it doubles until one fails, then bisects. Sans-IO.
+"""Search for the highest rate that meets the objectives: doubles until one fails, then bisects. Sans-IO.
 
-start --passes--> 2x --passes--> 4x --fails--> between the two, until they are near each other
+start --passes--> 2x --passes--> 4x --fails--> between the two, until they are close
 start --fails---> /2 --fails---> /4 --passes-> likewise
 """
 
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Records one run: its rate, and whether enough of its requests met the objectives."""
+    """One run: its rate, and whether enough of its requests met the objectives."""
 
     rate: float
     passed: bool
 
 
 def next_rate(tried: Sequence[Tried], start: float, tolerance: float, max_runs: int) -> float | None:
-    """Return the next rate to try; None when the answer is known within ``tolerance`` (0.1: 10 %) or ``max_runs`` are
-    spent.
+    """Return the next rate to try; None when the answer is within ``tolerance`` (0.1: 10 %) or ``max_runs`` are spent.
 
-    The middle is the geometric one, because a rate's error counts relative to the rate.
+    Bisects at the geometric mean, because a rate's error is relative.
     """
     if len(tried) >= max_runs:
         return None
@@ -38,11 +37,11 @@ def next_rate(tried: Sequence[Tried], start: float, tolerance: float, max_runs: 
 
 
 def best_rate(tried: Sequence[Tried]) -> float | None:
-    """Return the highest passed rate that is below all failed ones; None where none passed."""
+    """Return the highest passed rate below all failed ones; None if there is none."""
     failed = lowest_failed(tried)
     return max((run.rate for run in tried if run.passed and (failed is None or run.rate < failed)), default=None)
 
 
 def lowest_failed(tried: Sequence[Tried]) -> float | None:
-    """Return the lowest rate that failed; None where none did."""
+    """Return the lowest failed rate; None if there is none."""
     return min((run.rate for run in tried if not run.passed), default=None)

@@ -1,5 +1,4 @@
-"""Defines the interface to a server under load, and implements it for Pillion's gRPC API.
-:mod:`pillion.loadgen.openai_target` has OpenAI's API."""
+"""Interface to a server under load, and Pillion's gRPC API. :mod:`pillion.loadgen.openai_target` has OpenAI's."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ Message = dict[str, str]
 
 
 class TargetError(Exception):
-    """Says that a request failed: ``status`` is the kind of failure ("Overloaded", "HTTP 429"), ``message`` the
-    server's text."""
+    """A request failed: ``status`` is the kind of failure ("Overloaded", "HTTP 429"), ``message`` the server's text."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -27,7 +25,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """Describes one request: token ids, or a conversation."""
+    """One request: token ids, or a conversation."""
 
     output_tokens: int
     ids: Sequence[int] = ()
@@ -36,7 +34,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Holds token counts as the server reports them; ``cached`` counts prompt tokens."""
+    """Token counts as the server reports them; ``cached`` counts prompt tokens."""
 
     prompt: int
     cached: int
@@ -45,8 +43,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMessage:
-    """Holds one message of an answer: its new tokens (1 where the server does not report them), and at the end the
-    counts."""
+    """One message of an answer: its new tokens (1 if the server does not report them), and the counts at the end."""
 
     text: str
     tokens: int
@@ -54,25 +51,25 @@ class AnswerMessage:
 
 
 class LoadTarget(Protocol):
-    """Represents a server under load."""
+    """A server under load."""
 
     def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerMessage, None]:
         """Stream one answer. Raises TargetError."""
 
     async def describe(self) -> dict[str, Any]:
-        """Return the server's own description, for the report. Raises TargetError where the server does not answer."""
+        """Return the server's self-description, for the report. Raises TargetError if it does not answer."""
 
     async def aclose(self) -> None:
-        """End all connections to the server."""
+        """Close all connections to the server."""
 
 
 class PillionTarget:
-    """Represents a Pillion gateway under load, over gRPC.
+    """A Pillion gateway under load, over gRPC.
 
     Args:
-        ignore_eos: whether answers have exactly the requested length.
-        timeout_s: the deadline that the gateway is told of each request, in seconds; None: none.
-        reach: the arguments of :class:`pillion.AsyncClient`: target, ca, cert, key, api_key.
+        ignore_eos: generate exactly the requested length.
+        timeout_s: each request's deadline at the gateway, in seconds; None: none.
+        reach: arguments of :class:`pillion.AsyncClient`: target, ca, cert, key, api_key.
     """
 
     def __init__(

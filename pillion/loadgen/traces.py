@@ -1,8 +1,8 @@
-"""Reads recorded traffic: times and lengths, and which prompts begin alike. No trace has the text. Sans-IO.
+"""Recorded traffic: times, lengths, and which prompts share a prefix, without the text. Sans-IO.
 
-A trace is JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's are (Qin et al.,
-FAST 2025). A ``hash_id`` stands for a block of 512 tokens and all before it: two prompts with the same id are equal up
-to that block's end. :class:`PromptMaker` makes token ids for which that holds.
+A trace is JSON lines with timestamp (ms), input_length, output_length and hash_ids, like Mooncake's (Qin et al.,
+FAST 2025). A ``hash_id`` identifies a block of 512 tokens and all before it: prompts with the same id are equal up to
+that block's end. :class:`PromptMaker` makes token ids with that property.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MAX_TRACE_ROWS = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Holds one row of a trace. ``timestamp`` is in ms. ``hash_ids`` covers the input with its last, maybe partial
-    block; it is empty where the trace has none."""
+    """One row of a trace. ``timestamp`` is in ms. ``hash_ids`` covers the input including its last, maybe partial
+    block; empty if the trace has none."""
 
     timestamp: float
     input_length: int
@@ -30,9 +30,9 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Read all rows that have an answer, in order of time.
+    """Read all rows with an answer, in order of time.
 
-    Raises OSError, and ValueError that names the row for a file of another form.
+    Raises OSError, and ValueError that names the row for a file in another form.
     """
     with path.open(encoding="utf-8-sig") as file:
         lines = [line for line in file if line.strip()]
@@ -49,12 +49,12 @@ def read_trace(path: Path) -> list[TraceRequest]:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, row {number}: {error!r}; a trace is as docs/load-testing.md says") from None
         found.append(request)
-    # A row without an answer is a request that failed when it was recorded.
+    # Rows without an answer are requests that failed when recorded.
     return sorted((row for row in found if row.output_length > 0), key=lambda row: row.timestamp)
 
 
 class PromptMaker:
-    """Makes token ids for the rows of one trace, drawn from ``vocabulary``; the same seed makes the same ids."""
+    """Makes token ids for the rows of one trace, drawn from ``vocabulary``; deterministic in the seed."""
 
     def __init__(self, seed: int, vocabulary: Sequence[int]) -> None:
         self._seed = seed
@@ -62,8 +62,7 @@ class PromptMaker:
         self._blocks: dict[int, array[int]] = {}
 
     def prompt_of(self, number: int, request: TraceRequest) -> array[int]:
-        """Return the prompt of row ``number``: ``input_length`` ids. Ids beyond those that hash ids cover belong to
-        this row alone."""
+        """Return the prompt of row ``number``: ``input_length`` ids. Ids beyond the hash ids are unique to the row."""
         ids: array[int] = array("I")
         for hash_id in request.hash_ids[: -(-request.input_length // TRACE_BLOCK_TOKENS)]:
             ids.extend(self._block(hash_id))

@@ -1,7 +1,6 @@
-"""Defines how components reach each other.
+"""How components reach each other.
 
-No service's logic comes in here: messages are in `pillion.wire`, servicers with their services.
-
+No logic of services: messages are in `pillion.wire`, servicers with their services.
     rpc                 gRPC servers and channels; open it first
     addresses           local addresses                 tls                 certificates
     descriptors         connections per port            silent_connections  closed before a port is full

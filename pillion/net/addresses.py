@@ -1,5 +1,4 @@
-"""Says which addresses of components are local. An address is ``host:port``, ``[host]:port``, ``unix:path`` or
-``in-process:NAME``."""
+"""Local addresses of components. An address is ``host:port``, ``[host]:port``, ``unix:path`` or ``in-process:NAME``."""
 
 from __future__ import annotations
 
@@ -7,19 +6,19 @@ import ipaddress
 import os
 import socket
 
-# No network reaches addresses that begin like this, and nothing on them is encrypted.
+# Prefixes of addresses that no network reaches, and where nothing is encrypted.
 IN_PROCESS = "in-process:"
 OFF_NETWORK = ("unix:", IN_PROCESS)
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Such a variable sends calls of HTTP and gRPC through a proxy.
+# Variables that route HTTP and gRPC through a proxy.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
-# With this host a server listens at all addresses of both families.
+# Host for listening at all addresses of both families.
 BOTH_FAMILIES = "::"
 
 
 def listening_host(host: str) -> str:
-    """Return the host on which a server listens: for BOTH_FAMILIES, that of IPv4 where the machine has no IPv6."""
+    """Return the host to listen on: for BOTH_FAMILIES, IPv4's wildcard on a machine without IPv6."""
     if host != BOTH_FAMILIES:
         return host
     try:
@@ -31,7 +30,7 @@ def listening_host(host: str) -> str:
 
 
 def listen(host: str, port: int, backlog: int, *, share_port: bool) -> socket.socket:
-    """Return a socket that listens for TCP at a host and port, at BOTH_FAMILIES for both. Raises OSError."""
+    """Return a socket that listens for TCP at a host and port; BOTH_FAMILIES for both. Raises OSError."""
     host = listening_host(host)
     both = host == BOTH_FAMILIES and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -41,8 +40,8 @@ def listen(host: str, port: int, backlog: int, *, share_port: bool) -> socket.so
 
 
 def spare_loopback() -> None:
-    """Make the libraries of this process, and of its children, reach this machine's own addresses without the proxy
-    that the environment names: buckets, collectors, health checks."""
+    """Exempt this machine's own addresses from the environment's proxy, for the libraries of this process and its
+    children: buckets, collectors, health checks."""
     if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
         return
     for name in ("no_proxy", "NO_PROXY"):

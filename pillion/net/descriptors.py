@@ -1,4 +1,4 @@
-"""The process's file descriptors, shared out between its ports.
+"""Division of the process's file descriptors between its ports.
 
 limit of open files = in use when the ports are opened + RESERVED_DESCRIPTORS + connections of each port
 """
@@ -8,20 +8,20 @@ from __future__ import annotations
 import os
 import resource
 
-# Connections per port: at most, and however few descriptors there are.
+# Limits of connections per port, by size and despite few descriptors.
 MAX_CONNECTIONS = 4096
 MIN_CONNECTIONS = 32
-# Descriptors of the links to Redis: the index, the registry, quotas, loads, batches, with up to 16 connections each.
+# Descriptors of links to Redis (index, registry, quotas, loads, batches), up to 16 connections each.
 REDIS_DESCRIPTORS = 80
 # Descriptors of channels to workers and KV nodes, of their pools and of files.
 COMPONENT_DESCRIPTORS = 80
-# Descriptors of HTTP connections that are accepted only to be answered with 503 or closed.
+# Descriptors of HTTP connections that are only accepted to answer 503 or to be closed.
 REFUSED_DESCRIPTORS = 96
 RESERVED_DESCRIPTORS = REDIS_DESCRIPTORS + COMPONENT_DESCRIPTORS + REFUSED_DESCRIPTORS
 
 
 def connections_per_port(ports: int = 1) -> int:
-    """Return the limit of connections for each of ``ports`` that a process is about to open."""
+    """Return the limit of connections for each of ``ports`` that the process is about to open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -30,7 +30,7 @@ def connections_per_port(ports: int = 1) -> int:
 
 
 def open_descriptors() -> list[str]:
-    """Return the numbers of the open descriptors; [] where the system has no /proc."""
+    """Return the numbers of the open descriptors; [] without /proc."""
     try:
         return os.listdir("/proc/self/fd")
     except OSError:

@@ -1,13 +1,13 @@
-"""Carries gRPC calls within one process: the generated stubs and servicers, without sockets, HTTP/2 and serialization.
+"""gRPC calls within one process: the generated stubs and servicers, without sockets, HTTP/2 and serialization.
 
     stub --unary call---> the servicer's handler, in the caller's own task; a stream of requests is read by the handler
     stub --stream call--> a task that runs the handler, and a pipe of one message each way, so that each side waits for
-                          the other as it waits for a connection's flow control
+                          the other as by a connection's flow control
 
 An address is ``in-process:NAME``; :func:`pillion.net.rpc.start_server` and :func:`pillion.net.rpc.open_channel` accept
-it like any other. Server and channels of one name run on one event loop. Messages are handed over as they are: neither
-side may change a message that it has sent or received. A handler's error reaches the caller as it does over a
-connection, as an AioRpcError.
+it like any other. Server and channels of one name run on one event loop. Messages are passed by reference: neither side
+may modify a message after sending or receiving it. A handler's error reaches the caller as over a connection, as an
+AioRpcError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _servers: dict[str, InProcessServer] = {}
 
 
 class InProcessServer:
-    """Serves the calls of the channels to ``address`` from :meth:`start` to :meth:`stop`."""
+    """Serves the channels to ``address`` from :meth:`start` to :meth:`stop`."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -39,20 +39,19 @@ class InProcessServer:
         self.streams = OwnTasks()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Do nothing: generated code registers each method too."""
+        """Do nothing: generated code also registers each method."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Add a service; generated code calls this."""
+        """Add a service; called by generated code."""
         self.handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
     def start(self) -> None:
-        """Start to serve. Raises OSError where the address is taken."""
+        """Start serving. Raises OSError if the address is in use."""
         if _servers.setdefault(self.address, self) is not self:
             raise OSError(f"{self.address} is taken")
 
     async def stop(self, grace_s: float) -> None:
-        """Make the server take no more calls, give streams ``grace_s`` seconds to finish, then cancels them.
-        Idempotent."""
+        """Refuse new calls, let streams finish for ``grace_s`` seconds, then cancel them. Idempotent."""
         _servers.pop(self.address, None)
         if self.streams:
             await asyncio.wait(self.streams, timeout=grace_s)
@@ -60,7 +59,7 @@ class InProcessServer:
 
 
 class InProcessChannel:
-    """Represents a channel to the server of an in-process address, with what stubs use of grpc.aio.Channel.
+    """Channel to the server of an in-process address, with the part of grpc.aio.Channel that stubs use.
 
     Like any channel, it may be opened before the server starts.
     """
@@ -77,7 +76,7 @@ class InProcessChannel:
 
         return call
 
-    # The caller of such a method gives the stream of its requests where others give the request.
+    # Here the caller passes the stream of requests instead of a request.
     stream_unary = unary_unary
 
     def unary_stream(self, method: str, *_: Any, **options: Any) -> Any:
@@ -86,11 +85,11 @@ class InProcessChannel:
 
         return call
 
-    # The caller of such a method writes its requests into the stream that it gets.
+    # Here the caller writes requests into the returned stream.
     stream_stream = unary_stream
 
     async def close(self) -> None:
-        """Cancel the channel's streams; no call can be made after that."""
+        """Cancel the channel's streams; no call can be made afterwards."""
         self._closed = True
         for stream in tuple(self._streams):
             stream.cancel()
@@ -138,32 +137,32 @@ class InProcessChannel:
 
 
 class InProcessContext:
-    """Represents the handler's side of a call: what servicers use of gRPC's ServicerContext."""
+    """The handler's side of a call, with the part of gRPC's ServicerContext that servicers use."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = tuple(metadata)
         self._callbacks: list[Callable[[Any], None]] = []
 
     def invocation_metadata(self) -> Metadata:
-        """Return the metadata that the caller sent along."""
+        """Return the caller's metadata."""
         return self._metadata
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
         """Do nothing: no caller reads it."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Arrange that ``callback`` is called when the call has ended, well or not."""
+        """Call ``callback`` when the call has ended or failed."""
         self._callbacks.append(callback)
 
     def finish(self) -> None:
-        """Note that the call has ended."""
+        """Run the callbacks after the call's end."""
         for callback in self._callbacks:
             callback(self)
 
 
 class Inbox:
-    """Holds one direction of a stream at its receiver: messages in order, then an end. It has one receiver, and one
-    sender, which may wait until the receiver has taken a message."""
+    """One direction of a stream at its receiver: messages in order, then an end. It has one receiver and one sender,
+    which may wait until the receiver has read a message."""
 
     def __init__(self) -> None:
         self._messages: deque[Any] = deque()
@@ -173,13 +172,13 @@ class Inbox:
         self._receiver: asyncio.Future[None] | None = None
 
     def add(self, message: Any) -> None:
-        """Add a message. A message that comes after the end of the stream is dropped."""
+        """Add a message. Messages after the end of the stream are dropped."""
         if not self._closed:
             self._messages.append(message)
             _wake(self._receiver)
 
     async def receive(self) -> Any:
-        """Return the next message; after the last one it returns EOF, or raise the error that the stream was closed
+        """Return the next message; after the last one return EOF, or raise the error that the stream was closed
         with."""
         while not self._messages:
             if self._closed:
@@ -193,8 +192,7 @@ class Inbox:
         return message
 
     def close(self, error: BaseException | None = None, *, drop: bool) -> None:
-        """End the stream for both sides; only the first call counts. With ``drop``, messages that were not received
-        are lost."""
+        """End the stream for both sides; only the first call counts. ``drop`` discards unread messages."""
         if not self._closed:
             self._closed, self._error = True, error
             if drop:
@@ -203,11 +201,11 @@ class Inbox:
             _wake(self._receiver)
 
     def wake_sender(self) -> None:
-        """Wake the sender, which then checks whether its message was taken."""
+        """Wake the sender, which then checks whether its message was read."""
         _wake(self._sender)
 
     async def _taken(self) -> None:
-        """Return when the receiver has taken a message, or the stream has ended."""
+        """Wait until the receiver has read a message, or the stream has ended."""
         self._sender = asyncio.get_running_loop().create_future()
         await self._sender
 
@@ -222,7 +220,7 @@ class Inbox:
 
 
 class _Pipe(Inbox):
-    """Represents an inbox whose sender waits until each message was received."""
+    """An inbox whose sender waits until each message was received."""
 
     async def send(self, message: Any) -> None:
         """Send a message. Raises InvalidStateError if the pipe is closed, or closes before the message is received."""
@@ -240,10 +238,10 @@ def _wake(waiting: asyncio.Future[None] | None) -> None:
 
 
 class _Stream:
-    """Represents the caller's side of a streaming call: what clients use of gRPC's StreamStreamCall and
-    UnaryStreamCall.
+    """The caller's side of a streaming call, with the part of gRPC's StreamStreamCall and UnaryStreamCall that clients
+    use.
 
-    ``task`` runs the handler; it is None where nothing serves the address.
+    ``task`` runs the handler; None if nothing serves the address.
     """
 
     def __init__(self) -> None:
@@ -251,13 +249,13 @@ class _Stream:
         self.task: asyncio.Task[None] | None = None
 
     async def wait_for_connection(self) -> None:
-        """Let the call's handler begin. Raises AioRpcError where nothing serves the address."""
+        """Let the call's handler begin. Raises AioRpcError if nothing serves the address."""
         await asyncio.sleep(0)
         if self.task is None:
             await self.read()
 
     async def write(self, request: Any) -> None:
-        """Send a request. Raises InvalidStateError where the call has ended."""
+        """Send a request. Raises InvalidStateError if the call has ended."""
         await self._requests.send(request)
 
     async def read(self) -> Any:
@@ -265,7 +263,7 @@ class _Stream:
         return await self._replies.receive()
 
     def cancel(self) -> bool:
-        """End the call; return whether it had not ended yet."""
+        """End the call; return False if it had ended already."""
         if self.task is None or self.task.done():
             return False
         self.end(asyncio.CancelledError())
@@ -304,14 +302,13 @@ class _Stream:
 
 
 def _error_of(failure: Exception, method: str, limit: asyncio.Timeout) -> grpc.aio.AioRpcError:
-    """Return the error that the caller gets for an exception that a handler raised."""
+    """Convert an exception of a handler to the caller's error."""
     expired = limit.expired()
     return rpc_error(DeadlineExceeded("Deadline Exceeded") if expired else as_pillion_error(failure, method))
 
 
 def rpc_error(error: PillionError) -> grpc.aio.AioRpcError:
-    """Return the error that a caller would get over a connection for ``error``: its status, with details in the
-    trailers."""
+    """Return the error that ``error`` would be over a connection: its status, with details in the trailers."""
     status = to_status(error)
     trailers = grpc.aio.Metadata(*(status.trailing_metadata or ()))
     return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailers, status.details)

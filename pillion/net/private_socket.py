@@ -1,5 +1,5 @@
-"""Makes Unix sockets that only processes of one user reach (0600 in a folder of 0700), reads lines that bring
-descriptors, and watches connections that stand for a process."""
+"""Unix sockets that only one user's processes can reach (0600 in a folder of 0700), lines with attached descriptors,
+and connections that represent a process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from pillion.errors import ConfigError
 
-# A process that may already listen at the path has this long to accept a connection.
+# Timeout for a process that may already listen at the path to accept a connection.
 PROBE_TIMEOUT_S = 5.0
 
 
 def listen_private(path: str, backlog: int, what: str) -> socket.socket:
-    """Return a listening socket at ``path``. ``what`` says in errors what the process does with it.
+    """Return a listening socket at ``path``. ``what`` describes its purpose in errors.
 
-    A socket file that a dead process left there is replaced. Raises ConfigError for a path that cannot be used, or at
-    which another process listens.
+    Replaces the socket file of a dead process. Raises ConfigError for an unusable path, or one at which another process
+    listens.
     """
     folder = Path(path).parent
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -27,7 +27,7 @@ def listen_private(path: str, backlog: int, what: str) -> socket.socket:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _clear_stale(path)
         sock.bind(path)
-        # No peer can connect before listen(), so there is no moment with wider permissions.
+        # No peer can connect before listen(), so permissions are never wider.
         os.chmod(path, 0o600)
         sock.listen(backlog)
     except (ConfigError, OSError) as error:
@@ -39,9 +39,9 @@ def listen_private(path: str, backlog: int, what: str) -> socket.socket:
 
 
 def receive_line(sock: socket.socket, max_line_bytes: int, max_descriptors: int) -> tuple[bytes, list[int]]:
-    """Return one line, and the descriptors that came with it, which are the caller's to close. The socket's timeout
-    bounds the wait for the whole line. Raises TimeoutError after it, ConnectionError where the connection ends before
-    the line does, or the line is too long; OSError."""
+    """Return one line, and the attached descriptors, which the caller closes. The socket's timeout applies to the whole
+    line. Raises TimeoutError after it, ConnectionError if the connection ends first or the line is too long;
+    OSError."""
     line, descriptors, timeout_s = b"", [], sock.gettimeout()
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     try:
@@ -69,8 +69,7 @@ def _left_s(until_s: float) -> float:
 
 
 def peer_gone(sock: socket.socket) -> bool:
-    """Return whether a non-blocking connection is known to have ended; nothing may be sent on the connection
-    afterwards."""
+    """Return whether a non-blocking connection is known to have ended. Requires that the peer sends nothing more."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -86,8 +85,7 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def _clear_stale(path: str) -> None:
-    """Remove the socket of a process that died without cleaning up. Raises ConfigError where a process still listens
-    there."""
+    """Remove the socket of a dead process. Raises ConfigError if a process still listens there."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):

@@ -1,7 +1,7 @@
-"""Answers clients that ask a server for its services and messages: the reflection of gRPC, in both of its versions.
+"""gRPC server reflection, in both of its versions.
 
-Clients ask for v1 today, and for v1alpha where there is no v1. The package grpc_reflection has v1alpha alone; v1 has
-the same messages under another package name, so the same servicer answers both.
+Clients request v1, and fall back to v1alpha. The package grpc_reflection only has v1alpha; v1 has the same messages
+under another package name, so the same servicer answers both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ V1_SERVICE = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
-    """Add reflection to a server that has these services, by their full names, and that of health."""
+    """Add reflection to a server with these services, by full name, and health."""
     _describe_v1()
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME, V1_SERVICE)
     servicer = reflection.aio.ReflectionServicer(names)
@@ -32,7 +32,7 @@ def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
 
 
 def _describe_v1() -> None:
-    """Make v1 known to the pool of descriptors from which reflection answers, unless somebody else has."""
+    """Add v1 to the descriptor pool that reflection uses, unless it is there already."""
     pool, alpha = descriptor_pool.Default(), descriptor_pb2.FileDescriptorProto()
     try:
         pool.FindFileContainingSymbol(V1_SERVICE)

@@ -1,8 +1,8 @@
-"""Holds the gRPC settings of every component: limits, keepalive, health, reflection, and the place where errors become
-statuses.
+"""gRPC settings of every component: limits, keepalive, health, reflection, and the conversion of errors to statuses.
 
 Idle streams survive: clients ping every KEEPALIVE_TIME_MS, with or without calls and data, and servers allow a ping
-every MIN_PING_INTERVAL_MS, so no load balancer's idle timeout above that ends a stream that waits for its first token.
+every MIN_PING_INTERVAL_MS, so a load balancer with a longer idle timeout does not cut a stream that waits for its first
+token.
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ from pillion.wire.errors import to_status as to_status
 MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_TIME_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
-# Servers end connections with faster pings (GOAWAY too_many_pings), so Pillion's servers allow as many as its clients
-# send.
+# Servers end connections with faster pings (GOAWAY too_many_pings); must allow the rate of Pillion's clients.
 MIN_PING_INTERVAL_MS = 10_000
 # Timeout of a connection's handshakes: TLS, and HTTP/2's settings.
 HANDSHAKE_TIMEOUT_MS = 5_000
-# This is the grace of a server that is closed and will be stopped later. gRPC (1.78) touches a server again when a
-# grace is over, even if another stop has freed it; so this grace is longer than any that comes after it.
+# Grace of a closed server that will be stopped later. gRPC (1.78) touches a server again when a grace is over, even if
+# another stop has freed it; so this grace must exceed any later one.
 STOP_FOLLOWS_S = 30 * 86_400.0
-# Bit 0 stands for messages without compression. gRPC decompresses a message before it looks at its size, and half a
-# megabyte of gzip may become half a gigabyte.
+# Bitset with "no compression" only. gRPC decompresses before it checks a message's size, and half a megabyte of gzip
+# may become half a gigabyte.
 UNCOMPRESSED = 1
 
 Options = list[tuple[str, Any]]
-# Encloses a call with this context.
+# Returns a context manager around a call.
 Counting = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 
@@ -56,7 +55,7 @@ def _options(max_message_bytes: int) -> Options:
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
-        # By default pings stop after two without data, just when a stream waits long for its first token.
+        # By default pings stop after two without data, i.e. while a stream waits long for its first token.
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
@@ -65,18 +64,17 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """Return the options of every channel."""
     return [
         *_options(max_message_bytes),
-        # Components restart, and streams wait for them: channels try to connect ten times a second instead of with
-        # gRPC's backoff of up to two minutes. A component that does not come back is forgotten with its record in the
-        # registry.
+        # Components restart and streams wait for them, so channels reconnect ten times a second instead of with gRPC's
+        # backoff of up to two minutes. A component that stays away is removed with its registry record.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # One attempt to connect may take this long, too; a loaded machine needs more than the 100 ms of the backoff.
+        # Also the timeout of one attempt; a loaded machine needs more than the 100 ms of the backoff.
         ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 100),
     ]
 
 
 def component_options() -> Options:
-    """Return the options of a channel to another component, which no proxy of the environment stands before."""
+    """Return the options of a channel to another component, which bypasses the environment's proxy."""
     return [*client_options(), ("grpc.enable_http_proxy", 0)]
 
 
@@ -88,24 +86,23 @@ def server_options(max_message_bytes: int, max_connections: int, *, share_port: 
         ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        # Two servers on one port share its connections at random. Without ``share_port``, a taken port is an error.
+        # Two servers on one port share its connections at random. Without ``share_port``, a port in use is an error.
         ("grpc.so_reuseport", int(share_port)),
     ]
 
 
-# This process shows this identity to other components of its cluster. It is set once, before the first channel.
+# This process's identity for other components of its cluster. Set once, before the first channel.
 _identity: tls.Identity | None = None
 
 
 def use_identity(identity: tls.Identity | None) -> None:
-    """Make channels to other components, and servers for them, use mutual TLS from now on; None: plain text."""
+    """Use mutual TLS for channels to other components and servers for them; None: plain text."""
     global _identity
     _identity = identity
 
 
 def internal_credentials(listen: str) -> grpc.ServerCredentials | None:
-    """Return the credentials of a service for other components at this address; None is plain text, as on every Unix
-    socket."""
+    """Return the credentials of an internal service at this address; None is plain text, as on every Unix socket."""
     return None if _identity is None or listen.startswith(OFF_NETWORK) else tls.server_credentials(_identity)
 
 
@@ -121,25 +118,25 @@ def open_channel(target: str) -> grpc.aio.Channel:
 
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
     """Return the error to raise for a call that ended in ``cancelled``. Closing a channel cancels its calls, which
-    grpc.aio reports as it reports a cancelled caller: without this the caller's task would end without an error."""
+    grpc.aio does not distinguish from a cancelled caller: the caller's task would end without an error."""
     return cancelled if _given_up() else Unavailable("the connection was closed")
 
 
 def _given_up() -> bool:
-    """Return whether somebody cancels the current task, rather than something that it waits for."""
+    """Return whether the current task itself was cancelled, rather than something that it awaits."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 class BusyPeers:
-    """The clients with calls under way, as (host, port)."""
+    """Clients with calls under way, as (host, port)."""
 
     def __init__(self) -> None:
         self._calls: dict[str, int] = {}
 
     @contextlib.contextmanager
     def call(self, context: Any) -> Iterator[None]:
-        """Enclose a call with this gRPC context."""
+        """Count a call with this gRPC context within the block."""
         peer = context.peer()
         self._calls[peer] = self._calls.get(peer, 0) + 1
         try:
@@ -161,12 +158,12 @@ def _address_of(peer: str) -> Client:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns the exceptions of handlers into statuses, so that servicers only have to raise them.
+    """Converts exceptions of handlers to statuses, so that servicers can just raise.
 
-    A handler that ends by a cancel of something it waited for fails, too: gRPC takes each cancel for that of the call
-    and sends no status, so the caller would wait for ever.
+    A handler that ends by a cancel of something it awaited fails as well: gRPC takes any cancel for that of the call
+    and sends no status, so the caller would wait forever.
 
-    ``busy`` counts the calls of ``services``; those of health and reflection may stay open for ever.
+    ``busy`` counts the calls of ``services``; those of health and reflection may stay open forever.
     """
 
     def __init__(self, services: Collection[str] = ()) -> None:
@@ -178,8 +175,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         try:
             handler = await continuation(details)
         except PillionError as error:
-            # The handler is declared as a stream of requests, so that no message of a call refused by its headers is
-            # read.
+            # As a stream of requests, so that no message of a refused call is read.
             return grpc.stream_unary_rpc_method_handler(_refusal(error, method))
         if handler is None:
             return None
@@ -192,8 +188,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Wrap a message's parser so that a message that cannot be parsed becomes an error of the client; gRPC would
-    report it as a defect of the server."""
+    """Wrap a message's parser so that an unparsable message becomes the client's error; gRPC would report a bug of the
+    server."""
     if deserialize is None:
         return None
 
@@ -230,7 +226,7 @@ def _stream_guard(inner: Callable[..., Any], method: str, counted: Counting) -> 
             with counted(context):
                 result = inner(_readable(request), context)
                 if isinstance(result, Awaitable):
-                    # A handler such as Health.Watch writes to the context itself.
+                    # E.g. Health.Watch, which writes to the context itself.
                     await result
                     return
                 async for message in result:
@@ -251,19 +247,19 @@ def _refusal(error: PillionError, method: str) -> Callable[..., Any]:
 async def _abort(
     context: grpc.aio.ServicerContext[Any, Any], error: Exception | asyncio.CancelledError, method: str
 ) -> None:
-    # Where a message of the handler could not be sent, nobody is there to be told of it.
+    # If a message could not be sent, there is no client left to get the error.
     unheard = isinstance(error, grpc.aio.AbortError | grpc.aio.InternalError)
     if unheard or (isinstance(error, asyncio.CancelledError) and _given_up()):
         raise error
     status = to_status(as_pillion_error(error, method))
-    # Trailers that the handler has set stay, beside the error's own.
+    # Combine with trailers set by the handler.
     trailers = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
     await context.abort(status.code, status.details, trailers)
 
 
 @dataclass(slots=True)
 class RunningServer:
-    """Holds a started server. ``address`` is where it really listens (port 0 resolved)."""
+    """A started server. ``address`` has the actual port."""
 
     server: grpc.aio.Server
     address: str
@@ -273,7 +269,7 @@ class RunningServer:
     silent: asyncio.Task[None] | None = None
 
     async def set_serving(self, serving: bool, names: Sequence[str] = ()) -> None:
-        """Set the health status of every service, or that under ``names``."""
+        """Set the health status of every service, or of ``names``."""
         from grpc_health.v1 import health_pb2
 
         status = health_pb2.HealthCheckResponse
@@ -281,18 +277,18 @@ class RunningServer:
             await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def not_serving(self) -> None:
-        """Set the health status of every service to NOT_SERVING for good; the server still serves calls."""
+        """Set the health status of every service to NOT_SERVING for good, while still serving calls."""
         if self.health is not None:
             await self.health.enter_graceful_shutdown()
 
     def close(self) -> None:
-        """Take no more connections, and end those that are open after their calls (HTTP/2's GOAWAY), so that clients
-        make new ones with their next calls. :meth:`stop` has to be called later."""
+        """Refuse new connections, and end open ones after their calls (HTTP/2's GOAWAY), so that clients reconnect for
+        their next calls. Call :meth:`stop` later."""
         self.closing = asyncio.create_task(self.server.stop(STOP_FOLLOWS_S))
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Set the health to NOT_SERVING, let calls finish for ``grace_s`` seconds, then ends them. Calls that watch
-        the health end only then."""
+        """Set the health to NOT_SERVING, let calls finish for ``grace_s`` seconds, then end them. Calls that watch the
+        health end only then."""
         await self.not_serving()
         await end_tasks(self.silent)
         await self.server.stop(grace_s)
@@ -315,15 +311,15 @@ async def start_server(
     """Start a server with reflection, and with the health of each service and of all ("") together.
 
     Args:
-        listen: ``host:port`` (port 0: any), ``unix:path`` or ``in-process:NAME``; the last one uses only ``services``.
+        listen: ``host:port`` (port 0: any), ``unix:path`` or ``in-process:NAME``; the last only uses ``services``.
         services: pairs of full service name and a function that adds the servicer to a server.
         credentials: TLS; None for plain text.
-        interceptors: run inside the interceptor that maps errors, so what they raise becomes a status as well.
-        max_message_bytes: largest message that is received or sent.
-        max_connections: limit of connections; None: what the process's descriptors allow for its only port.
-        max_calls: most calls at once, a quarter of them over one connection; more are refused. None: no bound.
-        share_port: other servers of this user may listen on the same port; the system spreads connections over them.
-        serving: the first health status.
+        interceptors: run inside the error interceptor, so that their exceptions become statuses as well.
+        max_message_bytes: limit of sent and received messages.
+        max_connections: limit of connections; None: as the process's descriptors allow for its only port.
+        max_calls: limit of concurrent calls, a quarter of it per connection; more are refused. None: none.
+        share_port: let other servers of this user listen on the same port; the system spreads connections.
+        serving: initial health status.
 
     Raises:
         OSError: the address cannot be bound.

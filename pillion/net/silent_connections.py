@@ -1,9 +1,9 @@
-"""Closes the most silent connections of a gRPC port before its places run out.
+"""Closes the most silent connections of a gRPC port before it reaches its limit.
 
-gRPC's sockets belong to its C core. Above its limit of connections it closes new ones, and it lets a silent one stay:
-until the handshake times out, or for good where the client finishes the handshake and answers pings. So whoever opens
-enough connections would keep out everybody else. Here the sockets are found in /proc (Linux), and the
-most silent ones without a call are shut down, which the C core sees as the client's end.
+gRPC's sockets belong to its C core. Above its limit it closes new connections and keeps silent ones: until the
+handshake times out, or forever if the client finishes the handshake and answers pings. So a client that opens enough
+connections could lock out all others. Here the sockets are found in /proc (Linux), and the most silent ones without a
+call are shut down, which the C core sees as the client's end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pillion.net.descriptors import open_descriptors
 
 log = logging.getLogger("pillion.net")
 
-# Above this part of the port's places, silent connections are closed.
+# Share of the port's limit above which silent connections are closed.
 HIGH_WATER_PERCENT = 75
 LOOK_INTERVAL_S = 0.25
 # Pause after a look, in multiples of its duration: 0.1 s with thousands of descriptors.
@@ -41,7 +41,7 @@ Client = tuple[str, int]
 
 
 class PortConnection(NamedTuple):
-    """A connection of a port: its descriptor, the client's address and port, and how long it has sent nothing."""
+    """A connection of a port: its descriptor, the client's address and port, and how long it has been silent."""
 
     descriptor: int
     host: str
@@ -50,7 +50,7 @@ class PortConnection(NamedTuple):
 
 
 def most_silent(idle: Sequence[PortConnection], count: int) -> list[PortConnection]:
-    """Return up to ``count`` connections to close: each time, the most silent one of the host that has most left."""
+    """Return up to ``count`` connections to close: repeatedly the most silent one of the host that has most left."""
     by_host: dict[str, list[PortConnection]] = defaultdict(list)
     for one in sorted(idle, key=lambda one: one.silent_ms):
         by_host[one.host].append(one)
@@ -66,7 +66,7 @@ def most_silent(idle: Sequence[PortConnection], count: int) -> list[PortConnecti
 
 
 async def close_silent(port: int, max_connections: int, calling: Callable[[], set[Client]]) -> None:
-    """Keep places of a gRPC port free, until it is cancelled; ``calling`` returns the clients with calls."""
+    """Keep a gRPC port below its limit, until cancelled; ``calling`` returns the clients with calls."""
     keep = max_connections * HIGH_WATER_PERCENT // 100
     took_s, closed, logged_s = 0.0, 0, -math.inf
     while True:
@@ -81,21 +81,21 @@ async def close_silent(port: int, max_connections: int, calling: Callable[[], se
 
 
 def _close_above(port: int, keep: int, calling: Callable[[], set[Client]]) -> int:
-    """Close the silent connections above ``keep``, and return their number."""
+    """Close silent connections above ``keep``; return their number."""
     found = [one for name in open_descriptors() if (one := _look(int(name), port)) is not None]
     busy = calling()
     idle = [one for one in found if (one.host, one.port) not in busy]
     chosen = most_silent(idle, len(found) - keep)
     for one in chosen:
         with _duplicate(one.descriptor) as copy, contextlib.suppress(OSError):
-            # The number may be another connection's by now.
+            # The number may be of another connection by now.
             if copy is not None and _peer(copy) == (one.host, one.port):
                 copy.shutdown(socket.SHUT_RDWR)
     return len(chosen)
 
 
 def _look(descriptor: int, port: int) -> PortConnection | None:
-    """Return the connection of the port that has this descriptor; None if it is anything else."""
+    """Return the connection of the port with this descriptor; None if it is anything else."""
     with _duplicate(descriptor) as copy:
         if copy is None:
             return None
@@ -106,13 +106,13 @@ def _look(descriptor: int, port: int) -> PortConnection | None:
             information = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_DATA_RECEIVED.size)
             return PortConnection(descriptor, *_peer(copy), *LAST_DATA_RECEIVED.unpack(information))
         except OSError:
-            # A listening socket has no peer, and neither has one that the client has reset.
+            # A listening socket has no peer, nor has one that the client has reset.
             return None
 
 
 @contextlib.contextmanager
 def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
-    """Open a socket again, so that it stays the same one while it is looked at; None if it is no socket."""
+    """Duplicate a socket, so that its number is not reused meanwhile; None if it is no socket."""
     try:
         number = os.dup(descriptor) if stat.S_ISSOCK(os.fstat(descriptor).st_mode) else -1
     except OSError:

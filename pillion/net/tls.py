@@ -1,12 +1,12 @@
-"""Sets up TLS at the edge and between components, from PEM files that may be replaced while a process runs.
+"""TLS at the edge and between components, from PEM files that may be replaced while a process runs.
 
-    files --fit--> in use --other files (pillion.net.watched)--> read again --fit--> in use from the next handshake on
-      | no: ConfigError                                         | no: a warning, the old ones stay in use
+    files --match--> in use --other files (pillion.net.watched)--> read again --match--> in use from the next handshake
+      | no: ConfigError                                               | no: a warning, the old ones stay in use
 
-At the edge a server shows its certificate, and asks clients for theirs where a flag names their authorities. Between
-components both sides show a certificate, and it must be signed by the cluster's own authority, whatever its holder's
-address: every such certificate carries the name INTERNAL_NAME, the only one that is checked. So this authority must
-sign nothing else. A Unix socket is never encrypted: the rights of its folder are its lock.
+At the edge a server shows its certificate, and requires clients' certificates if a flag names their authorities.
+Between components both sides show a certificate, which must be signed by the cluster's own authority, whatever its
+holder's address: every such certificate has the name INTERNAL_NAME, the only one that is checked. So this authority
+must sign nothing else. Unix sockets are never encrypted: the permissions of their folder protect them.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ log = logging.getLogger("pillion.net.tls")
 
 INTERNAL_NAME = "pillion.internal"
 Options = list[tuple[str, Any]]
-# By these numbers OpenSSL says that a certificate is not valid yet, or no longer.
+# OpenSSL's verification errors for a certificate that is not valid yet, or expired.
 _WRONG_TIMES = (9, 10)
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Holds paths of PEM files: a certificate chain, its private key, and the authorities whose certificates are
-    accepted from the other side ("" asks for none)."""
+    """Paths of PEM files: a certificate chain, its private key, and the authorities of accepted peers ("" requires no
+    certificate)."""
 
     cert: str
     key: str
     ca: str = ""
 
     def paths(self) -> tuple[str, ...]:
-        """Return the paths of the files that are set."""
+        """Return the nonempty paths."""
         return tuple(filter(None, (self.cert, self.key, self.ca)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Holds one version of the files. ``context`` is for HTTP; that it could be made shows that the files belong
-    together."""
+    """One version of the files. ``context`` is for HTTP; creating it proves that the files match."""
 
     cert: bytes
     key: bytes
@@ -62,10 +61,9 @@ class _Loaded:
 
 
 class Identity:
-    """Holds this process's certificate and trusted authorities. Thread-safe: gRPC asks for them from threads of its
-    own.
+    """This process's certificate and trusted authorities. Thread-safe: gRPC calls it from its own threads.
 
-    Raises ConfigError for files that cannot be read or do not belong together.
+    Raises ConfigError for files that are unreadable or do not match.
     """
 
     def __init__(self, files: TlsFiles, interval_s: float = WATCH_INTERVAL_S) -> None:
@@ -77,7 +75,7 @@ class Identity:
         self._loaded = _load(files)
 
     def current(self) -> _Loaded:
-        """Return the version of the files in use; they are checked for changes once per interval."""
+        """Return the current version of the files, checking for changes once per interval."""
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._looked_s >= self._interval_s:
@@ -90,16 +88,16 @@ class Identity:
 
 
 def identity_of(cert: str, key: str, ca: str) -> Identity | None:
-    """Make the identity that three flags name; return None where all are empty. Raises ConfigError."""
+    """Return the identity named by three flags, None if all are empty. Raises ConfigError."""
     return Identity(TlsFiles(cert, key, ca)) if cert or key or ca else None
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """Make the credentials of a gRPC server; each handshake uses the certificate that is current then."""
+    """Return credentials for a gRPC server; each handshake uses the current certificate."""
     first = used = identity.current()
 
     def fetch() -> Any:
-        # For gRPC, None stands for an unchanged certificate.
+        # None means "unchanged" to gRPC.
         nonlocal used
         before, used = used, identity.current()
         return None if used is before else _configuration(used)
@@ -109,7 +107,7 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 
 def http_context(identity: Identity) -> ssl.SSLContext:
-    """Return the TLS context of an HTTP server. Each handshake continues with the version that is current then."""
+    """Return the TLS context of an HTTP server. Each handshake switches to the current version."""
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = identity.current().context
@@ -124,13 +122,13 @@ def client_context(
     cert: str | os.PathLike[str] | None = None,
     key: str | os.PathLike[str] | None = None,
 ) -> ssl.SSLContext:
-    """Make the TLS context of a client of a public port, which checks the server's certificate.
+    """Return the TLS context of a public port's client, which verifies the server's certificate.
 
     Args:
-        ca: PEM of the authorities that are trusted, as a path or as bytes; None: the system's.
-        cert, key: paths of the client's own certificate chain and private key, where it has them.
+        ca: PEM of the trusted authorities, as a path or as bytes; None: the system's.
+        cert, key: paths of the client's certificate chain and private key, if any.
 
-    Raises ConfigError that names the file and what is wrong with it.
+    Raises ConfigError that names the file and its problem.
     """
     if ca is None:
         context = ssl.create_default_context()
@@ -143,13 +141,13 @@ def client_context(
 
 
 def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:
-    """Return a context its own certificate chain and private key. Raises ConfigError that names the wrong file."""
+    """Load a certificate chain and its private key into a context. Raises ConfigError that names the bad file."""
     if b"-----BEGIN CERTIFICATE-----" not in _read(cert):
         raise ConfigError(f"TLS: {cert} has no certificate in PEM")
     if b"PRIVATE KEY-----" not in _read(key):
         raise ConfigError(f"TLS: {key} has no private key in PEM")
     try:
-        # For an encrypted key OpenSSL would ask on the terminal; with a wrong password it raises an error.
+        # With a password OpenSSL fails on an encrypted key instead of prompting on the terminal.
         context.load_cert_chain(cert, key, password="-")  # noqa: S106
     except (ssl.SSLError, OSError) as error:
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
@@ -159,10 +157,10 @@ def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:
 
 def _load_authorities(context: ssl.SSLContext, ca: str | os.PathLike[str] | bytes) -> None:
     """Make a context trust authorities, given as a path or as PEM. Raises ConfigError for a file without certificates,
-    and where all of them have expired."""
+    or if all of them have expired."""
     shown = "ca" if isinstance(ca, bytes) else os.fspath(ca)
     try:
-        # A comment beside the certificates may have any letters.
+        # Comments beside the certificates may have non-ASCII letters.
         pem = ca if isinstance(ca, bytes) else _read(shown)
         context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError):
@@ -173,9 +171,9 @@ def _load_authorities(context: ssl.SSLContext, ca: str | os.PathLike[str] | byte
 
 
 def _refuse_expired(context: ssl.SSLContext, cert: str) -> None:
-    """Raise ConfigError where the certificate of a server's context has expired or is not valid yet.
+    """Raise ConfigError if the certificate of a server's context has expired or is not valid yet.
 
-    Only a handshake looks at a certificate's dates, so one is played in memory, by a client that trusts just this one.
+    Only a handshake checks a certificate's dates, so run one in memory, with a client that trusts just this one.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
@@ -197,11 +195,11 @@ def _refuse_expired(context: ssl.SSLContext, cert: str) -> None:
 
 
 class ComponentChannel:
-    """Represents a channel to another component, over mutual TLS, with what stubs use of grpc.aio.Channel. Calls that
-    begin after the certificate changed use the new one.
+    """Channel to another component over mutual TLS, with the part of grpc.aio.Channel that stubs use. Calls that begin
+    after a change of the certificate use the new one.
 
-    gRPC fixes a channel's certificate when it is made, so there is a new channel for each version. Calls in flight stay
-    on their channel; the channel before the last one is dropped.
+    gRPC fixes a channel's certificate at creation, so there is a new channel per version. Calls in flight stay on their
+    channel; the one before the last is dropped.
     """
 
     def __init__(self, target: str, identity: Identity, options: Options) -> None:
@@ -230,8 +228,7 @@ class ComponentChannel:
             credentials = grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
             self._channels.append(grpc.aio.secure_channel(self._target, credentials, self._options))
             if len(self._channels) > 2:
-                # The dropped channel is closed when it is collected; calls that still use it have outlived two
-                # certificates.
+                # Closed when collected; calls still on it have outlived two certificates.
                 self._channels.pop(0)
         return self._channels[-1]
 
@@ -273,8 +270,8 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     if files.ca:
         _load_authorities(context, files.ca)
         context.verify_mode = ssl.CERT_REQUIRED
-        # A client that resumes a session shows no certificate again, even if its authority is not accepted any more.
-        # Without tickets there is nothing to resume; before TLS 1.3 a server remembers sessions by itself.
+        # Resuming a session skips the client's certificate, even if its authority is no longer accepted. Without
+        # tickets nothing can be resumed; before TLS 1.3 servers cache sessions by themselves.
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0
     return context

@@ -1,11 +1,11 @@
-"""Watches files that may be replaced while a process runs: keys and certificates.
+"""Files that may be replaced while a process runs: keys and certificates.
 
     in use --changed, and at rest again-------> read --good--> in use
-                                                 | bad: a warning, once; what was read before stays in use
-                                                 | could not be read at all: tried again at the next look
+                                                 | bad: one warning; the previous content stays in use
+                                                 | unreadable: retried at the next check
 
-A file that is written in place is short for a moment, and half of a list of keys is a valid list too. So changed files
-are read once they are the same at two looks, or last changed a while ago.
+A file that is rewritten in place is short for a moment, and half a list of keys is a valid list. So changed files are
+read once they are equal at two checks, or unchanged for a while.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pillion.errors import ConfigError
 
 log = logging.getLogger("pillion.net.watched")
 
-# The files are checked for a change this often.
+# Interval of checks for changes.
 WATCH_INTERVAL_S = 1.0
-# A file that has not changed for this long is taken to be written completely.
+# Age of a change after which a file is assumed to be complete.
 AT_REST_S = 2 * WATCH_INTERVAL_S
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ Signature = tuple[tuple[int, ...] | None, ...]
 
 
 class Watched:
-    """Watches files that belong together. A rename over a file, a swapped link and new permissions are changes too."""
+    """Files that belong together. A rename over a file, a swapped link and new permissions count as changes."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
@@ -38,17 +38,16 @@ class Watched:
         self._complaint = ""
 
     def newer(self, read: Callable[[], T]) -> T | None:
-        """Look at the files once.
+        """Check the files once.
 
         Args:
-            read: parses the files. Raises ConfigError where they are bad, caused by an OSError where they
-                could not be read.
+            read: parses the files. Raises ConfigError if they are bad, caused by an OSError if they are unreadable.
 
         Returns:
-            What ``read`` returned for changed files; None where they are the same, still changing, or bad.
+            The result of ``read`` for changed files; None if they are unchanged, still changing, or bad.
         """
         now = self._look()
-        # The wall clock is the only clock that file systems have.
+        # File systems only have the wall clock.
         at_rest = now == self._seen or all(file is None or time.time() - file[-1] / 1e9 > AT_REST_S for file in now)
         self._seen = now
         if now == self._used or not at_rest:
@@ -63,13 +62,13 @@ class Watched:
                 self._used = now
             return None
         if self._look() != now:
-            # The files changed meanwhile, so ``read`` may have mixed old and new ones.
+            # They changed meanwhile, so ``read`` may have mixed old and new ones.
             return None
         self._used, self._complaint = now, ""
         return found
 
     def _look(self) -> Signature:
-        """Return a signature of each file; None for a file that cannot be read."""
+        """Return a signature per file; None for an unreadable one."""
         return tuple(_signature(path) for path in self._paths)
 
 
@@ -78,5 +77,5 @@ def _signature(path: str) -> tuple[int, ...] | None:
         found = os.stat(path)
     except OSError:
         return None
-    # New permissions alter nothing but the time of change.
+    # New permissions only alter st_ctime.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

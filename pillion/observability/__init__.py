@@ -1,6 +1,4 @@
-"""Provides metrics, traces and logs of every component.
+"""Metrics, traces and logs of every component. Open metric_catalog.py first.
 
-What is measured stays with the code that measures it; dashboards are in `deploy/grafana`.
-
-Open metric_catalog.py first.
+Measurements are made where the measured code is; dashboards are in `deploy/grafana`.
 """

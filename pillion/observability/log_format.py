@@ -1,9 +1,9 @@
-"""Writes log lines as text for people, or as one JSON object each for collectors; the object names the trace too.
+"""Log lines as text for people, or as JSON objects for collectors, with trace ids.
 
-A process that is killed breaks the calls of others. gRPC and asyncio write a traceback for some of these calls, where
-the end of the connection comes between two of gRPC's own steps; :func:`in_one_line` leaves one line of it.
+A killed process breaks calls of others. For some of them, cut between two of gRPC's own steps, gRPC and asyncio log a
+traceback; :func:`in_one_line` reduces it to one line.
 
-A record may carry ``fields``, the values of its message as a dictionary: they become keys of the JSON object.
+A record may have ``fields``, the values of its message as a dictionary: they become keys of the JSON object.
 """
 
 from __future__ import annotations
@@ -45,16 +45,15 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-# Errors of these types, of gRPC for asyncio, say that the other side of a call is gone or has refused it. Their names
-# stand here, so that no program imports gRPC for its log.
+# gRPC errors of asyncio calls whose peer is gone or has refused. By name, so that no program imports gRPC for its log.
 _ENDS_OF_CALLS = frozenset(("AioRpcError", "ExecuteBatchError"))
-# These loggers write a traceback for what no code of Pillion's can catch.
+# Loggers that write tracebacks for exceptions that Pillion's code cannot catch.
 _LIBRARIES = ("grpc._cython.cygrpc", "grpc.aio", "grpc.aio._call", "asyncio")
 
 
 def in_one_line(record: logging.LogRecord) -> bool:
-    """Take the traceback out of a library's record about a call whose other side is gone, and what follows its first
-    line: it is a warning then. It is a filter of loggers; return whether the record is written."""
+    """Logging filter: reduce a library's record about a call with a dead peer to a warning of one line. Return whether
+    to write the record."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and any(kind.__name__ in _ENDS_OF_CALLS for kind in type(error).__mro__):
         reason = error.details() if hasattr(error, "details") else str(error)
@@ -80,7 +79,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
     """Log to standard error, one line per record; ``form`` is "text" or "json".
 
-    The level "debug" is for Pillion's own lines: libraries, gRPC above all, would write fourteen of fifteen lines.
+    The level "debug" only applies to Pillion's loggers: libraries, above all gRPC, would write 14 of 15 lines.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(component) if form == "json" else logging.Formatter(_TEXT, "%H:%M:%S"))
@@ -93,5 +92,5 @@ def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
         sys.excepthook = _log_uncaught
     for library in _LIBRARIES:
         logging.getLogger(library).addFilter(in_one_line)
-    # uvicorn's start-up lines repeat those of the component.
+    # uvicorn's startup lines repeat the component's.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

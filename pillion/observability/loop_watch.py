@@ -1,7 +1,7 @@
-"""Measures how long callbacks keep a component's event loop from its other work.
+"""Measures how long a component's event loop is blocked.
 
-Every stream of a component moves by its event loop, so whatever holds it for long stops all of them, be it a callback
-or another thread that holds the interpreter's lock. A tick that comes late shows it.
+Every stream of a component depends on its event loop, so a long callback, or a thread that holds the GIL, stops all of
+them. Late ticks reveal it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pillion.observability.metrics import Meters, Reading
 
 log = logging.getLogger("pillion.observability.loop_watch")
 
-# This is the time between two ticks. The measured delay is too short by at most this.
+# Interval of ticks. The measured delay is too short by at most this.
 TICK_MS = 100
-# The metric of the event loop's delay is the longest delay of the last one to two windows of this length. A window is
-# longer than the time between two scrapes of Prometheus, so no delay is missed.
+# The metric is the longest delay of the last one to two windows. A window exceeds Prometheus's scrape interval, so no
+# delay is missed.
 WINDOW_S = 60.0
-# A delay from this time on is logged as well.
+# Delay from which a warning is logged as well.
 LONG_S = 1.0
 
 
 class LongestLately:
-    """Keeps the largest value that was noted lately: within the last one to two windows of WINDOW_S seconds. It reads
-    no clock: callers pass ``now_s``."""
+    """Largest recent value, within the last one to two windows of WINDOW_S seconds. Reads no clock: callers pass
+    ``now_s``."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s = now_s
@@ -38,7 +38,7 @@ class LongestLately:
         self._current = max(self._current, value)
 
     def longest(self, now_s: float) -> float:
-        """Return the largest value of the last one to two windows of WINDOW_S seconds; 0 where there was none."""
+        """Return the largest value of the last one to two windows; 0 if there was none."""
         self._turn(now_s)
         return max(self._before, self._current)
 
@@ -50,7 +50,7 @@ class LongestLately:
 
 
 class LoopWatch:
-    """Watches the running event loop until it is stopped, for the metrics of its component."""
+    """Watches the running event loop until stopped, for its component's metrics."""
 
     def __init__(self, meters: Meters) -> None:
         self._loop = asyncio.get_running_loop()
@@ -60,7 +60,7 @@ class LoopWatch:
         self._tick()
 
     def stop(self) -> None:
-        """End the watch of the event loop."""
+        """Stop watching."""
         self._timer.cancel()
 
     def _tick(self) -> None:

@@ -1,9 +1,9 @@
-"""Lists every metric that Pillion has, for code, dashboards and docs.
+"""Catalog of all metrics, for code, dashboards and docs.
 
 Names and labels are OpenTelemetry's; Prometheus sees underscores for dots, a unit's name, and ``_total`` after a
-counter: ``pillion.kv.evicted_blocks`` is ``pillion_kv_evicted_blocks_total`` there. ``gen_ai.server.*`` follow the
-semantic conventions for generative AI, bounds included. Labels have few values, such as models that are served, states
-and reasons; a client's text is never one.
+counter: ``pillion.kv.evicted_blocks`` becomes ``pillion_kv_evicted_blocks_total``. ``gen_ai.server.*`` follow the
+semantic conventions for generative AI, bounds included. Labels have few values, such as served models, states and
+reasons; never a client's text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pillion.observability.metrics import Metric
 MODEL = "gen_ai.request.model"
 OPERATION = "gen_ai.operation.name"
 
-# These bounds of histograms are in seconds. The first three metrics have the conventions' own bounds.
+# Bounds of histograms, in seconds. The first three are those of the conventions.
 TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
 TPOT_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 DURATION_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -41,7 +41,7 @@ def _seconds(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> M
     return Metric(name, "histogram", "s", text, labels, bounds)
 
 
-# Every component has these metrics.
+# Every component.
 
 BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role", "component")
 LOOP_LONGEST = _gauge(
@@ -50,7 +50,7 @@ LOOP_LONGEST = _gauge(
     "Longest time, in the last minute or two, that callbacks kept the event loop from all else.",
 )
 
-# The gateway has these metrics of requests.
+# Gateway: requests.
 
 TTFT = _seconds(
     "gen_ai.server.time_to_first_token", "From a request's arrival to its first token.", TTFT_BOUNDS, OPERATION, MODEL
@@ -188,7 +188,7 @@ ADAPTER_REQUESTS = _gauge(
 )
 ADAPTER_SLOTS = _gauge("pillion.adapter.slots", "{adapter}", "Adapters that each worker keeps ready (--max-loras).")
 
-# Workers have these metrics of steps.
+# Workers: steps.
 
 STEP_DURATION = _seconds("pillion.step.duration", "Of a step: forward pass and sampling.", STEP_BOUNDS)
 STEP_BUDGET = _counter(
@@ -247,7 +247,7 @@ FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "How many more s
 LOAD = _gauge("pillion.load", "", "Further figures of a worker's load, as planners get them.", "figure")
 QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens that a worker has yet to compute.")
 
-# KV nodes have these metrics.
+# KV nodes.
 
 KV_BLOCKS = _gauge(
     "pillion.kv.blocks", "{block}", "Slots: free, leased, committed, quarantined. They add up to the pool.", "state"

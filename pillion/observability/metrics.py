@@ -1,11 +1,10 @@
-"""Counts what happens, cheaply enough for the token path; :mod:`pillion.observability.metrics_export` publishes it.
+"""Counters cheap enough for the token path; :mod:`pillion.observability.metrics_export` publishes them.
 
-    what happens  --add, observe--> cells -----+
+    events  --add, observe--> cells -----------+
     a component's own state  --watchers--------+--collect--> values --> Prometheus's scrape
 
-A cell is written by one thread; collecting only reads. An instrument of the OpenTelemetry SDK takes 10 to 20
-microseconds for a record, a cell 0.2 to 0.5: with one record for each token that is the difference between a fifth of a
-core and nothing. So Pillion counts in cells.
+A cell is written by one thread; collecting only reads. An OpenTelemetry SDK instrument takes 10 to 20 microseconds per
+record, a cell 0.2 to 0.5: at one record per token that is the difference between a fifth of a core and nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any, Literal
 
 log = logging.getLogger("pillion.observability.metrics")
 
-# A metric has at most this many cells, each with other label values; further ones are counted together under OTHER. No
-# client's text becomes a label, so the bound is met only where something is wrong.
+# Cells per metric, each with different label values; further ones are counted together under OTHER. Labels never have
+# clients' text, so the limit is only reached if something is wrong.
 MAX_CELLS = 128
 OTHER = "other"
 
@@ -28,16 +27,16 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
 
-# Metrics are compared by identity, because each record looks one up.
+# Compared by identity, because each record looks one up.
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """Defines one metric.
+    """Definition of one metric.
 
     Attributes:
-        name: the name in OpenTelemetry's form, with dots.
-        unit: the unit by UCUM: "s", "By", "1" for a share, a thing in braces such as "{token}", or "".
+        name: name in OpenTelemetry's form, with dots.
+        unit: UCUM unit: "s", "By", "1" for a share, a noun in braces such as "{token}", or "".
         labels: names of its labels, in OpenTelemetry's form.
-        bounds: a histogram's upper bounds, rising, without infinity.
+        bounds: a histogram's upper bounds, increasing, without infinity.
     """
 
     name: str
@@ -50,22 +49,22 @@ class Metric:
 
 @dataclass(slots=True)
 class Counter:
-    """Holds one value of a counter, which only grows."""
+    """One value of a counter, which only grows."""
 
     value: float = 0
 
     def add(self, amount: float = 1) -> None:
-        """Add ``amount``, which is not negative, to the counter."""
+        """Add a nonnegative amount."""
         self.value += amount
 
     def now(self) -> float:
-        """Return the counter's value, for a collection."""
+        """Return the value, for a collection."""
         return self.value
 
 
 @dataclass(slots=True)
 class Distribution:
-    """Holds one histogram. Bucket i counts values above bounds[i - 1], at most bounds[i]; the last bucket counts the
+    """One histogram. Bucket i counts values above bounds[i - 1] and at most bounds[i]; the last bucket counts the
     rest."""
 
     bounds: tuple[float, ...]
@@ -78,7 +77,7 @@ class Distribution:
         self.total += value * times
 
     def now(self) -> Distribution:
-        """Return a copy of the histogram, for a collection."""
+        """Return a copy, for a collection."""
         return Distribution(self.bounds, self.counts.copy(), self.total)
 
     @property
@@ -87,31 +86,31 @@ class Distribution:
         return sum(self.counts)
 
     def __add__(self, other: Distribution) -> Distribution:
-        """Add two histograms that have the same bounds."""
+        """Add two histograms with the same bounds."""
         counts = list(map(operator.add, self.counts, other.counts))
         return Distribution(self.bounds, counts, self.total + other.total)
 
 
-# A collection gives each metric's values by the values of its labels: a Distribution for a histogram, else a float.
+# A collection: each metric's values by label values, Distribution for a histogram, else float.
 Values = dict[Metric, dict[Labels, Any]]
-# A watcher yields the metric, its labels' values, and its current value.
+# Metric, label values, and current value, as yielded by watchers.
 Reading = tuple[Metric, Labels, float]
 
 
 class Meters:
-    """Holds all cells of one component."""
+    """All cells of one component."""
 
     def __init__(self) -> None:
         self._cells: dict[Metric, dict[Labels, Any]] = {}
         self._watchers: list[Callable[[], Iterable[Reading]]] = []
 
     def counter(self, metric: Metric, *labels: str) -> Counter:
-        """Return the counter with these label values, made on first use. A hot path keeps the cell."""
+        """Return the counter with these label values, created on first use. Hot paths should cache it."""
         cell: Counter = self._cell(metric, labels)
         return cell
 
     def distribution(self, metric: Metric, *labels: str) -> Distribution:
-        """Return the histogram with these label values, made on first use."""
+        """Return the histogram with these label values, created on first use."""
         cell: Distribution = self._cell(metric, labels)
         return cell
 
@@ -127,11 +126,11 @@ class Meters:
         return found
 
     def watch(self, watcher: Callable[[], Iterable[Reading]]) -> None:
-        """Call ``watcher`` at each collection, for values that other code keeps anyway."""
+        """Call ``watcher`` at each collection, for values that other code maintains anyway."""
         self._watchers.append(watcher)
 
     def collect(self) -> Values:
-        """Return all current values. It is called on the component's event loop, whose state the watchers read."""
+        """Return all current values. Call on the component's event loop, whose state the watchers read."""
         found: Values = {}
         for metric, labels, value in self._readings():
             found.setdefault(metric, {})[labels] = value
@@ -144,5 +143,5 @@ class Meters:
             try:
                 yield from watcher()
             except Exception:
-                # A scrape that lacks this watcher's values is worth more than no scrape.
+                # A scrape without this watcher's values beats no scrape.
                 log.exception("a metric's current value could not be read")

@@ -1,10 +1,9 @@
-"""Publishes a component's metrics on a page for Prometheus, which a collector of OpenTelemetry's scrapes as well.
+"""Publishes a component's metrics on a page for Prometheus, which OpenTelemetry collectors can scrape as well.
 
     scrape (thread of the page's server, or the gateway's own HTTP) --> collect on the component's loop --> values
 
-The page reads the cells of :mod:`pillion.observability.metrics`. Two further pages are for health checks, and cost next
-to nothing: /health answers 200 where the component serves, /alive where its event loop answers at all, both else 503
-with the reason.
+The page reads the cells of :mod:`pillion.observability.metrics`. Two more, cheap pages are for health checks: /health
+answers 200 if the component serves, /alive if its event loop answers; otherwise both answer 503 with the reason.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from pillion.observability.metrics_prometheus import to_prometheus, to_vllm
 
 log = logging.getLogger("pillion.observability.metrics")
 
-# A scrape waits at most this long for the component's loop; a component that is busier misses a scrape, which is a sign
-# too.
+# Timeout of a scrape on the component's loop; missed scrapes show an overloaded component.
 COLLECT_TIMEOUT_S = 2.0
 
 HEALTH_PATH, ALIVE_PATH = "/health", "/alive"
@@ -42,19 +40,19 @@ T = TypeVar("T")
 
 
 class MetricsPage(Collector):
-    """Shows one component's metrics to Prometheus. ``collect_all`` may be called on any thread."""
+    """One component's metrics for Prometheus. ``collect_all`` may be called on any thread."""
 
     def __init__(self, collect_all: Collect) -> None:
         self._collect_all = collect_all
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, for the client library. Raises TimeoutError where the component does not answer."""
+        """Yield the metrics, for the client library. Raises TimeoutError if the component does not answer."""
         values = self._collect_all()
         yield from to_prometheus(values)
         yield from to_vllm(values)
 
     def registry(self) -> prometheus_client.CollectorRegistry:
-        """Make a registry of this page and of what the process uses: memory, files, processor time."""
+        """Return a registry of this page and the process's usage of memory, files and processor time."""
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
         registry.register(self)
         prometheus_client.ProcessCollector(registry=registry)
@@ -62,10 +60,10 @@ class MetricsPage(Collector):
 
 
 class _OneSegment(WSGIRequestHandler):
-    """Answers a call of the metrics page: head and body are written together, and do not wait for acknowledgements."""
+    """Request handler that writes head and body together, without waiting for acknowledgements."""
 
     disable_nagle_algorithm = True
-    # A negative number means a buffer of the usual size, where the class above has none.
+    # A negative number selects the default buffer size; the base class has none.
     wbufsize = -1
 
     def log_message(self, *_: Any) -> None:
@@ -73,14 +71,14 @@ class _OneSegment(WSGIRequestHandler):
 
 
 class Exports:
-    """Publishes one component's metrics, from its start to its end. It is made on the component's event loop.
+    """Published metrics of one component. Create it on the component's event loop.
 
     Args:
         component_id, role: the component's name and kind.
-        port, host: where the page listens; port 0: there is no page.
-        not_ready: returns why the component does not serve now, "" where it does; called on its event loop.
+        port, host: address of the page; port 0: no page.
+        not_ready: returns why the component does not serve, "" if it does; called on its event loop.
 
-    Raises ConfigError where the port is taken.
+    Raises ConfigError if the port is in use.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class Exports:
             log.info("metrics at http://%s:%d/metrics", host, port)
 
     def close(self) -> None:
-        """End the page. It must not be called on the event loop, which has to answer meanwhile. Idempotent."""
+        """Close the page. Not on the event loop, which must answer meanwhile. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server[0].shutdown()
@@ -119,8 +117,7 @@ class Exports:
             server[1].join()
 
     def _pages(self, metrics_page: Any) -> Any:
-        """Make the WSGI application of the port: the pages for health checks, and ``metrics_page`` under any other
-        path."""
+        """Return the port's WSGI application: pages for health checks, and ``metrics_page`` under any other path."""
         checks: dict[str, Callable[[], str]] = {HEALTH_PATH: self._not_ready, ALIVE_PATH: str}
 
         def answer(environ: Any, start_response: Any) -> Any:
@@ -140,8 +137,8 @@ class Exports:
         return self._on_loop(self._meters.collect)
 
     def _on_loop(self, call: Callable[[], T]) -> T:
-        """Call ``call`` on the component's event loop and return its result. Raises TimeoutError where the loop does
-        not answer."""
+        """Return the result of ``call`` on the component's event loop. Raises TimeoutError if the loop does not
+        answer."""
 
         async def here() -> T:
             return call()

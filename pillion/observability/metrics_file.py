@@ -1,4 +1,4 @@
-"""Writes gauges of commands that end, such as drills and canaries, as a page that Prometheus' node exporter reads."""
+"""Gauges of commands that end, such as drills and canaries, as a file for Prometheus' node exporter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class GaugeSeries(NamedTuple):
-    """Holds a gauge's description, its labels, and its value for each tuple of the labels' values."""
+    """A gauge's description, its labels, and its value per tuple of label values."""
 
     about: str
     labels: Sequence[str]
@@ -29,7 +29,7 @@ def gauge_page(gauges: Mapping[str, GaugeSeries]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader never sees a part of it. Raises OSError."""
+    """Write a file atomically. Raises OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)

@@ -1,9 +1,9 @@
-"""Writes a component's metrics as a page for Prometheus, under their own names and under vLLM's.
+"""A component's metrics as a page for Prometheus, under their own names and under vLLM's.
 
 Own names follow OpenTelemetry's rules for Prometheus: underscores for dots, the unit after the name, ``_total`` after a
-counter. vLLM's names are there for autoscalers, dashboards and endpoint pickers that know those; each repeats a metric
-of Pillion's, with ``model_name`` as its only label where vLLM has that label. A component shows what it knows: the
-gateway requests and tokens, workers their queues and steps, KV nodes the use of the pool.
+counter. vLLM's names are for autoscalers, dashboards and endpoint pickers; each repeats a metric of Pillion, with
+``model_name`` as its only label where vLLM has that label. The gateway shows requests and tokens, workers their queues
+and steps, KV nodes the usage of the pool.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prometheus_name(metric: metrics.Metric) -> str:
 
 
 def to_prometheus(values: Values) -> Iterator[Metric]:
-    """Convert a collection's values to the metrics of Prometheus's client library."""
+    """Convert collected values to metrics of Prometheus's client library."""
     for metric, cells in values.items():
         labels = [label.replace(".", "_") for label in metric.labels]
         yield _family(prometheus_name(metric), metric, labels, cells)
@@ -53,17 +53,16 @@ def _family(name: str, metric: metrics.Metric, labels: list[str], cells: Mapping
 
 
 def _buckets(found: Distribution) -> list[tuple[str, float]]:
-    """Return a histogram's buckets as pairs of (upper bound, how many values are at most that); the last bound is
-    infinity."""
+    """Return a histogram's buckets as (upper bound, cumulative count); the last bound is infinity."""
     bounds = map(floatToGoString, (*found.bounds, math.inf))
     return list(zip(bounds, map(float, accumulate(found.counts)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """Sums the points of ``metric`` whose ``label`` has one of ``values``, by model.
+    """Sum of the points of ``metric`` whose ``label`` has one of ``values``, by model.
 
-    Where vLLM has a name for ``label`` too, ``called``, they are summed by that label as well.
+    If vLLM has a name for ``label`` too, ``called``, sums are also by that label.
     """
 
     name: str
@@ -81,7 +80,7 @@ ALIASES = (
     _Alias("vllm:num_requests_waiting", names.SEQUENCES, "state", ("waiting",)),
     _Alias("vllm:kv_cache_usage_perc", names.MODEL_KV_USAGE),
     _Alias("vllm:kv_cache_usage_perc", names.KV_USAGE),
-    # The older name, which dashboards still draw.
+    # Older name, still used by dashboards.
     _Alias("vllm:gpu_cache_usage_perc", names.MODEL_KV_USAGE),
     _Alias("vllm:prompt_tokens", names.PROMPT_TOKENS),
     _Alias("vllm:generation_tokens", names.GENERATED_TOKENS),
@@ -103,7 +102,7 @@ ALIASES = (
     ),
     _Alias("vllm:time_to_first_token_seconds", names.TTFT),
     _Alias("vllm:inter_token_latency_seconds", names.ITL),
-    # The older name, which dashboards still draw.
+    # Older name, still used by dashboards.
     _Alias("vllm:time_per_output_token_seconds", names.ITL),
     _Alias("vllm:request_time_per_output_token_seconds", names.TPOT),
     _Alias("vllm:e2e_request_latency_seconds", names.DURATION, "error.type", ("",)),
@@ -120,7 +119,7 @@ ALIASES = (
 
 
 def to_vllm(values: Values) -> Iterator[Metric]:
-    """Yield the values of metrics for which vLLM has a name, under that name."""
+    """Yield the values of metrics that vLLM has, under vLLM's names."""
     for alias in ALIASES:
         if alias.metric in values:
             yield _aliased(alias, values[alias.metric])
@@ -129,8 +128,8 @@ def to_vllm(values: Values) -> Iterator[Metric]:
 
 
 def _lora_info(values: Values) -> Metric:
-    """Make vLLM's one point that lists adapters in its labels and whose value is the time of day. No request waits at
-    a gateway for its adapter, so none is listed as waiting."""
+    """Return vLLM's single point that lists adapters in its labels, with the time as value. Requests do not wait for
+    adapters at a gateway, so none is listed as waiting."""
     (slots,) = values[names.ADAPTER_SLOTS].values()
     running = ",".join(sorted(adapter for (adapter,) in values.get(names.ADAPTER_REQUESTS, {})))
     labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]

@@ -1,14 +1,13 @@
-"""Traces requests with OpenTelemetry: one trace per request through all components, exported if the OTEL_* variables
-ask for it.
+"""OpenTelemetry tracing: one trace per request through all components, exported if the OTEL_* variables request it.
 
-    a component        setup() installs a provider for its process --> spans leave --> shutdown() sends the rest
+    a component        setup() installs a provider for its process --> spans are sent --> shutdown() sends the rest
     SDK and commands   client_tracer(): the program's own provider, else one for the client's spans alone, whose rest is
                        sent when the program ends
 
-Without the variables the API's no-op tracer answers and a span costs about a microsecond. The exporter is chosen as the
-specification says: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``_TRACES_`` form) or ``OTEL_TRACES_EXPORTER=otlp`` switches
-tracing on, ``OTEL_EXPORTER_OTLP_PROTOCOL`` picks grpc or http/protobuf, ``OTEL_TRACES_EXPORTER=none`` and
-``OTEL_SDK_DISABLED=true`` switch it off, ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` name the process.
+Without the variables the API's no-op tracer is used, at about a microsecond per span. The exporter follows the
+specification: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``_TRACES_`` form) or ``OTEL_TRACES_EXPORTER=otlp`` enables
+tracing, ``OTEL_EXPORTER_OTLP_PROTOCOL`` selects grpc or http/protobuf, ``OTEL_TRACES_EXPORTER=none`` and
+``OTEL_SDK_DISABLED=true`` disable it, ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` name the process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pillion.observability.telemetry")
 
-# A process that ends waits at most this long for its last spans to be sent.
+# Timeout of sending the last spans when a process ends.
 FLUSH_TIMEOUT_MS = 3000
 _making = threading.Lock()
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -42,12 +41,12 @@ Metadata = Sequence[tuple[str, str]]
 
 
 def tracer() -> trace.Tracer:
-    """Return the tracer of every span in Pillion."""
+    """Return Pillion's tracer."""
     return trace.get_tracer("pillion")
 
 
 def wanted() -> bool:
-    """Return whether the environment asks for the export of spans by OTLP."""
+    """Return whether the environment requests the export of spans by OTLP."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     chosen = [name.strip().lower() for name in os.environ.get("OTEL_TRACES_EXPORTER", "").split(",") if name.strip()]
@@ -55,7 +54,7 @@ def wanted() -> bool:
 
 
 def exporter() -> Any:
-    """Make the SDK's exporter of spans, over the protocol that the environment sets; grpc if that sets none."""
+    """Return the SDK's exporter of spans, with the environment's protocol; by default grpc."""
     way = "grpc" if _otlp_setting("PROTOCOL") in ("", "grpc") else "http"
     return import_module(f"opentelemetry.exporter.otlp.proto.{way}.trace_exporter").OTLPSpanExporter()
 
@@ -66,7 +65,7 @@ def _otlp_setting(name: str) -> str:
 
 
 def resource(component_id: str, role: str) -> Resource:
-    """Make the process's name for its traces. What the environment says of the process wins."""
+    """Return the process's resource attributes. The environment's attributes take precedence."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     names = {"service.name": f"pillion-{role}", "service.instance.id": component_id, "service.namespace": "pillion"}
@@ -83,15 +82,15 @@ def _provider(component_id: str, role: str) -> Any:
 
 
 def setup(component_id: str, role: str) -> None:
-    """Install the SDK in this process if the environment asks for it. A component's main calls it once."""
+    """Install the SDK in this process if the environment requests it. Call once, in a component's main."""
     if wanted():
         trace.set_tracer_provider(_provider(component_id, role))
 
 
 def client_tracer() -> trace.Tracer:
-    """Return the tracer of the client's spans: of the program's own provider, where it has one.
+    """Return the tracer of the client's spans: that of the program's own provider, if it has one.
 
-    A library must not install a provider for its program, so the client's own one is kept here.
+    A library must not install a provider for its program, so the client's own one is private.
     """
     if not recording() and wanted():
         with _making:
@@ -104,8 +103,8 @@ def client_tracer() -> trace.Tracer:
 
 @functools.cache
 def _client_provider() -> Any:
-    """Return the provider of the client's own spans, which is made once; None, with a warning, where the SDK's
-    packages are missing."""
+    """Return the provider of the client's own spans, created once; None, with a warning, if the SDK's packages are
+    missing."""
     try:
         made = _provider(f"client-{socket.gethostname()}-{os.getpid()}", "client")
     except ImportError as error:
@@ -116,7 +115,7 @@ def _client_provider() -> Any:
 
 
 def shutdown_client() -> None:
-    """Send those of the client's own spans that were not sent yet; the next span makes a new provider."""
+    """Send the client's unsent spans; the next span creates a new provider."""
     provider = _client_provider() if _client_provider.cache_info().currsize else None
     _client_provider.cache_clear()
     atexit.unregister(shutdown_client)
@@ -125,14 +124,14 @@ def shutdown_client() -> None:
 
 
 def shutdown() -> None:
-    """Send the process's spans that were not sent yet. It is called once, when a component stops."""
+    """Send the process's unsent spans. Call once, when a component stops."""
     stop = getattr(trace.get_tracer_provider(), "shutdown", None)
     if stop is not None:
         _stop(stop)
 
 
 def _stop(stop: Callable[[], None]) -> None:
-    """Call ``stop`` and wait for it, but not longer than FLUSH_TIMEOUT_MS: a receiver may be down."""
+    """Call ``stop`` and wait up to FLUSH_TIMEOUT_MS: a receiver may be down."""
     stopping = threading.Thread(target=stop, name="last spans", daemon=True)
     stopping.start()
     stopping.join(FLUSH_TIMEOUT_MS / 1000)
@@ -144,29 +143,27 @@ def recording() -> bool:
 
 
 def child(name: str, parent: trace.Span) -> AbstractContextManager[trace.Span]:
-    """Open a span under ``parent``, which is the current span within the block and ends with it."""
+    """Open a span under ``parent`` that is the current span within the block and ends with it."""
     return tracer().start_as_current_span(name, context=trace.set_span_in_context(parent))
 
 
 def inject(context: otel_context.Context | None = None) -> list[tuple[str, str]]:
-    """Return gRPC metadata that carries ``context`` (default: the current one); it is empty when nothing is
-    recorded."""
+    """Return gRPC metadata with ``context`` (default: the current one); empty if nothing is recorded."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context=context)
     return list(carrier.items())
 
 
 def traceparent(context: otel_context.Context | None = None) -> str:
-    """Return the W3C ``traceparent`` of ``context`` (default: the current one); it is empty when nothing is
-    recorded."""
+    """Return the W3C ``traceparent`` of ``context`` (default: the current one); empty if nothing is recorded."""
     return dict(inject(context)).get("traceparent", "")
 
 
 def extract(metadata: Metadata | None) -> otel_context.Context:
-    """Read the caller's trace context from gRPC metadata."""
+    """Extract the caller's trace context from gRPC metadata."""
     return _PROPAGATOR.extract({key.lower(): value for key, value in metadata or () if isinstance(value, str)})
 
 
 def from_traceparent(value: str) -> otel_context.Context:
-    """Read the trace context from one ``traceparent`` text; an empty or broken text starts a new trace."""
+    """Extract the trace context from a ``traceparent``; an empty or broken one starts a new trace."""
     return _PROPAGATOR.extract({"traceparent": value} if value else {})

@@ -1,6 +1,4 @@
-"""Runs the whole engine in the caller's process, as :class:`pillion.LLM`.
-
-The components are the ones that `pillion serve` runs.
+"""The whole engine in the caller's process, as :class:`pillion.LLM`, with the components of `pillion serve`.
 
 Open llm.py first.
 """

@@ -1,4 +1,4 @@
-"""Defines :class:`LLM`, which runs the engine in this process, without servers, in vLLM's call form.
+""":class:`LLM` runs the engine in this process, without servers, with vLLM's call signatures.
 
     from pillion import LLM, SamplingParams
 
@@ -6,9 +6,9 @@
         for output in llm.generate(["Once upon a time", "The sea"], SamplingParams(temperature=0, max_tokens=32)):
             print(output.prompt, output.outputs[0].text)
 
-Differences from vLLM: ``max_tokens`` is by default what the context has left, not 16; options of :class:`LLM` are
-Pillion's flags, or vLLM's where :mod:`pillion.offline.vllm_options` knows them; what is not supported (images, classes)
-is refused, never ignored.
+Differences from vLLM: ``max_tokens`` defaults to the rest of the context, not 16; options of :class:`LLM` are Pillion's
+flags, or vLLM's if :mod:`pillion.offline.vllm_options` maps them; unsupported features (images, classes) are refused,
+never ignored.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from pillion.wire.public import request_from_pb
 if TYPE_CHECKING:
     from pillion.offline.offline_cluster import OfflineCluster
 
-# A prompt is a text, token ids, or one of vLLM's dicts: {"prompt": text} or {"prompt_token_ids": ids}, perhaps with
+# A text, token ids, or one of vLLM's dicts: {"prompt": text} or {"prompt_token_ids": ids}, optionally with
 # "cache_salt".
 OfflinePrompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -75,23 +75,23 @@ _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 
 
 class LLM:
-    """Runs a model in this process: a decode worker, its KV pool and the gateway's logic, on threads of their own.
+    """A model in this process: a decode worker, its KV pool and the gateway's logic, on separate threads.
 
-    It may be used from any thread, by several at once, and inside a running event loop (a notebook). Prefixes are
-    cached across calls. It ends with :meth:`close`, as a context manager, with its last reference, or with the
-    interpreter; nothing is left behind. While it lives, torch's own operators use one thread in this process.
+    Usable from several threads at once, and inside a running event loop (a notebook). Prefixes are cached across calls.
+    It ends with :meth:`close`, as a context manager, with its last reference, or with the interpreter, leaving nothing
+    behind. While it lives, torch's own operators use one thread in this process.
 
     Args:
         model: Hugging Face folder, GGUF file, hub id, or "demo".
-        seed: requests of :class:`SamplingParams` without a seed draw theirs from it, in their order, so that a program
-            gives the same answers again. None: they are drawn anew each time.
+        seed: source of the seeds of requests without one, in order, which makes a program's answers reproducible. None:
+            random.
         options: fields of :class:`pillion.config.OfflineFlags`, such as ``dtype``, ``max_model_len``,
             ``kv_pool_bytes="2GiB"``, ``max_num_seqs``, ``enable_prefix_caching`` and ``speculative_config``, which may
             be a dict, as in vLLM. ``quantization`` may name the producer of the checkpoint, such as "awq".
 
     Raises:
-        ConfigError: a model or option that cannot work, or server packages that are not installed.
-        TypeError: an option that does not exist.
+        ConfigError: an impossible model or option, or missing server packages.
+        TypeError: an unknown option.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -100,18 +100,18 @@ class LLM:
             raise ConfigError(f"seed {seed!r} is no int")
         self.flags = read_options(model, options)
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311  (a seed makes answers repeatable)
-        # The folders of the adapters that came with requests, by name.
+        # Folders of adapters from requests, by name.
         self._brought: dict[str, str] = {}
         self._bringing = threading.Lock()
         from pillion.supervisor.component_process import require_server_packages
 
         require_server_packages("pillion.LLM needs")
-        # This module imports packages of the server extra.
+        # Imports packages of the server extra.
         from pillion.offline.offline_cluster import OfflineThread
 
         wanted = producer_of(options)
         self._thread = OfflineThread(self.flags, lambda folder: check_producer(wanted, self.flags.model, folder))
-        # The finalizer refers to a method of the thread and not to this object, which it would keep alive.
+        # Refers to the thread's method and not to this object, which it would keep alive.
         self._finalizer = weakref.finalize(self, self._thread.close)
         self._finalizer.atexit = False
 
@@ -131,18 +131,18 @@ class LLM:
 
         Args:
             prompts: one or a list: texts, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
-            sampling_params: one for all prompts, or one for each.
-            use_tqdm: whether a bar is shown; a callable is used in tqdm's place.
-            prompt_token_ids: one or many prompts as token ids, in place of ``prompts``.
-            lora_request: an adapter with its folder, or one for each prompt, in place of ``lora``.
-            priority: smaller is more urgent; one for all, or one for each.
-            schema: every answer is JSON that fits it, and its value is the answer's ``parsed``; see
+            sampling_params: one for all prompts, or one per prompt.
+            use_tqdm: show a bar; a callable replaces tqdm.
+            prompt_token_ids: one or many prompts as token ids, instead of ``prompts``.
+            lora_request: an adapter with its folder, or one per prompt, instead of ``lora``.
+            priority: smaller is more urgent; one for all, or one per prompt.
+            schema: make every answer JSON that fits it, with its value as ``parsed``; see
                 :meth:`pillion.AsyncClient.generate`.
-            lora: the name of an adapter, or one for each prompt; "" for the model alone.
+            lora: the name of an adapter, or one per prompt; "" for the model alone.
 
         Raises:
-            PillionError: of the first prompt that cannot be answered; the others are cancelled. A note says which.
-            ValueError: not as many sampling parameters, priorities or adapters as prompts, or prompts twice or never.
+            PillionError: of the first prompt that fails; the others are cancelled. A note names the prompt.
+            ValueError: a wrong number of sampling parameters, priorities or adapters, or prompts twice or never.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give one of prompts and prompt_token_ids")
@@ -169,11 +169,11 @@ class LLM:
         tool_choice: str | Mapping[str, Any] = "",
         parallel_tool_calls: bool | None = None,
     ) -> list[RequestOutput[Value]]:
-        """Return the assistant's next message in one conversation or many; the model's own template makes the prompts,
-        or ``chat_template``, a text in Jinja.
+        """Return the assistant's next message in one conversation or many. The prompts are rendered by the model's own
+        template, or by ``chat_template``, a Jinja text.
 
-        ``messages`` are ``{"role": ..., "content": ...}`` or ChatMessage. :meth:`generate` and
-        :meth:`pillion.AsyncClient.chat` have the other arguments.
+        ``messages`` are ``{"role": ..., "content": ...}`` or ChatMessage. The other arguments are those of
+        :meth:`generate` and :meth:`pillion.AsyncClient.chat`.
         """
         options = chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
         called = tool_options(tools or (), tool_choice, parallel_tool_calls)
@@ -194,19 +194,19 @@ class LLM:
         lora: str = "",
         priority: int | None = 0,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the vector of one text or of many, in the prompts' order, as the checkpoint's sentence-transformers
-        files say: that of the last token, normalized.
+        """Return the embeddings of one text or many, in the prompts' order, as the checkpoint's sentence-transformers
+        files specify: that of the last token, normalized.
 
         Args:
             prompts: one or a list: texts, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
-            dimensions: how many values of each vector are wanted, from its first one on; None: all.
-            prompt_name: which of the checkpoint's prompts stands before each text; None: its default, "": none.
-            truncate_prompt_tokens: texts are cut to so many tokens, -1: to as many as the model takes; None: a text
-                that is too long is refused.
+            dimensions: number of leading values wanted of each vector; None: all.
+            prompt_name: which of the checkpoint's prompts precedes each text; None: its default, "": none.
+            truncate_prompt_tokens: truncate texts to this number of tokens, -1: to the model's max; None: refuse texts
+                that are too long.
             lora: the name of an adapter; "" for the model alone.
             priority: smaller is more urgent.
 
-        Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
+        Raises PillionError of the first text that fails; an invalid field begins with ``inputs[n]``.
         """
         requests = _texts(prompts, lora, priority)
         vectors, cut_tokens = self._thread.cluster.vectors, truncate_prompt_tokens
@@ -227,16 +227,16 @@ class LLM:
         lora: str = "",
         priority: int | None = 0,
     ) -> list[ScoringRequestOutput]:
-        """Return how well each of the second texts answers the first one, in their order: a cosine of vectors, or what
-        the checkpoint of a reranker says.
+        """Return how well each of the second texts answers the first one, in order: a cosine of vectors, or a
+        reranker's score.
 
         Args:
-            data_1: one text, or as many as ``data_2``.
+            data_1: one text, or one per text of ``data_2``.
             data_2: one text or a list.
-            instruction: what a reranker is told to look for; None: what its checkpoint says.
-            truncate_prompt_tokens: texts are cut to so many tokens, -1: to as many as the model takes; where a pair is
-                one text, its second part is cut.
-            lora, priority: those of :meth:`embed`.
+            instruction: a reranker's criterion; None: its checkpoint's.
+            truncate_prompt_tokens: truncate texts to this number of tokens, -1: to the model's max; where a pair is one
+                text, its second part is truncated.
+            lora, priority: as in :meth:`embed`.
 
         Raises PillionError of the first pair that fails, and ValueError for lists of different length.
         """
@@ -259,13 +259,13 @@ class LLM:
         lora: str = "",
         priority: int | None = 0,
     ) -> list[ClassificationRequestOutput]:
-        """Return what a classifier says of one text or of many, in the prompts' order: a probability of each label.
+        """Return a classifier's probability per label for one text or many, in the prompts' order.
 
         Args:
-            use_activation: False gives logits in place of probabilities.
-            prompts, truncate_prompt_tokens, lora, priority: those of :meth:`embed`.
+            use_activation: False returns logits instead of probabilities.
+            prompts, truncate_prompt_tokens, lora, priority: as in :meth:`embed`.
 
-        Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
+        Raises PillionError of the first text that fails; an invalid field begins with ``inputs[n]``.
         """
         requests = _texts(prompts, lora, priority)
         vectors = self._thread.cluster.vectors
@@ -276,7 +276,7 @@ class LLM:
         ]
 
     def _waited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run what this thread waits for on the thread of the engine; an end of the call cancels it."""
+        """Run a coroutine on the engine's thread and wait for it; leaving the call cancels it."""
         work = self._thread.submit(coroutine)
         try:
             return work.result()
@@ -285,7 +285,7 @@ class LLM:
         finally:
             work.cancel()
 
-    # vLLM's methods that give hidden states or rewards.
+    # Methods of vLLM that return hidden states or rewards.
     encode = no_pooling("encode")
     reward = no_pooling("reward")
     beam_search = refused_method("beam_search", "Pillion samples; several answers come with SamplingParams(n=...)")
@@ -297,14 +297,14 @@ class LLM:
         return AutoTokenizer.from_pretrained(str(self._thread.cluster.entry.folder), trust_remote_code=False)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the model recommends. Its fields may be set, as in vLLM."""
+        """Return the model's recommended sampling parameters. Its fields may be set, as in vLLM."""
         found = self._thread.cluster.entry.sampling
         return EditableSamplingParams(**{field.name: getattr(found, field.name) for field in fields(SamplingParams)})
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, in_place: bool = False) -> ModelInfo:
-        """Return a name to the LoRA adapter in a folder, as PEFT writes it, for calls from now on. Needs
-        ``enable_lora=True``. With ``in_place`` the name may belong to another adapter already, which then loses it.
-        Raises PillionError with the reason why the adapter cannot be served."""
+        """Name the LoRA adapter in a folder, as PEFT writes it, for subsequent calls. Requires ``enable_lora=True``.
+        With ``in_place``, the name may be that of another adapter, which then loses it. Raises PillionError with the
+        reason why the adapter cannot be served."""
         self._need_adapters()
         gateway = self._thread.cluster.gateway
         folder = str(Path(path).expanduser().resolve())
@@ -312,12 +312,12 @@ class LLM:
         return found
 
     def unload_adapter(self, name: str) -> None:
-        """Take the name of an adapter away; calls that run with it go on. Raises NotFound."""
+        """Remove an adapter's name; running calls continue. Raises NotFound."""
         self._need_adapters()
         self._waited(self._thread.cluster.gateway.unload_adapter(None, name))
 
     def status(self) -> ClusterStatus:
-        """Return the components, their load, and totals, as :meth:`pillion.Client.status` does. Raises PillionError."""
+        """Return the components, their load, and totals, like :meth:`pillion.Client.status`. Raises PillionError."""
 
         async def read() -> ClusterStatus:
             found: ClusterStatus = self._thread.cluster.gateway.status()
@@ -342,7 +342,7 @@ class LLM:
             raise PermissionDenied("this LLM serves no adapters: make it as LLM(..., enable_lora=True)")
 
     def _bring(self, wanted: LoRARequest | Sequence[LoRARequest | None], lora: str | Sequence[str]) -> str | list[str]:
-        """Load adapters that have not come before; return their names."""
+        """Load new adapters of requests; return their names."""
         if lora:
             raise ValueError("give one of lora and lora_request")
         requests = [wanted] if isinstance(wanted, LoRARequest) else list(wanted)
@@ -375,7 +375,7 @@ class LLM:
             raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
         given = one_each(sampling, {}, len(requests))
         complete = [
-            # The request is read as a gateway reads it from the wire: with the same types, roundings and refusals.
+            # Through the wire format, for the types, roundings and refusals of a gateway.
             request_from_pb(to_pb(replace(request, sampling=with_schema(self._seeded(each), shape), priority=urgency)))
             for request, each, urgency in zip(requests, given, priorities, strict=True)
         ]
@@ -392,13 +392,13 @@ class LLM:
         except concurrent.futures.CancelledError:
             raise Cancelled("the LLM was closed") from None
         finally:
-            # Where this call ends early, even by Ctrl-C, none of its work runs on.
+            # If this call ends early, even by Ctrl-C, stop its work.
             work.cancel()
         return [outputs[n] for n in range(len(complete))]
 
 
 class EditableSamplingParams(SamplingParams):
-    """Holds sampling parameters that may be set after they are made, as those of vLLM may."""
+    """Sampling parameters with assignable fields, like vLLM's."""
 
     __setattr__ = object.__setattr__
     __hash__ = None  # type: ignore[assignment]  # what may change has no hash
@@ -411,8 +411,8 @@ async def _answer_all(
     schema: AnswerSchema | None,
     template: str,
 ) -> None:
-    """Answer all requests, as many at once as the limit allows. ``template`` makes the prompts in place of the model's
-    own, if it is not "". The first error ends the others and is raised."""
+    """Answer all requests, as many at once as the limit allows. A nonempty ``template`` replaces the model's own. The
+    first error ends the others and is raised."""
 
     async def answer(index: int, request: GenerateRequest) -> None:
         try:
@@ -453,8 +453,8 @@ async def _answer(
 
 
 def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
-    """Read the options, Pillion's or vLLM's, as flags. Raises TypeError for an option that does not exist, ConfigError
-    for a value that cannot be meant."""
+    """Convert options, Pillion's or vLLM's, to flags. Raises TypeError for an unknown option, ConfigError for an
+    invalid value."""
     known = {field.name: field for field in fields(OfflineFlags) if field.name != "model"}
     given: dict[str, Any] = {}
     for name, value in translated(str(model), options).items():
@@ -465,7 +465,7 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
         try:
             value = json.dumps(value) if isinstance(value, Mapping) else value
             if wanted is tuple:
-                # vLLM takes one text here, or a list of them.
+                # vLLM accepts a single str here, or a list.
                 value = (value,) if isinstance(value, str) else tuple(map(kind, value))
             value = kind(value) if isinstance(value, str) and kind is not bool else value
         except (ValueError, TypeError):
@@ -479,8 +479,7 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
 
 
 def _with_adapters(requests: list[GenerateRequest], lora: str | Sequence[str]) -> list[GenerateRequest]:
-    """Return the requests with the names of their adapters. Raises ValueError where the names are not as many as the
-    requests."""
+    """Return the requests with the names of their adapters. Raises ValueError for a wrong number of names."""
     names = [lora] * len(requests) if isinstance(lora, str) else list(lora)
     if len(names) != len(requests):
         raise ValueError(f"{len(requests)} prompts and {len(names)} adapters: give one, or one for each")
@@ -488,7 +487,7 @@ def _with_adapters(requests: list[GenerateRequest], lora: str | Sequence[str]) -
 
 
 def _listed(prompts: Any) -> Sequence[Any]:
-    """Return the prompts as a list; a single prompt becomes a list of one."""
+    """Return the prompts as a list, also for a single prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = list(prompts)
@@ -496,13 +495,13 @@ def _listed(prompts: Any) -> Sequence[Any]:
 
 
 def _texts(prompts: Any, lora: str, priority: int | None) -> list[GenerateRequest]:
-    """Make the requests of texts that end with a vector."""
+    """Return the requests of texts to embed, score or classify."""
     requests = (_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts)))
     return [replace(request, model=lora, priority=priority or 0) for request in requests]
 
 
 def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
-    """Make the request of one prompt. Raises InvalidRequest, which names ``where``."""
+    """Return the request of one prompt. Raises InvalidRequest, which names ``where``."""
     cache_salt = ""
     if isinstance(prompt, Mapping):
         unknown = sorted(set(prompt) - _PROMPT_KEYS)
@@ -520,8 +519,7 @@ def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
 
 @contextlib.contextmanager
 def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Callable[[RequestOutput], None]]:
-    """Show vLLM's bar: finished prompts, and tokens per second in and out. Yields the function to call for each
-    output."""
+    """Show vLLM's bar: finished prompts, and tokens per second in and out. Yield the function to call per output."""
     if not use_tqdm:
         yield lambda _: None
         return

@@ -1,13 +1,13 @@
-"""Runs the components of :class:`pillion.LLM` in this process: a KV node, a decode worker and a gateway without ports.
+"""Components of :class:`pillion.LLM` in this process: a KV node, a decode worker and a gateway without ports.
 
     caller's thread --submit--> [ thread "pillion-llm": event loop ]
                                   gateway core --in-process calls--> decode worker --> step thread
                                        '---------in-process calls--> KV node (owner of the pool)
 
-There is no network, no Redis and no prefill worker: which components live is known (:class:`LocalRegistry`), and the
-one node says which blocks are cached when it opens a request's ticket, so there is no index (I3). Calls between
-components go through :mod:`pillion.net.in_process`; only the pool's memory is handed over through a Unix socket in a
-private folder, as in a cluster. Everything else is what ``pillion serve`` runs, and so are the tokens.
+There is no network, no Redis and no prefill worker: the components are fixed (:class:`LocalRegistry`), and the one node
+reports cached blocks when it opens a request's ticket, so there is no index (I3). Calls between components use
+:mod:`pillion.net.in_process`; only the pool's memory is passed through a Unix socket in a private folder, as in a
+cluster. Everything else is as in ``pillion serve``, and so are the tokens.
 
     starting --> serving --close(), the last reference, or the interpreter's end--> calls cancelled, gateway, worker,
                                                                                    node, loop, thread and folder gone
@@ -19,8 +19,7 @@ import asyncio
 import atexit
 import concurrent.futures
 
-# This import registers its own hook for the interpreter's end. The hook of this module is registered later, so it runs
-# earlier.
+# Imported for its hook at the interpreter's end: this module's hook is registered later, so it runs earlier.
 import concurrent.futures.thread
 import contextlib
 import logging
@@ -44,21 +43,19 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.llm")
 
-# At most this many answers are in flight at once, over all calls of one LLM; further prompts wait in their order. The
-# bound is above what runs in a step, so that a prompt is ready when an answer ends. The gateway refuses a request of
-# more answers than this.
+# Answers in flight over all calls of one LLM; further prompts wait in order. More than run in a step, so that a prompt
+# is ready when an answer ends. The gateway refuses a request with more answers.
 MAX_ANSWERS_AT_ONCE = 512
-# The components share a process: none of them can fall silent alone, and one that waits for the interpreter's lock must
-# not count as lost.
+# The components share a process, so none can fall silent alone, and one that waits for the GIL must not count as lost.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 600_000
 READY_TIMEOUT_S = 60.0
 READY_POLL_S = 0.01
-# close() waits at most this long; the threads are daemons, so the interpreter's end does not wait for them longer.
+# Timeout of close(); the threads are daemons, so the interpreter's end does not wait longer.
 CLOSE_TIMEOUT_S = 20.0
 MAX_ATTEMPTS = 4
-# A start that Ctrl-C has ended waits at most this long: what still loads is a thread that dies with the process.
+# Timeout of close() after Ctrl-C during the start: a thread that still loads dies with the process.
 INTERRUPTED_S = 1.0
-# An ending component has this long to finish its streams.
+# Time for an ending component to finish its streams.
 STOP_GRACE_S = 1.0
 NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
 CLOSED = "this LLM is closed"
@@ -67,7 +64,7 @@ T = TypeVar("T")
 
 
 class LocalRegistry:
-    """Implements the registry of a process that holds all components, which live as long as the process does."""
+    """Registry of a process with all components, which live as long as the process."""
 
     refusal: str = ""
 
@@ -77,18 +74,18 @@ class LocalRegistry:
 
     async def components(self) -> list[ComponentRecord]:
         """Return the records of KV node and worker, as heartbeats would write them now."""
-        # Without max_step_tokens the gateway keeps no waiting queue of its own in front of the worker's.
+        # Without max_step_tokens the gateway has no waiting queue in front of the worker's.
         worker = msgspec.structs.replace(self._worker.describe(), max_step_tokens=0)
         return [self._node.record(0), worker]
 
     async def aclose(self) -> None:
-        """Do nothing, because there is no connection to close."""
+        """Do nothing: there is no connection."""
 
 
 @dataclass(slots=True)
 class OfflineCluster:
-    """Holds the running components. Only the loop's own thread uses it. ``limit`` bounds the answers in flight; the
-    gateway refuses a request of more answers than that."""
+    """The running components. Only used on the loop's thread. ``limit`` limits the answers in flight; the gateway
+    refuses a request with more answers."""
 
     gateway: Any
     entry: Any
@@ -96,15 +93,15 @@ class OfflineCluster:
     limit: WeightedLimit
 
     def token_text(self, token_id: int) -> str | None:
-        """Return the text of one token; None for an id that the vocabulary does not have."""
+        """Return the text of one token; None for an id outside the vocabulary."""
         if self.entry.tokenizer.codec.id_to_token(token_id) is None:
             return None
         return str(self.entry.tokenizer.codec.decode([token_id], skip_special_tokens=False))
 
     @contextlib.asynccontextmanager
     async def templated(self, source: str) -> AsyncIterator[Callable[[GenerateRequest], Awaitable[Any]]]:
-        """Yield what finds the model of a request, with the chat template ``source`` in place of its own; with ""
-        it finds none, so that the gateway looks."""
+        """Yield a function that returns a request's model with the chat template ``source`` instead of its own; with
+        "", it returns None, so that the gateway looks the model up."""
         from pillion.gateway.tokens.chat_template import ChatTemplate
 
         formats = self.entry.formats
@@ -125,15 +122,15 @@ class OfflineCluster:
                 await template.aclose()
 
     def prompt_text(self, token_ids: list[int]) -> str:
-        """Return the text of a prompt, with its special tokens."""
+        """Return the text of a prompt, including special tokens."""
         return str(self.entry.tokenizer.codec.decode(token_ids, skip_special_tokens=False))
 
 
 async def start_cluster(
     flags: OfflineFlags, folder: Path, stack: contextlib.AsyncExitStack, check: Callable[[Path], None]
 ) -> OfflineCluster:
-    """Start the components; closing ``stack`` ends them, also after an error. ``check`` looks at the model's prepared
-    folder before it is loaded. Raises ConfigError."""
+    """Start the components; closing ``stack`` ends them, also after an error. ``check`` inspects the model's prepared
+    folder before loading. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.cli.console import Notices
     from pillion.cli.flags import subset
@@ -164,7 +161,7 @@ async def start_cluster(
     check_flags(node_flags)
     check_flags(worker_flags)
     notices = Notices()
-    # Preparing a model takes long, so its progress is shown, and it runs in a process that Ctrl-C ends at once.
+    # Preparing a model is slow: show progress, and run it in a process that Ctrl-C ends at once.
     with notices.progress(f"preparing model {flags.model}") as step:
         await prepare_in_child(subset(PrepareFlags, flags), step)
     model, fit = await asyncio.to_thread(prepared_model, flags)
@@ -194,7 +191,7 @@ async def _start_gateway(
     cluster = Cluster(f"llm-{os.getpid()}", registry, None, HEARTBEAT_TIMEOUT_MS / 1000)
     options = GatewayOptions(
         policy=parse_policy("colocated"),
-        # A chunk is longer than any prompt: there are no prefill workers, so no prompt is split into chunks.
+        # Longer than any prompt: there are no prefill workers to split chunks for.
         chunk_tokens=max(model.max_model_len, flags.block_size),
         max_attempts=MAX_ATTEMPTS,
         max_inflight_requests=MAX_ANSWERS_AT_ONCE,
@@ -209,8 +206,7 @@ async def _start_gateway(
 
 
 def _adapters(flags: OfflineFlags, model: Any, nodes: Any) -> Any:
-    """Make the table of adapters' names. Only the caller of this process gives names, so any folder that it may read
-    will do."""
+    """Return the table of adapter names. Names only come from this process, so any readable folder is allowed."""
     from pillion.cli.flags import subset
     from pillion.gateway.adapters.adapter_names import load_adapters
 
@@ -231,8 +227,8 @@ async def _until_ready(gateway: Any) -> None:
 
 
 class OfflineThread:
-    """Owns the event loop, its thread and the folder of an :class:`OfflineCluster`. Any thread may call ``close``, any
-    number of times; the interpreter's end calls ``close`` too."""
+    """Event loop, thread and folder of an :class:`OfflineCluster`. ``close`` may be called from any thread, any number
+    of times, and is called at the interpreter's end."""
 
     def __init__(self, flags: OfflineFlags, check: Callable[[Path], None] = lambda folder: None) -> None:
         from pillion.supervisor.runtime_dir import RuntimeDir
@@ -259,7 +255,7 @@ class OfflineThread:
 
     @property
     def cluster(self) -> OfflineCluster:
-        """Components of the cluster while it runs. Raises Unavailable once it is closed."""
+        """The components of the running cluster. Raises Unavailable once it is closed."""
         if self._cluster is None:
             raise Unavailable(CLOSED)
         return self._cluster
@@ -272,11 +268,11 @@ class OfflineThread:
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
     def close(self, wait_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Cancel all calls and end all components; return when nothing of them is left, or after ``wait_s``."""
+        """Cancel all calls and end all components; return when they are gone, or after ``wait_s``."""
         if os.getpid() != self._pid:
             return
         if threading.current_thread() is self._thread:
-            # The last reference went away in the loop's own thread, which cannot wait for itself.
+            # The last reference was dropped on the loop's own thread, which cannot wait for itself.
             threading.Thread(target=self.close, name="pillion-llm-close", daemon=True).start()
             return
         with self._closing:
@@ -287,7 +283,7 @@ class OfflineThread:
             try:
                 ending.result(wait_s)
             except (PillionError, OSError, RuntimeError, TimeoutError) as error:
-                # Somebody who has interrupted a start needs no message about how it failed.
+                # After interrupting a start, its failure is of no interest.
                 log.log(
                     logging.WARNING if wait_s == CLOSE_TIMEOUT_S else logging.DEBUG,
                     "the LLM did not end as it should: %r",
@@ -307,15 +303,14 @@ class OfflineThread:
             self._runs.discard(task)
 
     async def _end(self) -> None:
-        # First the calls that callers wait for are ended, and a start that is still running; the stack then ends what
-        # that had started.
+        # End pending calls and a running start first; the stack then ends what that had started.
         await end_tasks(*self._runs)
         self._cluster = None
         await self._stack.aclose()
         await end_tasks(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     def _run(self) -> None:
-        # The runner ends generators and threads of the loop, and closes it.
+        # The runner ends the loop's generators and threads, and closes it.
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()
 
@@ -328,5 +323,5 @@ def _close_all() -> None:
         thread.close()
 
 
-# Threads are closed before the interpreter ends its thread pools, which closing needs; ``atexit`` is too late.
+# Before the interpreter ends its thread pools, which closing needs; ``atexit`` is too late.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

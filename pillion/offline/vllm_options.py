@@ -1,7 +1,7 @@
-"""Reads what programs for vLLM write: options of its ``LLM``, adapters of its requests, arguments of its scripts.
+"""Compatibility with programs for vLLM: options of its ``LLM``, adapters of its requests, arguments of its scripts.
 
-An option of vLLM that Pillion has goes on as Pillion's; one that Pillion has not is taken with the values that ask for
-nothing, and refused with a sentence that says what to do instead otherwise. Nothing is ignored that was asked for.
+vLLM's options are mapped to Pillion's. One without an equivalent is accepted with values that request nothing, and
+otherwise refused with an alternative. Nothing that was requested is ignored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _POOLING = "Pillion gives vectors of texts (LLM.embed), labels (LLM.classify) an
 
 @dataclass(frozen=True, slots=True)
 class _Absent:
-    """Describes an option of vLLM that Pillion lacks: the ``values`` that ask for nothing, beside None, where _ANY
-    stands for all values, and what to do instead of others."""
+    """An option of vLLM without an equivalent: the ``values`` that request nothing, in addition to None (_ANY: all of
+    them), and the alternative to the others."""
 
     values: tuple[Any, ...] | None
     instead: str = ""
 
 
-# Reasons for _ANY: the option allows something (memory, a custom kernel) or concerns logs that LLM does not write.
+# _ANY: options that allow something (memory, a custom kernel) or concern logs that LLM does not write.
 _ABSENT: Mapping[str, _Absent] = {
     "trust_remote_code": _Absent(
         (False,),
@@ -54,14 +54,14 @@ _ABSENT: Mapping[str, _Absent] = {
     "convert": _Absent(("auto", "none", "embed", "classify"), _POOLING),
 }
 _RENAMED = {"kv_cache_memory_bytes": "kv_pool_bytes"}
-# Pillion reads these formats; a folder is safetensors, a file GGUF. vLLM has further readers of safetensors, and an old
-# one for those of bitsandbytes.
+# Formats that Pillion reads; a folder is safetensors, a file GGUF. vLLM has more readers of safetensors, and an old one
+# for those of bitsandbytes.
 _FORMATS = ("safetensors", "gguf")
 _READERS = ("fastsafetensors", "runai_streamer", "bitsandbytes")
 _OWN_FORMATS = ("auto", "dummy")
-# LLM takes more values of these options than the flags have: vLLM's.
+# Options for which LLM accepts more values than the flags: vLLM's.
 _MORE_CHOICES = ("quantization", "load_format")
-# vLLM's names of kernels for the checkpoints of one producer.
+# vLLM's kernel names for checkpoints of one producer.
 _PRODUCERS = {
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
@@ -72,7 +72,7 @@ _PRODUCERS = {
     "modelopt_fp4": "modelopt",
     "modelopt_fp8": "modelopt",
 }
-# MLX's checkpoints are not read; who names them is told so by what reads their config.
+# MLX's checkpoints are not supported; the reader of their config reports that.
 PRODUCERS = (
     *("awq", "gptq", "auto-round", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"),
     *("gguf", "mlx"),
@@ -81,14 +81,14 @@ PRODUCERS = (
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Names an adapter and its folder, as vLLM has it. The adapter is loaded when a call first brings it.
+    """An adapter's name and folder, as in vLLM. Loaded when a call first uses it.
 
     Attributes:
         lora_name: the adapter's name.
-        lora_int_id: vLLM's number of the adapter, which Pillion does not need.
+        lora_int_id: vLLM's number of the adapter; unused.
         lora_path: a folder as PEFT writes it.
-        base_model_name: the model that the adapter is for, which vLLM's pages of models say; an LLM has one.
-        load_inplace: whether the name may get another adapter, as it may here in any case.
+        base_model_name: the adapter's model, for vLLM's listings; an LLM has one.
+        load_inplace: allow a name to get another adapter, which is always allowed here.
     """
 
     lora_name: str
@@ -99,13 +99,13 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
-        """Adapter's name."""
+        """The adapter's name."""
         return self.lora_name
 
 
 def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Make a method that raises InvalidRequest, for the method ``name`` of vLLM's LLM that Pillion's lacks. Its text
-    says what to do ``instead``."""
+    """Return a method that raises InvalidRequest, for a method ``name`` of vLLM's LLM that Pillion's lacks. ``instead``
+    is the alternative in its message."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise InvalidRequest(f"LLM.{name} is not supported: {instead}")
@@ -115,13 +115,13 @@ def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 def no_pooling(name: str) -> Callable[..., NoReturn]:
-    """Make a method of vLLM's LLM that gives rewards of a text, or rows of its tokens."""
+    """Return :func:`refused_method` for a method of vLLM's LLM that returns rewards or token rows."""
     return refused_method(name, f"{_POOLING}; for token ids, use get_tokenizer")
 
 
 def translated(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in Pillion's words; a value of None is the option's default. Raises ConfigError for what
-    Pillion cannot do."""
+    """Return the options under Pillion's names; None is an option's default. Raises ConfigError for unsupported
+    ones."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         absent = _ABSENT.get(name)
@@ -138,8 +138,7 @@ def translated(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def producer_of(options: Mapping[str, Any]) -> str:
-    """Return the producer that ``quantization`` names, such as "awq", in vLLM's spelling or in capitals; "" where it
-    names none."""
+    """Return the producer that ``quantization`` names, such as "awq", in any case or vLLM's spelling; "" for none."""
     given = options.get("quantization")
     name = given.lower() if isinstance(given, str) else ""
     name = _PRODUCERS.get(name, name)
@@ -147,7 +146,7 @@ def producer_of(options: Mapping[str, Any]) -> str:
 
 
 def check_producer(wanted: str, model: str, folder: Path) -> None:
-    """Raise ConfigError where the prepared checkpoint is of another producer than ``quantization`` says."""
+    """Raise ConfigError if the prepared checkpoint is of another producer than ``quantization`` names."""
     if not wanted:
         return
     from pillion.engine.models.config_parser import read_config
@@ -184,7 +183,7 @@ def _is_gguf(model: str) -> bool:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An argparse parser for which ``--max_model_len`` means ``--max-model-len``, as vLLM's scripts expect."""
+    """argparse parser that treats ``--max_model_len`` as ``--max-model-len``, as vLLM's scripts expect."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         import sys
@@ -194,15 +193,15 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 class EngineArgs:
-    """Gives vLLM's scripts the options of :class:`pillion.LLM` as arguments; ``vars(parser.parse_args())`` are
-    keyword arguments of LLM."""
+    """Options of :class:`pillion.LLM` as arguments for vLLM's scripts; ``vars(parser.parse_args())`` are keyword
+    arguments of LLM."""
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:
-        """Add one argument for each option to a parser or a group of one, and return it."""
+        """Add one argument per option to a parser or argument group, and return it."""
         for field in fields(OfflineFlags):
             name, about = "--" + field.name.replace("_", "-"), field.metadata
-            # Every argument is None by default, which LLM understands as an option that is not given.
+            # Default None, which LLM treats as not given.
             if about["kind"] is bool:
                 parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None)
             else:
@@ -210,13 +209,13 @@ class EngineArgs:
                 parser.add_argument(name, default=None, choices=choices or None)
         parser.add_argument("--seed", type=int, default=None)
         for name in (*_ABSENT, *_RENAMED):
-            # A name alone, such as --trust-remote-code, means True.
+            # A bare flag such as --trust-remote-code means True.
             parser.add_argument("--" + name.replace("_", "-"), nargs="?", const=True, default=None, type=_value)
         return parser
 
 
 def _value(word: str) -> Any:
-    """Read a word of a command line: a number, an object in JSON, or the word itself."""
+    """Parse a command line word: a number, a JSON object, or the word itself."""
     try:
         return json.loads(word)
     except ValueError:

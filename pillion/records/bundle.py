@@ -1,11 +1,11 @@
-"""Reads and writes bundles: what is kept of one request, so that its answer can be explained and replayed.
+"""Reads and writes bundles: the record of one request, from which its answer can be explained and replayed.
 
     DIR/ID.json       {"format": 1, "id": ..., "request": ..., "answers": ..., "story": ..., "mac": ...}
-    DIR/record.key    the deployment's key, where --record-key-file names no other file
+    DIR/record.key    the deployment's key, unless --record-key-file names another file
 
-``mac`` is the HMAC-SHA256, by the deployment's key, of the canonical JSON of everything else: sorted names, no spaces.
-It shows that a gateway of the deployment wrote the file, and that nobody changed it. What a client sent or got is kept
-as it is (``full``), as an HMAC by the same key, by which equals are found (``hash``), or not at all (``none``).
+``mac`` is the HMAC-SHA256, by the deployment's key, of the canonical JSON of all other fields: sorted names, no spaces.
+It proves that a gateway of the deployment wrote the file and that nobody changed it. What a client sent or received is
+kept as it is (``full``), as an HMAC by the same key, which still shows equality (``hash``), or not at all (``none``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pillion.errors import ConfigError
 from pillion.types import ChatMessage, ChatOptions, SamplingParams, Timings, ToolOptions, Usage
 
 FORMAT = 1
-# A larger bundle is neither written nor read. A prompt of a million tokens has some 7 MB of JSON.
+# Larger bundles are neither written nor read. A prompt of a million tokens takes about 7 MB of JSON.
 MAX_BUNDLE_BYTES = 64 * 2**20
 KEY_FILE = "record.key"
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 4096
-# Upper bounds of a histogram of times between tokens, in milliseconds; one more bucket counts longer ones.
+# Upper limits of a histogram of times between tokens, in milliseconds; a last bucket counts longer ones.
 GAP_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
 Reason = Literal["failed", "slow", "asked", "share"]
@@ -32,8 +32,8 @@ Content = Literal["none", "hash", "full"]
 
 
 class BundleModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Says what computed the answers. ``asked`` is the name that the client used, and ``adapter`` the digest of the
-    adapter's content; "" for the model alone."""
+    """What computed the answers. ``asked`` is the name that the client used; ``adapter`` is the digest of the adapter's
+    content, "" for the model alone."""
 
     name: str
     fingerprint: str
@@ -42,7 +42,7 @@ class BundleModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class BundleWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Describes a worker of the request, as its record in the registry had it then."""
+    """A worker of the request, as its registry record described it at the time."""
 
     component_id: str
     role: str
@@ -53,20 +53,20 @@ class BundleWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class BundleRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Holds what was asked, with every default decided: enough to ask for it again.
+    """The request with every default resolved: enough to send it again.
 
     Attributes:
         operation: "chat", "text_completion" or "embeddings".
-        label: the id by which the client knows the request, and the gateway's log names it.
-        prompt_tokens: the number of the prompt's tokens.
-        token_ids: the prompt; () where it is not kept.
-        messages, chat, tools: the conversation of which the gateway made the prompt, where it came as one and is kept.
-        sampling: the sampling with the seed that was used, ``n``, ``best_of``, and the rules that end answers; its
-            ``stop_token_ids`` have the model's own. Texts and lists of tokens are left out unless content is kept.
-        bad_words: the sequences of tokens that no answer has.
-        grammar: the grammar that answers follow, as a worker gets it; "" for none.
-        resumed_tokens: the tokens of all answers that another gateway had given before the stream moved to this one.
-        hmacs: the HMACs of what is not kept, by the field's name.
+        label: the request's id as the client and the gateway's log know it.
+        prompt_tokens: number of tokens of the prompt.
+        token_ids: the prompt; () if it is not kept.
+        messages, chat, tools: the conversation of which the gateway made the prompt, if there was one and it is kept.
+        sampling: the sampling with the seed that was used, ``n``, ``best_of``, and the stop conditions; its
+            ``stop_token_ids`` include the model's own. Texts and lists of tokens are omitted unless content is kept.
+        bad_words: token sequences that no answer contains.
+        grammar: the grammar of the answers, as a worker receives it; "" for none.
+        resumed_tokens: tokens of all answers that another gateway had sent before the stream moved to this one.
+        hmacs: HMACs of the fields that are not kept, by name.
     """
 
     operation: str
@@ -85,10 +85,10 @@ class BundleRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Says when an answer's tokens came, in milliseconds since the request's arrival.
+    """When an answer's tokens came, in milliseconds since the request's arrival.
 
-    ``gaps`` counts the times between two messages with tokens by GAP_BOUNDS_MS; the longest one stood before the token
-    with the index ``longest_gap_at``.
+    ``gaps`` is a histogram over GAP_BOUNDS_MS of the times between two messages with tokens; the longest one preceded
+    the token at index ``longest_gap_at``.
     """
 
     first_ms: float
@@ -99,10 +99,9 @@ class TokenTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Holds one answer that was generated: all its tokens, also those of an unfinished one, or their HMAC. Its
-    ``finish_reason`` is "" where it did not come to its end. ``logprobs`` has the log probability of each token, where
-    the client asked for them; None for tokens that another gateway gave before the stream moved. ``times`` is None for
-    an answer without tokens."""
+    """One generated answer: all its tokens, even if it is unfinished, or their HMAC. ``finish_reason`` is "" for an
+    unfinished answer. ``logprobs`` has the log probability of each token if the client asked for them; None for tokens
+    that another gateway sent before the stream moved. ``times`` is None for an answer without tokens."""
 
     tokens: int
     token_ids: tuple[int, ...] = ()
@@ -113,9 +112,9 @@ class BundleAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class WeighedRoute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Describes a route that the planner weighed. ``price_ms`` is what decided: the predicted time to the first token,
-    with what the route costs other requests. ``fetched`` names where blocks would be fetched from: "of_nodes",
-    "of_bucket", or "" for none."""
+    """A route that the planner considered. ``price_ms`` is the criterion: the predicted time to the first token, plus
+    what the route costs other requests. ``fetched`` is the source of blocks to fetch: "of_nodes", "of_bucket", or ""
+    for none."""
 
     decode: str
     prefill: str = ""
@@ -127,16 +126,16 @@ class WeighedRoute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class StoryEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tells one thing that happened to a request, ``at_ms`` milliseconds after its arrival.
+    """One event of a request, ``at_ms`` milliseconds after its arrival.
 
     Attributes:
-        what: one of the names that `gateway/recorder/story.py` lists.
+        what: one of the names listed in `gateway/recorder/story.py`.
         attempt, answer: which attempt, from 1, of which answer, from 0.
-        worker: the component that it happened at, or that is to work next.
-        tokens: up to which token of the prompt the KV is there, or how many tokens there are.
-        words: why, for people.
+        worker: the component where it happened, or that works next.
+        tokens: the prompt position up to which KV exists, or a number of tokens.
+        words: the reason, for people.
         figures: further numbers by name.
-        weighed: the routes that a plan chose from.
+        weighed: the routes among which a plan chose.
     """
 
     at_ms: float
@@ -151,19 +150,19 @@ class StoryEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Holds everything that is kept of one request.
+    """Everything that is recorded of one request.
 
     Attributes:
-        id: the server's own id of the request, 24 hexadecimal digits; no client chooses it.
+        id: the server's own id of the request, 24 hexadecimal digits; clients cannot choose it.
         reason: why the request was recorded.
-        tenant: whose request it was; "" where there are no API keys.
-        content: whether texts and token ids are kept.
-        slow_ms: the gateway's --record-slow-ms at that time; 0 for none.
-        flags: the gateway's settings that a replay needs to know, by name.
-        workers: the components that worked for the request.
-        error: why the request failed, as "Kind: message"; "" where it did not.
-        usage, timings: what the request took; None where it never had its turn.
-        mac: the HMAC over everything else.
+        tenant: the request's tenant; "" without API keys.
+        content: how texts and token ids are kept.
+        slow_ms: the gateway's --record-slow-ms at the time; 0 for none.
+        flags: the gateway's settings that a replay needs, by name.
+        workers: the components that worked on the request.
+        error: why the request failed, as "Kind: message"; "" if it did not.
+        usage, timings: the cost of the request; None if it never had its turn.
+        mac: the HMAC of all other fields.
     """
 
     format: int = FORMAT
@@ -187,13 +186,13 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def hidden(key: bytes, name: str, value: Any) -> str:
-    """Return the HMAC that stands for the value of the field ``name`` where it is not kept."""
+    """Return the HMAC that replaces the value of field ``name`` if it is not kept."""
     return hmac.digest(key, name.encode() + b"\0" + _canonical(value), "sha256").hex()
 
 
 def encode(bundle: Bundle, key: bytes) -> bytes:
-    """Return a bundle as the JSON of its file, with its HMAC. Raises ConfigError for one that is too large."""
-    # The format is a default, which would be left out.
+    """Return the JSON of a bundle's file, with its HMAC. Raises ConfigError if it is too large."""
+    # The format is a default, which msgspec would omit.
     fields = {"format": bundle.format, **msgspec.to_builtins(bundle, str_keys=True)}
     fields.pop("mac", None)
     raw = msgspec.json.encode({**fields, "mac": _mac(key, fields)})
@@ -203,9 +202,9 @@ def encode(bundle: Bundle, key: bytes) -> bytes:
 
 
 def decode(raw: bytes, name: str, key: bytes | None) -> tuple[Bundle, bool]:
-    """Return the bundle that is encoded in ``raw``, and whether its HMAC was verified: it is not without a key.
+    """Return the bundle encoded in ``raw``, and whether its HMAC was verified, which needs a key.
 
-    Raises ConfigError, which calls it ``name``, for what is too large or no bundle, or whose HMAC is wrong.
+    Raises ConfigError, which calls it ``name``, if it is too large, is not a bundle, or has a wrong HMAC.
     """
     try:
         fields = msgspec.json.decode(raw) if len(raw) <= MAX_BUNDLE_BYTES else {}
@@ -222,7 +221,7 @@ def decode(raw: bytes, name: str, key: bytes | None) -> tuple[Bundle, bool]:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a bundle's file, or what is too large to be one. Raises ConfigError."""
+    """Read a bundle's file, at most one byte more than the largest bundle. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BUNDLE_BYTES + 1)
@@ -231,12 +230,12 @@ def read_file(path: Path) -> bytes:
 
 
 def read(path: Path, key: bytes | None) -> tuple[Bundle, bool]:
-    """Read a bundle's file, as :func:`decode` does. Raises ConfigError."""
+    """Read a bundle from its file, like :func:`decode`. Raises ConfigError."""
     return decode(read_file(path), str(path), key)
 
 
 def read_key(path: Path) -> bytes:
-    """Read a key, without the white space around it. Raises ConfigError."""
+    """Read a key, without surrounding white space. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             key = file.read(MAX_KEY_BYTES + 1).strip()

@@ -1,4 +1,4 @@
-"""Decides by replays of live requests whether the next version may be promoted. Sans-IO.
+"""Decides from replays of live requests whether the next version may be promoted. Sans-IO.
 
 outcome of each replay --note--> figures by model and kind --verdict, by the rule--> promote, stop, or not yet
 """
@@ -15,20 +15,20 @@ from typing import Literal
 from pillion.errors import ConfigError
 from pillion.records.bundle import Bundle
 
-# What came of a replay: the same tokens; other tokens; another prompt in the same messages; an error that the request
-# did not meet at first.
+# Outcome of a replay: the same tokens; other tokens; another prompt for the same messages; an error that the request
+# did not meet originally.
 OutcomeName = Literal["equal", "differs", "prompt", "error"]
 DIFFERENT: tuple[OutcomeName, ...] = ("differs", "prompt", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryRule:
-    """Says what the next version may do at most.
+    """The limits of what the next version may change.
 
     Attributes:
-        differs: share of the requests that have another answer.
-        distance: mean absolute difference of the log probabilities of equal tokens, where they were recorded.
-        slower: median over requests of the replay's whole time, by that of the request.
+        differs: share of the requests with another answer.
+        distance: mean absolute difference of the log probabilities of equal tokens, if they were recorded.
+        slower: median over requests of the ratio of the replay's total time to the request's.
     """
 
     differs: float = 0.0
@@ -37,7 +37,7 @@ class CanaryRule:
 
 
 def parse_rule(text: str) -> CanaryRule:
-    """Read ``differs=0.02,distance=0.01,slower=1.2``; what is left out keeps its default. Raises ConfigError."""
+    """Parse ``differs=0.02,distance=0.01,slower=1.2``; omitted parts keep their defaults. Raises ConfigError."""
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.strip().partition("=")
@@ -53,14 +53,14 @@ def parse_rule(text: str) -> CanaryRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryOutcome:
-    """Tells what came of one replay.
+    """The outcome of one replay.
 
     Attributes:
-        name: what it was.
+        name: the kind of outcome.
         words: where the answers differ, or the error.
         position: the first position that differs.
-        distance, compared_tokens: the sum of the differences of log probabilities, and of how many tokens.
-        slower: the replay's whole time by the request's; None where one is not known.
+        distance, compared_tokens: sum of the differences of log probabilities, and over how many tokens.
+        slower: ratio of the replay's total time to the request's; None if one is unknown.
     """
 
     name: OutcomeName
@@ -73,7 +73,7 @@ class CanaryOutcome:
 
 @dataclass(slots=True)
 class CanaryFigures:
-    """Sums up the outcomes of requests of one model and kind, or of all."""
+    """Totals over the requests of one model and kind, or over all."""
 
     counts: Counter[OutcomeName] = field(default_factory=Counter)
     distance: float = 0.0
@@ -93,31 +93,31 @@ class CanaryFigures:
 
     @property
     def requests(self) -> int:
-        """Number of requests that were replayed."""
+        """Number of replayed requests."""
         return self.counts.total()
 
     @property
     def different(self) -> int:
-        """Number of requests that were not answered alike."""
+        """Number of requests whose replay was not equal."""
         return sum(self.counts[name] for name in DIFFERENT)
 
     @property
     def mean_distance(self) -> float | None:
-        """Mean difference of log probabilities; None where none was recorded."""
+        """Mean difference of log probabilities; None if none were recorded."""
         return self.distance / self.compared_tokens if self.compared_tokens else None
 
     @property
     def median_slower(self) -> float | None:
-        """Median of the replays' times by the requests'; None where none is known."""
+        """Median ratio of the replays' times to the requests'; None if none is known."""
         return median(self.slower) if self.slower else None
 
 
 class CanaryTally:
-    """Counts replays by model and kind of request, and judges them all together.
+    """Counts replays by model and kind of request, and judges them together.
 
     Args:
         rule: what is allowed.
-        wanted: after how many replays the next version may be promoted.
+        wanted: number of replays before the next version may be promoted.
     """
 
     def __init__(self, rule: CanaryRule, wanted: int) -> None:
@@ -131,14 +131,14 @@ class CanaryTally:
         self.rows.setdefault((bundle.model.name, kind_of(bundle)), CanaryFigures()).note(outcome)
 
     def verdict(self) -> bool | None:
-        """Return whether the next version may be promoted; None while that is open. It is stopped as soon as more
-        requests differ than may differ of all that are wanted."""
+        """Return whether the next version may be promoted; None while this is open. It is stopped as soon as more
+        requests differ than the rule allows among all wanted ones."""
         if self.all.different > self.rule.differs * self.wanted:
             return False
         return None if self.all.requests < self.wanted else not self.broken()
 
     def broken(self) -> list[str]:
-        """Return the parts of the rule that the replays so far break, in words."""
+        """Return in words the parts of the rule that the replays so far violate."""
         figures, rule = self.all, self.rule
         found = []
         if figures.different > rule.differs * figures.requests:
@@ -152,28 +152,28 @@ class CanaryTally:
 
 
 def kind_of(bundle: Bundle) -> str:
-    """Names the kind of a request: chat or text, greedy or drawn, with a grammar, with several answers."""
+    """Return the kind of a request: chat or text, greedy or drawn, with a grammar, with several answers."""
     asked = bundle.request
     words = ["chat" if asked.operation == "chat" else "text", "drawn" if asked.sampling.temperature else "greedy"]
     return " ".join(words + ["grammar"] * bool(asked.grammar) + ["n > 1"] * (len(bundle.answers) > 1))
 
 
 def is_in_share(bundle_id: str, share: float) -> bool:
-    """Return whether a bundle is of those that are replayed: its id alone decides."""
+    """Return whether a bundle belongs to the share that is replayed, which depends on its id alone."""
     drawn = int.from_bytes(hashlib.sha256(bundle_id.encode()).digest()[:8], "big")
     return drawn < share * 2**64
 
 
 class TokenPace:
-    """Spaces replays so that they take no more than so many tokens a second, prompts and answers together. Times are
-    seconds of one clock."""
+    """Spaces replays so that they take at most ``tokens_per_s``, prompts and answers together. Times are seconds of one
+    clock."""
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
         self._free_s = 0.0
 
     def spend(self, tokens: int, now: float) -> float:
-        """Note a replay of so many tokens that begins ``now`` or later; return how long it has to wait."""
+        """Record a replay of ``tokens`` that begins at ``now`` or later; return how long it has to wait."""
         begin_s = max(now, self._free_s)
         self._free_s = begin_s + tokens / self._tokens_per_s
         return begin_s - now

@@ -1,4 +1,4 @@
-"""Follows the bundles of gateways and replays some of them at the next version: `pillion canary`."""
+"""Follows the bundles of gateways and replays some of them on the next version: `pillion canary`."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ from pillion.rules.priority import MAX_PRIORITY
 from pillion.types import ModelInfo
 
 PROMOTE, STOP, UNDECIDED = 0, 1, 2
-# The most that one replay may take.
 REPLAY_TIMEOUT_S = 600.0
-# New bundles are looked for so often, among so many of the newest.
+# New bundles are looked for at this interval, among this many of the newest.
 FOLLOW_INTERVAL_S, FOLLOWED_BUNDLES = 0.5, 1000
-# A target that takes so many replays in a row not at all ends the canary: it says nothing of the next version.
+# This many replays in a row that the target does not accept end the canary: they say nothing about the next version.
 MAX_UNTAKEN = 50
-# After a refusal for load the target gets a pause of so long.
+# Pause after the target refused a replay because of its load.
 RETRY_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Canary:
-    """Replays bundles at one target until the rule of a tally decides.
+    """Replays bundles on one target until the rule of a tally decides.
 
     Attributes:
-        listed, read: return ids and sizes of the gateways' bundles, the newest first, and an encoded one; they block.
+        listed, read: return ids and sizes of the gateways' bundles, newest first, and an encoded bundle; they block.
         key: the deployment's key; None: bundles are not verified.
-        reach: the arguments of :class:`pillion.AsyncClient` for the target.
-        tally: counts what came of the replays.
+        reach: arguments of :class:`pillion.AsyncClient` for the target.
+        tally: counts the outcomes.
         say: prints a line.
-        model: what the target calls the model; "": as the bundles do.
-        share: how much of the full bundles is replayed, from 0 to 1.
-        concurrency: the most replays at once.
-        tokens_per_s: the most tokens of prompts and answers a second.
-        existing: replay the bundles that are there, and end; else those that are written from now on.
-        metrics_file: gets the figures for Prometheus after each replay; None: nowhere.
-        left_out: how many bundles were not replayed, by the reason.
+        model: the target's name of the model; "": the name in the bundles.
+        share: share of the full bundles to replay, from 0 to 1.
+        concurrency: maximum number of replays at once.
+        tokens_per_s: maximum rate of tokens of prompts and answers.
+        existing: replay the existing bundles, and end; otherwise those that are written from now on.
+        metrics_file: gets the figures for Prometheus after each replay; None: no file.
+        left_out: number of bundles that were not replayed, by reason.
     """
 
     listed: Callable[[], Iterable[tuple[str, int]]]
@@ -68,8 +67,8 @@ class Canary:
     _untaken: int = 0
 
     async def run(self) -> int:
-        """Replay bundles until the rule decides. Returns PROMOTE, STOP, or UNDECIDED where the bundles that are there
-        were too few. Raises PillionError where the target does not answer."""
+        """Replay bundles until the rule decides. Returns PROMOTE, STOP, or UNDECIDED if there were too few bundles.
+        Raises PillionError if the target does not answer."""
         async with replay_client(**self.reach) as client:
             self._models = await client.models()
             shared = (client, TokenPace(self.tokens_per_s), self._bundles(), asyncio.Lock())
@@ -90,7 +89,7 @@ class Canary:
         return PROMOTE if promote else STOP
 
     async def _bundles(self) -> AsyncIterator[Bundle]:
-        """Yield the bundles to replay, as they are written, until the rule has decided."""
+        """Yield the bundles to replay as they are written, until the rule has decided."""
         seen = set() if self.existing else set(await asyncio.to_thread(self._newest))
         while self.tally.verdict() is None:
             try:
@@ -103,7 +102,7 @@ class Canary:
                         if bundle is not None:
                             yield bundle
             except errors.Unavailable:
-                # Redis comes back.
+                # Redis will come back.
                 if self.existing:
                     raise
             if self.existing:
@@ -111,11 +110,11 @@ class Canary:
             await asyncio.sleep(FOLLOW_INTERVAL_S)
 
     def _newest(self) -> list[str]:
-        """Return the ids of the bundles among which new ones are looked for, the newest first."""
+        """Return the ids of the bundles that are searched for new ones, newest first."""
         return [one for one, _ in itertools.islice(self.listed(), None if self.existing else FOLLOWED_BUNDLES)]
 
     def _wanted(self, bundle_id: str) -> Bundle | None:
-        """Read a bundle; None for one that is not to be replayed, or was taken away."""
+        """Read a bundle; None if it is not to be replayed or was removed."""
         if not is_in_share(bundle_id, self.share) or not (raw := self.read(bundle_id)):
             return None
         try:
@@ -135,7 +134,7 @@ class Canary:
     async def _work(
         self, client: ReplayClient, pace: TokenPace, bundles: AsyncIterator[Bundle], turn: asyncio.Lock
     ) -> None:
-        """Replay bundles, one after the other, as long as there are some. Raises PillionError."""
+        """Replay bundles one after the other while there are any. Raises PillionError."""
         while True:
             async with turn:
                 bundle = await anext(bundles, None)
@@ -154,8 +153,8 @@ class Canary:
                 write_whole(self.metrics_file, as_metrics(self.tally))
 
     async def _replayed(self, client: ReplayClient, bundle: Bundle) -> CanaryOutcome | None:
-        """Replay a bundle; None where the target had no room, which says nothing of its answers. Raises PillionError
-        where it does not answer any more."""
+        """Replay a bundle; None if the target had no room, which says nothing about its answers. Raises PillionError
+        if it stops answering."""
         try:
             info = model_of(bundle, self._models, self.model, any_model=True)
             request = request_of(bundle, info, priority=MAX_PRIORITY)
@@ -187,7 +186,7 @@ class Canary:
 
 
 def as_metrics(tally: CanaryTally) -> str:
-    """Return the figures so far in Prometheus' text format."""
+    """Return the current figures in Prometheus' text format."""
     rows, verdict = tally.rows, tally.verdict()
     counts: dict[tuple[str, ...], float] = {
         (*row, outcome): count for row, one in rows.items() for outcome, count in one.counts.items()
@@ -206,7 +205,7 @@ def as_metrics(tally: CanaryTally) -> str:
 
 
 def table_rows(tally: CanaryTally) -> list[tuple[str, ...]]:
-    """Return the cells of the table: a row for each model and kind, and one for all."""
+    """Return the cells of the table: a row per model and kind, and one for all."""
     rows = []
     for row, one in (*sorted(tally.rows.items()), (("all", ""), tally.all)):
         counts = (one.requests, *(one.counts[name] for name in ("equal", "differs", "prompt", "error")))

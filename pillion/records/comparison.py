@@ -1,9 +1,9 @@
-"""Compares the answers of a bundle with those of its replay, and says what a difference means. Sans-IO.
+"""Compares the answers of a bundle with those of its replay, and describes a difference. Sans-IO.
 
-Sampling is a pure function of logits, seed and position, so the same weights give the same tokens. Where they do not,
-the first position at which they differ tells most: the log probabilities that the replay's model gives to both tokens,
-and the margin between them. A margin of the size of rounding is another order of sums; a larger one is another model,
-or a defect.
+Sampling is a pure function of logits, seed and position, so equal weights produce equal tokens. If they do not, the
+first position that differs is the most informative: the log probabilities that the replay's model assigns to both
+tokens, and the margin between them. A margin the size of rounding means another order of sums; a larger one, another
+model or a defect.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from pillion.types import TokenLogprob
 
 @dataclass(slots=True)
 class ReplayedAnswer:
-    """Gathers one answer of a replay. ``finish_reason`` is "" until it ends; ``logprobs`` has one for each token."""
+    """One answer of a replay. ``finish_reason`` is "" until it ends; ``logprobs`` has one entry per token."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
 
     def covers(self, recorded: BundleAnswer) -> bool:
-        """Say whether no more of this answer is needed: an answer that was recorded unfinished is compared as far as
-        it came."""
+        """Return whether enough of this answer has come: a recorded answer that is unfinished is compared as far as it
+        goes."""
         return bool(self.finish_reason) or (not recorded.finish_reason and len(self.token_ids) >= recorded.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerDifference:
-    """Names the first position at which an answer and its replay differ: answer and position count from 0.
+    """The first position at which an answer and its replay differ; answer and position count from 0.
 
     Attributes:
-        recorded, replayed: what either has there, in words: a token with the log probability that the replay's model
-            gives it, or its end.
-        margin: by how much the replay's model prefers its own token, in natural logarithms; None where one answer ended
-            there, or a log probability is not known. It may be negative for a drawn token.
+        recorded, replayed: what each has there, in words: a token with its log probability by the replay's model, or
+            the answer's end.
+        margin: how much more likely the replay's model finds its own token, in natural logarithms; None if one answer
+            ended there or a log probability is unknown. It may be negative for a drawn token.
     """
 
     answer: int
@@ -53,8 +53,8 @@ class AnswerDifference:
 
 
 def first_difference(recorded: Sequence[BundleAnswer], replayed: Sequence[ReplayedAnswer]) -> AnswerDifference | None:
-    """Return the first difference of the first answer that has one; None where all are equal. An answer that was
-    recorded unfinished is equal to a replay that begins with it."""
+    """Return the first difference of the first answer that has one; None if all are equal. An answer that was recorded
+    unfinished equals a replay that begins with it."""
     for index, (old, new) in enumerate(zip(recorded, replayed, strict=True)):
         at = shared_tokens(old, new)
         over, new_over = at == len(old.token_ids), at == len(new.token_ids)
@@ -80,7 +80,7 @@ def _token(token_id: int, logprob: float | None, likeliest: int) -> str:
 
 
 def shared_tokens(recorded: BundleAnswer, replayed: ReplayedAnswer) -> int:
-    """Return with how many equal tokens two answers begin."""
+    """Return the number of equal tokens at the beginning of two answers."""
     pairs = enumerate(zip(recorded.token_ids, replayed.token_ids, strict=False))
     shortest = min(len(recorded.token_ids), len(replayed.token_ids))
     return next((position for position, (old, new) in pairs if old != new), shortest)
@@ -88,7 +88,7 @@ def shared_tokens(recorded: BundleAnswer, replayed: ReplayedAnswer) -> int:
 
 def logprob_distance(recorded: Sequence[BundleAnswer], replayed: Sequence[ReplayedAnswer]) -> tuple[float, int]:
     """Return the sum of the absolute differences of the log probabilities of equal tokens, up to each answer's first
-    difference, and how many tokens they are: those that were recorded with one."""
+    difference, and their number. Only tokens that were recorded with a log probability count."""
     total, count = 0.0, 0
     for old, new in zip(recorded, replayed, strict=True):
         pairs = list(zip(old.logprobs, new.logprobs, strict=False))[: shared_tokens(old, new)]
@@ -98,5 +98,5 @@ def logprob_distance(recorded: Sequence[BundleAnswer], replayed: Sequence[Replay
 
 
 def _end(finish_reason: str) -> str:
-    """Return how an answer ended, as its tokens know it: whether they call tools is read by the gateway."""
+    """Return how an answer ended as its tokens show it: only the gateway recognizes tool calls."""
     return "stop" if finish_reason == "tool_calls" else finish_reason

@@ -1,6 +1,6 @@
-"""Explains a bundle: where the time of its request went, as a picture and in sentences. Sans-IO.
+"""Explains a bundle: where the time of its request went, as a timeline and in sentences. Sans-IO.
 
-events of the story --phases--> what the first answer waited for, one after the other
+events of the story --phases--> what the first answer waited for, in order
                     --sentences--> what took long, why, and what the plan had expected
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from pillion.records.bundle import Bundle, StoryEvent
 
-# A part of the time to the first token that is smaller than this share is not worth a sentence.
+# Parts of the time to the first token below this share get no sentence.
 TOLD_SHARE = 0.05
-# A plan that took this many times as long as it was expected to, and TOLD_LATE_MS longer, is told.
+# A plan gets a sentence if it took LATE_FACTOR times the expected time and TOLD_LATE_MS longer.
 LATE_FACTOR, TOLD_LATE_MS = 2.0, 50.0
 BAR_COLUMNS = 40
 
-# What a request waits for, in words that take the name of a worker.
+# What a request waits for; {} is the name of a worker.
 READING, GRAMMAR = "reading and tokenizing the prompt", "making and compiling the grammar"
 LINE, PLANNING = "in line at the gateway", "looking up the prefix and planning"
 MEMORY, FETCHING, PREFILL = "waiting for KV memory at {}", "fetching KV to {}", "prefilling at {}"
@@ -32,9 +32,9 @@ _TIERS = {
     "bucket_tokens": "came from a bucket",
 }
 _LOSSES = ("plan_lost", "ticket_lost", "prefill_lost", "decode_lost")
-# What shows that an answer went on after a loss.
+# Events that show that an answer continued after a loss.
 _GOES_ON = ("planned", "ticket", "fetched", "chunk", "prefilled", "adopted", "tokens", "finished", "stopped")
-# What an event begins for the first answer. Events that are not here change nothing.
+# The phase that an event begins for the first answer. Other events change nothing.
 _BEGINS = {
     "ready": PLANNING,
     "waits": LINE,
@@ -56,7 +56,7 @@ _BEGINS = {
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Describes what the first answer waited for from ``start_ms`` to ``end_ms`` after the request's arrival, at which
+    """What the first answer waited for from ``start_ms`` to ``end_ms`` after the request's arrival, and at which
     worker."""
 
     name: str
@@ -66,17 +66,17 @@ class Phase:
 
     @property
     def took_ms(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.end_ms - self.start_ms
 
     @property
     def words(self) -> str:
-        """Say what it was."""
+        """Description for people."""
         return self.name.format(self.worker or "a worker")
 
 
 def explained(bundle: Bundle, verified: bool) -> dict[str, Any]:
-    """Return what is told of a bundle, as fields of JSON; ``verified`` says whether its HMAC was."""
+    """Return the explanation of a bundle as JSON fields; ``verified`` says whether its HMAC was verified."""
     whose = f" of tenant {bundle.tenant}" if bundle.tenant else ""
     trust = "" if verified else ", unverified: there is no key"
     return {
@@ -103,21 +103,21 @@ def phases(bundle: Bundle) -> list[Phase]:
             found.append(Phase(READING, "", 0.0, event.at_ms - grammar_ms))
             name, since_ms = GRAMMAR, event.at_ms - grammar_ms
         if event.what == "prefilled" and not in_prefill:
-            # The decode worker has gone on already.
+            # The decode worker has already continued.
             continue
         if begins == PREFILL:
             in_prefill = True
         elif event.what in ("adopted", "prefilled", "tokens", *_LOSSES):
             in_prefill = False
         elif in_prefill:
-            # The stream waits at the KV node for what the prefill worker computes.
+            # The stream waits at the KV node for the prefill worker's blocks.
             continue
         if name == TOKENS and begins != MOVING:
             continue
         if name == MOVING and begins in (PLANNING, MEMORY):
             continue
         found.append(Phase(name, worker, since_ms, event.at_ms))
-        # What follows a prefill range happens at the decode worker.
+        # Whatever follows a prefill range happens at the decode worker.
         at = decode if begins in (OPENING, WORKER_LINE, TAIL) else event.worker
         name, worker, since_ms = begins, at or worker, event.at_ms
     found.append(Phase(name, worker, since_ms, max(since_ms, end_ms(bundle))))
@@ -135,18 +135,18 @@ def _merged(found: list[Phase]) -> list[Phase]:
 
 
 def end_ms(bundle: Bundle) -> float:
-    """Return when the last thing of the story happened, in milliseconds since the request's arrival."""
+    """Return the time of the story's last event, in milliseconds since the request's arrival."""
     tokens = [one.times.last_ms for one in bundle.answers if one.times is not None]
     return max([*tokens, *(event.at_ms for event in bundle.story)], default=0.0)
 
 
 def first_token_ms(bundle: Bundle) -> float | None:
-    """Return when the first token of any answer came; None where none did."""
+    """Return when the first token of any answer came; None if none did."""
     return min((one.times.first_ms for one in bundle.answers if one.times is not None), default=None)
 
 
 def picture(bundle: Bundle) -> list[str]:
-    """Draw the phases as bars over one axis of time, a line each."""
+    """Draw the phases as bars on one time axis, one line each."""
     found, whole_ms = phases(bundle), max(end_ms(bundle), 0.001)
     width = max((len(phase.words) for phase in found), default=0)
     lines = [f"{'':{width}}  0 {_ms(whole_ms):>{BAR_COLUMNS - 2}}"]
@@ -159,7 +159,7 @@ def picture(bundle: Bundle) -> list[str]:
 
 
 def sentences(bundle: Bundle) -> list[str]:
-    """Say in sentences what took long, and why."""
+    """Describe in sentences what took long, and why."""
     parts = (_summary, _waits, _stills, _prefix, _plan, _losses, _gaps)
     return [sentence for part in parts for sentence in part(bundle)]
 
@@ -176,7 +176,7 @@ def _summary(bundle: Bundle) -> Iterator[str]:
 
 
 def _waits(bundle: Bundle) -> Iterator[str]:
-    """Tell the phases before the first token that took a good part of it, in order."""
+    """Describe, in order, the phases before the first token that took a considerable part of the time."""
     first_ms = first_token_ms(bundle)
     whole_ms = end_ms(bundle) if first_ms is None else first_ms
     until = "to the first token" if first_ms is not None else "of waiting"
@@ -198,7 +198,7 @@ def _reason(bundle: Bundle, phase: Phase) -> str:
         expected = fetch.figures.get("expected_ms", 0.0)
         return f"{sources}" + (f"; {_ms(expected)} were expected" if expected else "")
     if phase.name == PREFILL and (prefill := _last(events, "prefill")) is not None:
-        # The acknowledgement of the last chunks may come after the decode worker has gone on.
+        # The acknowledgement of the last chunks may come after the decode worker has continued.
         chunks = [one for one in bundle.story if one.what == "chunk" and one.attempt == prefill.attempt]
         named = ("queue_ms", "compute_ms")
         queue, compute = (_ms(sum(one.figures.get(name, 0.0) for one in chunks)) for name in named)
@@ -234,7 +234,7 @@ def _prefix(bundle: Bundle) -> Iterator[str]:
 
 
 def _plan(bundle: Bundle) -> Iterator[str]:
-    """Tell what the last plan before the first token expected, and what came of it."""
+    """Compare what the last plan before the first token expected with what happened."""
     first = next((event for event in bundle.story if event.what == "tokens" and not event.answer), None)
     before = [event for event in bundle.story if first is not None and event.at_ms <= first.at_ms and not event.answer]
     plan = _last(before, "planned")
@@ -259,9 +259,9 @@ def _plan(bundle: Bundle) -> Iterator[str]:
 
 
 def _losses(bundle: Bundle) -> Iterator[str]:
-    """Tell each loss once, however often it was met until tokens came again."""
+    """Describe each loss once, even if it repeated until tokens came again."""
     spans: list[list[StoryEvent]] = []
-    # The losses since an answer's last tokens, by what is the same in each.
+    # Losses since an answer's last tokens, by what they have in common.
     running: dict[tuple[int, str, str, str], list[StoryEvent]] = {}
     for event in bundle.story:
         if event.what == "tokens":
@@ -291,8 +291,8 @@ def _stills(bundle: Bundle) -> Iterator[str]:
 
 
 def _gaps(bundle: Bundle) -> Iterator[str]:
-    """Tell the longest pause of each answer where it is longer than the time to the first token, or over the bound of
-    what is slow, or a loss caused it."""
+    """Describe the longest pause of each answer if it is longer than the time to the first token or than the threshold
+    for slow requests, or if a loss caused it."""
     for number, answer in enumerate(bundle.answers):
         times = answer.times
         if times is None or not times.longest_gap_ms:
@@ -324,7 +324,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _ms(value: float) -> str:
-    """Write a time for people: 12.3 ms, 340 ms, 1.90 s."""
+    """Format a time for people: 12.3 ms, 340 ms, 1.90 s."""
     if abs(value) >= 1000:
         return f"{value / 1000:,.2f} s"
     return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms"

@@ -1,9 +1,9 @@
-"""Runs a bundle again: `pillion replay`.
+"""Sends a bundle's request again and compares the answers: `pillion replay`.
 
     bundle --model_of, request_of--> request --ReplayClient--> answers --first_difference--> equal, or where it differs
 
-A chat's messages are sent as they came, where the bundle has them, so that the gateway reads answers as it did then. If
-it reads another prompt in them, because its template changed, the recorded token ids are sent instead.
+Messages of a chat are sent as they came, if the bundle has them, so that the gateway parses answers as it did before.
+If it makes another prompt of them because its template changed, the recorded token ids are sent instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pillion.records.replay_client import Replayed, replay_client
 from pillion.types import MAX_LOGPROBS, MAX_REPORTED, GenerateRequest, ModelInfo, StructuredOutputs, Timings
 
 EQUAL, DIFFERS = 0, 1
-# The requests of replays have labels that begin so; their bundles are replayed by no canary.
+# Labels of replays begin with this; no canary replays their bundles.
 LABEL = "replay-"
 
 
@@ -33,17 +33,17 @@ async def run_replay(
     plan: str,
     say: Callable[[str], None],
 ) -> int:
-    """Replay one bundle and says how that went; its last line says whether the answers are equal. Returns EQUAL or
+    """Replay one bundle and print the result; the last line says whether the answers are equal. Returns EQUAL or
     DIFFERS.
 
     Args:
-        verified: whether the bundle's HMAC was.
-        reach: the arguments of :class:`pillion.AsyncClient`.
-        model: what the target calls the model; "": it is found by its weights, or else by its name.
+        verified: whether the bundle's HMAC was verified.
+        reach: arguments of :class:`pillion.AsyncClient`.
+        model: the target's name of the model; "": it is found by its weights, or else by its name.
         any_model: whether other weights than the recorded ones may be used.
-        plan: what the target's planner may not choose; "": it is free.
+        plan: restrictions of the target's planner; "": none.
 
-    Raises ConfigError where it cannot be replayed, and PillionError where the target does not answer.
+    Raises ConfigError if it cannot be replayed, and PillionError if the target does not answer.
     """
     refuse(bundle)
     say(f"{bundle.id}: {'verified' if verified else 'unverified, for there is no key of the deployment'}")
@@ -75,9 +75,9 @@ def refuse(bundle: Bundle) -> None:
 
 
 def model_of(bundle: Bundle, models: Sequence[ModelInfo], name: str, any_model: bool) -> ModelInfo:
-    """Return which of a target's models a bundle is replayed with: the one of this ``name``, or one with the same
-    weights and adapter, or one that is called as in the bundle. Raises ConfigError where there is none, and for other
-    weights unless ``any_model`` will do."""
+    """Return the model of the target with which a bundle is replayed: the one called ``name``, or one with the same
+    weights and adapter, or one with the bundle's name. Raises ConfigError if there is none, or if it has other weights
+    and ``any_model`` is false."""
     recorded = bundle.model
     called = name or recorded.asked or recorded.name
     same = [one for one in models if (one.fingerprint, one.adapter) == (recorded.fingerprint, recorded.adapter)]
@@ -101,14 +101,14 @@ def _weights(one: BundleModel | ModelInfo) -> str:
 
 def request_of(bundle: Bundle, info: ModelInfo, *, as_ids: bool = False, priority: int = 0) -> GenerateRequest:
     """Return the request that asks for a bundle's answers again, with log probabilities. Its sampling is the bundle's:
-    every number is decided, and stop strings, bad words, the structure and the options of text are as the client sent
-    them. ``as_ids`` sends token ids in place of messages. Raises ConfigError where that cannot be."""
+    every number is resolved; stop strings, bad words, the structure and the text options are as the client sent them.
+    ``as_ids`` sends token ids instead of messages. Raises ConfigError if that is impossible."""
     asked = bundle.request
     as_ids = as_ids or not asked.messages
     sampling = asked.sampling
     if as_ids and asked.grammar and sampling.structured_outputs is None:
         sampling = replace(sampling, structured_outputs=StructuredOutputs(grammar=sent_grammar(asked.grammar)))
-    # Every answer that was generated is asked for, also those of which only the best were given to the client.
+    # All generated answers are requested, even if the client only got the best.
     answers = len(bundle.answers)
     logprobs = min(MAX_LOGPROBS, MAX_REPORTED // answers - 1)
     sampling = replace(sampling, n=answers, best_of=None, logprobs=logprobs, prompt_logprobs=None)
@@ -123,8 +123,8 @@ def request_of(bundle: Bundle, info: ModelInfo, *, as_ids: bool = False, priorit
 
 
 def sent_grammar(text: str) -> str:
-    """Return the grammar that a client sends so that answers follow ``text``, which is what a worker gets. Raises
-    ConfigError where no client can."""
+    """Return the grammar that a client would send to get ``text``, which is what a worker receives. Raises ConfigError
+    if no client can."""
     if not text.startswith("{"):
         return text
     parts = {one["name"]: one["lark_grammar"] for one in json.loads(text)["grammars"]}
@@ -135,7 +135,7 @@ def sent_grammar(text: str) -> str:
 
 
 def times(bundle: Bundle, found: Replayed) -> list[str]:
-    """Return lines that say what the replay took, beside what the request took then."""
+    """Return lines that compare the replay's times with the request's."""
     now = found.timings
     if now is None:
         return []

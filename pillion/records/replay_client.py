@@ -1,4 +1,4 @@
-"""Asks a gateway for the answers of a bundle again, over gRPC."""
+"""Requests the answers of a bundle again from a gateway, over gRPC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pillion.wire.public import RECORD_HEADER, delta_from_pb, model_from_pb, ori
 
 @dataclass(slots=True)
 class Replayed:
-    """Holds what a replay brought. Without ``same_prompt`` the gateway reads other tokens in the request's messages,
+    """The result of a replay. If ``same_prompt`` is false, the gateway makes another prompt of the request's messages,
     and there are no answers."""
 
     answers: list[ReplayedAnswer]
@@ -32,7 +32,7 @@ class Replayed:
 
 
 class ReplayClient:
-    """Is a client of one gateway, within an event loop. Calls raise PillionError."""
+    """A client of one gateway, within an event loop. Calls raise PillionError."""
 
     def __init__(self, connection: GatewayConnection, channel: grpc.aio.Channel) -> None:
         self._connection = connection
@@ -55,12 +55,12 @@ class ReplayClient:
         *,
         recorded: bool = False,
     ) -> Replayed:
-        """Return the answers to a request for those of a ``bundle`` from the model ``info``, as far as the recorded
-        ones came. ``recorded`` asks the gateway for a bundle of its own."""
+        """Return the answers that model ``info`` gives to a ``bundle``'s request, as far as the recorded ones go.
+        ``recorded`` asks the gateway to record a bundle of its own."""
         then, found = bundle.answers, Replayed([ReplayedAnswer() for _ in bundle.answers])
-        # The stream's origin has this digest if the gateway reads the recorded prompt.
+        # The stream's origin has this digest if the gateway makes the recorded prompt.
         digest = origin_digest(info.fingerprint, info.adapter, (), bundle.request.token_ids)
-        # With a salt of its own the whole prompt is computed, whatever the gateway has in its caches.
+        # A unique salt makes the gateway compute the whole prompt, whatever it has cached.
         message = to_pb(request)
         message.cache_salt = secrets.token_hex(16)
         with self._errors():

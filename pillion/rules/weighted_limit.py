@@ -1,4 +1,4 @@
-"""Bounds the total weight of work that is under way, first come, first served."""
+"""Limits the total weight of work in progress, first come, first served."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 
 class WeightedLimit:
-    """Lets work begin, in the order in which it comes, while the total weight of what is under way is at most
-    ``limit``. All callers run on one event loop."""
+    """Starts work in order of arrival while the total weight of work in progress is at most ``limit``. All callers run
+    on one event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -18,7 +18,7 @@ class WeightedLimit:
         self._ended = asyncio.Event()
 
     async def take(self, weight: int) -> None:
-        """Wait until work of this weight may begin. Work that weighs more than the limit runs alone."""
+        """Wait until work of this weight may start. Work that exceeds the limit runs alone."""
         async with self._turn:
             while self._under_way and self._under_way + weight > self._limit:
                 self._ended.clear()
@@ -27,7 +27,7 @@ class WeightedLimit:
 
     @contextlib.asynccontextmanager
     async def taken(self, weight: int) -> AsyncIterator[None]:
-        """Take this weight before a block of code runs, and give it back when the block ends, however it ends."""
+        """Take this weight for the duration of a block, however it ends."""
         await self.take(weight)
         try:
             yield
@@ -35,6 +35,6 @@ class WeightedLimit:
             self.release(weight)
 
     def release(self, weight: int) -> None:
-        """Note that work of this weight has ended."""
+        """Release the weight of work that has ended."""
         self._under_way -= weight
         self._ended.set()

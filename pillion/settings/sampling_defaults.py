@@ -1,8 +1,8 @@
-"""Reads the sampling values that a model recommends, which hold where a client gives none: ``--generation-config`` and
+"""Parses the sampling values that a model recommends, which apply if a client sets none: ``--generation-config`` and
 ``--override-generation-config``, with vLLM's keys and meanings.
 
-The keys are those of a ``generation_config.json``. As in vLLM, its ``max_new_tokens`` bounds every answer, also of
-requests with a bound of their own, and its ``do_sample`` is ignored.
+The keys are those of ``generation_config.json``. As in vLLM, ``max_new_tokens`` limits every answer, even of requests
+with their own limit, and ``do_sample`` is ignored.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pillion.near_names import did_you_mean
 from pillion.types import SAMPLING_OPTIONS, SamplingParams, range_violations
 
 OVERRIDE = "--override-generation-config"
-# These values hold where neither the client nor the model gives one.
+# Values if neither the client nor the model sets one.
 NEUTRAL = SamplingParams(
     **{name: one.neutral for name, one in SAMPLING_OPTIONS.items() if one.neutral is not None}  # type: ignore[arg-type]
 )
 NO_DEFAULTS = SamplingParams()
-# This maps the names of values in SamplingParams to those in a generation_config.json.
+# Maps names in SamplingParams to those in generation_config.json.
 SAMPLING_KEYS = {name: one.recommended_as for name, one in SAMPLING_OPTIONS.items() if one.recommended_as}
 
 
 def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
-    """Return the defaults that a generation config gives; None for those that it does not give. Keys about other
-    things are ignored. Raises ConfigError, naming ``where`` and the key, for a value that no request could have."""
+    """Return the defaults of a generation config; None where it has none. Unrelated keys are ignored. Raises
+    ConfigError, naming ``where`` and the key, for values that are invalid in a request."""
     found: dict[str, Any] = {}
     for name, key in SAMPLING_KEYS.items():
         value = said.get(key)
@@ -50,14 +50,14 @@ def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
 
 
 def parse_override(text: str) -> str:
-    """Check the text of --override-generation-config, a JSON object of SAMPLING_KEYS' values, and return it. Raises
-    ConfigError, which names the key, for a value that no request could have."""
+    """Check the text of --override-generation-config, a JSON object with SAMPLING_KEYS' values, and return it. Raises
+    ConfigError, which names the key, for values that are invalid in a request."""
     override_of(text)
     return text
 
 
 def override_of(text: str) -> SamplingParams:
-    """Return the defaults that --override-generation-config gives; "" gives none. Raises ConfigError."""
+    """Return the defaults of --override-generation-config; "" has none. Raises ConfigError."""
     if not text.strip():
         return NO_DEFAULTS
     try:
@@ -75,6 +75,6 @@ def override_of(text: str) -> SamplingParams:
 
 
 def joined(first: SamplingParams, then: SamplingParams) -> SamplingParams:
-    """Return the defaults of ``first``, and those of ``then`` where ``first`` has none."""
+    """Return the defaults of ``first``, completed by those of ``then``."""
     missing = {name: getattr(then, name) for name in SAMPLING_KEYS if getattr(first, name) is None}
     return replace(first, **missing)

@@ -1,7 +1,7 @@
-"""Reads which models a gateway serves: --model, and --also-model for each further one.
+"""Parses which models a gateway serves: --model, and --also-model for each further one.
 
-Flags alone say where a gateway reads tokenizers from. A worker's record in Redis names a model and never a path, so
-nobody who writes to Redis can make a gateway read a path or fetch something.
+Only flags say where a gateway reads tokenizers from. A worker's record in Redis has a model's name and never a path, so
+write access to Redis cannot make a gateway read a path or download anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ABOUT = {field.name: field.metadata for field in fields(ServedModelFlags)}
 
 
 def other_models(flags: GatewayFlags) -> tuple[ServedModelFlags, ...]:
-    """Return the models of --also-model. Settings that an entry lacks are those of --model, except the length, the
+    """Return the models of --also-model. Settings that an entry omits are those of --model, except the length, the
     parsers, the sampling defaults, the chat template and the quantization, which are the model's own. Raises
     ConfigError."""
     if len(flags.also_model) >= MAX_MODELS:

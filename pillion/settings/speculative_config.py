@@ -1,8 +1,8 @@
-"""Reads ``--speculative-config``, which says how a decode worker drafts tokens, with vLLM's keys and names.
+"""Parses ``--speculative-config``, which says how a decode worker drafts tokens, with vLLM's keys and names.
 
     {"method": "ngram", "num_speculative_tokens": 5}
 
-The value is a JSON object. Keys that do not exist, or that belong to another method, are refused by name.
+The value is a JSON object. Keys that are unknown, or that belong to another method, are rejected by name.
 """
 
 from __future__ import annotations
@@ -16,40 +16,38 @@ from typing import Any, TypeVar
 
 from pillion.errors import ConfigError
 
-# One stream may speculate at most this many tokens in one step.
 MAX_SPECULATIVE_TOKENS = 16
 F = TypeVar("F")
 
 FLAG = "--speculative-config"
 METHODS = ("ngram", "suffix", "draft_model", "eagle3")
-# These methods exist in vLLM and not in Pillion, which refuses them with a message of their own.
+# Methods of vLLM that Pillion does not have; it rejects them with a message of their own.
 NOT_SERVED = ("eagle", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "custom_class")
 
 
 def _key(default: Any, *methods: str, least: float = 1, most: float = math.inf) -> Any:
-    """Declare a key of the JSON object: the methods that read it (none: all of them), and the bounds of a number, both
-    allowed."""
+    """Declare a key of the JSON object: the methods that read it (none: all of them), and the inclusive limits of a
+    number."""
     return field(default=default, metadata={"methods": methods or METHODS, "least": least, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Says how tokens are drafted. Its text is the JSON object that it was read from, with all defaults.
+    """How tokens are drafted. Its text is the JSON object from which it was parsed, with all defaults.
 
     Attributes:
-        method: one of METHODS; "" where nothing is drafted.
-        num_speculative_tokens: most tokens that are drafted for a sequence in one step.
-        disable_by_batch_size: steps of more decodes than this draft nothing; 0: the measured costs alone decide.
-        prompt_lookup_min, prompt_lookup_max: fewest and most tokens that a text's end is compared by, with "ngram".
-        suffix_decoding_max_tree_depth: most tokens of a match and of what is drafted after it, together.
-        suffix_decoding_max_cached_requests: answers that drafts are taken from, beside the sequence's own text; 0:
-            none. Tenants that share no cached prefixes share no answers, either, and each has as many.
-        suffix_decoding_max_spec_factor: tokens that are drafted for each token of the match.
-        suffix_decoding_min_token_prob: share of the places with the same beginning that a draft token stands behind, at
-            least.
-        model, revision, quantization: the draft model, as ``--model``, ``--revision`` and ``--quantization`` name one;
-            with "eagle3" the head's folder or hub id.
-        draft_tensor_parallel_size: ranks of the draft model: 1, which runs beside the worker's first rank.
+        method: one of METHODS; "" for no drafting.
+        num_speculative_tokens: maximum number of tokens drafted for a sequence in one step.
+        disable_by_batch_size: steps with more decodes draft nothing; 0: the measured costs alone decide.
+        prompt_lookup_min, prompt_lookup_max: minimum and maximum length of the text's end to match, with "ngram".
+        suffix_decoding_max_tree_depth: maximum number of tokens of a match and its draft together.
+        suffix_decoding_max_cached_requests: number of answers from which drafts are taken, besides the sequence's own
+            text; 0: none. Tenants that do not share cached prefixes do not share answers either, and each has as many.
+        suffix_decoding_max_spec_factor: number of drafted tokens per matching token.
+        suffix_decoding_min_token_prob: minimum share of the matching places that a draft token must follow.
+        model, revision, quantization: the draft model, like ``--model``, ``--revision`` and ``--quantization``; with
+            "eagle3" the head's folder or hub id.
+        draft_tensor_parallel_size: ranks of the draft model: 1, next to the worker's first rank.
     """
 
     method: str = _key("")
@@ -76,8 +74,8 @@ class SpeculativeConfig:
         return json.dumps(said)
 
     def model_flags(self, flags: F) -> F:
-        """Return the flags by which the draft model is loaded: ``flags``, with what names a model set to the draft
-        model."""
+        """Return the flags for loading the draft model: ``flags`` with everything that identifies a model replaced by
+        the draft model's."""
         own: Any = flags
         found: F = replace(
             own,
@@ -99,8 +97,7 @@ NO_SPECULATION = SpeculativeConfig()
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
-    """Read the flag's text; "" is NO_SPECULATION. Raises ConfigError, which names the key, for a value that makes no
-    sense."""
+    """Parse the flag's text; "" is NO_SPECULATION. Raises ConfigError, which names the key, for invalid values."""
     if not text.strip():
         return NO_SPECULATION
     try:
@@ -109,7 +106,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise ConfigError(f"{FLAG} {text!r} is no JSON: {error}") from None
     if not isinstance(said, dict):
         raise ConfigError(f"{FLAG} {text!r} is no JSON object, such as {{'method': 'ngram'}} with double quotes")
-    # A null means, as in vLLM, that the key is left out.
+    # As in vLLM, null means that the key is omitted.
     said = {name: value for name, value in said.items() if value is not None}
     if "method" not in said and "model" in said:
         said["method"] = "eagle3" if _is_head(str(said["model"])) else "draft_model"
@@ -127,8 +124,8 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def _is_head(model: str) -> bool:
-    """Return whether a model that is named without a method is an EAGLE-3 head: a folder whose config says so, or, as
-    in vLLM, a hub id that contains "eagle3"."""
+    """Return whether a model given without a method is an EAGLE-3 head: a folder whose config says so, or, as in vLLM,
+    a hub id that contains "eagle3"."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return "eagle3" in model.lower()
@@ -151,7 +148,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, method: str) -> Any:
-    """Return the value of one key, checked. Raises ConfigError for a wrong type, and for numbers out of bounds."""
+    """Return the checked value of one key. Raises ConfigError for a wrong type or a number out of range."""
     known = {one.name: one for one in fields(SpeculativeConfig)}
     if name not in known:
         mine = (one.name for one in known.values() if method in one.metadata["methods"])
@@ -170,7 +167,7 @@ def _checked(name: str, value: Any, method: str) -> Any:
 
 
 def _check_together(config: SpeculativeConfig, said: Mapping[str, Any]) -> None:
-    """Raise ConfigError for keys that are missing, or that contradict each other."""
+    """Raise ConfigError for keys that are missing or contradict each other."""
     if not config.num_speculative_tokens:
         raise ConfigError(f"{FLAG}: num_speculative_tokens is missing")
     if config.method in ("draft_model", "eagle3") and not config.model:

@@ -1,5 +1,5 @@
 """Runs one child process: sets its command line and environment, reads its output line by line, and ends it within a
-bounded time.
+limited time.
 
 new -> running -> exited          stop(): SIGTERM, and SIGKILL to its whole process group after the grace
 """
@@ -19,41 +19,41 @@ from pillion.cli.flags import env_name, to_argv, without_flags
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 
 MAX_LINE_BYTES = 16 * 1024
-# After the exit of a child, this is the longest wait for output that a stray grandchild still holds open.
+# Maximum wait, after a child's exit, for output that a stray grandchild holds open.
 DRAIN_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 5.0
 BURY_INTERVAL_MS = 20
-# A child for which something else has waited is taken to have ended with this status, as asyncio takes it.
+# Status of a child that something else has waited for, as in asyncio.
 UNKNOWN_STATUS = 255
 
 
 def component_argv(role: str, flags: Any) -> tuple[str, ...]:
-    """Return the command line of one component, with every flag in it."""
-    # The Redis URL may hold a password, and everybody can read a command line, so the environment carries the URL.
+    """Return the command line of a component, with every flag."""
+    # The Redis URL may contain a password, and anyone can read a command line; so the URL is in the environment.
     arguments = to_argv(flags, leave_out=("redis_url",))
-    # The names come first, because people search `ps` for them.
+    # The names come first because people search `ps` for them.
     arguments.sort(key=lambda word: not word.startswith(("--component-id=", "--node-id=")))
     return (sys.executable, "-m", "pillion", role, *arguments)
 
 
 def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
-    """Return the environment of this supervisor's components, without flags but the Redis URL, and with nothing that
-    calls home."""
+    """Return the environment of this supervisor's components: no flags except the Redis URL, and telemetry of libraries
+    disabled."""
     return without_flags(environ) | {
         env_name("redis_url"): redis_url,
         PARENT_PID_VARIABLE: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        # Components start programs, but never use gRPC in a forked child; gRPC's fork handlers only log that they were
-        # skipped.
+        # Components start programs but never use gRPC in a forked child; its fork handlers would only log that they
+        # were skipped.
         "GRPC_ENABLE_FORK_SUPPORT": "0",
     }
 
 
 class ForkedProcess:
-    """Represents a child of this process which another process has forked, with what :class:`ChildProcess` uses of
-    asyncio's ``Process``. It is made in the event loop that watches it."""
+    """A child of this process that another process has forked, with the part of asyncio's ``Process`` that
+    :class:`ChildProcess` uses. Create it in the event loop that watches it."""
 
     def __init__(self, pid: int, stdout: asyncio.StreamReader | None) -> None:
         self.pid = pid
@@ -61,7 +61,7 @@ class ForkedProcess:
         self.returncode: int | None = None
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
-        # The child may be a zombie already: its process id stays its own until it is waited for.
+        # The child may already be a zombie; its process id stays reserved until it is waited for.
         self._watched = os.pidfd_open(pid)
         self._loop.add_reader(self._watched, self._reap)
 
@@ -71,7 +71,7 @@ class ForkedProcess:
         return status
 
     def terminate(self) -> None:
-        """Send SIGTERM. Raises ProcessLookupError where the process has ended."""
+        """Send SIGTERM. Raises ProcessLookupError if the process has ended."""
         if self.returncode is not None:
             raise ProcessLookupError
         signal.pidfd_send_signal(self._watched, signal.SIGTERM)
@@ -81,7 +81,7 @@ class ForkedProcess:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             code = os.waitstatus_to_exitcode(status)
         except ChildProcessError:
-            # This process was started with SIGCHLD ignored, say, and then the kernel waits for its children.
+            # If this process was started with SIGCHLD ignored, the kernel reaps its children.
             pid, code = self.pid, UNKNOWN_STATUS
         if not pid:
             return
@@ -92,7 +92,7 @@ class ForkedProcess:
 
 
 class ChildProcess:
-    """Represents a running or ended child process. :meth:`start` makes it."""
+    """A running or ended child process, created by :meth:`start`."""
 
     def __init__(self, process: asyncio.subprocess.Process | ForkedProcess, forward: Callable[[str], None]) -> None:
         self._process = process
@@ -109,14 +109,14 @@ class ChildProcess:
         stdin: int = asyncio.subprocess.DEVNULL,
     ) -> ChildProcess:
         """Start a process. ``forward`` gets each line of its standard output and error; ``stdin`` is the descriptor of
-        its standard input, by default an empty one. Raises OSError where the program does not start."""
+        its standard input, by default /dev/null. Raises OSError if the program does not start."""
         process = await asyncio.create_subprocess_exec(
             *argv,
             env=environ,
             stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            # Ctrl-C in the terminal is for the supervisor alone, which stops its components in order.
+            # Ctrl-C in the terminal must reach the supervisor alone, which stops its components in order.
             start_new_session=True,
         )
         return cls(process, forward)
@@ -128,13 +128,13 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """Say whether the process itself, whatever its group does, has not ended."""
+        """Whether the process itself is running, regardless of its group."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        """Return the exit status (negative: the signal), once the output is forwarded. Several tasks may await it.
+        """Return the exit status (negative for a signal) after forwarding the output. Several tasks may await it.
 
-        Processes that this one started and left behind are killed, because they would only hold the output open.
+        Processes that the child left behind are killed; they would only hold the output open.
         """
         code = await self._process.wait()
         self.kill()
@@ -145,7 +145,7 @@ class ChildProcess:
         return code
 
     async def stop(self, grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after ``grace_s``; return when the process and its group are gone."""
+        """Send SIGTERM, and SIGKILL after ``grace_s``; return when the process and its group have ended."""
         if self._process.returncode is None:
             with contextlib.suppress(TimeoutError, ProcessLookupError):
                 self._process.terminate()
@@ -161,7 +161,7 @@ class ChildProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def gone(self) -> bool:
-        """Return whether no process of the child's group lives."""
+        """Return whether no process of the child's group is alive."""
         self._bury_adopted()
         try:
             os.killpg(self.pid, 0)
@@ -170,8 +170,8 @@ class ChildProcess:
         return False
 
     def _bury_adopted(self) -> bool:
-        """Wait for dead processes of the group which this process has become the parent of, as it does where it adopts
-        orphans; without that they would stay zombies as long as this process lives. Returns whether none is left."""
+        """Reap dead processes of the group that this process has adopted; otherwise they would stay zombies as long as
+        this process lives. Returns whether none is left."""
         try:
             while not self.running and os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
@@ -180,7 +180,7 @@ class ChildProcess:
         return False
 
     async def _bury_all(self) -> None:
-        """Wait for dying processes of the group: a process that is killed needs a moment to end."""
+        """Reap processes of the group that are still ending: a killed process needs a moment."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 while not self._bury_adopted():  # noqa: ASYNC110  (nobody sends an event)
@@ -188,14 +188,14 @@ class ChildProcess:
 
 
 async def reader_of(descriptor: int) -> asyncio.StreamReader:
-    """Read a pipe until its end, and close it then."""
+    """Return a reader of a pipe, which it closes at the end."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, io.FileIO(descriptor))
     return reader
 
 
-# This starts a process for a supervisor, as :meth:`ChildProcess.start` does.
+# Starts a process for a supervisor, like :meth:`ChildProcess.start`.
 Launch = Callable[..., Awaitable[ChildProcess]]
 
 
@@ -214,5 +214,5 @@ async def _forward_lines(stream: asyncio.StreamReader | None, forward: Callable[
 
 
 def _text(line: bytes) -> str:
-    # A carriage return would let a component's progress bar overwrite other components' lines.
+    # After a carriage return, a component's progress bar would overwrite other components' lines.
     return line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]

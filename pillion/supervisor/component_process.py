@@ -1,9 +1,9 @@
 """Runs one component in this process, until a signal or the component's own end.
 
-waiting, where it was started as a standby (:mod:`pillion.supervisor.standbys`) ---> starting
+waiting, if it was started as a standby (:mod:`pillion.supervisor.standbys`) ---> starting
 starting ---> running ---> SIGTERM, SIGINT or a dead supervisor ---> stopping ---> exit 0
    |             |
-   |             +---> the component failed by itself (its KV node went away, say) ---> stopping ---> exit 1
+   |             +---> the component failed by itself (for example, it lost its KV node) ---> stopping ---> exit 1
    +---> ConfigError ---> one line, exit 2           a second signal ---> exit 130 at once
 """
 
@@ -36,41 +36,41 @@ T = TypeVar("T")
 
 log = logging.getLogger("pillion.component")
 
-# The last line that `pillion prepare` prints ends with these words.
+# The last line of `pillion prepare` ends with these words.
 PREPARED = "is ready at"
-# Servers need these packages, and the SDK does without them.
+# Required by servers, not by the SDK.
 SERVER_PACKAGES = (
     *("torch", "transformers", "numpy", "msgspec", "redis", "tokenizers", "starlette", "uvicorn", "safetensors"),
     *("jinja2", "xxhash", "prometheus_client", "grpc_health", "grpc_reflection", "huggingface_hub", "gguf"),
     "setproctitle",
 )
-# For each role this names the module and function that start its component.
+# Module and function that start a component of each role.
 ROLES = {
     "kvnode": ("pillion.kvstore.assemble", "start_kvnode"),
     "prefill": ("pillion.prefill_service.assemble", "start_prefill"),
     "decode": ("pillion.decode_service.assemble", "start_decode"),
     "gateway": ("pillion.gateway.assemble", "start_gateway"),
 }
-# Components import these later than their own modules, some after their first requests.
+# Modules that components import later than their own, some after their first requests.
 LATER_MODULES = (
     *("pillion.cli.app", "pillion.observability.metrics_export", "pillion.engine.backends.cpu.cpu_backend"),
     *("pillion.kvstore.pool_survival.surviving_memory", "llguidance"),
 )
-# When a component without --drain-timeout-s stops, running requests get STOP_GRACE_S to end, and the clean-up after
-# them gets STOP_TIMEOUT_S.
+# Without --drain-timeout-s, a stopping component gives running requests STOP_GRACE_S to end, and the clean-up after
+# them STOP_TIMEOUT_S.
 STOP_GRACE_S = 2.0
 STOP_TIMEOUT_S = 2.0
 EXIT_HURRIED = 130
-# In a gateway a thread that reads a large body lets the event loop go on after this time. With Python's 5 ms each look
-# of the loop at the system would cost every client 5 ms while such bodies come.
+# How long a gateway's thread may parse a large body before the event loop runs. With Python's default of 5 ms, each of
+# the loop's polls would cost every client 5 ms during such bodies.
 GATEWAY_SWITCH_INTERVAL_S = 0.0005
-# A process may have this many open files if the system's hard limit lets it. Both APIs of a gateway hold up to 4,096
-# connections each, and shells and service managers begin with a soft limit of 1,024: above it no client gets in.
+# Limit of open files, if the system's hard limit permits it. Each API of a gateway accepts up to 4,096 connections, but
+# shells and service managers set a soft limit of 1,024, above which no client could connect.
 MAX_OPEN_FILES = 65_536
 
 
 def require_server_packages(needs: str = "servers need") -> None:
-    """Raise ConfigError, in one line, where only the SDK's own dependencies are installed.
+    """Raise ConfigError, in one line, if only the SDK's dependencies are installed.
 
     ``needs`` begins the line and says who needs the packages.
     """
@@ -80,8 +80,8 @@ def require_server_packages(needs: str = "servers need") -> None:
 
 
 def preloaded_modules(device: str) -> tuple[str, ...]:
-    """Return the modules that are imported before a component of any role is forked, for workers that compute on
-    ``device``. None of them starts a thread or touches a GPU."""
+    """Return the modules to import before a component of any role is forked, given workers that compute on ``device``.
+    None of them starts a thread or uses a GPU."""
     gpu = () if device == "cpu" else (GPU_LOADER,)
     return (*(module for module, _ in ROLES.values()), *LATER_MODULES, *gpu)
 
@@ -91,22 +91,22 @@ def name_of(role: str, flags: Any) -> str:
     name = getattr(flags, "component_id", "") or getattr(flags, "node_id", "")
     if isinstance(name, str) and name:
         return name
-    # Process ids alone are alike in containers: each has a process 1.
+    # In containers process ids are ambiguous: each has a process 1.
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
 def raise_open_files() -> None:
-    """Raise the soft limit of open files to :data:`MAX_OPEN_FILES`, or to the hard limit where that is less."""
+    """Raise the soft limit of open files to :data:`MAX_OPEN_FILES`, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # macOS names a hard limit that it does not grant.
+        # macOS reports a hard limit that it does not grant.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run_component(role: str, flags: Any) -> int:
-    """Run the component of a role, and return its exit status when it has ended. Raises ConfigError."""
+    """Run the component of a role until it ends, and return its exit status. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.net import rpc, tls
     from pillion.observability import telemetry
@@ -122,12 +122,12 @@ def run_component(role: str, flags: Any) -> int:
     require_server_packages()
     check_files(flags)
     rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
-    # A gateway chooses a name for the registry itself, because gateways in containers may all have process id 1.
+    # Gateways choose a name for the registry themselves, because in containers they may all have process id 1.
     if role != "gateway" and getattr(flags, "component_id", name) != name:
         flags = replace(flags, component_id=name)
     telemetry.setup(name, role)
     module, function = ROLES[role]
-    # What imports make stays alive, and to look through it again and again takes an eighth of their time.
+    # Imported objects stay alive; scanning them repeatedly would take an eighth of the imports' time.
     gc.disable()
     start = getattr(importlib.import_module(module), function)
     gc.enable()
@@ -142,15 +142,14 @@ def run_component(role: str, flags: Any) -> int:
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process, whose component has ended, with an exit status. What it has written is out; nothing else that
-    Python does at its end happens.
+    """Flush the output and end this process, whose component has ended, without the rest of Python's shutdown.
 
-    Python would free each object that it has. In a fork that writes to every page of memory which the fork server made,
-    so that 150 MB are copied: 0.35 s of a core per component, beside the streams of those that go on.
+    Python would free all its objects. In a fork that writes to every page of memory that the fork server made, and so
+    copies 150 MB: 0.35 s of a core per component, while other components' streams continue.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # Who read it may be gone.
+        # The reader may be gone.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
@@ -171,12 +170,12 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
         started = await run_unless(stop.wait(), start(flags), within_s=STOP_GRACE_S + STOP_TIMEOUT_S)
         if not started:
             if standby is not None and standby.waiting:
-                # A thread still waits for the supervisor's order, and only this ends it.
+                # A thread still waits for the supervisor's order, and nothing else ends it.
                 os._exit(0)
             return 0
         component = started.result()
-        # Everything that is loaded now stays alive, so garbage collections skip it: a full one that looked through it
-        # would hold all streams for 50 to 100 ms.
+        # Everything loaded by now stays alive, so garbage collections skip it: a full one would otherwise stall all
+        # streams for 50 to 100 ms.
         gc.freeze()
         if standby is not None:
             standby.serves()
@@ -196,12 +195,12 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
 
 
 async def run_to_end(name: str, component: Any, stop: asyncio.Event, grace_s: float) -> int:
-    """Run a component that has started until ``stop`` is set or it fails by itself; then stops it, with ``grace_s``
-    seconds for its requests. Returns the exit status."""
+    """Run a started component until ``stop`` is set or it fails by itself; then stop it, with ``grace_s`` seconds for
+    its requests. Returns the exit status."""
     failed = await run_unless(stop.wait(), component.wait_failed())
     if failed:
         log.error("%s stops: %s", name, failed.result())
-        # A component that failed has no requests left to wait for.
+        # A failed component has no requests left to wait for.
         grace_s = 0.0
     try:
         async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
@@ -214,15 +213,15 @@ async def run_to_end(name: str, component: Any, stop: asyncio.Event, grace_s: fl
 async def run_unless(
     stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], within_s: float | None = None
 ) -> asyncio.Task[T] | None:
-    """Run ``work``; return its ended task, or None where ``stop`` ended first and ``work`` was cancelled.
+    """Run ``work``; return its ended task, or None if ``stop`` ended first and ``work`` was cancelled.
 
-    ``within_s`` bounds the wait for the end of cancelled work; None sets no bound.
+    ``within_s`` limits the wait for the end of cancelled work; None sets no limit.
     """
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop)
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            # If ``work`` has raised an exception, reading its result raises it here.
+            # Raises the exception of ``work``, if any.
             task.result()
             return task
         return None
@@ -233,7 +232,7 @@ async def run_unless(
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """Make SIGTERM and SIGINT set ``stop``; the second signal ends the process at once."""
+    """Make SIGTERM and SIGINT set ``stop``; a second signal ends the process at once."""
 
     def on_signal() -> None:
         if stop.is_set():
@@ -246,7 +245,7 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 
 async def _watch_supervisor(stop: asyncio.Event) -> None:
-    """Set ``stop`` when the supervisor is dead, where the kernel does not kill this process with it."""
+    """Set ``stop`` when the supervisor has died, on systems where the kernel does not kill this process with it."""
     pid = lifeline.parent_pid()
     while pid and os.getppid() == pid:  # noqa: ASYNC110  (the kernel sends no event)
         await asyncio.sleep(lifeline.PARENT_POLL_MS / 1000)

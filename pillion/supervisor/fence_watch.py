@@ -1,10 +1,9 @@
-"""Kills workers that stay fenced; the supervisor then starts them again as after any death.
+"""Kills workers that stay fenced; the supervisor then restarts them as after any death.
 
-    the node names a worker --first seen--> waiting --kill_after_s later, still named--> killed, timed anew
-                                               '--not named any more: it drained and went on, or died--> forgotten
+    the node names a worker --first time--> waiting --still named kill_after_s later--> killed, timed anew
+                                               '--not named any more: it drained and continued, or died--> forgotten
 
-The KV node is the authority on which workers are fenced (I4), so it is asked, once a second. SIGKILL ends stopped
-processes as well.
+The KV node decides which workers are fenced (I4), so it is asked once a second. SIGKILL also ends stopped processes.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ FENCE_POLL_S = 1.0
 
 
 class FenceWatch:
-    """Notes since when each worker is fenced (I9). A worker may stay fenced for ``kill_after_s``."""
+    """Tracks since when each worker is fenced (I9). A worker may stay fenced for ``kill_after_s``."""
 
     def __init__(self, kill_after_s: float) -> None:
         self.kill_after_s = kill_after_s
         self._since: dict[tuple[int, str], float] = {}
 
     def overdue(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
-        """Return the ids of the fenced ``components`` to kill, and for how many seconds each was seen fenced.
+        """Return the ids of the fenced ``components`` to kill, and for how many seconds each has been fenced.
 
-        The node answered in its boot ``boot_epoch``, at ``now`` in monotonic seconds. A worker that is named again
+        The node answered at ``now``, in monotonic seconds, in its boot ``boot_epoch``. A worker that is named again
         after it was returned is timed anew.
         """
         since = {(boot_epoch, component): self._since.get((boot_epoch, component), now) for component in components}
@@ -42,10 +41,10 @@ class FenceWatch:
 
 
 async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], bool], notices: Notices) -> None:
-    """Kill workers that stay fenced, until it is cancelled. While the node does not answer, nobody is killed, and its
-    last answer stands.
+    """Kill workers that stay fenced, until cancelled. While the node does not answer, nobody is killed, and its last
+    answer remains valid.
 
-    ``target`` is the node's address; ``kill`` ends a component by its id and returns whether it ran.
+    ``target`` is the node's address; ``kill`` ends a component by its id and returns whether it was running.
     """
     from pillion.kvstore.client.node_client import NodeClient
 

@@ -1,10 +1,11 @@
 """Runs several gateway processes behind the same two public ports: ``--gateway-workers``.
 
-    ports held (bound, not listening) --> gateway-0 ... gateway-N-1 listen on them --> the system spreads connections
+    ports held (bound, not listening) --> gateway-0 ... gateway-N-1 listen on them --> the kernel distributes
+    connections
             |                                     |
-     somebody else's port: ConfigError       each has a socket of its own, where probes ask whether it is ready
+     port in use: ConfigError                each has its own socket for readiness probes
 
-The system chooses a process per connection (SO_REUSEPORT), so all streams of one connection are in one process. The
+The kernel chooses a process per connection (SO_REUSEPORT), so all streams of one connection are in one process. The
 processes share only Redis and files.
 """
 
@@ -28,21 +29,21 @@ E = TypeVar("E", bound=GatewayFlags)
 
 
 class PublicPorts:
-    """Holds the two public ports, chosen and checked, until :meth:`close`, while several processes share them."""
+    """Holds the two public ports, chosen and checked, until :meth:`close`, for several processes to share."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
 
     def hold(self, flags: E) -> E:
-        """Return ``flags`` with a free port in place of each 0. Raises ConfigError for a port that is in use."""
+        """Return ``flags`` with a free port instead of each 0. Raises ConfigError for a port that is in use."""
         for name in ("http_port", "grpc_port"):
             self._held.append(bind_port(flags.host, "host", name, getattr(flags, name)))
         http, grpc = (held.getsockname()[1] for held in self._held)
         if flags.gateway_workers == 1:
             self.close()
         for held in self._held:
-            # The port stays bound, so that nobody else gets it while a gateway is started again. Gateways may listen
-            # on it from now on; this socket never does, so no connection comes here.
+            # The port stays bound, so that nobody takes it while a gateway restarts. Gateways may listen on it from now
+            # on; this socket never does, so it gets no connections.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         return replace(flags, http_port=http, grpc_port=grpc)
@@ -60,13 +61,13 @@ def component_spec(role: str, component_id: str, flags: Any, address: str, **mor
 
 
 def probe_address(folder: Path, number: int) -> str:
-    """Return the address at which a gateway's health is asked."""
+    """Return the address of a gateway's health service."""
     return f"unix:{folder}/gateway-{number}.sock"
 
 
 def gateway_specs(flags: GatewayFlags, folder: Path, environ: Mapping[str, str], *, level: int) -> list[ProcessSpec]:
-    """Describe the gateways, named gateway-0 and so on; each has a socket for probes under ``folder``, and is ready
-    when it would serve a request."""
+    """Describe the gateways, named gateway-0 and so on; each has a probe socket under ``folder``, and is ready when it
+    can serve a request."""
     specs = []
     for number in range(flags.gateway_workers):
         name, address = f"gateway-{number}", probe_address(folder, number)

@@ -1,7 +1,7 @@
-"""Ties a child to its supervisor: when the supervisor dies, however it dies, the child dies too.
+"""Ties a child to its supervisor: when the supervisor dies, for whatever reason, the child dies too.
 
 On Linux the kernel kills the child (PR_SET_PDEATHSIG, kept across execve); elsewhere the child polls its parent's
-process id. On Linux a supervisor can also adopt children whose own parent has ended. As a program (``python -m
+process id. On Linux a supervisor can also adopt children whose parent has ended. As a program (``python -m
 pillion.supervisor.lifeline PARENT_PID COMMAND ...``) this module ties a command that knows nothing of supervisors, such
 as Redis.
 """
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-# The supervisor sets this variable to its own process id.
+# The supervisor sets this variable to its process id.
 PARENT_PID_VARIABLE = "PILLION_PARENT_PID"
 PARENT_POLL_MS = 500
 _PR_SET_PDEATHSIG = 1
@@ -24,27 +24,26 @@ KERNEL_TIES = sys.platform.startswith("linux")
 
 
 def parent_pid() -> int:
-    """Return the supervisor's process id, 0 where there is none."""
+    """Return the supervisor's process id, 0 if there is none."""
     text = os.environ.get(PARENT_PID_VARIABLE, "")
     return int(text) if text.isdigit() else 0
 
 
 def tie_to_parent(pid: int | None = None) -> None:
-    """Make this process die with its parent ``pid`` (default: the supervisor). Does nothing where there is no
-    supervisor."""
+    """Make this process die with its parent ``pid`` (default: the supervisor). Does nothing without a supervisor."""
     pid = parent_pid() if pid is None else pid
     if not pid:
         return
     if KERNEL_TIES:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before prctl, and then no signal will come.
+    # If the parent died before prctl, no signal will come.
     if os.getppid() != pid:
         os._exit(1)
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of each descendant whose parent ends, from now on. Returns whether the system can
-    do that, and can watch an adopted process by its process id."""
+    """Make this process the parent of every descendant whose parent ends, from now on. Returns whether the system can
+    do this and can watch an adopted process by its process id."""
     if not KERNEL_TIES:
         return False
     try:
@@ -55,7 +54,7 @@ def adopt_orphans() -> bool:
 
 
 def run_tied(pid: int, command: list[str]) -> int:
-    """Run ``command`` so that it ends when ``pid``, this process's parent, does. Does not return on Linux."""
+    """Run ``command`` so that it ends with ``pid``, this process's parent. Does not return on Linux."""
     tie_to_parent(pid)
     if KERNEL_TIES:
         os.execvp(command[0], command)  # noqa: S606
@@ -63,8 +62,8 @@ def run_tied(pid: int, command: list[str]) -> int:
 
 
 def watch(pid: int, command: list[str]) -> int:
-    """Run ``command`` as a child, passes SIGTERM on to it, and kill it once the parent ``pid`` is gone. This works on
-    every system."""
+    """Run ``command`` as a child, pass SIGTERM on to it, and kill it when the parent ``pid`` is gone. Works on every
+    system."""
     child = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     while child.poll() is None:

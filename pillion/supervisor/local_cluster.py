@@ -1,7 +1,7 @@
-"""Runs the local cluster of `pillion serve`: which processes, with which flags, in which order.
+"""Runs the local cluster of `pillion serve`: its processes, their flags and their order.
 
-flags and places checked -> model prepared -> pool fits -> runtime directory -> redis -> kvnode -> workers -> gateway
-and back in the opposite order, from wherever a start failed
+flags and places checked -> model prepared -> pool size checked -> runtime directory -> redis -> kvnode -> workers
+-> gateway; and in reverse at the end, from wherever a start failed
 """
 
 from __future__ import annotations
@@ -48,20 +48,19 @@ from pillion.supervisor.supervisor import FAILED, PROBE_INTERVAL_MS, ProcessSpec
 from pillion.tasks import end_tasks
 
 PREPARE_STOP_GRACE_S = 2.0
-# A worker's first heartbeat, and the gateway's next look at the registry, take a moment, and longer on a busy machine.
+# A worker's first heartbeat and the gateway's next read of the registry take a moment, longer on a busy machine.
 PREFILL_KNOWN_S = 30.0
 NODE_SOCKET = "kvnode-0.sock"
 KEEPER_SOCKET = "keeper.sock"
-# A waiting OpenMP thread polls this often before it sleeps. With two workers of two threads on two cores, the same
-# GEMMs take, in milliseconds alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and
-# 85.
+# How often a waiting OpenMP thread polls before it sleeps. With two workers of two threads on two cores, the same GEMMs
+# take, in milliseconds alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and 85.
 GOMP_SPIN_COUNT = 1000
 
 
 class LocalCluster:
     """Runs a local cluster: ``await prepare()``, ``await start()`` and, whatever happened, ``await stop()``.
 
-    ``flags`` are those that were given. From :meth:`prepare` on they are settled: without "auto", and with real ports.
+    ``flags`` are the given ones. :meth:`prepare` resolves them: without "auto", and with real ports.
     """
 
     def __init__(self, flags: ServeFlags, notices: Notices) -> None:
@@ -72,18 +71,18 @@ class LocalCluster:
         self._redis_binary: Path | None = None
         self._ports = PublicPorts()
         self._fork_server: ForkServer | None = None
-        # This stack holds everything that stop() has to end, the last first.
+        # Everything that stop() has to end, in reverse order.
         self._ending = contextlib.AsyncExitStack()
         self._ending.callback(self._ports.close)
 
     @property
     def target(self) -> str:
-        """Address of the public gRPC service, as a client on this machine reaches it."""
+        """Address of the public gRPC service for a client on this machine."""
         return f"{probes.reachable_host(self.flags.host)}:{self.flags.grpc_port}"
 
     async def prepare(self) -> None:
-        """Settle the flags, make the model ready and print its facts. Raises ConfigError, after ending every process
-        that it started."""
+        """Resolve the flags, prepare the model and print its facts. Raises ConfigError, after ending every process that
+        it started."""
         check_flags(self.flags)
         require_server_packages()
         from pillion.engine.backends.devices import resolved
@@ -111,18 +110,18 @@ class LocalCluster:
             with self.notices.progress(f"preparing draft model {speculation.model}") as step:
                 await prepare_in_child(speculation.model_flags(subset(PrepareFlags, self.flags)), step)
         if self.flags.fork_server:
-            # The fork server's imports take longer than all that is left to do before the first component starts.
+            # The fork server's imports take longer than everything else before the first component starts.
             self._begin_fork_server()
         prepared, fit = prepared_model(self.flags)
         check_stages(self.flags, prepared)
         if fit is not None and fit.max_model_len_tokens < prepared.max_model_len:
-            # All components have to agree on the length that the pool allows.
+            # All components have to agree on the length that fits in the pool.
             self.flags = replace(self.flags, max_model_len=fit.max_model_len_tokens)
             prepared = replace(prepared, max_model_len=fit.max_model_len_tokens)
         tell_model(self.notices, self.flags, prepared, fit, threads_of(self.flags))
 
     async def start(self) -> Supervisor:
-        """Start every process; return when a request would be served. Raises PillionError; then call :meth:`stop`."""
+        """Start every process; return when requests can be served. Raises PillionError; then call :meth:`stop`."""
         self.runtime = RuntimeDir.create()
         self._ending.callback(self.runtime.remove)
         lending_table = core_lending_table(self.flags)
@@ -151,12 +150,11 @@ class LocalCluster:
         return self.supervisor
 
     async def stop(self) -> None:
-        """Stop all processes and leave nothing behind, also after a start that failed half-way. Idempotent."""
+        """Stop all processes and leave nothing behind, even after a failed start. Idempotent."""
         await self._ending.aclose()
 
     def _begin_fork_server(self) -> None:
-        """Start the fork server. OpenMP reads its settings when torch is imported, so the server has the workers'
-        settings."""
+        """Start the fork server. It has the workers' OpenMP settings, which OpenMP reads when torch is imported."""
         environ = child_environ(os.environ, "") | compute_environ(threads_of(self.flags))
         show = partial(self.notices.component, "fork-server")
         modules = (*preloaded_modules(self.flags.device), line_of_tokenizer(self.flags))
@@ -175,9 +173,8 @@ class LocalCluster:
 
 
 async def until_prefill_is_known(gateways: Sequence[str], workers: Sequence[str]) -> list[str]:
-    """Return when each gateway, by its address for probes, knows all prefill workers, or after PREFILL_KNOWN_S:
-    requests are served without prefill workers, too, but not as they will be. Returns the workers that are not known
-    then."""
+    """Wait until each gateway, given by its probe address, knows all prefill workers, at most PREFILL_KNOWN_S: without
+    them requests are served too, but in another way. Returns the workers that are still unknown."""
     left = [(address, worker) for worker in workers for address in gateways]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PREFILL_KNOWN_S):
@@ -199,8 +196,8 @@ def keeper_spec(socket: Path, environ: Mapping[str, str]) -> ProcessSpec:
 def process_specs(
     flags: ServeFlags, folder: Path, redis_binary: Path | None, lending_table: CoreLendingTable | None = None
 ) -> list[ProcessSpec]:
-    """Describe every process of the cluster, for settled flags. ``redis_binary`` is None where the flags name a
-    running Redis."""
+    """Describe every process of the cluster, for resolved flags. ``redis_binary`` is None if the flags have a running
+    Redis."""
     from pillion.engine.backends.devices import pool_device
 
     environ = child_environ(os.environ, redis_url_of(flags, folder))
@@ -219,12 +216,12 @@ def process_specs(
                 argv=tuple(redis.command(redis_binary, path)),
                 environ=environ,
                 probe=partial(probes.accepts, path, redis.PING, redis.PONG),
-                # Redis warns at its start that nothing is persistent, which is intended here.
+                # Redis warns at its start that nothing is persistent, which is intended.
                 quiet=flags.log_level != "debug",
                 spare=True,
             )
         )
-    # Each component's page of metrics has a port: first those of the gateways, then one port after the other.
+    # Each component's metrics page has a port: first those of the gateways, then consecutive ones.
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
     listen = f"unix:{folder}/{NODE_SOCKET}"
     pool = pool_device(flags.device, max(processes_of(flags).values()))
@@ -242,32 +239,31 @@ def process_specs(
         for number in range(count):
             component_id = f"{role}-{number}"
             listen = f"unix:{folder}/{component_id}.sock"
-            # The gateway drains before its workers: so no request is left when the workers stop.
+            # The gateway drains before its workers, so no request is left when the workers stop.
             place = {"component_id": component_id, "listen": listen, "attach_socket": attach}
             share = {"cpu_threads": threads, "cpu_affinity": next(bound), "first_core": next(firsts)}
             share |= {"core_lending_table": lending_table.path if lending_table else "", "metrics_port": next(pages)}
             stages = flags.pipeline_parallel_size if role == "prefill" else 1
             share |= {"tensor_parallel_size": ranks_of(flags)[role], "pipeline_parallel_size": stages}
             worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
-            # A worker whose node dies ends at once, unless the pool is kept; a gateway waits by itself for both to come
-            # back.
+            # A worker ends at once when its node dies, unless the pool is kept; a gateway waits for both to return.
             needs = (node.node_id,)
-            # Workers of several processes end with their node in any case.
+            # Workers with several processes always end with their node.
             survives = kept and processes_of(flags)[role] == 1
-            # Decode workers compute prompts where there is no prefill worker, so prefill workers are spare.
+            # Without prefill workers, decode workers compute prompts; so prefill workers are spare.
             more = {"environ": compute, "needs": needs, "survives": survives, "spare": role == "prefill", **standby}
             specs.append(component_spec(role, component_id, worker, listen, level=2, kind=role, **more))
     return specs + gateway_specs(flags, folder, environ, level=3)
 
 
 def redis_url_of(flags: ServeFlags, folder: Path) -> str:
-    """Return where the components find Redis: a running one, or the cluster's own in ``folder``."""
+    """Return the components' Redis URL: a running Redis, or the cluster's own in ``folder``."""
     return flags.redis_url or f"unix://{folder}/redis.sock"
 
 
 def compute_environ(threads: int) -> dict[str, str]:
-    """Return OpenMP's settings for one worker of several on a machine: its own threads, and short polling when its
-    threads wait."""
+    """Return the OpenMP settings of one of several workers on a machine: its own threads, which poll only briefly when
+    they wait."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -277,13 +273,13 @@ def compute_environ(threads: int) -> dict[str, str]:
 
 
 def ranks_of(flags: ServeFlags) -> dict[str, int]:
-    """Return the number of ranks of a worker of each role; of prefill workers only where there are any."""
+    """Return the number of ranks of a worker by role; prefill workers only if there are any."""
     size = flags.tensor_parallel_size
     return {"decode": size} | ({"prefill": flags.prefill_tensor_parallel_size or size} if flags.prefill_workers else {})
 
 
 def processes_of(flags: ServeFlags) -> dict[str, int]:
-    """Return the number of processes of a worker of each role: the ranks of all of its stages."""
+    """Return the number of processes of a worker by role: the ranks of all its stages."""
     return {
         role: ranks * (flags.pipeline_parallel_size if role == "prefill" else 1)
         for role, ranks in ranks_of(flags).items()
@@ -291,7 +287,7 @@ def processes_of(flags: ServeFlags) -> dict[str, int]:
 
 
 def check_stages(flags: ServeFlags, prepared: Any) -> None:
-    """Raise ConfigError where the prefill workers cannot have ``--pipeline-parallel-size`` stages. ``prepared`` is the
+    """Raise ConfigError if the prefill workers cannot have ``--pipeline-parallel-size`` stages. ``prepared`` is the
     PreparedModel."""
     if flags.pipeline_parallel_size == 1:
         return
@@ -305,7 +301,7 @@ def check_stages(flags: ServeFlags, prepared: Any) -> None:
 
 
 def threads_of(flags: ServeFlags) -> int:
-    """Return --cpu-threads, or else each worker's share of the cores that the cluster may use."""
+    """Return --cpu-threads, or else each worker's share of the cluster's cores."""
     return flags.cpu_threads or threads_per_worker(flags, len(parse_cores(flags.cpu_affinity)) or usable_cores())
 
 
@@ -318,7 +314,7 @@ def threads_per_worker(flags: ServeFlags, cores: int) -> int:
 def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> Iterator[str]:
     """Yield ``--cpu-affinity`` of each worker, prefill workers first: the next ``threads`` of ``cores``.
 
-    Raises ConfigError where ``cores`` are too few.
+    Raises ConfigError if there are too few ``cores``.
     """
     firsts = list(first_cores(flags, threads))
     needed = max(firsts) + threads
@@ -329,9 +325,10 @@ def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> 
 
 
 def first_cores(flags: ServeFlags, threads: int) -> Iterator[int]:
-    """Yield the first core of each worker, prefill workers first, among the cores that the cluster may use.
+    """Yield the first core of each worker, prefill workers first, among the cluster's cores.
 
-    Co-located, prefill workers share the cores of the first decode worker: they do not compute at the same time.
+    Co-located, prefill workers share the cores of the first decode worker, because they do not compute at the same
+    time.
     """
     idle = flags.prefill_workers if flags.split_policy == "colocated" else 0
     for number in range(flags.prefill_workers + flags.decode_workers):
@@ -339,10 +336,10 @@ def first_cores(flags: ServeFlags, threads: int) -> Iterator[int]:
 
 
 def core_lending_table(flags: ServeFlags) -> CoreLendingTable | None:
-    """Make the lending table by which workers lend each other cores. Returns None where they have none to lend, have
-    more threads than cores, or the system gives no memory for it.
+    """Create the table by which workers lend each other cores. Returns None if they have none to lend, have more
+    threads than cores, or the system has no memory for it.
 
-    A core that no worker owns can be borrowed at any time; with --cpu-threads such cores are left alone.
+    Cores without an owner can be borrowed at any time; with --cpu-threads they are not used.
     """
     threads, bound = threads_of(flags), parse_cores(flags.cpu_affinity)
     cores, owned = min(len(bound) or usable_cores(), MAX_CPU_THREADS), max(first_cores(flags, threads)) + threads
@@ -359,8 +356,8 @@ def core_lending_table(flags: ServeFlags) -> CoreLendingTable | None:
 
 
 async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> None:
-    """Make the model ready in a child process, whose imports end with it and which Ctrl-C ends at once. No child is
-    started for a model that is ready.
+    """Prepare the model in a child process, whose imports end with it and which Ctrl-C ends at once. If the model is
+    ready, no child is started.
 
     Raises ConfigError with the child's last line.
     """
@@ -377,7 +374,7 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
             step(line)
 
     argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(flags)]
-    # Only the child's own lines are progress, not the libraries' warnings and bars.
+    # Only the child's own lines are progress, not the libraries' warnings and progress bars.
     environ = child_environ(os.environ, "") | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     child = await ChildProcess.start(argv, environ, forward)
     try:
@@ -385,16 +382,16 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
     finally:
         await child.stop(PREPARE_STOP_GRACE_S)
     if code:
-        # A process that was killed says last what it was doing.
+        # The last line of a killed process says what it was doing.
         after = f", after {last!r}" if last else ""
         message = f"preparing the model ended with status {code}{after}"
         raise ConfigError(last.removeprefix(FAILED) if last.startswith(FAILED) else message)
 
 
 def line_of_tokenizer(flags: ServeFlags) -> str:
-    """Return the "MODULE:FUNCTION=TEXT" by which a fork server reads the prepared model's tokenizer for grammars.
+    """Return the "MODULE:FUNCTION=TEXT" by which a fork server loads the prepared model's tokenizer for grammars.
 
-    Raises ConfigError where the model is not prepared and cannot be.
+    Raises ConfigError if the model is not prepared and cannot be.
     """
     from pillion.engine.checkpoints.prepare import prepare
     from pillion.engine.grammars.compiler import line_to_read_ahead
@@ -406,9 +403,9 @@ def line_of_tokenizer(flags: ServeFlags) -> str:
 
 
 def prepared_model(flags: ServeFlags | OfflineFlags) -> tuple[Any, PoolFit | None]:
-    """Return the prepared model, and the pool's size where it is known before a GPU has loaded the weights.
+    """Return the prepared model, and the pool's size if it is known before a GPU has loaded the weights.
 
-    Raises ConfigError where the pool cannot hold one request.
+    Raises ConfigError if the pool cannot hold one request.
     """
     from pillion.engine.backends.backend import kv_layout
     from pillion.engine.backends.step_memory import steps_bytes
@@ -421,6 +418,6 @@ def prepared_model(flags: ServeFlags | OfflineFlags) -> tuple[Any, PoolFit | Non
     step_bytes = steps_bytes(flags, prepared) if flags.device == CPU else 0
     layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
     workers, splits = (flags.decode_workers, flags.prefill_workers) if isinstance(flags, ServeFlags) else (1, 0)
-    # A prompt that is split has the states of two sequences.
+    # A split prompt has the states of two sequences.
     beside = layout.working_pages * (2 if splits else 1)
     return prepared, fit_pool(flags, layout.block_bytes, prepared.max_model_len, workers, step_bytes, beside)

@@ -1,4 +1,4 @@
-"""Computes the KV pool's size in blocks and tokens before anything starts; raises an error where one request does not
+"""Computes the KV pool's size in blocks and tokens before anything starts; raises an error if one request does not
 fit."""
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from pillion.config import OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
 
-# Each decode worker keeps this many slots leased ahead, so that a step never waits for an RPC.
+# Each decode worker leases this many slots ahead, so that a step never waits for an RPC.
 DECODE_STOCK_BLOCKS = 16
-# Where nobody set the longest length, it is lowered to what the pool holds, but not below this number of tokens.
+# Without an explicit maximum length, it is lowered to the pool's capacity, but not below this number of tokens.
 MIN_FITTED_LEN_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFit:
-    """Says what a pool has room for.
+    """The capacity of a pool.
 
     Attributes:
-        total_tokens: tokens whose KV the pool holds.
-        max_model_len_tokens: tokens of the longest request, which the model or --max-model-len bounds; without the
-            flag, fewer where the pool holds fewer.
-        step_bytes: memory beside the pool for the largest steps of all workers.
+        total_tokens: tokens whose KV fits in the pool.
+        max_model_len_tokens: tokens of the longest request, limited by the model or --max-model-len; without the flag,
+            also by the pool.
+        step_bytes: memory besides the pool for the largest steps of all workers.
     """
 
     total_tokens: int
@@ -39,23 +39,23 @@ def fit_pool(
     step_bytes: int = 0,
     beside_blocks: int = 0,
 ) -> PoolFit:
-    """Compute the size of the pool that ``flags`` describe, whose bytes are settled. ``step_bytes`` of the machine's
-    memory are for the largest steps of its workers, so the pool may not have them. A request needs ``beside_blocks``
-    beside those of its tokens.
+    """Compute the size of the pool that ``flags`` describe, whose bytes are resolved. ``step_bytes`` of the machine's
+    memory are reserved for the largest steps of its workers. A request needs ``beside_blocks`` besides those of its
+    tokens.
 
-    Raises ConfigError where the pool cannot hold one request of full length, or the machine cannot hold the pool.
+    Raises ConfigError if the pool cannot hold one request of full length, or the machine cannot hold the pool.
     """
     kv_pool_bytes, reserve_percent = flags.kv_pool_bytes, flags.decode_reserve_percent
     total = kv_pool_bytes // block_bytes
     stock = DECODE_STOCK_BLOCKS * decode_workers
-    # Only running decodes may use these blocks: their reserve, and the free slots that workers lease ahead of need.
+    # Blocks for running decodes only: their reserve, and the free slots that workers lease ahead.
     kept = total * reserve_percent // 100 + stock
     held = (total - kept - 1 - beside_blocks) * flags.block_size
     if not flags.max_model_len and held >= MIN_FITTED_LEN_TOKENS:
         max_model_len_tokens = min(max_model_len_tokens, held)
     needed = max_model_len_tokens // flags.block_size + 1 + beside_blocks
     if total < needed + kept:
-        # The reserve grows with the pool, so the least pool solves total * (1 - reserve) = request + stock.
+        # The reserve grows with the pool, so the minimum pool solves total * (1 - reserve) = request + stock.
         least = -(-(needed + stock) * 100 // (100 - reserve_percent)) + 1
         raise ConfigError(
             f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} holds {total} blocks, one request of {max_model_len_tokens} "
@@ -73,7 +73,7 @@ def fit_pool(
 
 
 def machine_bytes() -> int:
-    """Return the bytes of physical memory, 0 where the system does not say."""
+    """Return the bytes of physical memory, 0 if the system does not report them."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -81,7 +81,7 @@ def machine_bytes() -> int:
 
 
 def human_bytes(count: float) -> str:
-    """Write a number of bytes in a form for people: ``1610612736`` -> ``1.5 GiB``."""
+    """Format a number of bytes for people: ``1610612736`` -> ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""Looks at the files, ports and folders that flags name before any process starts, so that an error is printed once.
+"""Checks the files, ports and folders in flags before any process starts, so that an error is printed once.
 
 Each error names the flag; :class:`pillion.cli.flags.FlagCommand` adds where its value came from: a variable, or a line
 of a file.
@@ -24,14 +24,14 @@ from pillion.net.addresses import listening_host
 from pillion.settings.served_models import other_models
 from pillion.settings.speculative_config import NO_SPECULATION, SpeculativeConfig
 
-# The check waits this long for a Redis that is just being started.
+# How long to wait for a Redis that is just starting.
 REDIS_WAIT_MS = 5000
 REDIS_ASK_MS = 1000
 REDIS_POLL_MS = 250
 
 
 def check_files(flags: Any) -> None:
-    """Raise ConfigError for a file or folder that a component with these flags could not use."""
+    """Raise ConfigError for a file or folder that a component with these flags cannot use."""
     if getattr(flags, "model", ""):
         from pillion.engine.checkpoints.model_files import check_named
 
@@ -71,8 +71,8 @@ def check_files(flags: Any) -> None:
 
 
 def _check_answer_files(flags: Any) -> None:
-    """Raise ConfigError for a tokenizer, a template or a config of answers that is not there, and for a format of
-    answers that does not exist."""
+    """Raise ConfigError for a missing tokenizer, template or generation config, and for an unknown format of
+    answers."""
     from pillion.engine.checkpoints.generation_config import check_folder
     from pillion.engine.checkpoints.model_files import check_folder_named
 
@@ -88,15 +88,15 @@ def _check_answer_files(flags: Any) -> None:
 
 
 def parser_names(flags: Any, template: str = "") -> tuple[str, str]:
-    """Return the tool-call and reasoning parsers that the flags select for a chat template. Raise ConfigError for
-    unknown names, and for two that do not go together."""
+    """Return the tool-call and reasoning parsers that the flags select for a chat template. Raises ConfigError for
+    unknown names, and for two that cannot be combined."""
     from pillion.gateway.formats import model_formats
 
     return model_formats.parser_names(template, flags.tool_call_parser, flags.reasoning_parser)
 
 
 def _check_draft_model(speculation: SpeculativeConfig) -> None:
-    """Raise ConfigError for a draft model, or an EAGLE head, that is not there."""
+    """Raise ConfigError for a missing draft model or EAGLE head."""
     from pillion.engine.checkpoints.model_files import check_folder_named, check_named
 
     with naming("speculative_config"):
@@ -107,7 +107,7 @@ def _check_draft_model(speculation: SpeculativeConfig) -> None:
 
 
 def _check_adapters(flags: GatewayFlags) -> None:
-    """Raise ConfigError for an adapter that cannot be read, and for a folder of --lora-path that is not there."""
+    """Raise ConfigError for an unreadable adapter, and for a missing folder of --lora-path."""
     from pillion.engine.adapters.adapter_config import load_adapter_config
     from pillion.gateway.adapters.adapter_names import parse_lora_modules
 
@@ -124,7 +124,7 @@ def _check_adapters(flags: GatewayFlags) -> None:
 
 @contextmanager
 def naming(*fields: str) -> Iterator[None]:
-    """Put the names of these flags before the message of a ConfigError that the block raises."""
+    """Prefix the message of a ConfigError that the block raises with the names of these flags."""
     try:
         yield
     except ConfigError as error:
@@ -132,7 +132,7 @@ def naming(*fields: str) -> Iterator[None]:
 
 
 def _check_folder(field: str, path: str) -> None:
-    """Raise ConfigError where the folder neither exists nor can be made, or cannot be written."""
+    """Raise ConfigError if the folder does not exist and cannot be created, or is not writable."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,10 +143,10 @@ def _check_folder(field: str, path: str) -> None:
 
 
 def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socket:
-    """Bind a socket to ``port``, or to a free port for 0. Raises ConfigError, which names the flag of the address or
-    of the port.
+    """Bind a socket to ``port``, or to a free port for 0. Raises ConfigError, which names the flag of the address or of
+    the port.
 
-    A component binds the port later; because it is chosen here, it stays the same when the component is started again.
+    A component binds the port later; choosing it here keeps it the same when the component restarts.
     """
     try:
         host = listening_host(host)
@@ -167,7 +167,7 @@ def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socke
 
 
 async def wait_for_redis(url: str, notices: Notices) -> None:
-    """Return when the Redis at ``url`` answers. Raises ConfigError where it does not answer in time."""
+    """Wait until the Redis at ``url`` answers. Raises ConfigError if it does not answer in time."""
     until_s = asyncio.get_running_loop().time() + REDIS_WAIT_MS / 1000
     told = False
     while trouble := await ask_redis(url):
@@ -180,9 +180,9 @@ async def wait_for_redis(url: str, notices: Notices) -> None:
 
 
 async def ask_redis(url: str) -> str:
-    """Say why the Redis at ``url`` is of no use now; return "" where it answers.
+    """Return why the Redis at ``url`` is unusable now; "" if it answers.
 
-    Raises ConfigError for a URL that is not valid.
+    Raises ConfigError for an invalid URL.
     """
     from redis.exceptions import RedisError
 

@@ -1,4 +1,4 @@
-"""Asks, over gRPC or at a Unix socket, whether a process is ready or alive; every call returns within a second."""
+"""Probes, over gRPC or at a Unix socket, whether a process is ready or alive; every call returns within a second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reachable_host(host: str) -> str:
 
 
 async def is_serving(target: str, ca: str | None = None, service: str = "") -> bool:
-    """Return whether the standard health service at ``target`` says SERVING, of all services or of one ``service``.
+    """Return whether the standard health service at ``target`` reports SERVING, for all services or one ``service``.
 
     ``grpcs://`` is a public port with TLS, whose authority is in the file ``ca`` or known to the system; any other
     target is a component's internal address (:func:`pillion.net.rpc.open_channel`).
@@ -28,13 +28,13 @@ async def is_serving(target: str, ca: str | None = None, service: str = "") -> b
 
 
 async def answers(target: str) -> bool:
-    """Return whether the component at ``target`` answers about its health at all, SERVING or not."""
+    """Return whether the component at ``target`` answers health checks at all, SERVING or not."""
     return await _health(target) is not None
 
 
 async def accepts(path: Path, question: bytes = b"", answer: bytes = b"") -> bool:
-    """Return whether a process takes connections at the Unix socket ``path`` and, where there is a ``question``,
-    answers it with a line that begins with ``answer``."""
+    """Return whether a process accepts connections at the Unix socket ``path`` and, if there is a ``question``,
+    replies with a line that begins with ``answer``."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(path)
@@ -46,7 +46,7 @@ async def accepts(path: Path, question: bytes = b"", answer: bytes = b"") -> boo
 
 
 async def _health(target: str, ca: str | None = None, service: str = "") -> bool | None:
-    """Return whether a server's health is SERVING, or None where it does not answer."""
+    """Return whether a server's health is SERVING; None if it does not answer."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

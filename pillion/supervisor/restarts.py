@@ -1,14 +1,14 @@
-"""Decides when a dead component is started again.
+"""Decides when a dead component is restarted.
 
 Sans-IO (I9): deaths and times go in, decisions come out.
 
-died ---- calm_s after its last death, or later ------> Restart at once: a client may be waiting
-     ---- sooner: it may never get on ----------------> Restart after a delay that doubles with each such death in a row
-     ---- the max_deaths-th within the window --------> Restart, flapping: after a longer one, which doubles as well,
-     ---- exit status 2: its flags cannot work -------> the same, with other words
-                                until it has lived for a window's time
+died ---- calm_s or more after its last death --------> Restart at once: a client may be waiting
+     ---- sooner: it may never succeed ---------------> Restart after a delay that doubles with each such death in a row
+     ---- the max_deaths-th within the window --------> Restart, flapping: after a longer delay, which doubles too,
+     ---- exit status 2: its flags are invalid -------> the same, with another message
+                                until it has lived for the window's time
 
-Whether a cluster goes on while a component flaps is its supervisor's decision.
+Whether a cluster continues while a component flaps is its supervisor's decision.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-# A component ends with this status where its flags, or the files that they name, are of no use; starting it again at
-# once cannot help.
+# Exit status of a component whose flags, or the files in them, are unusable; restarting it at once cannot help.
 EXIT_CONFIG = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Asks to start the component again after ``delay_s`` seconds. ``flapping`` tells people why the delay is long; ""
-    where it is not."""
+    """The order to restart the component after ``delay_s`` seconds. ``flapping`` explains a long delay to people; ""
+    otherwise."""
 
     delay_s: float
     flapping: str = ""
@@ -33,8 +32,8 @@ class Restart:
 
 @dataclass(slots=True)
 class _Past:
-    """Records one component's deaths within the window. ``flaps`` counts the deaths since it began to flap;
-    ``begins_s`` is when it was to be started after its last death."""
+    """One component's deaths within the window. ``flaps`` counts the deaths since it began to flap; ``begins_s`` is
+    when it was to start after its last death."""
 
     deaths: deque[float]
     flaps: int = 0
@@ -43,13 +42,13 @@ class _Past:
 
 @dataclass
 class RestartPolicy:
-    """Delays the restart of a component whose deaths come close together, by exponential backoff.
+    """Delays restarts of a component whose deaths are close together, by exponential backoff.
 
     Args:
-        max_deaths: number of deaths of one component within ``window_s`` seconds from which on it flaps, until it has
+        max_deaths: number of deaths of one component within ``window_s`` seconds from which it flaps, until it has
             lived for ``window_s``.
-        first_delay_ms: wait after a death that came less than ``calm_s`` after the one before; it doubles with each
-            further such death, up to ``max_delay_ms``.
+        first_delay_ms: wait after a death less than ``calm_s`` after the previous one; it doubles with each further
+            such death, up to ``max_delay_ms``.
         flap_delay_s: wait after the first death from which the component flaps; it doubles with each further death, up
             to ``max_flap_delay_s``.
     """
@@ -64,7 +63,7 @@ class RestartPolicy:
     _pasts: dict[str, _Past] = field(default_factory=dict)
 
     def died(self, component_id: str, exit_code: int, now: float) -> Restart:
-        """Decide what to do about a death at ``now``, in monotonic seconds."""
+        """Decide what to do after a death at ``now``, in monotonic seconds."""
         past = self._pasts.setdefault(component_id, _Past(deque(maxlen=self.max_deaths)))
         deaths = past.deaths
         if now - past.begins_s >= self.window_s:

@@ -1,8 +1,7 @@
-"""Makes the private directory of one local cluster: it has mode 0700, holds the sockets, and is gone when the cluster
-is.
+"""The private directory of one local cluster: it has mode 0700, holds the sockets, and is removed with the cluster.
 
-A supervisor holds a lock on a file in its directory. The kernel drops the lock when the supervisor dies, so a process
-that can take the lock knows that the directory has no owner, and removes it: the next start cleans up after a kill -9.
+A supervisor holds a lock on a file in its directory. The kernel releases the lock when the supervisor dies, so whoever
+can take it knows that the directory has no owner, and removes it: the next start cleans up after a kill -9.
 
     hidden name, lock taken -> renamed to pillion-XXXXXXXX (visible to sweeps only with its lock) -> removed
 """
@@ -22,13 +21,13 @@ from pillion.host.locks import try_lock
 
 PREFIX = "pillion-"
 LOCK = "lock"
-# sun_path holds 104 bytes on macOS, 108 on Linux; so the path of a socket in the directory has at most this many bytes.
+# sun_path has 104 bytes on macOS and 108 on Linux, so this is the maximum length of a socket's path in the directory.
 MAX_SOCKET_PATH_BYTES = 100
 LONGEST_NAME_BYTES = len("/prefill-63.sock")
 
 
 class RuntimeDir:
-    """Represents a private directory with a lock. :meth:`create` makes it; :meth:`remove` is idempotent."""
+    """A private directory with a lock. :meth:`create` makes it; :meth:`remove` is idempotent."""
 
     def __init__(self, path: Path, lock: IO[bytes]) -> None:
         self.path = path
@@ -36,8 +35,8 @@ class RuntimeDir:
 
     @classmethod
     def create(cls, base: Path | None = None) -> RuntimeDir:
-        """Make a new directory under ``base`` (default: the user's runtime or temporary directory), after removing
-        those of dead supervisors there."""
+        """Create a directory under ``base`` (default: the user's runtime or temporary directory), after removing those
+        of dead supervisors."""
         base = default_base() if base is None else base
         sweep(base)
         hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
@@ -54,8 +53,8 @@ class RuntimeDir:
 
 
 def default_base() -> Path:
-    """Return TMPDIR, XDG_RUNTIME_DIR or the temporary directory: the first one short enough for the path of a Unix
-    socket."""
+    """Return TMPDIR, XDG_RUNTIME_DIR or the temporary directory: the first one that is short enough for the path of a
+    Unix socket."""
     named = [os.environ.get(name, "") for name in ("TMPDIR", "XDG_RUNTIME_DIR")]
     choices = [*named, tempfile.gettempdir(), "/tmp"]  # noqa: S108
     for choice in choices:
@@ -77,7 +76,7 @@ def sweep(base: Path) -> list[Path]:
 
 
 def is_supervised(path: Path) -> bool:
-    """Return whether ``path`` is the directory of a supervisor of this user that lives."""
+    """Return whether ``path`` is the directory of a live supervisor of this user."""
     if path.name.startswith(PREFIX):
         with contextlib.suppress(OSError), _lock_of(path) as lock:
             return not try_lock(lock)
@@ -88,5 +87,5 @@ def _lock_of(path: Path) -> IO[bytes]:
     """Open the lock file of one of this user's directories. Raises OSError for any other."""
     if path.is_symlink() or path.stat().st_uid != os.getuid():
         raise PermissionError(f"{path} is not this user's")
-    # The file is opened read-only and without O_CREAT: every directory that Pillion made has a lock file.
+    # Opened read-only and without O_CREAT: every directory that Pillion made has a lock file.
     return open(path / LOCK, "rb")

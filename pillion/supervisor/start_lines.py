@@ -1,4 +1,4 @@
-"""Prints the five lines with which a cluster starts: model, type, kernels, memory, and where it is reached."""
+"""Prints the five lines of a cluster's start: model, type, kernels, memory, and its addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pillion.supervisor.pool_fit import PoolFit, human_bytes
 from pillion.supervisor.preflight import parser_names
 from pillion.supervisor.probes import reachable_host
 
-# Clients try this port without --target.
+# The clients' default port.
 USUAL_GRPC_PORT = 50051
 
 
@@ -28,8 +28,8 @@ def tell_model(
     fit: PoolFit | None,
     threads: int,
 ) -> None:
-    """Print the first four lines with which a cluster starts. ``prepared`` is the PreparedModel, ``threads`` those of
-    each worker on a CPU."""
+    """Print the first four lines of a cluster's start. ``prepared`` is the PreparedModel, ``threads`` those of each
+    worker on a CPU."""
     from pillion.engine.backends.devices import gpu_count
     from pillion.engine.checkpoints.prepare import choose_dtype
     from pillion.engine.models.config_parser import load_config
@@ -66,8 +66,8 @@ def tell_model(
 
 
 def _steps(flags: ServeFlags, fit: PoolFit | None) -> str:
-    """Return in words the token budgets of steps, and what the largest steps take; workers on a GPU choose budgets
-    that no flag sets, and log them."""
+    """Describe the token budgets of steps and the memory of the largest steps. Workers on a GPU choose budgets that no
+    flag sets, and log them."""
     budgets = [("decode", flags.max_num_batched_tokens)]
     if flags.prefill_workers:
         budgets.insert(0, ("prefill", flags.max_num_batched_prefill_tokens))
@@ -79,7 +79,7 @@ def _steps(flags: ServeFlags, fit: PoolFit | None) -> str:
 
 
 def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tuple[str, int]:
-    """Return the kernels in words, and the bytes of the packed weights of all sizes and ranks, 0 if there are none."""
+    """Describe the kernels; also return the bytes of the packed weights of all sizes and ranks, 0 if there are none."""
     from pillion.engine.backends.cpu.cpu_loading import choose_kernels
     from pillion.engine.checkpoints.model_cache import ModelCache
     from pillion.engine.load_model import shares_of
@@ -95,8 +95,8 @@ def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tu
 
 
 def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
-    """Print the fifth line with which a cluster starts, and below it two commands that work as they stand, except for
-    what only their user knows."""
+    """Print the fifth line of a cluster's start, and below it two commands that can be copied, except for what only
+    their user knows."""
     host = reachable_host(flags.host)
     url = f"{'https' if flags.tls_cert else 'http'}://{host}:{flags.http_port}"
     page = f", page for people {url}/ui" if flags.ui else ""
@@ -131,7 +131,8 @@ def _chat(flags: ServeFlags, host: str) -> list[str]:
 
 
 def own_command() -> str:
-    """Say how to call this program from the working directory: ``pillion`` where the PATH has it, else its path."""
+    """Return the command that runs this program from the working directory: ``pillion`` if it is on the PATH, else its
+    path."""
     script, here = Path(sys.executable).with_name("pillion"), Path.cwd()
     found = shutil.which("pillion")
     if found and script.exists() and os.path.samefile(found, script):

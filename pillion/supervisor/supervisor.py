@@ -1,21 +1,20 @@
-"""Keeps a set of processes alive: it starts them in order, restarts those that die, stops them in order, and leaves
-none.
+"""Keeps a set of processes alive: starts them in order, restarts those that die, stops them in order, and leaves none.
 
-Life of a component, tended by a task of its own:
+Life of a component, each managed by its own task:
 
-    waiting ----------> starting ---------> ready ---------> dead ---> waiting (after a delay, for what it needs)
+    waiting ----------> starting ---------> ready ---------> dead ---> waiting (for a delay, and for what it needs)
      lower levels        spawned, probed      the probe passed; |
-     are not ready       until it is ready    killed when it    '----> the whole cluster stops: it flaps, and so does
-                                              does not answer for long   everything that would serve in its place
+     are not ready       until it is ready    killed if it      '----> the whole cluster stops: it flaps, and so does
+                                              hangs for long           everything that could serve in its place
 
-A component with a standby has its next process ready (:mod:`pillion.supervisor.standbys`): one at a time they are
-started when the cluster is ready, so that they take no core from a start that somebody waits for.
+A standby is the next process of a component, started ahead (:mod:`pillion.supervisor.standbys`). Standbys start one at
+a time when the cluster is ready, so that they take no core from a start that somebody waits for.
 
-A task of the supervisor's own that ends by an exception is a defect: it is said, and the task begins again, so that no
-component is left alone.
+An exception that ends one of the supervisor's own tasks is a defect: it is reported, and the task starts again, so that
+no component is unattended.
 
-Before the cluster was ready once, a death is final: what cannot start will not start better the third time. From then
-on the cluster goes on with what lives as long as that serves, and tries what flaps again and again, ever more rarely.
+Before the cluster was ready once, a death is final: what cannot start will not start the third time. Later the cluster
+continues with what is alive as long as that can serve, and retries what flaps ever more rarely.
 """
 
 from __future__ import annotations
@@ -38,50 +37,46 @@ from pillion.tasks import at_most, end_tasks
 
 log = logging.getLogger("pillion.supervisor")
 
-# A function of this type starts a process that stands by, from its command line, its environment, and the function that
-# starts processes.
+# Starts a standby from its command line, its environment, and the function that starts processes.
 StandBy = Callable[[Sequence[str], Mapping[str, str], Launch], Awaitable[Successor]]
 
-# Most of this time is for loading a large model.
+# Mostly for loading a large model.
 START_TIMEOUT_S = 600.0
 PROBE_INTERVAL_MS = 50
 STOP_GRACE_S = 5.0
-# A component that leaves this many probes in a row unanswered is taken to hang. Each probe may take a second, so this
-# takes some twenty seconds.
+# A component that leaves this many probes in a row unanswered hangs. Each probe may take a second, so detection takes
+# about twenty seconds.
 ALIVE_INTERVAL_S = 1.0
 MAX_SILENCES = 10
-# A standby is started when its component has been ready for this long, because requests that waited for the component
-# come first. The supervisor also looks this often whether there is a standby.
+# A standby starts when its component has been ready for this long, because requests that waited for the component come
+# first. It is also the interval at which the supervisor checks for a missing standby.
 STANDBY_DELAY_S = 2.0
-# A component that ends this soon after one that it needs has died ends because of that death: it may take a while to
-# notice what it lost.
+# A component that ends this soon after one that it needs has ended because of it: it may notice the loss late.
 BEHIND_S = 30.0
-# A task of the supervisor's that a defect has ended begins again after this time.
+# Delay before a task of the supervisor's that a defect has ended starts again.
 DEFECT_DELAY_S = 1.0
-# A command of Pillion's that fails ends with one line, which begins like this.
+# The last line of a command that fails begins like this.
 FAILED = "pillion: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """Describes one process to keep.
+    """One process to keep alive.
 
     Attributes:
-        level: components of a lower level are ready before this one starts, and stop after it.
+        level: components of lower levels are ready before this one starts, and stop after it.
         environ: the child's whole environment.
-        needs: components that must be ready before this one is started again, and with whose death it is killed; the
-            first start waits for all lower levels.
-        survives: whether it goes on when a component that it needs dies, with that component's next process.
-        probe: returns whether the component is ready; it is called again and again until that is so, and must not
-            raise.
-        quiet: whether the output is kept back, and shown only where the component dies by itself.
-        drain_s: time to stop beside the usual grace, for the requests that are under way.
+        needs: components that must be ready before this one is restarted, and with whose death it is killed; the first
+            start waits for all lower levels.
+        survives: whether it continues when a component that it needs dies, with that component's next process.
+        probe: returns whether the component is ready; it is called repeatedly until it is, and must not raise.
+        quiet: whether the output is held back, and shown only if the component dies by itself.
+        drain_s: time to stop in addition to the usual grace, for running requests.
         alive: returns whether the component answers at all; it is called while the component runs, and must not raise.
             None: it is not called.
-        standby: whether its next process is started ahead, where that is possible; the component's program must support
-            it.
-        kind: components of one kind serve in each other's place; "" for the only component of its kind.
-        spare: whether requests are served without any component of its kind.
+        standby: whether its next process is started ahead, if possible; the component's program must support it.
+        kind: components of one kind can replace each other; "" for the only one of its kind.
+        spare: whether requests are served even without any component of its kind.
     """
 
     component_id: str
@@ -101,7 +96,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Down:
-    """Says that a component flaps and is not started now: why, and for how many more seconds."""
+    """A component that flaps and is not running: why, and for how many more seconds."""
 
     component_id: str
     why: str
@@ -110,12 +105,12 @@ class Down:
 
 @dataclass(slots=True)
 class _SupervisedProcess:
-    """Holds the state of one component's process. ``child`` is None before the first start and between a death and the
-    next start; ``successor`` is the standby, None while there is none. ``failed`` is why the process could not start,
-    in its own words. ``lost`` names the component that it needs and that died while it lived, and the time until which
-    its own end is put down to that death; ``starting`` is true from the order to start it until its process is known.
-    ``unaided`` is why the last standby could not be started. ``flapping`` is
-    empty unless the component flapped when it died last, and ``begins_s`` is when it is started again."""
+    """The state of one component's process. ``child`` is None before the first start and between a death and the next
+    start; ``successor`` is the standby, None while there is none. ``failed`` is why the process could not start, in its
+    own words. ``lost`` is the needed component that died while this one lived, and the time until which its own end is
+    attributed to that; ``starting`` is true from the order to start it until its process is known. ``unaided`` is why
+    the last standby could not start. ``flapping`` is empty unless the component flapped at its last death, and
+    ``begins_s`` is when it is restarted."""
 
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -130,10 +125,10 @@ class _SupervisedProcess:
 
 
 class Supervisor:
-    """Keeps the processes of ``specs`` alive. ``launch`` starts them, by default ChildProcess.start, and
-    ``stand_by`` starts standbys of those that have one.
+    """Keeps the processes of ``specs`` alive. ``launch`` starts them, by default ChildProcess.start, and ``stand_by``
+    starts standbys of those that have one.
 
-    Use: ``await start()``, then ``await failed()`` as long as you like, then ``await stop()``, always.
+    Use: ``await start()``, then ``await failed()`` as long as needed, then ``await stop()``, always.
     """
 
     def __init__(
@@ -165,8 +160,8 @@ class Supervisor:
         self._one_standby = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start all components, and return once every one is ready. Raises Unavailable, which names the component
-        that is not, or ConfigError where that component refused its flags; call :meth:`stop` then, too."""
+        """Start all components, and return when all are ready. Raises Unavailable, which names the component that is
+        not, or ConfigError if that component rejected its flags; :meth:`stop` must be called even then."""
         self._tasks = [
             asyncio.create_task(self._never_ending(component, self._tend), name=component.spec.component_id)
             for component in self._components
@@ -190,7 +185,7 @@ class Supervisor:
         return await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
-        """Stop all components, highest level first. Returns when every process is gone; idempotent."""
+        """Stop all components, highest level first. Returns when every process has ended; idempotent."""
         await end_tasks(*self._tasks)
         waiting = [component.successor for component in self._components if component.successor]
         for successor in waiting:
@@ -206,15 +201,15 @@ class Supervisor:
             await asyncio.gather(*(child.stop(self._stop_grace_s + spec.drain_s) for child, spec in ending))
 
     def kill_component(self, component_id: str) -> bool:
-        """Send SIGKILL to one component, which is then started again as after any death. Returns False where it does
-        not run."""
+        """Send SIGKILL to one component, which is then restarted as after any death. Returns False if it is not
+        running."""
         child = next((one.child for one in self._components if one.spec.component_id == component_id), None)
         if child:
             child.kill()
         return child is not None
 
     def living(self) -> list[int]:
-        """Return the process groups that still live; none of them does after :meth:`stop`."""
+        """Return the process groups that are still alive; there are none after :meth:`stop`."""
         every = [one for component in self._components for one in (component.child, component.successor)]
         return [process.pid for process in every if process and not process.gone()]
 
@@ -227,7 +222,7 @@ class Supervisor:
     async def _never_ending(
         self, component: _SupervisedProcess, work: Callable[[_SupervisedProcess], Awaitable[None]]
     ) -> None:
-        """Do ``work`` for a component until it returns, and again where an exception ends it."""
+        """Do ``work`` for a component until it returns, and again after an exception."""
         while True:
             try:
                 return await work(component)
@@ -258,7 +253,7 @@ class Supervisor:
                 return self._fail(why if component.failed else f"{ended} before it was ready")
             self._end_dependents(name)
             if lost := self._lost_need(component):
-                # The component could not go on without what it needs, so its death does not count as its own.
+                # The component could not continue without what it needs, so its death does not count.
                 self._notices.say(f"{ended}; starting it again after {lost}", "bold yellow")
                 continue
             decision = self._policy.died(name, code, time.monotonic())
@@ -271,23 +266,23 @@ class Supervisor:
         return None
 
     def _ends_service(self, spec: ProcessSpec) -> bool:
-        """Return whether no component serves, or is about to, in the place of one that flaps."""
+        """Return whether no component serves, or is about to, instead of one that flaps."""
         others = [one for one in self._components if spec.kind and one.spec.kind == spec.kind and one.spec is not spec]
         return not spec.spare and all(one.flapping and not one.ready.is_set() for one in others)
 
     def _end_dependents(self, name: str) -> None:
-        """Kill the components that need one that has just died. It would end by itself, but later, and its next
-        process can start only after its end."""
+        """Kill the components that need one that has just died. They would end by themselves, but later, and their next
+        processes can start only after that."""
         for other in self._components:
             if name in other.spec.needs and (other.child is not None or other.starting):
-                # The end of this component may be noticed only when the one it needs is ready again.
+                # The end of this component may be noticed only when the needed one is ready again.
                 other.lost = name, time.monotonic() + BEHIND_S if other.spec.survives else math.inf
                 # One that is being started is killed as soon as its process is known.
                 if not other.spec.survives and other.child is not None:
                     other.child.kill()
 
     def _lost_need(self, component: _SupervisedProcess) -> str:
-        """Return the component whose death ended this one's process; "" where it ended for another reason."""
+        """Return the component whose death ended this one's process; "" if it ended for another reason."""
         (name, until_s), component.lost = component.lost, ("", 0.0)
         if name and time.monotonic() < until_s:
             return name
@@ -300,7 +295,7 @@ class Supervisor:
 
         def show(line: str) -> None:
             if line.startswith(FAILED) and not self._was_ready:
-                # The error with which the whole cluster ends has these words, so the line is not printed here as well.
+                # The error with which the whole cluster ends contains this line, so it is not printed here too.
                 component.failed = line.removeprefix(FAILED)
                 return
             self._notices.component(spec.component_id, line)
@@ -311,7 +306,7 @@ class Supervisor:
         try:
             code = await child.wait()
         except Exception:
-            # A process that nobody tends must not go on beside the one that is started for it.
+            # A process without a task must not continue next to its replacement.
             child.kill()
             component.child = None
             raise
@@ -325,7 +320,7 @@ class Supervisor:
         return code
 
     async def _begin(self, component: _SupervisedProcess, forward: Callable[[str], None]) -> ChildProcess:
-        """Start a component's process, or lets its standby begin. Raises OSError where the program does not start."""
+        """Start a component's process, or let its standby take over. Raises OSError if the program does not start."""
         spec, successor, component.successor = component.spec, component.successor, None
         component.starting = True
         try:
@@ -360,23 +355,23 @@ class Supervisor:
         child.kill()
 
     async def _keep_standby(self, component: _SupervisedProcess) -> None:
-        """Keep a standby for the component whenever the component has been ready for a while. The death of a waiting
-        standby is noticed when the standby is needed; then it is replaced."""
+        """Keep a standby whenever the component has been ready for a while. The death of a waiting standby is noticed
+        when it is needed; then it is replaced."""
         while True:
             await component.ready.wait()
             await asyncio.sleep(self._standby_delay_s)
             async with self._one_standby:
-                # The component may have died while it waited for its turn, and then starts without a standby.
+                # If the component died while it waited for its turn, it starts without a standby.
                 if component.successor is None and component.ready.is_set():
                     await self._start_standby(component)
 
     async def _start_standby(self, component: _SupervisedProcess) -> None:
-        """Return when the standby waits, cannot be started or has ended, or after the time for a start."""
+        """Return when the standby waits, cannot start or has ended, or after the time for a start."""
         spec = component.spec
         try:
             component.successor = successor = await self._stand_by(spec.argv, spec.environ, self._launch)
         except OSError as error:
-            # The start of the standby is tried again and again, but the same error is printed only once.
+            # The standby's start is retried again and again, but the same error is printed only once.
             if component.unaided != str(error):
                 component.unaided = str(error)
                 self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")

@@ -1,4 +1,4 @@
-"""Defines what travels between components, and its conversion to the values that the code works with.
+"""Messages between components, and their conversion to the code's values.
 
-Open public.py first. Other internal services use their generated messages as they are. No policy comes in here.
+Open public.py first. Other internal services use their generated messages directly. There is no policy here.
 """

@@ -1,8 +1,7 @@
-"""Defines the messages of a KV node's attach socket: lines of JSON, because no gRPC message travels beside a file
-descriptor.
+"""Messages of a KV node's attach socket: lines of JSON, because no gRPC message can accompany a file descriptor.
 
-Keys that are not known here are ignored, so that a neighbouring version may add some. Every reader raises
-InvalidRequest for a line that is not the message it expects, and Conflict for a foreign protocol.
+Unknown keys are ignored, so that an adjacent version may add some. Every parser raises InvalidRequest for a line that
+is not the expected message, and Conflict for an incompatible protocol.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from pillion.errors import InvalidRequest
 from pillion.wire.json_lines import message_of
 
 MAX_LINE_BYTES = 4096
-# A worker sends this as its last message when it lets go of the pool and lives on.
+# A worker's last message when it releases the pool and lives on.
 DETACHED = b"detached\n"
 # A worker sends this with a descriptor (pidfd) of each of its other processes, before these map a GPU's memory.
 PROCESSES = b"processes\n"
-# A worker may name at most this many processes.
 MAX_PROCESSES = 128
 
 _REGION_KEY = re.compile(r"[0-9a-f]{64}")
@@ -32,16 +30,16 @@ MappedBytes = Annotated[int, Meta(ge=0)]
 
 
 class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the first line that a worker writes to the attach socket.
+    """The first line that a worker writes to the attach socket.
 
     Attributes:
         namespace: the base of the worker's block hashes (hexadecimal): model, dtype, layout, block size.
-        kv_rows, kv_heads: a block is so many rows, two for each layer, of a piece for each KV head.
-        block_tokens: tokens of a block, 0 where the worker does not say it.
+        kv_rows, kv_heads: a block has this many rows, two per layer, with one piece per KV head.
+        block_tokens: tokens of a block, 0 if the worker does not say.
         takes_place: whether it locks its place of a pool that outlives its node, before it uses the pool.
-        pool_id, place: the pool that a worker which comes back has mapped, and the place that it has locked. Its last
-            step has ended, and it uses nothing of that pool before the node has answered.
-        processes: how many processes of the worker will use the pool.
+        pool_id, place: the pool that a returning worker has mapped, and the place that it has locked. Its last step has
+            ended, and it does not use that pool before the node has answered.
+        processes: number of processes of the worker that will use the pool.
     """
 
     component_id: str
@@ -60,12 +58,12 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttachedShard(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes one shard of a pool that is divided over GPUs.
+    """One shard of a pool that is divided over GPUs.
 
     Attributes:
         device_uuid: its GPU.
         mapped_bytes: size of the memory behind its descriptor.
-        first_head, heads: the KV heads whose pieces it has: ``heads`` from ``first_head`` on.
+        first_head, heads: the KV heads whose pieces it has: ``heads`` starting with ``first_head``.
     """
 
     device_uuid: str
@@ -75,17 +73,16 @@ class AttachedShard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the node's answer, sent together with the pool's file descriptor; ``error`` alone is a refusal.
+    """The node's answer, sent together with the pool's file descriptor; ``error`` alone is a refusal.
 
     Attributes:
         memory_kind: "host" or "cuda".
-        device_uuid, device_index: the GPU of "cuda" memory, and the node's number of it; for a divided pool, those of
+        device_uuid, device_index: the GPU of "cuda" memory, and the node's number for it; for a divided pool, those of
             the first GPU.
         mapped_bytes: size of the memory behind the descriptor, which a GPU can only map whole.
-        shards: the shards of a divided pool, each of which comes with a descriptor; empty for any other pool.
-        pool_id: the name of a pool that outlives its node; "" for any other pool. A worker locks the place ``epoch`` of
-            the pool's file. On GPUs it is the place of a further file, whose descriptor comes after those of the
-            memory.
+        shards: the shards of a divided pool, each with its own descriptor; empty for any other pool.
+        pool_id: the name of a pool that outlives its node; "" for any other pool. A worker locks place ``epoch`` of the
+            pool's file. On GPUs it is a place of a further file, whose descriptor follows those of the memory.
     """
 
     node_id: str = ""
@@ -104,11 +101,10 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionHello(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the first line of a process that wants memory which it shares with all that name the same key; it replaces
-    AttachHello.
+    """The first line of a process that wants memory shared by all processes with the same key, instead of AttachHello.
 
     Attributes:
-        region_key: 64 hexadecimal digits, the hash of what is in the region.
+        region_key: 64 hexadecimal digits, the hash of the region's content.
         device_uuid: the GPU on which the process computes and wants the region; "" means no GPU, or any.
     """
 
@@ -121,7 +117,7 @@ class RegionHello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the node's answer to RegionHello, sent with the memory's descriptor once the region is granted.
+    """The node's answer to RegionHello, sent with the memory's descriptor when the region is granted.
 
     Attributes:
         state: "fill": the receiver fills the region and then sends RegionFilled; "ready": it may read.
@@ -139,7 +135,7 @@ class RegionReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionFilled(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells that every byte of the region is written, and that other processes may use it."""
+    """Says that every byte of the region is written, and that other processes may use it."""
 
     filled_bytes: int
 
@@ -148,7 +144,7 @@ _Message = TypeVar("_Message")
 
 
 def hello_from_line(line: bytes) -> AttachHello | RegionHello:
-    """Read the first line of a connection."""
+    """Parse the first line of a connection."""
     kind: Any = RegionHello if "region_key" in _decode(line, dict[str, Any]) else AttachHello
     hello: AttachHello | RegionHello = _decode(line, kind)
     if isinstance(hello, RegionHello) and (not _REGION_KEY.fullmatch(hello.region_key) or hello.size_bytes <= 0):
@@ -157,12 +153,12 @@ def hello_from_line(line: bytes) -> AttachHello | RegionHello:
 
 
 def attach_reply_from_line(line: bytes) -> AttachReply:
-    """Read the node's answer to an AttachHello."""
+    """Parse the node's answer to an AttachHello."""
     return _decode(line, AttachReply)
 
 
 def region_reply_from_line(line: bytes) -> RegionReply:
-    """Read the node's answer to a RegionHello."""
+    """Parse the node's answer to a RegionHello."""
     reply = _decode(line, RegionReply)
     if not (reply.error or reply.state):
         raise InvalidRequest("a region is to be filled or ready")
@@ -170,7 +166,7 @@ def region_reply_from_line(line: bytes) -> RegionReply:
 
 
 def region_filled_from_line(line: bytes) -> RegionFilled:
-    """Read the line of a process that has filled a region."""
+    """Parse the line of a process that has filled a region."""
     return _decode(line, RegionFilled)
 
 

@@ -1,5 +1,5 @@
-"""Converts the messages that several services have (protos/pillion/v1/common.proto), and checks the hello between two
-components by the rule for different versions."""
+"""Converts messages that several services share (protos/pillion/v1/common.proto), and checks the hello between two
+components for compatible versions."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _PLAIN = {name: type(value) for name in PUBLIC_OPTIONS if (value := getattr(_DEF
 
 
 def hello_to_pb(component_id: str) -> common_pb2.Hello:
-    """Make the hello of a component of this program."""
+    """Create the hello of a component of this program."""
     return common_pb2.Hello(protocol=PROTOCOL, component_id=component_id, version=VERSION)
 
 
 def flow_to_pb(flow: Flow) -> common_pb2.Flow | None:
-    """Make the message of a request's flow, or return None where tenants are not told apart."""
+    """Create the message of a request's flow; None if tenants are not distinguished."""
     return common_pb2.Flow(key=flow.key, weight=flow.weight) if flow.key else None
 
 
 def check_hello(message: common_pb2.Hello) -> str:
-    """Return the sender's component id. Raises Conflict for a protocol that is too far from this program's."""
+    """Return the sender's component id. Raises Conflict for an incompatible protocol."""
     check_protocol(message.protocol, message.component_id)
     return message.component_id
 
 
 def check_protocol(protocol: int, component_id: str) -> None:
-    """Raise Conflict unless the protocol of ``component_id`` is at most one version away from ours."""
+    """Raise Conflict if the protocol of ``component_id`` is more than one version away from ours."""
     if protocol == 0 or abs(protocol - PROTOCOL) > 1:
         raise Conflict(
             f"{component_id or 'peer'} speaks protocol {protocol}, this component speaks {PROTOCOL}: "
@@ -51,13 +51,13 @@ def check_protocol(protocol: int, component_id: str) -> None:
 
 
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """Return the enum value of a finish reason; None, while the stream goes on, is UNSPECIFIED."""
+    """Return the enum value of a finish reason; None, while the stream continues, is UNSPECIFIED."""
     return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_PB[reason]
 
 
 def finish_from_pb(number: int) -> FinishReason | None:
-    """Return the finish reason of an enum value, None for UNSPECIFIED. An unknown reason of a newer peer ends an
-    answer, too, so it is STOP, which the libraries of all clients know."""
+    """Return the finish reason of an enum value, None for UNSPECIFIED. An unknown reason of a newer peer also ends an
+    answer, so it becomes STOP, which all client libraries know."""
     if number == common_pb2.FINISH_REASON_UNSPECIFIED:
         return None
     return _FINISH_FROM_PB.get(number, FinishReason.STOP)  # type: ignore[call-overload,no-any-return]
@@ -71,17 +71,17 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Write sampling parameters. Raises ValueError where a number does not fit its field."""
+    """Write sampling parameters. Raises ValueError if a number does not fit its field."""
     plain = {name: getattr(params, name) for name in PUBLIC_OPTIONS if name != _SHAPE}
     if isinstance(plain["stop"], str):
-        # Programs for vLLM write a single stop string so; as a list it would be one string a character.
+        # vLLM accepts a single stop string in this form; as a list it would be one string per character.
         plain["stop"] = (plain["stop"],)
     structured = None if params.structured_outputs is None else _structured_to_pb(params.structured_outputs)
     return common_pb2.SamplingParams(**plain, structured_outputs=structured)
 
 
 def _structured_from_pb(message: common_pb2.StructuredOutputs) -> StructuredOutputs | None:
-    """Read the structure of an answer; None where none is set."""
+    """Read the structure of an answer; None if none is set."""
     name = message.WhichOneof("structure")
     if name is None:
         return None

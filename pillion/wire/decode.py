@@ -1,7 +1,7 @@
-"""The sampling and pooling parameters of a Submit (protos/pillion/v1/decode.proto).
+"""Sampling and pooling parameters of a Submit (protos/pillion/v1/decode.proto).
 
-A gateway and a worker carry each as one object; this module alone maps their fields to those of the message. Some stand
-beside ``Submit.sampling``, where workers of the last release read them.
+Gateways and workers pass each as one object; only this module maps their fields to the message's. Some are outside of
+``Submit.sampling``, where workers of the last release read them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pillion.wire.common import sampling_from_pb, sampling_to_pb
 
 
 def write_sampling(submit: Submit, params: SamplingParams) -> None:
-    """Write the resolved parameters of a stream. Raises ValueError where a number does not fit its field."""
+    """Write the resolved parameters of a stream. Raises ValueError if a number does not fit its field."""
     submit.sampling.CopyFrom(sampling_to_pb(replace(params, stop_token_ids=())))
     submit.stop_token_ids.extend(params.stop_token_ids)
     submit.max_tokens = params.max_tokens or 0
@@ -41,7 +41,7 @@ def write_pooling(submit: Submit, params: PoolingParams) -> None:
 
 
 def read_pooling(submit: Submit) -> PoolingParams | None:
-    """Read the parameters that :func:`write_pooling` wrote, with the positions of the last token's row; None for a
+    """Read the parameters that :func:`write_pooling` wrote, with the position of the last token's row; None for a
     stream that generates."""
     if submit.pooled_rows:
         rows = range(submit.pooled_first, submit.pooled_first + submit.pooled_rows)

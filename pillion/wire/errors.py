@@ -2,11 +2,11 @@
 
     raised by a servicer --to_status--> status + details in the trailers --from_rpc_error--> raised by the client
 
-Trailers also carry ``grpc-retry-pushback-ms`` (gRFC A6) with UNAVAILABLE: a gateway that has looked for a worker itself
-says -1, so that clients' automatic retries do not multiply its own.
+Trailers also carry ``grpc-retry-pushback-ms`` (gRFC A6) with UNAVAILABLE: a gateway that has already retried sends -1,
+so that clients' automatic retries do not multiply its own.
 
-gRPC's clients refuse trailers of more than 8 KiB, at random up to 16, and then report another error. So texts that
-repeat what a client sent are cut.
+gRPC's clients reject trailers above 8 KiB, randomly up to 16, and then report another error. So texts that repeat what
+a client sent are truncated.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ log = logging.getLogger("pillion.wire.errors")
 
 DETAILS = "grpc-status-details-bin"
 PUSHBACK = "grpc-retry-pushback-ms"
-# The trailers hold a message twice, once as gRPC spells it, and the violations once.
+# The trailers contain a message twice, once in gRPC's encoding, and the violations once.
 MAX_MESSAGE_BYTES = 2048
 MAX_VIOLATIONS_BYTES = 3072
 
 
 def to_status(error: PillionError) -> Any:
-    """Make the rich status of ``error``: BadRequest for violations, RetryInfo for a wait, QuotaFailure for bounds."""
+    """Return the rich status of ``error``: BadRequest for violations, RetryInfo for a wait, QuotaFailure for limits."""
     details = []
     if isinstance(error, InvalidRequest) and error.violations:
         details.append(_packed(error_details_pb2.BadRequest(field_violations=_first_violations(error))))
@@ -61,13 +61,13 @@ def to_status(error: PillionError) -> Any:
 
 
 def said_by_server(error: grpc.RpcError) -> bool:
-    """Return whether a server of Pillion ended the call with this error, and not gRPC itself because a connection was
-    lost or a server was shut down."""
+    """Return whether a Pillion server ended the call with this error, and not gRPC itself because a connection was lost
+    or a server was shut down."""
     return _status_of(error) is not None
 
 
 def from_rpc_error(error: grpc.RpcError) -> PillionError:
-    """Make the exception that a failed call stands for, details included. ``error`` is a call's, so it has a code."""
+    """Return the exception of a failed call, details included. ``error`` is a call's, so it has a code."""
     code, message = error.code(), error.details() or ""
     cls = BY_CODE.get(code.value[0], Internal)
     status = _status_of(error)
@@ -84,7 +84,7 @@ def from_rpc_error(error: grpc.RpcError) -> PillionError:
 
 
 def as_pillion_error(error: BaseException, method: str) -> PillionError:
-    """Return the error that the caller of ``method`` gets for an exception of its handler. A defect is logged, not
+    """Return the error that the caller of ``method`` gets for an exception of its handler. Defects are logged, not
     shown."""
     if isinstance(error, PillionError):
         return error
@@ -95,8 +95,8 @@ def as_pillion_error(error: BaseException, method: str) -> PillionError:
 
 
 def _cut(text: str) -> str:
-    """Return as much of a text as takes MAX_MESSAGE_BYTES in gRPC's spelling, which writes %XX for each byte of a
-    character outside of ASCII."""
+    """Truncate a text to MAX_MESSAGE_BYTES in gRPC's encoding, which has %XX for each byte of a non-ASCII
+    character."""
     left_bytes = MAX_MESSAGE_BYTES
     for place, character in enumerate(text):
         left_bytes -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
@@ -106,7 +106,7 @@ def _cut(text: str) -> str:
 
 
 def _first_violations(error: InvalidRequest) -> Iterator[dict[str, str]]:
-    """Yield the first violations, at least one, that take MAX_VIOLATIONS_BYTES."""
+    """Yield the first violations, at least one, that fit in MAX_VIOLATIONS_BYTES."""
     left_bytes = MAX_VIOLATIONS_BYTES
     for number, violation in enumerate(error.violations):
         found = {"field": _cut(violation.field), "description": _cut(violation.description)}
@@ -123,7 +123,7 @@ def _packed(message: Any) -> any_pb2.Any:
 
 
 def _status_of(error: grpc.RpcError) -> Any:
-    """Return the google.rpc.Status in the trailers; None where there is none or it is broken."""
+    """Return the google.rpc.Status in the trailers; None if there is none or it is broken."""
     try:
         if isinstance(error, grpc.aio.AioRpcError):
             for key, value in error.trailing_metadata() or ():
@@ -136,7 +136,7 @@ def _status_of(error: grpc.RpcError) -> Any:
 
 
 def _detail(status: Any, kind: Any) -> Any:
-    """Return a status's detail of a kind of message, which is empty where the status has none."""
+    """Return a status's detail of this kind; an empty message if it has none."""
     message = kind()
     for detail in status.details if status is not None else ():
         if detail.Is(kind.DESCRIPTOR) and detail.Unpack(message):

@@ -1,4 +1,4 @@
-"""Encodes and reads messages that are one line of JSON each, as they travel over Unix sockets beside descriptors."""
+"""Encodes and parses messages of one JSON line each, sent over Unix sockets together with descriptors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def line_to_bytes(message: msgspec.Struct) -> bytes:
 
 
 def message_of(line: bytes, kind: type[T], speaker: str) -> T:
-    """Read one message. Raises InvalidRequest, which names the ``speaker``, for a line that is not of this kind, and
-    Conflict for one that was written in a protocol too far from ours: it looks at that before the other fields, because
-    their names and types are the protocol's."""
+    """Parse one message. Raises InvalidRequest, which names the ``speaker``, for a line that is not of this kind, and
+    Conflict for an incompatible protocol, which is checked before the other fields, because their names and types
+    depend on it."""
     try:
         fields = msgspec.json.decode(line)
         if isinstance(fields, dict) and isinstance(fields.get("protocol"), int):

@@ -44,12 +44,12 @@ from pillion.wire.common import (
 
 T = TypeVar("T")
 
-# An operator's call of Generate has in this metadata what the planner may not choose for it.
+# Metadata of an operator's Generate call that restricts the planner.
 PLAN_HEADER = "x-pillion-plan"
-# Value 1: keep a bundle of the request, where the gateway has --record-path.
+# Value 1: record a bundle of the request, if the gateway has --record-path.
 RECORD_HEADER = "x-pillion-record"
 
-# Dataclass and message have these fields of a request in the same form.
+# Fields of a request that have the same form in dataclass and message.
 _PLAIN = {field.name for field in fields(GenerateRequest)} - {
     "token_ids",
     "messages",
@@ -74,7 +74,7 @@ def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
 
 
 def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
-    """Write a request. Raises ValueError where a number does not fit its field."""
+    """Write a request. Raises ValueError if a number does not fit its field."""
     return gateway_pb2.GenerateRequest(
         **{name: getattr(request, name) for name in _PLAIN},
         token_ids=request.token_ids,
@@ -88,7 +88,6 @@ def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
 
 def _message_from_pb(message: gateway_pb2.ChatMessage) -> ChatMessage:
     if not (message.tool_calls or message.tool_call_id or message.name or message.reasoning):
-        # Nearly every message has these two fields alone.
         return ChatMessage(message.role, message.content)
     calls = tuple(ToolCall(one.id, one.name, one.arguments) for one in message.tool_calls)
     return _read(ChatMessage, message, tool_calls=calls)
@@ -124,8 +123,8 @@ def origin_to_pb(origin: StreamOrigin) -> gateway_pb2.StreamOrigin:
 def origin_digest(
     fingerprint: str, adapter: str, recommended: Sequence[tuple[str, float]], prompt: Sequence[int]
 ) -> bytes:
-    """Return the digest of a stream's origin: that of weights, adapter, the model's own sampling values that hold, and
-    the prompt's ids with the places of virtual tokens. It has 32 bytes."""
+    """Return the 32-byte digest of a stream's origin: weights, adapter, the model's own sampling values in effect, and
+    the prompt's ids with the positions of virtual tokens."""
     own = repr(tuple(recommended)) if recommended else ""
     return hashlib.sha256(f"{fingerprint}{adapter}{own}".encode() + array("I", prompt).tobytes()).digest()
 
@@ -149,10 +148,10 @@ def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
 
 
 class DeltaWriter:
-    """Writes the messages of one stream, most of which bring text and tokens and no more.
+    """Writes the messages of one stream, most of which contain only text and tokens.
 
-    Such messages are one object that is filled again and again, so the caller must serialize it before the next
-    :meth:`to_pb`; gRPC does so as soon as it gets it.
+    Such messages are one object that is filled repeatedly, so the caller must serialize it before the next
+    :meth:`to_pb`; gRPC does so immediately.
     """
 
     __slots__ = ("_plain",)
@@ -161,7 +160,7 @@ class DeltaWriter:
         self._plain = gateway_pb2.GenerateResponse(request_id=request_id)
 
     def to_pb(self, delta: Delta) -> gateway_pb2.GenerateResponse:
-        """Return the message that :func:`delta_to_pb` makes, valid until the next call."""
+        """Return the same message as :func:`delta_to_pb`, valid until the next call."""
         rare = delta.finish_reason or delta.usage or delta.timings or delta.logprobs or delta.reasoning
         if rare or delta.tool_calls or delta.stop_string or delta.prompt_logprobs:
             return delta_to_pb(delta)
@@ -173,7 +172,7 @@ class DeltaWriter:
 
 
 def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
-    """Read one message of a stream. Usage and timings are None until the last one."""
+    """Read one message of a stream. Usage and timings are None before the last one."""
     usage = _read(Usage, message.usage) if message.HasField("usage") else None
     timings = _read(Timings, message.timings) if message.HasField("timings") else None
     return Delta(
@@ -200,8 +199,7 @@ def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
     """Read one entry of ListModels."""
     sampling = sampling_from_pb(message.sampling)
-    # The message has 32 bits of a number; the shortest decimal number with the same bits is the one that its sender
-    # meant.
+    # The message has 32-bit numbers; the shortest decimal number with the same bits is the one that the sender meant.
     given: dict[str, Any] = {
         name: float(f"{value:.7g}") for name in SAMPLING_OPTIONS if isinstance(value := getattr(sampling, name), float)
     }
@@ -245,13 +243,13 @@ def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
 
 
 def _read(kind: type[T], message: Message, **others: Any) -> T:
-    """Read a message as a dataclass whose fields have the same names. ``others`` are those that are read otherwise."""
+    """Read a message into a dataclass with the same field names. ``others`` are fields that are read differently."""
     names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
     return kind(**{name: _value(message, name) for name in names}, **others)
 
 
 def _value(message: Message, name: str) -> Any:
-    """Return a field of a message: a list as a tuple, and None where an optional field was not sent."""
+    """Return a field of a message: a list as a tuple, and None for an optional field that was not sent."""
     field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
     if field.has_presence and not message.HasField(name):
         return None

@@ -1,4 +1,4 @@
-"""Defines the record of a component in the registry: its heartbeat writes it as JSON, gateways and KV nodes read it."""
+"""The record of a component in the registry: its heartbeat writes it as JSON, gateways and KV nodes read it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from pillion.types import WORKERS, ComponentStatus
 
 Number = TypeVar("Number", int, float)
 
-# This is the role of a component that does not run; its supervisor writes the record.
+# Role of a component that is not running; its supervisor writes the record.
 DOWN = "down"
-# A gateway shows components with this role that it does not use, because their protocol is too far from its own.
+# Role under which a gateway shows components that it does not use because of their protocol.
 FOREIGN = "foreign"
-# ``step_cost_s`` has this many numbers.
+# Length of ``step_cost_s``.
 STEP_COSTS = 5
-# No component counts more of anything than this number.
 MAX_COUNT = 2**63 - 1
-# The typed decoder takes these numbers; where it refuses one, the fields are looked at one by one.
+# Ranges that the typed decoder accepts; if it rejects a record, the fields are checked one by one.
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=float(MAX_COUNT))]
 _LASTING = msgspec.Meta(extra={"lasting": True})
@@ -34,20 +33,19 @@ def _shown(metric: Metric, *labels: str) -> msgspec.Meta:
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Holds the load of a worker, as its scheduler measures it. Each figure is declared here and nowhere else.
+    """The load of a worker, as its scheduler measures it. Each figure is declared here and nowhere else.
 
-    A further one is one line: the worker's record in the registry has it, and so the planner's snapshot; the worker's
-    metrics show it, as ``pillion.load`` where its line names no metric; the public status has it among its figures.
-    Unless its line says that it is lasting, it holds at the worker's heartbeat only.
-
+    A new one is one line: it is then in the worker's registry record, and so in the planner's snapshot; in the worker's
+    metrics, as ``pillion.load`` unless its line names a metric; and among the figures of the public status. Unless its
+    line marks it as lasting, it is valid only at the worker's heartbeat.
     Attributes:
-        running_requests, waiting_requests, waiting_tokens: load, for the planner. A request waits as long as
-            it has no running slot.
-        queued_tokens: all prompt tokens that a worker has yet to compute, those of begun prompts included.
+        running_requests, waiting_requests, waiting_tokens: load, for the planner. A request waits while it has no
+            running slot.
+        queued_tokens: all prompt tokens that a worker has yet to compute, including those of started prompts.
         decoding_requests, context_tokens: streams that generate, and the KV tokens that a step reads for them.
         step_cost_s: cost of a step in seconds on the worker's own cores, fitted to real steps: of a step as such, and
-            of each token, sequence, KV token read and query-key pair of it. Empty as long as nothing is known.
-        largest_step_tokens: tokens of the largest step that ``step_cost_s`` was fitted to.
+            of each token, sequence, KV token read and query-key pair of it. Empty while nothing is known.
+        largest_step_tokens: tokens of the largest step to which ``step_cost_s`` was fitted.
         adapters, adapter_waits: digests of the adapters that are ready, and sequences that wait for theirs.
     """
 
@@ -63,54 +61,53 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapter_waits: Annotated[Count, _shown(names.ADAPTER_WAITS)] = 0
 
     def readings(self) -> Iterator[Reading]:
-        """Yield the figures as metrics; for a list of names the figure is their number."""
+        """Yield the figures as metrics; the figure of a list of names is its length."""
         for name, (metric, labels) in _CELLS.items():
             value = getattr(self, name)
             yield metric, labels, len(value) if isinstance(value, tuple) else value
 
 
 class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True):
-    """Describes one component of the cluster: its load (:class:`WorkerLoad`), and what follows.
+    """One component of the cluster: its load (:class:`WorkerLoad`), and what follows.
 
     Attributes:
-        role: "prefill", "decode", "kvnode" or "gateway"; "down" for a component that does not run, because it dies
-            again and again and waits for its next start.
+        role: "prefill", "decode", "kvnode" or "gateway"; "down" for a component that is not running because it flaps
+            and waits for its next start.
         trouble: why it is down, for people.
-        address: where its gRPC service is reached.
-        protocol, version: what its program speaks, and its release; 0.2.0 does not say the release.
-        model, fingerprint, namespace: what a worker serves; ``namespace`` is the base digest in hexadecimal, over which
+        address: the address of its gRPC service.
+        protocol, version: its program's protocol, and its release; 0.2.0 does not send the release.
+        model, fingerprint, namespace: what a worker serves; ``namespace`` is the base digest in hexadecimal, from which
             a request's root hash is made (I2).
         node_id: the KV node whose pool it maps (its own for a node).
-        boot_epoch: a node's boot number; index entries of another boot are void.
-        free_seqs: sequences that a worker could run beside those that it runs.
-        max_step_tokens, target_itl_ms: a worker's token budget of a step, and the latency it aims at (0: none).
+        boot_epoch: a node's boot number; index entries of another boot are invalid.
+        free_seqs: sequences that a worker could run besides the running ones.
+        max_step_tokens, target_itl_ms: a worker's token budget of a step, and its latency target (0: none).
         target_itl_steps: that latency as a number of plain steps, of the decodes alone (0: none).
-        core_lending_table: names, on its node, the lending table by which a worker lends and borrows cores; "" where it
-            has none.
-        core_share: the share of that lending table's cores that the worker owns.
+        core_lending_table: the name, on its node, of the table by which a worker lends and borrows cores; "" for none.
+        core_share: the worker's share of that table's cores.
         block_bytes: number of bytes of a worker's KV block.
-        state_pages, working_pages: how many blocks' slots a state of the worker's model takes, and those of a running
-            sequence; 0 where its layers carry none.
-        gives_vectors: whether a prefill worker takes texts that end with a vector; a decode worker of an earlier
-            release takes them without saying so.
+        state_pages, working_pages: number of block slots of a state of the worker's model, and of those of a running
+            sequence; 0 if its layers have no states.
+        gives_vectors: whether a prefill worker accepts texts that end with a vector; decode workers of an earlier
+            release accept them without saying so.
         kernels: what a worker computes with.
-        start_s: how long a worker took to load its model and to warm up when it started; 0: not known.
-        tensor_parallel_size: the processes over which a worker splits its model.
-        max_loras, max_lora_rank: adapters that a worker keeps ready at once, and their largest rank; 0: it runs none.
-        steps, steps_ms: a worker's steps since its process started, and the time that they took.
+        start_s: time that a worker took at its start to load its model and to warm up; 0: unknown.
+        tensor_parallel_size: number of processes over which a worker splits its model.
+        max_loras, max_lora_rank: adapters that a worker keeps ready at once, and their maximum rank; 0: it runs none.
+        steps, steps_ms: a worker's steps since its process started, and their total time.
         step_*_tokens: what filled the token budgets of these steps.
-        *_blocks: a node's slots by state; ``pinned_blocks`` are committed ones, ``disk_blocks`` are in its disk tier.
-        object_url: the bucket that is a node's object tier; empty where it has none, or where that is paused.
-        leaving: whether a node hands over its blocks, because it is about to end.
+        *_blocks: a node's slots by state; ``pinned_blocks`` are committed, ``disk_blocks`` are in its disk tier.
+        object_url: the bucket of a node's object tier; empty if it has none, or while it is paused.
+        leaving: whether a node hands over its blocks because it is about to end.
         prompt_tokens, cached_tokens, completion_tokens: tokens that a gateway has served since it started.
         fenced_components: workers that a node has fenced and that have not drained yet.
-        heartbeat_age_ms: time since the last heartbeat; the reader sets it.
+        heartbeat_age_ms: time since the last heartbeat, set by the reader.
     """
 
     component_id: str
     role: str
     address: str
-    # The value comes from a factory, so that it is always written: a reader's default is the reader's own protocol.
+    # A factory makes sure that the value is always written: a reader's default is the reader's own protocol.
     protocol: Count = msgspec.field(default_factory=lambda: PROTOCOL)
     version: str = ""
     model: str = ""
@@ -161,21 +158,21 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     heartbeat_age_ms: Count = 0
 
     def to_json(self) -> str:
-        """Encode the record as compact JSON, without fields that have their defaults. The others come in the order of
-        this class, in which they are read fastest."""
+        """Encode the record as compact JSON, without default values, in the order of this class, which is the fastest
+        to decode."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ComponentRecord:
-        """Read a record. Raises ValueError for a text that is no record.
+        """Read a record. Raises ValueError for a text that is not a record.
 
-        Fields of a newer version are dropped. Absurd numbers become the field's default: what is left must not mislead
-        a planner.
+        Fields of a newer version are dropped. Implausible numbers become the field's default: the record must not
+        mislead a planner.
         """
         try:
             record = _DECODER.decode(text)
         except msgspec.DecodeError:
-            # The decoder refuses a whole record for one NaN in it.
+            # The decoder rejects a whole record because of one NaN.
             return cls._from_any_json(text)
         cost = record.step_cost_s
         if not cost or (len(cost) == STEP_COSTS and any(cost)):
@@ -194,8 +191,8 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
         return msgspec.convert(fields, cls)
 
     def outdated(self) -> ComponentRecord:
-        """Return the parts of a record that are still true long after its heartbeat, where the component lives: not
-        its load, and not the workers that it had fenced. A gateway's load stays, as the best guess of its share."""
+        """Return the parts of a record that remain valid long after its heartbeat if the component is alive: not its
+        load, and not the workers that it had fenced. A gateway's load stays, as the best estimate of its share."""
         if self.role == "gateway":
             return self
         slots = self.running_requests + self.free_seqs
@@ -213,16 +210,16 @@ _MARKS: dict[str, dict[str, Any]] = {
     for name, hint in get_type_hints(WorkerLoad, include_extras=True).items()
 }
 _NUMBERS = [field.name for field in msgspec.structs.fields(WorkerLoad) if isinstance(field.default, int | float)]
-# For each figure that is a metric, this names the metric and its labels.
+# Metric and labels of each figure that is a metric.
 _CELLS: dict[str, tuple[Metric, Labels]] = {name: (names.LOAD, (name,)) for name in _NUMBERS} | {
     name: marks["cell"] for name, marks in _MARKS.items() if "cell" in marks
 }
-# A record whose heartbeat is too old tells nothing of the load any more: its figures then have these values. Lasting
-# figures, which the load does not change, keep what the heartbeat said.
+# Values of the figures in a record whose heartbeat is too old to describe the load. Lasting figures, which do not
+# depend on the load, keep their values.
 _IDLE = {
     field.name: field.default for field in msgspec.structs.fields(WorkerLoad) if not _MARKS[field.name].get("lasting")
 }
-# These figures have no field of their own in the public status, which lists them by name.
+# Figures without a field of their own in the public status, which lists them by name.
 _FIGURES = [name for name in _NUMBERS if name not in ComponentStatus.__dataclass_fields__]
 _DECODER = msgspec.json.Decoder(ComponentRecord)
 _DEFAULT_NUMBERS: dict[str, int | float] = {
@@ -233,7 +230,7 @@ _DEFAULT_NUMBERS: dict[str, int | float] = {
 
 
 def _step_cost(raw: object) -> tuple[float, ...]:
-    """Return the costs of a step, or none at all unless ``raw`` has all of them and none is absurd."""
+    """Return the costs of a step; () unless ``raw`` has all of them and all are plausible."""
     if not isinstance(raw, list) or len(raw) != STEP_COSTS:
         return ()
     cost = tuple(_number(weight, -1.0) for weight in raw)
@@ -241,8 +238,8 @@ def _step_cost(raw: object) -> tuple[float, ...]:
 
 
 def _number(raw: object, default: Number) -> Number:
-    """Convert ``raw`` to the type of ``default``; return ``default`` for what is no number, and for a negative,
-    infinite or huge one."""
+    """Convert ``raw`` to the type of ``default``; return ``default`` if it is not a number, or is negative, infinite or
+    huge."""
     if isinstance(raw, bool) or not isinstance(raw, int | float) or not 0 <= raw <= MAX_COUNT:
         return default
     return type(default)(raw)

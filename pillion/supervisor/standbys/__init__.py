@@ -1,1 +1,1 @@
-"""Makes processes ready ahead of their need (--standby, --fork-server)."""
+"""Starts processes ahead of need (--standby, --fork-server)."""

@@ -1,19 +1,19 @@
-"""Is the fork server's program: it imports what components need, and then forks one whenever the supervisor asks for
-it.
+"""The fork server's program: it imports what components need, and then forks whenever the supervisor asks for a
+component.
 
     python -m pillion.supervisor.standbys.fork_server_main MODULE|MODULE:FUNCTION=TEXT...
         (which calls FUNCTION(TEXT), too)
 
     importing --READY--> waiting --FORK, with three descriptors--> forked ---> waiting
-                            |  '-- some are missing: this process may have no more --> closed, no fork --> waiting
+                            |  '-- some are missing: this process is out of them --> closed, no fork --> waiting
                             '-- the connection ends --> exit
 
-    a fork:  the supervisor's child, tied to it, in its own session --its number--> waiting for its order
+    a fork:  the supervisor's child, tied to it, in its own session --its pid--> waiting for its order
                  --the order--> `python -m pillion WORDS`, in the order's environment
                  '-- the connection ends --> exit
 
-It starts no thread and uses no GPU: a fork has only the thread that called it, and what others held stays locked.
-:mod:`pillion.supervisor.standbys.fork_server` is the supervisor's side, and says why there is a fork server.
+It starts no thread and uses no GPU: a fork has only the thread that called it, and locks that others held stay locked.
+:mod:`pillion.supervisor.standbys.fork_server` is the supervisor's side, and explains why there is a fork server.
 """
 
 from __future__ import annotations
@@ -32,33 +32,32 @@ from pillion.supervisor.lifeline import parent_pid, tie_to_parent
 from pillion.supervisor.standbys.process_title import STANDBY_VARIABLE, find_title, show_title
 
 READY, FORK = b"r", b"f"
-# A fork gets this many descriptors: the component's end of a connection, its standard input, and its standard output
-# and error.
+# Descriptors of a fork: the component's end of a connection, its standard input, and its standard output and error.
 DESCRIPTORS = 3
-# An order is JSON, preceded by its length in this many bytes. Tests that run two versions give it to the last release's
-# fork server, too.
+# An order is JSON after its length in this many bytes. Tests with two versions also send it to the last release's fork
+# server.
 LENGTH_BYTES = 4
 MAX_ORDER_BYTES = 8 * 2**20
-# The process between a fork and the server ends at once, and the fork checks this often whether it has.
+# Interval at which a fork checks whether the intermediate process has ended, which it does at once.
 ORPHAN_POLL_MS = 1
 
 
 def component_words(argv: Sequence[str]) -> list[str] | None:
-    """Return what follows ``python -m pillion`` in a command line of this very Python; None for another program."""
+    """Return what follows ``python -m pillion`` in a command line of this same Python; None for another program."""
     if [*argv[:3]] != [sys.executable, "-m", "pillion"]:
         return None
     return [*argv[3:]]
 
 
 def order_of(argv: Sequence[str], environ: Mapping[str, str]) -> bytes:
-    """Encode the order that a fork gets: the command line that it stands for, and its whole environment."""
+    """Encode a fork's order: the command line that it replaces, and its whole environment."""
     data = json.dumps([[*argv], {**environ}]).encode()
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def order_from(connection: socket.socket) -> tuple[list[str], dict[str, str]] | None:
-    """Read the order that :func:`order_of` has encoded; return None where the connection ends before its end. Raises
-    OSError where the connection breaks."""
+    """Read the order that :func:`order_of` encoded; return None if the connection ends early. Raises OSError if it
+    breaks."""
     with connection.makefile("rb") as stream:
         size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
         data = stream.read(size) if size <= MAX_ORDER_BYTES else b""
@@ -69,7 +68,7 @@ def order_from(connection: socket.socket) -> tuple[list[str], dict[str, str]] | 
 
 
 def main() -> None:
-    """Serve until the connection on standard input ends; in a fork, it runs the component."""
+    """Serve until the connection on standard input ends; in a fork, run the component."""
     tie_to_parent()
     find_title()
     control = socket.socket(fileno=os.dup(0))
@@ -77,9 +76,9 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     # `python -m pillion` sets this too, before anything imports gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    # NumPy's BLAS would start its threads while it is imported, and nothing here gains by them.
+    # NumPy's BLAS would start threads during its import, and nothing here benefits from them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # What imports make stays alive, and to look through it again and again takes a fifth of their time.
+    # Imported objects stay alive; scanning them repeatedly would take a fifth of the imports' time.
     gc.disable()
     for word in sys.argv[1:]:
         name, _, call = word.partition(":")
@@ -89,8 +88,8 @@ def main() -> None:
             getattr(module, function)(text)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(f"{threads} threads run after the imports, so nothing can be forked")
-    # What is loaded now stays alive, so garbage collections skip it: they would write to its pages, and so copy them in
-    # every fork.
+    # Everything loaded by now stays alive, so garbage collections skip it: they would write to its pages, and so copy
+    # them in every fork.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -102,7 +101,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, supervisor: int) -> list[str] | None:
-    """Fork processes until the connection ends. In a fork it returns the words of the component's command line."""
+    """Fork processes until the connection ends. In a fork, return the words of the component's command line."""
     while True:
         try:
             asked, descriptors, _, _ = socket.recv_fds(control, len(FORK), DESCRIPTORS)
@@ -111,7 +110,7 @@ def _serve(control: socket.socket, supervisor: int) -> list[str] | None:
         if asked != FORK:
             return None
         if len(descriptors) < DESCRIPTORS:
-            # The supervisor finds that the component's connection has ended, and starts its command line.
+            # The supervisor notices the end of the component's connection, and starts its command line.
             for descriptor in descriptors:
                 os.close(descriptor)
             continue
@@ -129,7 +128,7 @@ def _serve(control: socket.socket, supervisor: int) -> list[str] | None:
 
 
 def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
-    """Make this fork what its order says; return the words of the component's command line. Ends the process where no
+    """Make this fork what its order says; return the words of the component's command line. Ends the process if no
     order comes."""
     while os.getppid() == between:
         time.sleep(ORPHAN_POLL_MS / 1000)
@@ -137,7 +136,7 @@ def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
     os.setsid()
     connection_fd, stdin, output = descriptors
     with socket.socket(fileno=connection_fd) as connection:
-        # The supervisor may not want this process any more, and then ends the connection.
+        # A supervisor that does not want this process any more ends the connection.
         try:
             connection.sendall(b"%d\n" % os.getpid())
             order = order_from(connection)
@@ -151,7 +150,7 @@ def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
 
 
 def take_over(argv: Sequence[str], environ: Mapping[str, str], stdin: int, output: int) -> None:
-    """Return this fork its standard input, its output and error, its environment and its command line. Closes the two
+    """Give this fork its standard input, output and error, its environment and its command line. Closes the two
     descriptors."""
     for source, target in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(source, target)

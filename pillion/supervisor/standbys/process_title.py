@@ -1,9 +1,8 @@
-"""Sets what the process table shows of a forked component: its own command line, and whether it only stands by.
+"""Sets what the process table shows for a forked component: its own command line, and whether it is only a standby.
 
-    shown as a standby ("standby: python -m pillion decode ...") --it serves--> "python -m pillion decode ..."
+    shown as a standby ("standby: python -m pillion decode ...") --serves--> "python -m pillion decode ..."
 
-A fork has the command line of the process that it was forked from, but people and programs look for a component by the
-component's own.
+A fork has the command line of the process that forked it, but people and programs look for the component's own.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ import contextlib
 import sys
 from pathlib import Path
 
-# This variable is set for a process that stands by until its turn comes.
+# Set for a process that stands by until its turn.
 STANDBY_VARIABLE = "PILLION_AWAITS_TURN"
-# A process that waits for its turn has this name.
+# The name of a process that waits for its turn.
 WAITING_NAME = "pillion-standby"
-# These words stand before the command line of a fork that stands by, whether it waits already or not.
+# Prefix of the command line of a fork that stands by, whether it is waiting yet or not.
 WAITING_TITLE = "standby:"
 _NAME = Path("/proc/self/comm")
 
 
 def find_title() -> None:
-    """Find the memory that the process table shows, for this process and those that are forked from it. It is found by
-    the environment, which moves when it first changes: a process that changes its environment before this call goes on
-    showing its old command line."""
-    # The import stands here because offline use imports this package without what servers need.
+    """Locate the memory that the process table shows, for this process and its forks. It is located by the environment,
+    which moves at its first change: a process that changes its environment before this call keeps its old command
+    line in the table."""
+    # Imported here because offline use imports this package without the servers' dependencies.
     from setproctitle import getproctitle, setthreadtitle
 
     name = program_name()
@@ -34,8 +33,8 @@ def find_title() -> None:
 
 
 def show_title(*, waits: bool) -> None:
-    """Let the process table show ``sys.orig_argv``, and whether the process stands by. The name of its program stays
-    as it is."""
+    """Show ``sys.orig_argv`` in the process table, and whether the process stands by. The program's name does not
+    change."""
     from setproctitle import setproctitle, setthreadtitle
 
     name, title = program_name(), " ".join(sys.orig_argv)
@@ -44,11 +43,11 @@ def show_title(*, waits: bool) -> None:
 
 
 def program_name() -> str:
-    """Return the name of this process's program, over which setproctitle writes the title."""
+    """Return the name of this process's program, which setproctitle overwrites with the title."""
     return _NAME.read_text(encoding="utf-8").strip() if _NAME.exists() else Path(sys.executable).name
 
 
 def name_program(name: str) -> None:
-    """Return this process's program another name, where the process table has such names: on Linux alone."""
+    """Set the name of this process's program, where the process table has one: on Linux only."""
     with contextlib.suppress(OSError):
         _NAME.write_text(name, encoding="utf-8")

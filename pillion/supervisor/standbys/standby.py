@@ -1,17 +1,17 @@
-"""Runs a standby: a second process of a component, started ahead, which takes over at once when the first one dies.
+"""Runs a standby: a second process of a component, started ahead, that takes over at once when the first one dies.
 
-    started --imports; a worker loads all that needs no KV node, too--> READY to the supervisor, waiting
-                                                          |-- BEGIN --> starts as any process of the component
+    started --imports; a worker also loads whatever needs no KV node--> READY to the supervisor, waiting
+                                                          |-- BEGIN --> starts like any process of the component
                                                           '-- the connection ends (the supervisor is gone) --> exit
 
-Starting Python and importing take seconds on a busy machine, and a client's stream waits for them when the only worker
-of its kind dies. A standby holds nothing that others can see: no port, no socket file, no slot, no place in the
-registry. It costs memory, so it maps a model's weights only where all processes share them, and takes no memory of a
-GPU. A standby that maps the weights has read them once, in a short step, and has the model's tokenizer for grammars:
-what is left for its turn is to attach and to serve.
+Starting Python and importing take seconds on a busy machine, and a client's stream waits for them if the only worker of
+its kind dies. A standby holds nothing that others can see: no port, no socket file, no slot, no place in the registry.
+It costs memory, so it maps a model's weights only where all processes share them, and takes no GPU memory. A standby
+that maps the weights has read them once, in a short step, and has the model's tokenizer for grammars: all that is left
+is to attach and to serve.
 
-Both sides are here: :class:`Standby` in the process that waits, :class:`Successor` in the supervisor. They talk over
-the process's standard input, which is a socket.
+Both sides are here: :class:`Standby` in the process that waits, :class:`Successor` in the supervisor. They communicate
+over the process's standard input, which is a socket.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from pillion.supervisor.standbys.process_title import (
 )
 
 READY, BEGIN = b"r", b"b"
-# A worker that computes on a GPU imports this module for its model.
+# The module that a worker on a GPU imports for its model.
 GPU_LOADER = "pillion.engine.backends.gpu.gpu_loading"
-# This many of the last lines are kept of an output that is not shown at once, such as a standby's until it takes over.
+# Number of last lines that are kept of output that is not shown at once, such as a standby's before it takes over.
 MAX_KEPT_LINES = 20
 
 
 class Standby:
-    """Represents a standby in its own process. ``supervisor`` is the connection to the supervisor."""
+    """A standby in its own process. ``supervisor`` is the connection to the supervisor."""
 
     def __init__(self, supervisor: socket.socket) -> None:
         self._supervisor: socket.socket | None = supervisor
@@ -53,7 +53,7 @@ class Standby:
 
     @classmethod
     def of_process(cls) -> Standby | None:
-        """Return the turn that this process has to wait for; None where it was not started as a standby."""
+        """Return this process's standby; None if it was not started as one."""
         if not os.environ.pop(STANDBY_VARIABLE, ""):
             return None
         supervisor = socket.socket(fileno=os.dup(0))
@@ -63,25 +63,25 @@ class Standby:
 
     @property
     def waiting(self) -> bool:
-        """Say whether this process's turn has not come yet."""
+        """Whether this process's turn has not come yet."""
         return self._supervisor is not None
 
     def wait(self) -> float:
-        """Block until this process's turn has come; return for how many seconds it has waited in all. Where the
-        supervisor is gone, the process ends."""
+        """Block until this process's turn; return how many seconds it has waited in all. Ends the process if the
+        supervisor is gone."""
         supervisor, began_s = self._supervisor, time.monotonic()
         if supervisor is None:
             return self._held_s
         name_program(WAITING_NAME)
         try:
-            # The turn may have come already, and then nobody reads this line any more.
+            # If the turn has come already, nobody reads this any more.
             with contextlib.suppress(BrokenPipeError):
                 supervisor.sendall(READY)
             begun = supervisor.recv(1) == BEGIN
         except OSError:
             begun = False
         if not begun:
-            # No thread of this process has anything that must be saved, and some may wait for ever.
+            # No thread of this process has anything to save, and some may wait forever.
             os._exit(0)
         supervisor.close()
         self._supervisor = None
@@ -90,19 +90,19 @@ class Standby:
         return self._held_s
 
     def serves(self) -> None:
-        """Note that the process has taken over and serves: from now on the process table shows it as the component."""
+        """Show this process as the component in the process table, now that it has taken over and serves."""
         show_title(waits=False)
 
     def load_ahead(self) -> Callable[[WorkerFlags, int], Any]:
-        """Return a worker's factory of models: it loads a model before the process waits where that costs no memory of
-        its own, and otherwise waits first."""
+        """Return a worker's model factory: it loads a model before the process waits if that takes no memory of its
+        own, and otherwise waits first."""
         from pillion.engine.load_model import load_model, shares_weights
 
         def load(flags: WorkerFlags, threads: int) -> Any:
             if not self.waiting:
                 return load_model(flags, threads)
             if flags.device != "cpu":
-                # Importing these modules does not touch the GPU.
+                # Importing this module does not touch the GPU.
                 importlib.import_module(GPU_LOADER)
             if not shares_weights(flags):
                 self.wait()
@@ -112,7 +112,7 @@ class Standby:
 
 
 class Successor:
-    """Represents a standby as its supervisor sees it: a started process that waits, or will wait, for its turn."""
+    """A standby as its supervisor sees it: a started process that waits, or will wait, for its turn."""
 
     def __init__(
         self, child: ChildProcess, reader: asyncio.StreamReader, connection: asyncio.StreamWriter, output: _KeptOutput
@@ -120,7 +120,7 @@ class Successor:
         self._child = child
         self._connection = connection
         self._output = output
-        # wait() kills what the process leaves behind while the id of its group is still its own.
+        # wait() kills what the process leaves behind while its group id is still its own.
         self._ended = asyncio.create_task(child.wait())
         self._waits = asyncio.create_task(_says_ready(reader))
 
@@ -149,11 +149,11 @@ class Successor:
         return self._child.running
 
     def gone(self) -> bool:
-        """Return whether no process of the standby's group lives."""
+        """Return whether no process of the standby's group is alive."""
         return self._child.gone()
 
     async def ready(self) -> bool:
-        """Return when the process waits for its turn, or, with False, when it has ended."""
+        """Return True when the process waits for its turn, or False when it has ended."""
         return await asyncio.shield(self._waits)
 
     def output(self) -> tuple[str, ...]:
@@ -161,8 +161,8 @@ class Successor:
         return self._output.lines()
 
     def begin(self, show: Callable[[str], None]) -> ChildProcess | None:
-        """Let the process begin its turn. ``show`` gets its output from now on, after the lines that were kept.
-        Returns None where the process has ended."""
+        """Let the process take its turn. ``show`` gets its output from now on, after the lines that were kept. Returns
+        None if the process has ended."""
         if not self.running:
             self.close()
             return None
@@ -178,7 +178,7 @@ class Successor:
         self._connection.close()
 
     async def wait(self) -> None:
-        """Return when the standby's process has ended."""
+        """Wait until the standby's process has ended."""
         await asyncio.wait({self._ended})
 
 
@@ -189,7 +189,7 @@ async def _says_ready(reader: asyncio.StreamReader) -> bool:
 
 
 class _KeptOutput:
-    """Keeps the last lines of a process until somebody wants to see them and the lines that follow."""
+    """Keeps the last lines of a process until they, and the lines that follow, are to be shown."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
