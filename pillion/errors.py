@@ -153,5 +153,4 @@ class ConfigError(PillionError):
     """A flag, model or machine cannot work. Raised only at start, and printed as one line."""
 
 
-# ConfigError has no code and is excluded, because it never leaves its process.
 BY_CODE = {cls.code: cls for cls in PillionError.__subclasses__() if cls is not ConfigError}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# Characters to compare at most; the comparison takes quadratic time.
 MAX_COMPARED_CHARS = 100
 
 

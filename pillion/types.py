@@ -20,7 +20,6 @@ else:
 
     Value = TypeVar("Value", covariant=True)
 
-# Roles of components that run the model.
 WORKERS = ("prefill", "decode")
 
 
@@ -249,15 +248,12 @@ class SamplingParams:
     truncation_side: str = field(default="", metadata=_AT_GATEWAY)
 
 
-# The options of the numbers in SamplingParams, by name.
 SAMPLING_OPTIONS: Mapping[str, SamplingOption] = {
     one.name: one.metadata["option"] for one in fields(SamplingParams) if "option" in one.metadata
 }
-# Defaults of the fields that workers do not receive, by name.
 GATEWAY_OPTIONS: Mapping[str, Any] = {
     one.name: one.default for one in fields(SamplingParams) if "at_gateway" in one.metadata
 }
-# Names of the fields of the public message, protos/pillion/v1/common.proto:SamplingParams.
 PUBLIC_OPTIONS = tuple(one.name for one in fields(SamplingParams) if "of_gateway" not in one.metadata)
 
 

@@ -34,7 +34,6 @@ from pillion.types import SAMPLING_OPTIONS
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-# Write errors caused by the disk.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 REPEAT = "Repeat it for more."
 
@@ -70,7 +69,6 @@ def run_command(command: click.Command, argv: list[str] | None, name: str) -> No
         error.show()
         code = EXIT_USAGE
     except click.ClickException as error:
-        # Name the command whose --help to read.
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
         fail(f"{error.format_message()} (see {where} --help)")
         code = EXIT_USAGE
@@ -87,7 +85,6 @@ def run_command(command: click.Command, argv: list[str] | None, name: str) -> No
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output is gone, e.g. `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     except OSError as error:

@@ -24,7 +24,6 @@ from pillion.errors import ConfigError, Overloaded
 from pillion.types import WarmedPrefix
 
 TABLE_WIDTH = 120
-# Prompts per file; each takes a call.
 MAX_PROMPTS = 10_000
 _PROMPTS = ("text", "messages", "tokens")
 _OPTIONS = {"model": str, "adapter": str, "cache_salt": str, "tools": list, "name": str, "ttl_s": int}

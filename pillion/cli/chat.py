@@ -93,7 +93,6 @@ def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> No
         return
     with Client(**reach) as client:
         print(banner(client.models(), options.get("model", ""), reach["target"]))
-        # Without readline, plain lines without editing.
         with contextlib.suppress(ImportError):
             import_module("readline")
         _converse(client, talk, options)

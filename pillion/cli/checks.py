@@ -33,7 +33,6 @@ def check_flags(flags: Any) -> None:
         raise ConfigError(
             f"--chunk-size {values['chunk_size']} is not a multiple of --block-size {values['block_size']}"
         )
-    # For a budget of 0 the device's own choice checks these limits.
     if 0 < values.get("max_num_batched_prefill_tokens", 0) < values.get("block_size", 0):
         raise ConfigError("--max-num-batched-prefill-tokens is smaller than one block")
     if 0 < values.get("max_num_batched_tokens", 0) < values.get("max_num_seqs", 1):

@@ -83,7 +83,6 @@ class Notices:
         try:
             write()
         except (OSError, ValueError):
-            # Writing to a closed file raises ValueError.
             self.lost_lines += 1
             return
         if self.lost_lines:

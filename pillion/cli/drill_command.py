@@ -63,7 +63,6 @@ def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any
             reports.append(report)
             click.echo(f"{report.component_id} was {report.how}", err=True)
     finally:
-        # If a strike fails, still report the earlier ones.
         if reports:
             table_console(TABLE_WIDTH).print(table_of(reports))
         for line in lines_of(reports):

@@ -8,7 +8,6 @@ import click
 
 from pillion.cli.flags import FlagCommand, option, options
 
-# Location and signing key of bundles, for each command that reads them.
 reads_bundles = options(
     option(
         "--record-path",

@@ -29,9 +29,7 @@ from pillion.errors import ConfigError
 from pillion.near_names import did_you_mean
 
 ENV_PREFIX = "PILLION_"
-# Flag classes that may share one file and one environment.
 ALL_FLAGS = (config.KVNodeFlags, config.PrefillFlags, config.DecodeFlags, config.GatewayFlags, config.ServeFlags)
-# Variables with the prefix that are no flags, and the programs that read them.
 OTHER_VARIABLES = {
     "PILLION_CONFIG": "commands that take flags: the config file",
     "PILLION_CACHE": "workers and gateways: the folder of prepared models and compiled kernels",
@@ -74,7 +72,6 @@ GONE: dict[str, tuple[type, str]] = {
 # Those that were switches: --NAME and --no-NAME, without a value.
 GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "history", "allow_credentials")
 
-# Removed commands and their replacements.
 GONE_COMMANDS = {
     "pillion demo": "`make demo` in a clone of the repository runs it",
     "pillion certs": "`python -m lab.testbed.certs` in a clone of the repository takes the same options",
@@ -82,10 +79,8 @@ GONE_COMMANDS = {
     " and `hf cache` lists and removes them",
 }
 
-# Flags that may be tables in a file.
 JSON_FLAGS = ("speculative_config", "override_generation_config", "default_chat_template_kwargs")
 CONFIG_PATH = "config_path"
-# Positional alternative to --model.
 MODEL_ARGUMENT = "model_argument"
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
@@ -312,7 +307,6 @@ def flag_option(field: Field[Any]) -> Callable[[F], F]:
     if about["kind"] is bool:
         return click.option(f"{name}/--no-{name[2:]}", field.name, type=bool, **common)
     if isinstance(field.default, tuple):
-        # In the environment, white space separates values.
         common |= {"multiple": True, "show_default": False}
     also = [option_name(about["also"])] if about["also"] else []
     return click.option(name, *also, field.name, type=FlagType(about["kind"], about["choices"]), **common)

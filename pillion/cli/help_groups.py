@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import click
 
-# In the order of the help; a test checks that no command is missing.
 COMMANDS = {
     "Run a cluster": "serve prepare",
     "Use a running cluster": "chat generate status cache adapters events",
@@ -41,7 +40,6 @@ GROUPS = {
     "Logs and metrics": "log metrics",
 }
 OTHERS = "Others"
-# Options of commands that are not fields of :mod:`pillion.config`.
 _NO_FLAGS = ("help",)
 OPTIONS = "Options"
 
@@ -62,7 +60,6 @@ def write_commands(commands: Mapping[str, click.Command], formatter: click.HelpF
     for title, names in COMMANDS.items():
         with formatter.section(title):
             longest = max(map(len, commands))
-            # Same column for all groups.
             listed = [name for name in names.split() if name in commands]
             rows = [(name.ljust(longest), commands[name].get_short_help_str(formatter.width)) for name in listed]
             formatter.write_dl(rows)

@@ -15,7 +15,6 @@ talks_to_gateway = options(
     option("--target", "Address of the gateway; grpcs://HOST:PORT for TLS.", DEFAULT_TARGET, envvar="PILLION_TARGET"),
     *(CA, CERT, KEY),
 )
-# Certificate options of commands that talk to a component instead of a gateway.
 as_component = options(*(flag_option(field) for field in fields(CommonFlags) if field.name.startswith("internal_tls_")))
 
 

@@ -17,7 +17,6 @@ from pillion.client.client import Client
 from pillion.types import ClusterStatus, ComponentStatus, Delta, ModelInfo, StructuredOutputs, TokenLogprob
 
 TABLE_WIDTH = 120
-# Components named per line and kind.
 MAX_NAMED = 4
 
 
@@ -25,7 +24,6 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], s
     """Stream a prompt's continuation to standard output, several answers one after the other. With a JSON ``schema``,
     answers fit it. Raises PillionError."""
     structured = StructuredOutputs(json=schema) if schema else None
-    # Report a wrong address at once.
     with Client(**reach, connect_timeout_s=0.0) as client:
         deltas = client.generate(prompt, structured_outputs=structured, **given(sampling))
         if (sampling.get("n") or 1) > 1:
@@ -54,7 +52,6 @@ def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
             sys.stderr.write(delta.reasoning or "\n\n")
             sys.stderr.flush()
             thinks = bool(delta.reasoning) and not delta.text
-        # Stored before it is shown, since Ctrl-C may come in between.
         texts.append(delta.text)
         sys.stdout.write(delta.text)
         sys.stdout.flush()

@@ -19,7 +19,6 @@ from typing import Any, Literal, NotRequired, Required, Union, get_args, get_ori
 
 from pillion.types import Delta, FinishReason, SamplingParams, StructuredOutputs, Value
 
-# A JSON schema as a mapping or as text, or a type.
 Schema = Mapping[str, Any] | str | type[Value]
 
 _PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -62,7 +61,6 @@ def answer_schema(schema: Schema) -> AnswerSchema:
     if hasattr(kind, "model_json_schema") and hasattr(kind, "model_validate_json"):
         return AnswerSchema(json.dumps(_closed(kind.model_json_schema())), kind.model_validate_json)
     if hasattr(kind, "__struct_fields__"):
-        # The caller has imported msgspec to define the struct.
         msgspec = sys.modules["msgspec"]
         return AnswerSchema(
             json.dumps(_closed(msgspec.json.schema(kind))), lambda text: msgspec.json.decode(text, type=kind)

@@ -62,7 +62,6 @@ from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import model_from_pb, pin_from_pb, status_from_pb, warmed_from_pb
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-# Timeout of models() and status(); a stream takes as long as its caller allows.
 UNARY_TIMEOUT_S = 10.0
 # Timeout of long calls. An adapter may have gigabytes to copy, verify and distribute before its name is available. A
 # prompt computed ahead waits until no other request needs the slots. A list of texts queues like any request, and may
@@ -107,7 +106,6 @@ class AsyncClient:
         )
         self._resume_timeout_s, self._connect_timeout_s = resume_timeout_s, connect_timeout_s
         self._opening = threading.Lock()
-        # Channels by index of their address; ``_number`` is the current one.
         self._channels: dict[int, tuple[grpc.aio.Channel, Any]] = {}
         self._number = 0
         self._closed = False

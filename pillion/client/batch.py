@@ -98,7 +98,6 @@ def run_batch(
                     results[works[work]] = error
                 advance()
         finally:
-            # On an error, or Ctrl-C, cancel the calls in flight.
             with lock:
                 ended.set()
                 for call in calls:

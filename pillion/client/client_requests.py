@@ -18,7 +18,6 @@ from pillion.wire.public import request_to_pb
 T = TypeVar("T")
 
 _CHOICES = ("", "auto", "none", "required")
-# Invalid items of a prompt named per error.
 MAX_NAMED = 32
 _MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal"}
@@ -28,7 +27,6 @@ _PROMPT_FIELD = re.compile(r"^(text|token_ids|prompt)(?![^\[])")
 
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, Any]
-# A batch item: a prompt or a conversation.
 Item = Prompt | Sequence[Message]
 
 
@@ -210,7 +208,6 @@ def message_of(message: Message, where: str) -> ChatMessage:
     if not isinstance(message, Mapping) or "role" not in message or not _MESSAGE_KEYS.issuperset(message):
         named = ", ".join(sorted(_MESSAGE_KEYS - {"role"}))
         raise InvalidRequest.of(FieldViolation(where, f"a message is its role, and what it has of {named}"))
-    # Answers may be sent back unchanged, with null in empty fields.
     given = {name: value for name, value in message.items() if value is not None}
     calls = given.pop("tool_calls", ())
     if isinstance(given.get("content"), list | tuple):

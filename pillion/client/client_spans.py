@@ -18,7 +18,6 @@ from pillion.types import GenerateRequest
 
 # Characters of a model's name in a span; the caller may send any text.
 MAX_NAME_CHARS = 100
-# Tasks that end a span with its call.
 _ending = OwnTasks()
 _FINE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 

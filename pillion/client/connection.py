@@ -29,13 +29,11 @@ from pillion.wire.public import PLAN_HEADER
 
 API_KEY_VARIABLE = "PILLION_API_KEY"
 SERVICE = "pillion.v1.Gateway"
-# A small call that shows whether a gateway answers.
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 RETRY_ATTEMPTS = 4
 RETRY_FIRST_BACKOFF_S = 0.1
 RETRY_MAX_BACKOFF_S = 1.0
 MAX_ADDRESSES = 64
-# Variables of gRPC; the first one that is set names the proxy.
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 _STATES = {state.value[0]: state for state in grpc.ChannelConnectivity}

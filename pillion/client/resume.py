@@ -30,7 +30,6 @@ from pillion.wire.public import delta_from_pb, origin_from_pb
 # Max consecutive calls that reach a gateway and bring no new token. Calls that reach no gateway do not count, because
 # they cost it nothing.
 MAX_RESUME_ATTEMPTS = 20
-# Default time for a broken stream to resume.
 RESUME_TIMEOUT_S = 30.0
 # Default time to wait until a gateway listens at one of the addresses: a killed gateway is back within it.
 CONNECT_TIMEOUT_S = 10.0
@@ -69,19 +68,15 @@ class StreamProgress:
         self._failed_s: float | None = None
         self._addresses = addresses
         self._origin: StreamOrigin | None = None
-        # Token ids by index of the answer.
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
         self._reasons: dict[int, FinishReason] = {}
-        # Number of received log probabilities of the prompt.
         self._scored = 0
         self._request_id = request.request_id
-        # True until the first message of a call.
         self._opening = True
         self._reached = self._received = False
         # Time since which nothing new has come; None while calls bring something.
         self._broke_s: float | None = None
         self._attempts = 0
-        # Attempts that reached a gateway.
         self._arrivals = 0
         self._resumes = 0
         # True after the last message; then an error of the call does not matter.

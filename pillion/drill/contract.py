@@ -16,7 +16,6 @@ from typing import Any
 
 from pillion.errors import ConfigError
 
-# Order in which a drill strikes components.
 KINDS = ("gateway", "decode", "prefill", "kvnode", "redis")
 
 

@@ -26,7 +26,6 @@ from pillion.drill.strikes import Striker, refusals, victims, with_sockets
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.types import ClusterStatus, ComponentStatus
 
-# Poll interval of the status and the streams.
 LOOK_EVERY_S = 0.25
 # Time for a KV node to recover its previous life's blocks, after all affected streams have ended.
 RECOVERED_WITHIN_S = 5.0
@@ -76,7 +75,6 @@ def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
         components = [*components, ComponentStatus(component_id="redis", role="redis")]
     chosen = victims(components, plan.kinds or KINDS)
     if plan.striker.kill and "{component}" not in plan.striker.kill:
-        # The command strikes any component of the kind.
         chosen = [replace(one, component_id=one.role) for one in chosen]
     if wrong := list(refusals(components, chosen, plan.striker)):
         raise ConfigError(f"the drill does not begin: {'; '.join(wrong)}")
@@ -118,7 +116,6 @@ def _strike(plan: DrillPlan, victim: ComponentStatus, load: StreamLoad) -> Strik
     blocks: dict[str, int] = {}
     back = _until(plan.within_s, lambda: _whole(plan, before, struck_s, blocks))
     whole_s = time.monotonic()
-    # Streams that began during the outage may be lost as well.
     touched = [one for one in load.streams if one.asked_s < whole_s and id(one) not in over]
     _until(plan.within_s, lambda: all(one.over for one in touched))
     had = {one.component_id: one.committed_blocks for one in before.components if one.role == "kvnode"}

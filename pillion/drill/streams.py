@@ -16,9 +16,7 @@ from pillion.errors import PillionError
 STREAMS = 8
 # Max delay of a pause after its signal: tokens may be in flight, and a KV node's workers end after it.
 BEGINS_WITHIN_S = 1.0
-# Delay before the next stream after a loss, since gateways may refuse requests at once.
 AFTER_LOSS_S = 0.5
-# Timeout of stalled streams when the load ends.
 CLOSE_WITHIN_S = 5.0
 
 

@@ -26,13 +26,10 @@ from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.supervisor.runtime_dir import is_supervised
 from pillion.types import ComponentStatus
 
-# Timeout of a command that strikes or starts a component.
 COMMAND_WITHIN_S = 60.0
 CONNECT_WITHIN_S = 1.0
 UNIX = "unix:"
-# Ids that are safe in a command: no option, no special characters.
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# Credentials of a Unix socket's peer: process, user and group.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -74,7 +71,6 @@ class Striker:
         try:
             os.kill(process_at(_socket_of(component)), number)
         except (OSError, Unavailable) as error:
-            # SIGCONT is moot for a process that died while stopped.
             if number is not signal.SIGCONT:
                 raise Unavailable(f"{component.component_id} cannot be struck: {error}") from None
 
@@ -101,7 +97,6 @@ def process_at(path: Path) -> int:
     except OSError as error:
         raise Unavailable(f"no process listens at {path}: {error}") from None
     if pid <= 0:
-        # The process is in an invisible PID namespace.
         raise Unavailable(f"the process at {path} is not to be seen from here")
     return int(pid)
 

@@ -28,15 +28,10 @@ ADAPTERS = "adapters"
 # Limits of an adapter's config, and of the header of its tensors, some hundred kilobytes for a large model's adapter.
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
-# Limit of one adapter's tensors.
 MAX_ADAPTER_BYTES = 8 * 2**30
-# Default of --lora-store-bytes.
 STORE_BYTES = 64 * 2**30
-# Timeout of a transfer of an adapter's files between machines.
 TRANSFER_TIMEOUT_S = 120.0
-# Free disk space to keep when caching adapters.
 MIN_FREE_BYTES = 2**30
-# Idle time after which a copy may be removed.
 KEEP_S = 3600.0
 # Age from which an unlocked draft is known to be abandoned.
 MIN_DRAFT_AGE_S = 60.0

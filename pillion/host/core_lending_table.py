@@ -32,7 +32,6 @@ OWNED_UNTIL, LENT_UNTIL, OWNER, PROCESSOR = (8 * word for word in range(4))
 LOAN_NS = 200_000_000
 # Delay after a run before a worker lends its cores: longer than the gap between two steps of a busy worker.
 LINGER_NS = 3_000_000
-# Limit of processor numbers.
 MAX_PROCESSORS = 2**16
 
 

@@ -11,7 +11,6 @@ from threading import get_native_id
 from pillion.errors import ConfigError
 
 MAX_CORES = 1024
-# Limit of a thread pool of the CPU kernels.
 MAX_CPU_THREADS = 512
 # Extra niceness of threads beside those that compute steps: they share the cores, and a step is as slow as its slowest
 # thread. Not the max, because such a thread may hold the GIL while a step waits for it.
@@ -59,7 +58,6 @@ def _quota(folder: Path) -> float:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text("ascii") for name in ("quota", "period"))
         cores = int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
-        # The quota "max" is no number.
         return math.inf
     return cores if cores > 0 else math.inf
 

@@ -27,11 +27,9 @@ from pillion.loadgen.traces import PromptMaker, read_trace
 
 PROCESSES = ("poisson", "constant", "gamma")
 MIN_BURSTINESS = 1e-3
-# Tokens per prompt and per answer.
 MAX_TOKENS = 1 << 20
 WORKLOADS = ("random", "chats", "trace")
 MAX_REQUESTS = 1_000_000
-# Prompts are made before the clock starts, at four bytes per token.
 MAX_PREPARED_TOKENS = 200_000_000
 # Words of one token in the usual vocabularies; a prompt's true length is the server's count.
 WORDS = (
@@ -179,7 +177,6 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
         raise ValueError(f"{config.trace} has no request that fits")
     times = [(row.timestamp - rows[0].timestamp) / 1000 for row in rows]
     if config.rate is not None and times[-1]:
-        # Scale the times to the requested mean rate, preserving the pattern of arrivals.
         factor = (len(rows) - 1) / times[-1] / config.rate
         times = [at_s * factor for at_s in times]
     maker, sessions, tokens = PromptMaker(config.seed, _vocabulary(config)), [], 0

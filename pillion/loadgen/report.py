@@ -29,7 +29,6 @@ def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any])
     """Return the result of one run, ready for JSON. ``warning`` is empty if there is no reason for one."""
     summary = summarize(run.records, run.duration_s)
     if config["load"]["concurrency"]:
-        # In a closed loop the server's pace determines the rate.
         summary["offered_requests_per_s"] = None
     client = client_figures(run)
     met = good(objectives, run.records)
@@ -107,7 +106,6 @@ def _totals(result: dict[str, Any]) -> Table:
         f"{summary['hit_rate']:.1%} cached",
         "tokens out": f"{summary['output_tokens']:,}, {summary['output_tokens_per_s']:,.0f} tokens/s",
     }
-    # Standard names in papers and handbooks, along with goodput.
     for name, key in LATENCIES:
         if name in ("TTFT", "TPOT") and summary[key]:
             rows[f"P90 {name}"] = f"{summary[key]['p90']:,.1f} ms"

@@ -19,7 +19,6 @@ from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
 
 DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
-# Offsets that separate the seeds of warm-ups and of a sweep's runs.
 WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
 MAX_WARM_UP_REQUESTS = 1000
 

@@ -49,7 +49,6 @@ def parse_slo(text: str) -> tuple[Objective, ...]:
 
 def _bound(objective: str, bound: str) -> tuple[float, float, float]:
     sums = {"": 0.0, "n": 0.0, "m": 0.0}
-    # A plus in an exponent does not separate terms.
     for term in re.split(r"(?<![eE])\+", bound.replace(" ", "")):
         match = _TERM.fullmatch(term)
         if match is None:

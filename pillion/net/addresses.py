@@ -11,9 +11,7 @@ IN_PROCESS = "in-process:"
 OFF_NETWORK = ("unix:", IN_PROCESS)
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Variables that route HTTP and gRPC through a proxy.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
-# Host for listening at all addresses of both families.
 BOTH_FAMILIES = "::"
 
 

@@ -11,11 +11,8 @@ import resource
 # Limits of connections per port, by size and despite few descriptors.
 MAX_CONNECTIONS = 4096
 MIN_CONNECTIONS = 32
-# Descriptors of links to Redis (index, registry, quotas, loads, batches), up to 16 connections each.
 REDIS_DESCRIPTORS = 80
-# Descriptors of channels to workers and KV nodes, of their pools and of files.
 COMPONENT_DESCRIPTORS = 80
-# Descriptors of HTTP connections that are only accepted to answer 503 or to be closed.
 REFUSED_DESCRIPTORS = 96
 RESERVED_DESCRIPTORS = REDIS_DESCRIPTORS + COMPONENT_DESCRIPTORS + REFUSED_DESCRIPTORS
 

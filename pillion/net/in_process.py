@@ -76,7 +76,6 @@ class InProcessChannel:
 
         return call
 
-    # Here the caller passes the stream of requests instead of a request.
     stream_unary = unary_unary
 
     def unary_stream(self, method: str, *_: Any, **options: Any) -> Any:
@@ -85,7 +84,6 @@ class InProcessChannel:
 
         return call
 
-    # Here the caller writes requests into the returned stream.
     stream_stream = unary_stream
 
     async def close(self) -> None:

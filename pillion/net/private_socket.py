@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pillion.errors import ConfigError
 
-# Timeout for a process that may already listen at the path to accept a connection.
 PROBE_TIMEOUT_S = 5.0
 
 

@@ -34,7 +34,6 @@ KEEPALIVE_TIME_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 # Servers end connections with faster pings (GOAWAY too_many_pings); must allow the rate of Pillion's clients.
 MIN_PING_INTERVAL_MS = 10_000
-# Timeout of a connection's handshakes: TLS, and HTTP/2's settings.
 HANDSHAKE_TIMEOUT_MS = 5_000
 # Grace of a closed server that will be stopped later. gRPC (1.78) touches a server again when a grace is over, even if
 # another stop has freed it; so this grace must exceed any later one.
@@ -44,7 +43,6 @@ STOP_FOLLOWS_S = 30 * 86_400.0
 UNCOMPRESSED = 1
 
 Options = list[tuple[str, Any]]
-# Returns a context manager around a call.
 Counting = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 
@@ -91,7 +89,6 @@ def server_options(max_message_bytes: int, max_connections: int, *, share_port: 
     ]
 
 
-# This process's identity for other components of its cluster. Set once, before the first channel.
 _identity: tls.Identity | None = None
 
 
@@ -226,7 +223,6 @@ def _stream_guard(inner: Callable[..., Any], method: str, counted: Counting) -> 
             with counted(context):
                 result = inner(_readable(request), context)
                 if isinstance(result, Awaitable):
-                    # E.g. Health.Watch, which writes to the context itself.
                     await result
                     return
                 async for message in result:
@@ -252,7 +248,6 @@ async def _abort(
     if unheard or (isinstance(error, asyncio.CancelledError) and _given_up()):
         raise error
     status = to_status(as_pillion_error(error, method))
-    # Combine with trailers set by the handler.
     trailers = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
     await context.abort(status.code, status.details, trailers)
 

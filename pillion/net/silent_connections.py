@@ -26,7 +26,6 @@ from pillion.net.descriptors import open_descriptors
 
 log = logging.getLogger("pillion.net")
 
-# Share of the port's limit above which silent connections are closed.
 HIGH_WATER_PERCENT = 75
 LOOK_INTERVAL_S = 0.25
 # Pause after a look, in multiples of its duration: 0.1 s with thousands of descriptors.
@@ -36,7 +35,6 @@ LOG_INTERVAL_S = 60.0
 LAST_DATA_RECEIVED = struct.Struct("52xI")
 
 
-# Host and port.
 Client = tuple[str, int]
 
 
@@ -88,7 +86,6 @@ def _close_above(port: int, keep: int, calling: Callable[[], set[Client]]) -> in
     chosen = most_silent(idle, len(found) - keep)
     for one in chosen:
         with _duplicate(one.descriptor) as copy, contextlib.suppress(OSError):
-            # The number may be of another connection by now.
             if copy is not None and _peer(copy) == (one.host, one.port):
                 copy.shutdown(socket.SHUT_RDWR)
     return len(chosen)

@@ -32,7 +32,6 @@ log = logging.getLogger("pillion.net.tls")
 
 INTERNAL_NAME = "pillion.internal"
 Options = list[tuple[str, Any]]
-# OpenSSL's verification errors for a certificate that is not valid yet, or expired.
 _WRONG_TIMES = (9, 10)
 
 
@@ -97,7 +96,6 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
     first = used = identity.current()
 
     def fetch() -> Any:
-        # None means "unchanged" to gRPC.
         nonlocal used
         before, used = used, identity.current()
         return None if used is before else _configuration(used)

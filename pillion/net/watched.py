@@ -20,7 +20,6 @@ from pillion.errors import ConfigError
 
 log = logging.getLogger("pillion.net.watched")
 
-# Interval of checks for changes.
 WATCH_INTERVAL_S = 1.0
 # Age of a change after which a file is assumed to be complete.
 AT_REST_S = 2 * WATCH_INTERVAL_S
@@ -47,7 +46,6 @@ class Watched:
             The result of ``read`` for changed files; None if they are unchanged, still changing, or bad.
         """
         now = self._look()
-        # File systems only have the wall clock.
         at_rest = now == self._seen or all(file is None or time.time() - file[-1] / 1e9 > AT_REST_S for file in now)
         self._seen = now
         if now == self._used or not at_rest:
@@ -62,7 +60,6 @@ class Watched:
                 self._used = now
             return None
         if self._look() != now:
-            # They changed meanwhile, so ``read`` may have mixed old and new ones.
             return None
         self._used, self._complaint = now, ""
         return found
@@ -77,5 +74,4 @@ def _signature(path: str) -> tuple[int, ...] | None:
         found = os.stat(path)
     except OSError:
         return None
-    # New permissions only alter st_ctime.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

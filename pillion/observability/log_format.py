@@ -47,7 +47,6 @@ class JsonFormatter(logging.Formatter):
 
 # gRPC errors of asyncio calls whose peer is gone or has refused. By name, so that no program imports gRPC for its log.
 _ENDS_OF_CALLS = frozenset(("AioRpcError", "ExecuteBatchError"))
-# Loggers that write tracebacks for exceptions that Pillion's code cannot catch.
 _LIBRARIES = ("grpc._cython.cygrpc", "grpc.aio", "grpc.aio._call", "asyncio")
 
 
@@ -87,10 +86,8 @@ def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
     logging.basicConfig(level=max(own, logging.INFO), handlers=[handler])
     logging.getLogger("pillion").setLevel(own)
     if form == "json":
-        # Python itself would print warnings as plain text.
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
     for library in _LIBRARIES:
         logging.getLogger(library).addFilter(in_one_line)
-    # uvicorn's startup lines repeat the component's.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -20,7 +20,6 @@ TICK_MS = 100
 # The metric is the longest delay of the last one to two windows. A window exceeds Prometheus's scrape interval, so no
 # delay is missed.
 WINDOW_S = 60.0
-# Delay from which a warning is logged as well.
 LONG_S = 1.0
 
 

@@ -27,7 +27,6 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
 
-# Compared by identity, because each record looks one up.
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """Definition of one metric.
@@ -93,7 +92,6 @@ class Distribution:
 
 # A collection: each metric's values by label values, Distribution for a histogram, else float.
 Values = dict[Metric, dict[Labels, Any]]
-# Metric, label values, and current value, as yielded by watchers.
 Reading = tuple[Metric, Labels, float]
 
 
@@ -143,5 +141,4 @@ class Meters:
             try:
                 yield from watcher()
             except Exception:
-                # A scrape without this watcher's values beats no scrape.
                 log.exception("a metric's current value could not be read")

@@ -63,7 +63,6 @@ class _OneSegment(WSGIRequestHandler):
     """Request handler that writes head and body together, without waiting for acknowledgements."""
 
     disable_nagle_algorithm = True
-    # A negative number selects the default buffer size; the base class has none.
     wbufsize = -1
 
     def log_message(self, *_: Any) -> None:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pillion.observability.telemetry")
 
-# Timeout of sending the last spans when a process ends.
 FLUSH_TIMEOUT_MS = 3000
 _making = threading.Lock()
 _PROPAGATOR = TraceContextTextMapPropagator()

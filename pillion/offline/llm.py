@@ -100,13 +100,11 @@ class LLM:
             raise ConfigError(f"seed {seed!r} is no int")
         self.flags = read_options(model, options)
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311  (a seed makes answers repeatable)
-        # Folders of adapters from requests, by name.
         self._brought: dict[str, str] = {}
         self._bringing = threading.Lock()
         from pillion.supervisor.component_process import require_server_packages
 
         require_server_packages("pillion.LLM needs")
-        # Imports packages of the server extra.
         from pillion.offline.offline_cluster import OfflineThread
 
         wanted = producer_of(options)
@@ -392,7 +390,6 @@ class LLM:
         except concurrent.futures.CancelledError:
             raise Cancelled("the LLM was closed") from None
         finally:
-            # If this call ends early, even by Ctrl-C, stop its work.
             work.cancel()
         return [outputs[n] for n in range(len(complete))]
 
@@ -465,7 +462,6 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
         try:
             value = json.dumps(value) if isinstance(value, Mapping) else value
             if wanted is tuple:
-                # vLLM accepts a single str here, or a list.
                 value = (value,) if isinstance(value, str) else tuple(map(kind, value))
             value = kind(value) if isinstance(value, str) and kind is not bool else value
         except (ValueError, TypeError):

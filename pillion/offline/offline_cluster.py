@@ -53,9 +53,7 @@ READY_POLL_S = 0.01
 # Timeout of close(); the threads are daemons, so the interpreter's end does not wait longer.
 CLOSE_TIMEOUT_S = 20.0
 MAX_ATTEMPTS = 4
-# Timeout of close() after Ctrl-C during the start: a thread that still loads dies with the process.
 INTERRUPTED_S = 1.0
-# Time for an ending component to finish its streams.
 STOP_GRACE_S = 1.0
 NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
 CLOSED = "this LLM is closed"
@@ -161,7 +159,6 @@ async def start_cluster(
     check_flags(node_flags)
     check_flags(worker_flags)
     notices = Notices()
-    # Preparing a model is slow: show progress, and run it in a process that Ctrl-C ends at once.
     with notices.progress(f"preparing model {flags.model}") as step:
         await prepare_in_child(subset(PrepareFlags, flags), step)
     model, fit = await asyncio.to_thread(prepared_model, flags)
@@ -283,7 +280,6 @@ class OfflineThread:
             try:
                 ending.result(wait_s)
             except (PillionError, OSError, RuntimeError, TimeoutError) as error:
-                # After interrupting a start, its failure is of no interest.
                 log.log(
                     logging.WARNING if wait_s == CLOSE_TIMEOUT_S else logging.DEBUG,
                     "the LLM did not end as it should: %r",
@@ -303,14 +299,12 @@ class OfflineThread:
             self._runs.discard(task)
 
     async def _end(self) -> None:
-        # End pending calls and a running start first; the stack then ends what that had started.
         await end_tasks(*self._runs)
         self._cluster = None
         await self._stack.aclose()
         await end_tasks(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     def _run(self) -> None:
-        # The runner ends the loop's generators and threads, and closes it.
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()
 

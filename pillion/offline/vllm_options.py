@@ -59,9 +59,7 @@ _RENAMED = {"kv_cache_memory_bytes": "kv_pool_bytes"}
 _FORMATS = ("safetensors", "gguf")
 _READERS = ("fastsafetensors", "runai_streamer", "bitsandbytes")
 _OWN_FORMATS = ("auto", "dummy")
-# Options for which LLM accepts more values than the flags: vLLM's.
 _MORE_CHOICES = ("quantization", "load_format")
-# vLLM's kernel names for checkpoints of one producer.
 _PRODUCERS = {
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
@@ -201,7 +199,6 @@ class EngineArgs:
         """Add one argument per option to a parser or argument group, and return it."""
         for field in fields(OfflineFlags):
             name, about = "--" + field.name.replace("_", "-"), field.metadata
-            # Default None, which LLM treats as not given.
             if about["kind"] is bool:
                 parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None)
             else:
@@ -209,7 +206,6 @@ class EngineArgs:
                 parser.add_argument(name, default=None, choices=choices or None)
         parser.add_argument("--seed", type=int, default=None)
         for name in (*_ABSENT, *_RENAMED):
-            # A bare flag such as --trust-remote-code means True.
             parser.add_argument("--" + name.replace("_", "-"), nargs="?", const=True, default=None, type=_value)
         return parser
 

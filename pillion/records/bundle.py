@@ -192,7 +192,6 @@ def hidden(key: bytes, name: str, value: Any) -> str:
 
 def encode(bundle: Bundle, key: bytes) -> bytes:
     """Return the JSON of a bundle's file, with its HMAC. Raises ConfigError if it is too large."""
-    # The format is a default, which msgspec would omit.
     fields = {"format": bundle.format, **msgspec.to_builtins(bundle, str_keys=True)}
     fields.pop("mac", None)
     raw = msgspec.json.encode({**fields, "mac": _mac(key, fields)})

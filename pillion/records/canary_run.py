@@ -23,11 +23,9 @@ from pillion.types import ModelInfo
 
 PROMOTE, STOP, UNDECIDED = 0, 1, 2
 REPLAY_TIMEOUT_S = 600.0
-# New bundles are looked for at this interval, among this many of the newest.
 FOLLOW_INTERVAL_S, FOLLOWED_BUNDLES = 0.5, 1000
 # This many replays in a row that the target does not accept end the canary: they say nothing about the next version.
 MAX_UNTAKEN = 50
-# Pause after the target refused a replay because of its load.
 RETRY_S = 5.0
 
 
@@ -102,7 +100,6 @@ class Canary:
                         if bundle is not None:
                             yield bundle
             except errors.Unavailable:
-                # Redis will come back.
                 if self.existing:
                     raise
             if self.existing:

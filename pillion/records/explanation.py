@@ -13,9 +13,7 @@ from typing import Any
 
 from pillion.records.bundle import Bundle, StoryEvent
 
-# Parts of the time to the first token below this share get no sentence.
 TOLD_SHARE = 0.05
-# A plan gets a sentence if it took LATE_FACTOR times the expected time and TOLD_LATE_MS longer.
 LATE_FACTOR, TOLD_LATE_MS = 2.0, 50.0
 BAR_COLUMNS = 40
 
@@ -103,7 +101,6 @@ def phases(bundle: Bundle) -> list[Phase]:
             found.append(Phase(READING, "", 0.0, event.at_ms - grammar_ms))
             name, since_ms = GRAMMAR, event.at_ms - grammar_ms
         if event.what == "prefilled" and not in_prefill:
-            # The decode worker has already continued.
             continue
         if begins == PREFILL:
             in_prefill = True
@@ -117,7 +114,6 @@ def phases(bundle: Bundle) -> list[Phase]:
         if name == MOVING and begins in (PLANNING, MEMORY):
             continue
         found.append(Phase(name, worker, since_ms, event.at_ms))
-        # Whatever follows a prefill range happens at the decode worker.
         at = decode if begins in (OPENING, WORKER_LINE, TAIL) else event.worker
         name, worker, since_ms = begins, at or worker, event.at_ms
     found.append(Phase(name, worker, since_ms, max(since_ms, end_ms(bundle))))
@@ -261,7 +257,6 @@ def _plan(bundle: Bundle) -> Iterator[str]:
 def _losses(bundle: Bundle) -> Iterator[str]:
     """Describe each loss once, even if it repeated until tokens came again."""
     spans: list[list[StoryEvent]] = []
-    # Losses since an answer's last tokens, by what they have in common.
     running: dict[tuple[int, str, str, str], list[StoryEvent]] = {}
     for event in bundle.story:
         if event.what == "tokens":

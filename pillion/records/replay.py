@@ -20,7 +20,6 @@ from pillion.records.replay_client import Replayed, replay_client
 from pillion.types import MAX_LOGPROBS, MAX_REPORTED, GenerateRequest, ModelInfo, StructuredOutputs, Timings
 
 EQUAL, DIFFERS = 0, 1
-# Labels of replays begin with this; no canary replays their bundles.
 LABEL = "replay-"
 
 

@@ -17,12 +17,10 @@ from pillion.near_names import did_you_mean
 from pillion.types import SAMPLING_OPTIONS, SamplingParams, range_violations
 
 OVERRIDE = "--override-generation-config"
-# Values if neither the client nor the model sets one.
 NEUTRAL = SamplingParams(
     **{name: one.neutral for name, one in SAMPLING_OPTIONS.items() if one.neutral is not None}  # type: ignore[arg-type]
 )
 NO_DEFAULTS = SamplingParams()
-# Maps names in SamplingParams to those in generation_config.json.
 SAMPLING_KEYS = {name: one.recommended_as for name, one in SAMPLING_OPTIONS.items() if one.recommended_as}
 
 

@@ -106,7 +106,6 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise ConfigError(f"{FLAG} {text!r} is no JSON: {error}") from None
     if not isinstance(said, dict):
         raise ConfigError(f"{FLAG} {text!r} is no JSON object, such as {{'method': 'ngram'}} with double quotes")
-    # As in vLLM, null means that the key is omitted.
     said = {name: value for name, value in said.items() if value is not None}
     if "method" not in said and "model" in said:
         said["method"] = "eagle3" if _is_head(str(said["model"])) else "draft_model"

@@ -19,7 +19,6 @@ from pillion.cli.flags import env_name, to_argv, without_flags
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 
 MAX_LINE_BYTES = 16 * 1024
-# Maximum wait, after a child's exit, for output that a stray grandchild holds open.
 DRAIN_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 5.0
 BURY_INTERVAL_MS = 20
@@ -31,7 +30,6 @@ def component_argv(role: str, flags: Any) -> tuple[str, ...]:
     """Return the command line of a component, with every flag."""
     # The Redis URL may contain a password, and anyone can read a command line; so the URL is in the environment.
     arguments = to_argv(flags, leave_out=("redis_url",))
-    # The names come first because people search `ps` for them.
     arguments.sort(key=lambda word: not word.startswith(("--component-id=", "--node-id=")))
     return (sys.executable, "-m", "pillion", role, *arguments)
 
@@ -81,7 +79,6 @@ class ForkedProcess:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             code = os.waitstatus_to_exitcode(status)
         except ChildProcessError:
-            # If this process was started with SIGCHLD ignored, the kernel reaps its children.
             pid, code = self.pid, UNKNOWN_STATUS
         if not pid:
             return
@@ -195,7 +192,6 @@ async def reader_of(descriptor: int) -> asyncio.StreamReader:
     return reader
 
 
-# Starts a process for a supervisor, like :meth:`ChildProcess.start`.
 Launch = Callable[..., Awaitable[ChildProcess]]
 
 

@@ -36,15 +36,12 @@ T = TypeVar("T")
 
 log = logging.getLogger("pillion.component")
 
-# The last line of `pillion prepare` ends with these words.
 PREPARED = "is ready at"
-# Required by servers, not by the SDK.
 SERVER_PACKAGES = (
     *("torch", "transformers", "numpy", "msgspec", "redis", "tokenizers", "starlette", "uvicorn", "safetensors"),
     *("jinja2", "xxhash", "prometheus_client", "grpc_health", "grpc_reflection", "huggingface_hub", "gguf"),
     "setproctitle",
 )
-# Module and function that start a component of each role.
 ROLES = {
     "kvnode": ("pillion.kvstore.assemble", "start_kvnode"),
     "prefill": ("pillion.prefill_service.assemble", "start_prefill"),
@@ -91,7 +88,6 @@ def name_of(role: str, flags: Any) -> str:
     name = getattr(flags, "component_id", "") or getattr(flags, "node_id", "")
     if isinstance(name, str) and name:
         return name
-    # In containers process ids are ambiguous: each has a process 1.
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
@@ -149,7 +145,6 @@ def end_process(status: int) -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # The reader may be gone.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
@@ -200,7 +195,6 @@ async def run_to_end(name: str, component: Any, stop: asyncio.Event, grace_s: fl
     failed = await run_unless(stop.wait(), component.wait_failed())
     if failed:
         log.error("%s stops: %s", name, failed.result())
-        # A failed component has no requests left to wait for.
         grace_s = 0.0
     try:
         async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
@@ -221,7 +215,6 @@ async def run_unless(
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            # Raises the exception of ``work``, if any.
             task.result()
             return task
         return None

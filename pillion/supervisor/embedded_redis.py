@@ -18,7 +18,6 @@ from pillion.errors import ConfigError
 
 LEAST_VERSION = (6, 2)
 VERSION_TIMEOUT_S = 10.0
-# A server that answers a ping is ready.
 PING, PONG = b"PING\r\n", b"+PONG"
 # At this size Redis drops the least recently used entries; the index is only a hint (I3).
 MAX_MEMORY = "256mb"

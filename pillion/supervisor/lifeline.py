@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 
-# The supervisor sets this variable to its process id.
 PARENT_PID_VARIABLE = "PILLION_PARENT_PID"
 PARENT_POLL_MS = 500
 _PR_SET_PDEATHSIG = 1

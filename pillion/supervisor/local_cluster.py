@@ -71,7 +71,6 @@ class LocalCluster:
         self._redis_binary: Path | None = None
         self._ports = PublicPorts()
         self._fork_server: ForkServer | None = None
-        # Everything that stop() has to end, in reverse order.
         self._ending = contextlib.AsyncExitStack()
         self._ending.callback(self._ports.close)
 
@@ -110,12 +109,10 @@ class LocalCluster:
             with self.notices.progress(f"preparing draft model {speculation.model}") as step:
                 await prepare_in_child(speculation.model_flags(subset(PrepareFlags, self.flags)), step)
         if self.flags.fork_server:
-            # The fork server's imports take longer than everything else before the first component starts.
             self._begin_fork_server()
         prepared, fit = prepared_model(self.flags)
         check_stages(self.flags, prepared)
         if fit is not None and fit.max_model_len_tokens < prepared.max_model_len:
-            # All components have to agree on the length that fits in the pool.
             self.flags = replace(self.flags, max_model_len=fit.max_model_len_tokens)
             prepared = replace(prepared, max_model_len=fit.max_model_len_tokens)
         tell_model(self.notices, self.flags, prepared, fit, threads_of(self.flags))
@@ -221,7 +218,6 @@ def process_specs(
                 spare=True,
             )
         )
-    # Each component's metrics page has a port: first those of the gateways, then consecutive ones.
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
     listen = f"unix:{folder}/{NODE_SOCKET}"
     pool = pool_device(flags.device, max(processes_of(flags).values()))
@@ -248,7 +244,6 @@ def process_specs(
             worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
             # A worker ends at once when its node dies, unless the pool is kept; a gateway waits for both to return.
             needs = (node.node_id,)
-            # Workers with several processes always end with their node.
             survives = kept and processes_of(flags)[role] == 1
             # Without prefill workers, decode workers compute prompts; so prefill workers are spare.
             more = {"environ": compute, "needs": needs, "survives": survives, "spare": role == "prefill", **standby}
@@ -374,7 +369,6 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
             step(line)
 
     argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(flags)]
-    # Only the child's own lines are progress, not the libraries' warnings and progress bars.
     environ = child_environ(os.environ, "") | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     child = await ChildProcess.start(argv, environ, forward)
     try:
@@ -382,7 +376,6 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
     finally:
         await child.stop(PREPARE_STOP_GRACE_S)
     if code:
-        # The last line of a killed process says what it was doing.
         after = f", after {last!r}" if last else ""
         message = f"preparing the model ended with status {code}{after}"
         raise ConfigError(last.removeprefix(FAILED) if last.startswith(FAILED) else message)
@@ -418,6 +411,5 @@ def prepared_model(flags: ServeFlags | OfflineFlags) -> tuple[Any, PoolFit | Non
     step_bytes = steps_bytes(flags, prepared) if flags.device == CPU else 0
     layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
     workers, splits = (flags.decode_workers, flags.prefill_workers) if isinstance(flags, ServeFlags) else (1, 0)
-    # A split prompt has the states of two sequences.
     beside = layout.working_pages * (2 if splits else 1)
     return prepared, fit_pool(flags, layout.block_bytes, prepared.max_model_len, workers, step_bytes, beside)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pillion.config import OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
 
-# Each decode worker leases this many slots ahead, so that a step never waits for an RPC.
 DECODE_STOCK_BLOCKS = 16
 # Without an explicit maximum length, it is lowered to the pool's capacity, but not below this number of tokens.
 MIN_FITTED_LEN_TOKENS = 1024

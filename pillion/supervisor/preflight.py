@@ -24,7 +24,6 @@ from pillion.net.addresses import listening_host
 from pillion.settings.served_models import other_models
 from pillion.settings.speculative_config import NO_SPECULATION, SpeculativeConfig
 
-# How long to wait for a Redis that is just starting.
 REDIS_WAIT_MS = 5000
 REDIS_ASK_MS = 1000
 REDIS_POLL_MS = 250

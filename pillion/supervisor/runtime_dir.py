@@ -87,5 +87,4 @@ def _lock_of(path: Path) -> IO[bytes]:
     """Open the lock file of one of this user's directories. Raises OSError for any other."""
     if path.is_symlink() or path.stat().st_uid != os.getuid():
         raise PermissionError(f"{path} is not this user's")
-    # Opened read-only and without O_CREAT: every directory that Pillion made has a lock file.
     return open(path / LOCK, "rb")

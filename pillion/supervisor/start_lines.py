@@ -17,7 +17,6 @@ from pillion.supervisor.pool_fit import PoolFit, human_bytes
 from pillion.supervisor.preflight import parser_names
 from pillion.supervisor.probes import reachable_host
 
-# The clients' default port.
 USUAL_GRPC_PORT = 50051
 
 

@@ -37,10 +37,8 @@ from pillion.tasks import at_most, end_tasks
 
 log = logging.getLogger("pillion.supervisor")
 
-# Starts a standby from its command line, its environment, and the function that starts processes.
 StandBy = Callable[[Sequence[str], Mapping[str, str], Launch], Awaitable[Successor]]
 
-# Mostly for loading a large model.
 START_TIMEOUT_S = 600.0
 PROBE_INTERVAL_MS = 50
 STOP_GRACE_S = 5.0
@@ -53,9 +51,7 @@ MAX_SILENCES = 10
 STANDBY_DELAY_S = 2.0
 # A component that ends this soon after one that it needs has ended because of it: it may notice the loss late.
 BEHIND_S = 30.0
-# Delay before a task of the supervisor's that a defect has ended starts again.
 DEFECT_DELAY_S = 1.0
-# The last line of a command that fails begins like this.
 FAILED = "pillion: "
 
 
@@ -275,9 +271,7 @@ class Supervisor:
         processes can start only after that."""
         for other in self._components:
             if name in other.spec.needs and (other.child is not None or other.starting):
-                # The end of this component may be noticed only when the needed one is ready again.
                 other.lost = name, time.monotonic() + BEHIND_S if other.spec.survives else math.inf
-                # One that is being started is killed as soon as its process is known.
                 if not other.spec.survives and other.child is not None:
                     other.child.kill()
 
@@ -306,7 +300,6 @@ class Supervisor:
         try:
             code = await child.wait()
         except Exception:
-            # A process without a task must not continue next to its replacement.
             child.kill()
             component.child = None
             raise
@@ -361,7 +354,6 @@ class Supervisor:
             await component.ready.wait()
             await asyncio.sleep(self._standby_delay_s)
             async with self._one_standby:
-                # If the component died while it waited for its turn, it starts without a standby.
                 if component.successor is None and component.ready.is_set():
                     await self._start_standby(component)
 
@@ -371,7 +363,6 @@ class Supervisor:
         try:
             component.successor = successor = await self._stand_by(spec.argv, spec.environ, self._launch)
         except OSError as error:
-            # The standby's start is retried again and again, but the same error is printed only once.
             if component.unaided != str(error):
                 component.unaided = str(error)
                 self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")

@@ -21,7 +21,6 @@ _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
 _SHAPE = "structured_outputs"
 _DEFAULTS = SamplingParams()
 _OPTIONAL = tuple(name for name in PUBLIC_OPTIONS if getattr(_DEFAULTS, name) is None and name != _SHAPE)
-# Types of all other fields: tuples, a dict, booleans and a str.
 _PLAIN = {name: type(value) for name in PUBLIC_OPTIONS if (value := getattr(_DEFAULTS, name)) is not None}
 
 

@@ -49,7 +49,6 @@ PLAN_HEADER = "x-pillion-plan"
 # Value 1: record a bundle of the request, if the gateway has --record-path.
 RECORD_HEADER = "x-pillion-record"
 
-# Fields of a request that have the same form in dataclass and message.
 _PLAIN = {field.name for field in fields(GenerateRequest)} - {
     "token_ids",
     "messages",

@@ -19,7 +19,6 @@ Number = TypeVar("Number", int, float)
 DOWN = "down"
 # Role under which a gateway shows components that it does not use because of their protocol.
 FOREIGN = "foreign"
-# Length of ``step_cost_s``.
 STEP_COSTS = 5
 MAX_COUNT = 2**63 - 1
 # Ranges that the typed decoder accepts; if it rejects a record, the fields are checked one by one.
@@ -172,7 +171,6 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
         try:
             record = _DECODER.decode(text)
         except msgspec.DecodeError:
-            # The decoder rejects a whole record because of one NaN.
             return cls._from_any_json(text)
         cost = record.step_cost_s
         if not cost or (len(cost) == STEP_COSTS and any(cost)):
@@ -210,7 +208,6 @@ _MARKS: dict[str, dict[str, Any]] = {
     for name, hint in get_type_hints(WorkerLoad, include_extras=True).items()
 }
 _NUMBERS = [field.name for field in msgspec.structs.fields(WorkerLoad) if isinstance(field.default, int | float)]
-# Metric and labels of each figure that is a metric.
 _CELLS: dict[str, tuple[Metric, Labels]] = {name: (names.LOAD, (name,)) for name in _NUMBERS} | {
     name: marks["cell"] for name, marks in _MARKS.items() if "cell" in marks
 }
@@ -219,7 +216,6 @@ _CELLS: dict[str, tuple[Metric, Labels]] = {name: (names.LOAD, (name,)) for name
 _IDLE = {
     field.name: field.default for field in msgspec.structs.fields(WorkerLoad) if not _MARKS[field.name].get("lasting")
 }
-# Figures without a field of their own in the public status, which lists them by name.
 _FIGURES = [name for name in _NUMBERS if name not in ComponentStatus.__dataclass_fields__]
 _DECODER = msgspec.json.Decoder(ComponentRecord)
 _DEFAULT_NUMBERS: dict[str, int | float] = {

@@ -34,7 +34,6 @@ from pillion.tasks import OwnTasks, end_tasks
 PROGRAM = "pillion.supervisor.standbys.fork_server_main"
 # A fork server's imports take seconds, and up to this long on a busy machine.
 READY_TIMEOUT_S = 120.0
-# A fork takes tens of milliseconds. A server that needs longer hangs, and is killed.
 FORK_TIMEOUT_S = 10.0
 # A hanging server may have forked a process before it was killed, which has this long to send its process id.
 LATE_FORK_S = 1.0
@@ -65,11 +64,9 @@ class ForkServer:
         self._show = show
         self._upkeep: asyncio.Task[None] | None = None
         self._server: ChildProcess | None = None
-        # The connection to a server that is ready.
         self._control: socket.socket | None = None
         # Set when the first server is ready, or when it is certain that there will be none.
         self._decided = asyncio.Event()
-        # Tasks that wait for the ends of abandoned forks.
         self._burials = OwnTasks()
 
     def start(self) -> None:
@@ -106,7 +103,6 @@ class ForkServer:
         """End the server and wait for abandoned forks; components continue. Idempotent."""
         await end_tasks(self._upkeep)
         self._decided.set()
-        # The server has ended, so connections of processes that it did not fork have ended too.
         await asyncio.gather(*self._burials, return_exceptions=True)
 
     def gone(self) -> bool:
@@ -167,7 +163,6 @@ class ForkServer:
                 socket.send_fds(control, [FORK], [its_connection.fileno(), its_input, its_output])
             except OSError:
                 return None
-            # With this end closed, the connection ends with the last other process that holds it.
             its_connection.close()
             number, child = 0, None
             try:
@@ -180,7 +175,6 @@ class ForkServer:
                     burial = _bury(socket.socket(fileno=connection.detach()), server, number)
                     self._burials.begin(burial, "a fork that is given up")
             with contextlib.suppress(OSError):
-                # A fork that has died meanwhile is handled like any dead child.
                 await asyncio.get_running_loop().sock_sendall(connection, order_of(argv, environ))
             return child
 

@@ -38,7 +38,6 @@ DESCRIPTORS = 3
 # server.
 LENGTH_BYTES = 4
 MAX_ORDER_BYTES = 8 * 2**20
-# Interval at which a fork checks whether the intermediate process has ended, which it does at once.
 ORPHAN_POLL_MS = 1
 
 
@@ -74,7 +73,6 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    # `python -m pillion` sets this too, before anything imports gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # NumPy's BLAS would start threads during its import, and nothing here benefits from them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -95,7 +93,6 @@ def main() -> None:
     gc.enable()
     control.sendall(READY)
     if words := _serve(control, parent_pid()):
-        # From here on this process is a fork.
         sys.argv = ["pillion", *words]
         runpy.run_module("pillion", run_name="__main__", alter_sys=True)
 
@@ -136,7 +133,6 @@ def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
     os.setsid()
     connection_fd, stdin, output = descriptors
     with socket.socket(fileno=connection_fd) as connection:
-        # A supervisor that does not want this process any more ends the connection.
         try:
             connection.sendall(b"%d\n" % os.getpid())
             order = order_from(connection)

@@ -11,11 +11,8 @@ import contextlib
 import sys
 from pathlib import Path
 
-# Set for a process that stands by until its turn.
 STANDBY_VARIABLE = "PILLION_AWAITS_TURN"
-# The name of a process that waits for its turn.
 WAITING_NAME = "pillion-standby"
-# Prefix of the command line of a fork that stands by, whether it is waiting yet or not.
 WAITING_TITLE = "standby:"
 _NAME = Path("/proc/self/comm")
 

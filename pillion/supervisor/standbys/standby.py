@@ -37,9 +37,7 @@ from pillion.supervisor.standbys.process_title import (
 )
 
 READY, BEGIN = b"r", b"b"
-# The module that a worker on a GPU imports for its model.
 GPU_LOADER = "pillion.engine.backends.gpu.gpu_loading"
-# Number of last lines that are kept of output that is not shown at once, such as a standby's before it takes over.
 MAX_KEPT_LINES = 20
 
 
@@ -74,7 +72,6 @@ class Standby:
             return self._held_s
         name_program(WAITING_NAME)
         try:
-            # If the turn has come already, nobody reads this any more.
             with contextlib.suppress(BrokenPipeError):
                 supervisor.sendall(READY)
             begun = supervisor.recv(1) == BEGIN
@@ -102,7 +99,6 @@ class Standby:
             if not self.waiting:
                 return load_model(flags, threads)
             if flags.device != "cpu":
-                # Importing this module does not touch the GPU.
                 importlib.import_module(GPU_LOADER)
             if not shares_weights(flags):
                 self.wait()
