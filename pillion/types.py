@@ -96,8 +96,8 @@ class SamplingOption:
         gguf: its key among the sampling values of GGUF files, "" if they have none.
         apis: the HTTP API's bodies that have it under its own name, "completions" (chat, too) and "responses".
         about: help of the command's option; "" if the command has its own.
-        of_rows: whether the option affects a row's whole distribution, so that each row of a step has a value for it;
-            other options change single logits.
+        of_rows: whether the option affects a row's whole distribution, so that each row of a step has a value for it.
+        of_logits: whether it changes single logits.
     """
 
     allowed: Range | None
@@ -108,6 +108,7 @@ class SamplingOption:
     apis: tuple[str, ...] = ()
     about: str = ""
     of_rows: bool = False
+    of_logits: bool = False
 
 
 _COMPLETIONS = ("completions",)
@@ -117,6 +118,8 @@ _BOTH = ("completions", "responses")
 # Metadata of fields that end at the gateway (workers get their defaults), and of one that begins there.
 _AT_GATEWAY = {"at_gateway": True}
 _OF_GATEWAY = {"of_gateway": True}
+# Metadata of fields that are no numbers and change single logits.
+_OF_LOGITS = {"of_logits": True}
 
 
 def _option(allowed: Range | None = None, *, metadata: Mapping[str, Any] | None = None, **more: Any) -> Any:
@@ -214,6 +217,7 @@ class SamplingParams:
         gguf="penalty_repeat",
         apis=_BOTH,
         about="Divides logits of tokens in prompt and answer; 1 is none.",
+        of_logits=True,
     )
     presence_penalty: float | None = _option(
         Range(-2, 2),
@@ -221,6 +225,7 @@ class SamplingParams:
         recommended_as="presence_penalty",
         apis=_BOTH,
         about="Taken from logits of tokens in the answer, once.",
+        of_logits=True,
     )
     frequency_penalty: float | None = _option(
         Range(-2, 2),
@@ -228,17 +233,18 @@ class SamplingParams:
         recommended_as="frequency_penalty",
         apis=_BOTH,
         about="Taken from logits of tokens in the answer, each time.",
+        of_logits=True,
     )
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int | None = _option(whole=True, apis=_COMPLETIONS)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata=_OF_LOGITS)
+    min_tokens: int | None = _option(whole=True, apis=_COMPLETIONS, of_logits=True)
     logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True)
     n: int | None = _option(whole=True, apis=_COMPLETIONS)
     best_of: int | None = _option(whole=True, apis=_COMPLETIONS)
     structured_outputs: StructuredOutputs | None = field(default=None, metadata=_AT_GATEWAY)
     prompt_logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True, apis=_COMPLETIONS)
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = field(default=(), metadata=_OF_LOGITS)
     bad_words: tuple[str, ...] = field(default=(), metadata=_AT_GATEWAY)
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata=_OF_GATEWAY)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata=_OF_GATEWAY | _OF_LOGITS)
     skip_special_tokens: bool | None = field(default=None, metadata=_AT_GATEWAY)
     include_stop_str_in_output: bool = field(default=False, metadata=_AT_GATEWAY)
     detokenize: bool | None = field(default=None, metadata=_AT_GATEWAY)
@@ -247,10 +253,20 @@ class SamplingParams:
     )
     truncation_side: str = field(default="", metadata=_AT_GATEWAY)
 
+    @property
+    def changes_logits(self) -> bool:
+        """True if an option that changes single logits is set."""
+        return any((value := getattr(self, name)) and value != neutral for name, neutral in _LOGIT_OPTIONS)
+
 
 SAMPLING_OPTIONS: Mapping[str, SamplingOption] = {
     one.name: one.metadata["option"] for one in fields(SamplingParams) if "option" in one.metadata
 }
+# Names of the options that change single logits, and the values with which they do not, besides 0 and empty ones.
+_LOGIT_OPTIONS = [
+    *((name, one.neutral) for name, one in SAMPLING_OPTIONS.items() if one.of_logits),
+    *((one.name, None) for one in fields(SamplingParams) if "of_logits" in one.metadata),
+]
 GATEWAY_OPTIONS: Mapping[str, Any] = {
     one.name: one.default for one in fields(SamplingParams) if "at_gateway" in one.metadata
 }

@@ -11,10 +11,10 @@ of the request. What runs when a module is imported does not count, nor do the t
 without a request. A *passage* is one run of such a function; ``--calls`` prints all of them in order. The *lines* are
 the lines of code in all functions that run, each once, however often they run.
 
-A *form* is a class of ours, or a generated message, that carries the request from one file to the next: an instance
-that is made for the request, which holds the prompt's text or its tokens (itself, or by what it holds), and which is an
-argument or the result of a call between functions of two files. Lists, tuples and text are none. Forms count up to the
-native instruction.
+A *form* is a class of ours, or a generated message, of which an instance is made for the request and holds values of
+the request in its own fields, up to the native instruction: the prompt's text or tokens, its block hashes, the
+request's id, or its seed. What only refers to a form carries it whole, and is none. Messages nested in a message, and
+the items of a form's list, count with it. Handles that components make (tickets, keys of streams) are no values.
 
 A *call* is one that leaves its component: a method of a gRPC service, or a command that Redis gets. Those of
 ``NAMED_ONCE`` are named at the first of them.
@@ -47,6 +47,7 @@ from pillion.engine.worker.step_loop import StepLoop
 from pillion.gateway import boxed_process
 from pillion.gateway.planning.cluster_view import parse_policy
 from pillion.gateway.tokens import chat_template
+from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index import index
 from tests.support.components import Components, running_components
 from tests.support.http import call
@@ -89,8 +90,9 @@ NAMED_ONCE = {"KVNode/Commit"}
 # and at any operation where an exception is thrown into it.
 RESUME, RESUMED = dis.opmap["RESUME"], 3
 WORDS = "quagga zebra okapi bongo "
-# So deep is the prompt looked for in what an object holds, and among so many parts of a container.
-MAX_DEPTH, MAX_PARTS = 6, 64
+LABEL, SEED = "request-of-the-way", 2**40 + 77
+# Parts of a container that are searched for values.
+MAX_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +106,10 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A form, and the first two files between which it was handed."""
+    """A form, and the fields that hold values of the request."""
 
     form: str
-    giver: str
-    taker: str
+    fields: list[str]
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ class Way:
 
     policy: str
     passages: list[Entered] = field(default_factory=list)
-    forms: dict[str, Carried] = field(default_factory=dict)
+    forms: dict[type, Carried] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     # So many passages, and the code of so many functions, came before the native instruction.
     to_native: int = 0
@@ -148,16 +149,16 @@ class Way:
 
     def lines(self, every_call: bool = False, beside: Way | None = None) -> list[str]:
         """The way as text. Where there is another way ``beside`` it, what the two share is left out."""
-        known = [*beside.files, *beside.answer_files, *beside.forms] if beside else []
+        known = [*beside.files, *beside.answer_files] if beside else []
         files, answer_files = ([file for file in way if file not in known] for way in (self.files, self.answer_files))
-        forms = [one for one in self.forms.values() if one.form not in known]
+        forms = [one for kind, one in self.forms.items() if beside is None or kind not in beside.forms]
         lines = [
             f"{self.policy}: {self.head()}" + (f" (what {beside.policy} has, too, is left out)" if beside else ""),
             "",
         ]
         lines += [*_by_folder(files), *(["", "on the way back:", *_by_folder(answer_files)] if answer_files else [])]
         lines += ["", "forms:"]
-        lines += [f"    {one.form}  ({one.giver} -> {one.taker})" for one in forms]
+        lines += [f"    {one.form}  ({', '.join(sorted(one.fields))})" for one in forms]
         lines += ["", "calls:", f"    {', '.join(self.calls)}"]
         if every_call:
             lines += ["", "passages:"]
@@ -186,6 +187,9 @@ class Tracer:
         self._handed_over = self._native = False
         # Objects that were made since the API, by identity; they are kept, so that no identity is used twice.
         self._made: dict[int, Any] = {}
+        # Values of the request besides its text and tokens.
+        self._values: set[Any] = set()
+        self._nested: set[type] = set()
         self._files: dict[CodeType, str] = {}
 
     @contextlib.contextmanager
@@ -201,11 +205,16 @@ class Tracer:
     def begin(self, way: Way, tokens: Sequence[int], steps: StepLoop) -> None:
         """The API is open. ``tokens`` are some of the prompt's, in order; the way ends in a step of ``steps``."""
         self.way, self._tokens, self._steps = way, list(tokens), steps
+        self._values = {LABEL, SEED}
         self._handed_over, self._native, self._active = False, False, True
 
     def native(self) -> None:
         """The native instruction; the way back begins."""
         if not self._native:
+            for made in list(self._made.values()):
+                self._inspect(made)
+            for kind in self._nested:
+                self.way.forms.pop(kind, None)
             self.way.to_native, self.way.run_to_native = len(self.way.passages), len(self.way.run)
         self._native = True
 
@@ -222,10 +231,8 @@ class Tracer:
         file = self._file(code)
         if not file or self._in_background(frame):
             return
-        giver, taker = self._layer(frame.f_back), file
         if event == "return":
-            if giver and giver != taker:
-                self._carry(result, taker, giver)
+            self._note_values(code.co_qualname, result)
             if self._native and code.co_qualname == "StrictParser.send" and result:
                 self._active = False
             return
@@ -236,12 +243,9 @@ class Tracer:
         self.way.run.setdefault(code)
         if not self._native:
             self._note_call(frame)
-        if giver != taker:
+        if not self._native:
             for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-                value = frame.f_locals.get(name)
-                # A task that begins has no caller any more; what it is given was its own layer's, or is a message.
-                if name != "self" and (giver or isinstance(value, Message)):
-                    self._carry(value, giver or "outside", taker)
+                self._inspect(frame.f_locals.get(name))
 
     def _file(self, code: CodeType) -> str:
         """The file of a function of ours, from the repository's folder on; "" for another one."""
@@ -252,10 +256,6 @@ class Tracer:
             found = str(path.relative_to(ROOT)) if own and code.co_name != "<module>" else ""
             self._files[code] = found
         return found
-
-    def _layer(self, frame: FrameType | None) -> str:
-        """The file of the function that called; "" where it is none of ours."""
-        return "" if frame is None else self._file(frame.f_code)
 
     def _note_dataclass(self, frame: FrameType, made: Any) -> None:
         """Notes the file of a dataclass of which an instance is made, for its ``__init__`` has no file."""
@@ -298,38 +298,50 @@ class Tracer:
                 file = str(path.resolve().relative_to(ROOT))
                 self.way.passages.append(Entered(file, "(the whole job)", "boxed process"))
 
-    def _carry(self, value: Any, giver: str, taker: str) -> None:
-        """Notes the type of a value that is handed over on the way to the native instruction, where it is a form."""
+    def _note_values(self, function: str, result: Any) -> None:
+        """Notes values that the request gets on its way, and the form of a result."""
         if self._native:
             return
+        if function == "chain_hashes" and result:
+            self._values.add(bytes(result[:HASH_BYTES]))
+        self._inspect(result)
+
+    def _inspect(self, value: Any) -> None:
+        """Notes the type of an object that was made for the request, where it is a form."""
         kind = type(value)
-        name = f"{kind.__module__.removeprefix('pillion.')}.{kind.__qualname__}"
-        if name not in self.way.forms and self._is_ours(value) and self._holds(value, MAX_DEPTH):
-            self.way.forms[name] = Carried(name, giver, taker)
+        if not kind.__module__.startswith("pillion.") or not self._is_ours(value):
+            return
+        parts = _fields(value)
+        found = [name for name, part in parts if self._is_value(part)]
+        if found:
+            for _, part in parts:
+                items = part if type(part) in (list, tuple) or type(part).__name__.startswith("Repeated") else ()
+                self._nested.update(map(type, items))
+                if isinstance(value, Message) and isinstance(part, Message):
+                    self._nested.add(type(part))
+            name = f"{kind.__module__.removeprefix('pillion.')}.{kind.__qualname__}"
+            form = self.way.forms.setdefault(kind, Carried(name, []))
+            form.fields.extend(one for one in found if one not in form.fields)
 
     def _is_ours(self, value: Any) -> bool:
-        """Whether it is an object of a class of ours that was made since the API."""
-        if not type(value).__module__.startswith("pillion."):
-            return False
+        """Whether it was made since the API."""
         return id(value) in self._made or isinstance(value, msgspec.Struct | Message | tuple)
 
-    def _holds(self, value: Any, depth: int) -> bool:
-        """Whether it holds the prompt's text or tokens."""
-        if isinstance(value, str):
-            return WORDS in value
-        if isinstance(value, bytes | bytearray):
-            return WORDS.encode() in value
-        if isinstance(value, np.ndarray):
-            return value.ndim == 1 and self._is_prompt(value.tolist())
-        if not depth or value is None or isinstance(value, int | float):
-            return False
-        if isinstance(value, dict):
-            return any(self._holds(part, depth - 1) for part in list(value.values())[:MAX_PARTS])
-        if self._is_ours(value):
-            return any(self._holds(part, depth - 1) for part in _fields(value))
-        if isinstance(value, list | tuple) or type(value).__name__.startswith("Repeated"):
-            parts = list(value)
-            return self._is_prompt(parts) or any(self._holds(part, depth - 1) for part in parts[:MAX_PARTS])
+    def _is_value(self, part: Any) -> bool:
+        """Whether a field is a value of the request, or a container of some."""
+        if isinstance(part, str):
+            return WORDS in part or part in self._values
+        if isinstance(part, bytes | bytearray):
+            return WORDS.encode() in part or any(isinstance(one, bytes) and one in part for one in self._values)
+        if isinstance(part, int):
+            return part in self._values
+        if isinstance(part, np.ndarray):
+            return part.ndim == 1 and self._is_prompt(part.tolist())
+        if isinstance(part, dict):
+            return any(map(self._is_value, list(part.values())[:MAX_PARTS]))
+        if type(part) in (list, tuple) or type(part).__name__.startswith("Repeated"):
+            parts = list(part)
+            return self._is_prompt(parts) or any(map(self._is_value, parts[:MAX_PARTS]))
         return False
 
     def _is_prompt(self, parts: list[Any]) -> bool:
@@ -347,15 +359,16 @@ def _method_of(frame: FrameType) -> str:
     return ""
 
 
-def _fields(value: Any) -> list[Any]:
-    """What an object holds."""
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    """The fields of an object by name."""
     if isinstance(value, Message):
-        return [part for _, part in value.ListFields()]
+        return [(field.name, part) for field, part in value.ListFields()]
     if isinstance(value, tuple):
-        return list(value)
-    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    found = [getattr(value, name, None) for name in names]
-    return found + list(getattr(value, "__dict__", {}).values())
+        return list(value._asdict().items()) if hasattr(value, "_asdict") else []
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = [*slots, *getattr(type(value), "__struct_fields__", ())]
+    found = {name: getattr(value, name, None) for name in names}
+    return list({**found, **getattr(value, "__dict__", {})}.items())
 
 
 async def trace(folder: pathlib.Path) -> list[Way]:
@@ -379,8 +392,10 @@ async def trace(folder: pathlib.Path) -> list[Way]:
                     if WORDS in text:
                         tracer.begin(Way(policy), served.tokenizer.encode_text(WORDS, most_tokens=1000), loop)
                     messages = [{"role": "user", "content": text}]
-                    body = {"model": served.name, "messages": messages, "max_tokens": 2}
-                    assert (await call(running.gateway.http_address, "/v1/chat/completions", body)).status == 200
+                    body = {"model": served.name, "messages": messages, "max_tokens": 2, "seed": SEED}
+                    label = {"x-request-id": LABEL}
+                    reply = await call(running.gateway.http_address, "/v1/chat/completions", body, label)
+                    assert reply.status == 200
                 found.append(tracer.way)
     return found
 

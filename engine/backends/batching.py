@@ -195,8 +195,7 @@ def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
     """Yield the edits of rows that change logits; most rows change none."""
     for row, (sequence, _, _, position) in enumerate(rows):
         edits, prompt_tokens = sequence.edits, sequence.prompt_tokens
-        assert edits is not None
-        if edits.change(position - prompt_tokens):
+        if edits is not None and edits.change(position - prompt_tokens):
             # A stream that failed in the step before lacks a token; the token chosen for it here is dropped.
             end = min(position, sequence.num_tokens + sequence.num_proposed)
             yield edits.of_row(row, sequence.tokens(0, end), prompt_tokens, position)

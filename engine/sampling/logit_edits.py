@@ -20,19 +20,18 @@ class LogitEdits:
     """The edits of one stream's rows.
 
     Attributes:
-        stop_token_ids: ids that end the stream.
         allowed: uint32 [ceil(vocab_size / 32)], the mask of ``allowed_token_ids``; None allows all.
         read_history: True if an edit depends on the tokens before the row.
     """
 
     __slots__ = (
         *("_always", "_bad_words", "_bias", "_biased", "_frequency", "_min_tokens", "_presence", "_repetition"),
-        *("allowed", "read_history", "stop_token_ids"),
+        *("_stop_token_ids", "allowed", "read_history"),
     )
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
         """Compile the parameters; ``vocab_size`` is needed only with ``allowed_token_ids``."""
-        self.stop_token_ids = frozenset(params.stop_token_ids)
+        self._stop_token_ids = params.stop_token_ids
         ids = params.allowed_token_ids
         self.allowed: UInt32 | None = mask_of(ids, vocab_size) if ids else None
         self._min_tokens = params.min_tokens or 0
@@ -52,7 +51,7 @@ class LogitEdits:
     def of_row(self, row: int, tokens: Ids, prompt_tokens: int, position: int) -> RowEdit:
         """Return the edit of a row that samples the token of a ``position``; ``tokens`` are those before it, less one
         whose choice failed."""
-        banned = [*self.stop_token_ids] if position - prompt_tokens < self._min_tokens else []
+        banned = [*self._stop_token_ids] if position - prompt_tokens < self._min_tokens else []
         if self._bad_words is not None:
             banned += self._bad_words.completing(tokens[max(prompt_tokens, len(tokens) - self._bad_words.longest) :])
         return RowEdit(

@@ -165,7 +165,7 @@ class Sequence(BlockChain):
     flow: Flow = NO_FLOW
     hashes: InitVar[bytes] = b""
     vocab_size: InitVar[int] = 0
-    # Compiled from ``sampling``; parallel samples share it.
+    # Compiled from ``sampling``, and shared with parallel samples; None if nothing changes single logits.
     edits: LogitEdits | None = None
     # The acknowledgements of these chunks are sent, or wait only for the node's answer.
     _acked_chunks: int = field(default=0, init=False)
@@ -213,9 +213,10 @@ class Sequence(BlockChain):
         ends = enumerate(self.chunk_ends)
         self._chunks = [ChunkDone(seq_id=self.seq_id, index=index, end_tokens=end) for index, end in ends]
         if sampling is not None:
-            self.edits = self.edits or LogitEdits(sampling, vocab_size)
-            self.reads_history = self.edits.read_history
-            self._stop_token_ids = self.edits.stop_token_ids
+            self._stop_token_ids = frozenset(sampling.stop_token_ids)
+            if self.edits is None and sampling.changes_logits:
+                self.edits = LogitEdits(sampling, vocab_size)
+            self.reads_history = self.edits is not None and self.edits.read_history
         # This says whether the sequence ends with its prompt, without a generated token.
         self.is_prompt_only = sampling is not None and self.max_tokens == 0
         self.num_scored = self.score_end = self.scored_tokens

@@ -58,8 +58,7 @@ from pillion.types import MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_PROMPT_LOGPROBS
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit, TokenSequence
 from pillion.v1.prefill_pb2 import RunPrefillRequest
-from pillion.wire.common import finish_to_pb, logprob_to_pb
-from pillion.wire.decode import read_pooling, read_sampling
+from pillion.wire.common import finish_to_pb, logprob_to_pb, read_pooling, read_sampling
 from pillion.wire.errors import as_pillion_error
 
 log = logging.getLogger("pillion.decode")
@@ -84,12 +83,12 @@ class MemoryShort(Overloaded):
 @dataclass(eq=False, slots=True)
 class _DecodeStream:
     """Is one answer that the worker streams to a gateway: that of a Submit message, or of one of its parallel samples.
-    It receives the tokens of its sequence. ``key`` names it on the connection, ``sample`` on the worker."""
+    It receives the tokens of its sequence. ``key`` names it on the connection, ``seq_id`` on the worker."""
 
     session: DecodeSession
     trace: Context
     key: int
-    sample: ParallelSampleSpec
+    seq_id: int
     parallel_samples: tuple[_DecodeStream, ...] = ()
     timer: asyncio.TimerHandle | None = None
     # This is set from the moment in which the ticket is asked for; a parallel sample has none.
@@ -99,10 +98,6 @@ class _DecodeStream:
     told_draft_tokens: int = 0
     # The step thread writes the progress, and this class only reads it.
     progress: SequenceProgress | None = None
-
-    @property
-    def seq_id(self) -> int:
-        return self.sample.seq_id
 
     def tell_timings(self, new_tokens: int) -> bool:
         """Returns whether a delta that is not the last one has timings, because a stream that the gateway ends has no
@@ -197,8 +192,8 @@ class DecodeSession:
         except PillionError as error:
             self._fail(submit.key, error)
             return
-        stream = self._open(submit, submit.key, submit.sampling.seed)
-        parallel_samples = [self._open(submit, sample.key, sample.seed) for sample in submit.siblings]
+        stream = self._open(submit, submit.key)
+        parallel_samples = [self._open(submit, sample.key) for sample in submit.siblings]
         stream.parallel_samples = tuple(parallel_samples)
         task = asyncio.create_task(self._start(stream, submit, sampling))
         # A stream that waits takes its place when it has all that it waits for.
@@ -379,7 +374,7 @@ class DecodeSession:
         )
         if _waits(submit):
             self._check_room(1 + len(stream.parallel_samples))
-        model = self._worker.model
+        model, seeds = self._worker.model, {one.key: one.seed for one in submit.siblings}
         sequence = Sequence(
             holding,
             self._worker.block_size,
@@ -394,7 +389,9 @@ class DecodeSession:
                 submit.prompt_tokens + submit.max_tokens, model.prepared.original_tokens, model.prepared.max_model_len
             ),
             priority=bounded(submit.priority),
-            parallel_samples=tuple(other.sample for other in stream.parallel_samples),
+            parallel_samples=tuple(
+                ParallelSampleSpec(other.seq_id, seeds[other.key]) for other in stream.parallel_samples
+            ),
             scored_tokens=submit.scored_tokens,
             adapter=submit.adapter,
             pooling=read_pooling(submit),
@@ -407,9 +404,9 @@ class DecodeSession:
             sequence.follow_grammar(grammar)
         return sequence, {one.seq_id: one for one in (stream, *stream.parallel_samples)}
 
-    def _open(self, submit: Submit, key: int, seed: int) -> _DecodeStream:
+    def _open(self, submit: Submit, key: int) -> _DecodeStream:
         trace = telemetry.from_traceparent(submit.traceparent)
-        stream = self._streams[key] = _DecodeStream(self, trace, key, ParallelSampleSpec(self._worker.next_id(), seed))
+        stream = self._streams[key] = _DecodeStream(self, trace, key, self._worker.next_id())
         if submit.timeout_ms:
             loop = asyncio.get_running_loop()
             stream.timer = loop.call_later(submit.timeout_ms / 1000, self._time_out, key)

@@ -93,11 +93,14 @@ class HttpCall:
         self.api = self.path
         self._refusals: Refusals | None = scope.get("pillion.refusals")
         self.answer_id = new_answer_id()
-        self.request_id = request_label(self.header(b"x-request-id"), self.answer_id)
         # The response gets these headers beside those of its kind.
         self.notes: Headers = []
         # What the call's body has without effect.
         self.reading = BodyReading()
+
+    @property
+    def request_id(self) -> str:
+        return request_label(self.header(b"x-request-id"), self.answer_id)
 
     def trace_parent(self) -> otel_context.Context | None:
         """Returns the client's trace context, None where it sends none."""

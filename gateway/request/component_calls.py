@@ -50,14 +50,14 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest, BlockHashChain
 from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.gateway.request.request_telemetry import BroughtTokens
+from pillion.gateway.request.validation import answer_seed
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
 from pillion.kvstore.index.index import PrefixHits
 from pillion.observability import telemetry
 from pillion.rules.grammar_limits import GRAMMAR_FAULT
 from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
-from pillion.wire.common import flow_to_pb
-from pillion.wire.decode import write_pooling, write_sampling
+from pillion.wire.common import flow_to_pb, write_pooling, write_sampling
 
 
 def run_range(
@@ -284,16 +284,18 @@ async def chain_of(admitted: AdmittedRequest, token_ids: Sequence[int], served: 
 
 @dataclass(slots=True, eq=False)
 class ComponentCalls:
-    """Makes the calls to components that one answer needs. At most one look-up, ticket call, fetch or prefill range
-    runs at a time, and at most one decode stream.
+    """The calls to components for answer ``index`` of a request: at most one look-up, ticket call, fetch or prefill
+    range at a time, and at most one decode stream.
 
-    ``seed`` is the answer's own, and ``tokens`` returns the tokens that its attempt starts from; ``post`` takes events,
-    ``broken`` takes an exception that no call should raise.
-    ``chain`` has the hashes of the latest attempt's whole blocks.
+    Attributes:
+        _tokens: returns the tokens that the current attempt starts from.
+        _post: takes events.
+        _broken: takes an exception that no call should raise.
+        chain: hashes of the latest attempt's whole blocks.
     """
 
     _admitted: AdmittedRequest
-    _seed: int
+    _index: int
     _tokens: Callable[[], tuple[int, ...]]
     _cluster: Cluster
     _span: trace.Span
@@ -348,7 +350,7 @@ class ComponentCalls:
             timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
             traceparent=telemetry.traceparent(trace.set_span_in_context(self._span)),
             priority=admitted.priority,
-            siblings=[Sibling(seed=follower._seed) for follower in followers],
+            siblings=[Sibling(seed=follower._seed()) for follower in followers],
             awaited_blocks=action.awaited_blocks,
             scored_tokens=action.scored_tokens,
             grammar=admitted.grammar.text,
@@ -356,7 +358,7 @@ class ComponentCalls:
             kept_tokens=admitted.kept_tokens,
             flow=flow_to_pb(admitted.flow),
         )
-        write_sampling(submit, replace(admitted.sampling, seed=self._seed))
+        write_sampling(submit, replace(admitted.sampling, seed=self._seed()))
         if admitted.pooling is not None:
             write_pooling(submit, admitted.pooling)
         if action.hold is None:
@@ -383,6 +385,9 @@ class ComponentCalls:
         else:
             for stream, key in zip(streams, keys, strict=True):
                 stream._stream = (worker, key)
+
+    def _seed(self) -> int:
+        return answer_seed(self._admitted.sampling.seed or 0, self._index)
 
     def _stop_work(self, after_ms: int) -> None:
         if self._work is not None and after_ms:

@@ -54,7 +54,6 @@ exactly one terminal action.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
@@ -74,8 +73,9 @@ from pillion.errors import (
 )
 from pillion.gateway.planning.planner import RequestPlan, plan_fetch, replan, shorten
 from pillion.gateway.request import events as ev
+from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.gateway.request.events import Action, Event, TicketHold
-from pillion.types import AnswerSoFar, FinishReason, Timings, Usage
+from pillion.types import FinishReason, Timings, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 
 # This is the delay before the second attempt; each further one waits four times as long. The planner leaves a lost
@@ -90,8 +90,6 @@ MAX_WORKERS_KILLED = 2
 # The call of a prefill range may outlive its answer this long, where the answer ended before the prefill range's last
 # acknowledgement.
 LAST_ACK_WAIT_MS = 1000
-# The log probabilities of all tokens of a prompt count as given where this answer's client wants none.
-NONE_WANTED = sys.maxsize
 
 
 class RequestState(Enum):
@@ -112,23 +110,16 @@ _LIVING = frozenset(RequestState) - {RequestState.DONE}
 
 @dataclass(eq=False)
 class RequestMachine:
-    """Owns an answer's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds. At most ``max_attempts``
-    in a row bring nothing.
+    """The tokens, attempts and ticket of answer ``index`` to a request. ``now`` is monotonic, in seconds.
 
-    A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted. A
-    machine that is ``resumed`` goes on after the tokens that another gateway has given; there ``cached_tokens`` of the
-    prompt were found. ``scored_tokens`` log probabilities of the prompt have been given, or are not wanted.
+    Answers after the first follow it: they learn what it does by LeaderSubmitted, LeaderRetried and LeaderStarted. An
+    answer that another gateway began continues after its tokens. ``scored_tokens`` counts log probabilities of the
+    prompt that were emitted or are not wanted.
     """
 
-    prompt: tuple[int, ...]
-    _max_tokens: int
-    _stop_ids: frozenset[int]
-    _max_attempts: int
-    arrived: InitVar[float]
-    follows: InitVar[bool] = False
-    resumed: InitVar[AnswerSoFar | None] = None
-    cached_tokens: InitVar[int] = 0
-    scored_tokens: int = NONE_WANTED
+    _admitted: AdmittedRequest
+    index: InitVar[int] = 0
+    scored_tokens: int = 0
     state: RequestState = RequestState.PLANNING
     attempt: int = 1
     emitted: list[int] = field(default_factory=list)
@@ -158,16 +149,27 @@ class RequestMachine:
     held: HeldKv = field(init=False)
     _timeline: _Timeline = field(init=False)
 
-    def __post_init__(self, arrived: float, follows: bool, resumed: AnswerSoFar | None, cached_tokens: int) -> None:
-        self.scored_tokens = min(self.scored_tokens, len(self.prompt) - 1)
-        self._timeline, self.held = _Timeline(arrived), HeldKv()
-        if follows:
-            self.state = RequestState.FOLLOWING
-        if resumed is not None:
-            self.emitted.extend(resumed.token_ids)
-            self._timeline.found, self._timeline.cached_tokens = True, cached_tokens
-            if resumed.finish_reason is not None:
+    def __post_init__(self, index: int) -> None:
+        admitted, resume = self._admitted, self._admitted.resume
+        # Derived once, since they are compared for every token.
+        self._max_tokens, self._stop_ids = admitted.max_tokens, frozenset(admitted.sampling.stop_token_ids)
+        self._timeline, self.held = _Timeline(admitted.arrived), HeldKv()
+        last = len(self.prompt) - 1
+        # Only the first answer's stream reports the prompt's log probabilities.
+        scores = index == 0 and admitted.reads_prompt_rows
+        self.scored_tokens = min(0 if resume is None else resume.scored_tokens, last) if scores else last
+        if resume is not None:
+            so_far = resume.answers[index]
+            self.emitted.extend(so_far.token_ids)
+            self._timeline.found, self._timeline.cached_tokens = True, resume.origin.cached_tokens
+            if so_far.finish_reason is not None:
                 self.state = RequestState.DONE
+        elif index:
+            self.state = RequestState.FOLLOWING
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self._admitted.prompt
 
     def start(self) -> list[Action]:
         """Returns the first look-up. A follower begins without one, and a resumed answer that is whole just ends."""
@@ -261,7 +263,7 @@ class RequestMachine:
 
     def _opened(self, event: ev.TicketAdopted, now: float) -> list[Action]:
         self.state = RequestState.DECODING
-        self._admitted(now)
+        self._memory_granted(now)
         plan = replan(self._plan(), event.pinned_blocks)
         late = "; not split any more, for the decode worker has the ticket" if plan.chunks else ""
         self.plan = replace(plan, split_tokens=plan.cached_tokens, chunks=(), reason=plan.reason + late)
@@ -274,7 +276,7 @@ class RequestMachine:
         self._opened(ev.TicketAdopted(self.attempt, self._plan().cached_blocks), now)
         return self.handle(event, now)
 
-    def _admitted(self, now: float) -> None:
+    def _memory_granted(self, now: float) -> None:
         self._lost_tickets = 0
         self.held.begin(now)
         if self._timeline.admitted is None:
@@ -299,7 +301,7 @@ class RequestMachine:
         if event.attempt != self.attempt or self.state is not RequestState.PINNING:
             return [ev.ReleaseTicket(event.hold)]
         self.hold = event.hold
-        self._admitted(now)
+        self._memory_granted(now)
         self.plan = replan(self._plan(), event.pinned_blocks)
         pinned, limit = self.plan.cached_blocks, self.plan.limit_blocks
         wanted = plan_fetch(self.plan.sources, self.plan.node_id, pinned, limit, self.plan.split_decision)
@@ -463,7 +465,7 @@ class RequestMachine:
             text = f"two workers were lost in a step with this request ({names}), so no other one gets it"
             return self._end(ev.Fail(LethalRequest(text)), now, stream_over)
         waits = self._waits_for(loss)
-        if not waits and (loss.patience_s or self._fruitless >= self._max_attempts):
+        if not waits and (loss.patience_s or self._fruitless >= self._admitted.options.max_attempts):
             return self._end(ev.Fail(self._given_up(loss)), now, stream_over)
         leaving = self._leave(stream_over)
         self._let_go(False, now)

@@ -32,14 +32,12 @@ from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPref
 from pillion.gateway.request.component_calls import ComponentCalls
 from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.request_machine import (
-    NONE_WANTED,
     AnswerAction,
     ParallelSamples,
     RequestMachine,
     RequestState,
 )
 from pillion.gateway.request.request_telemetry import RequestMeter
-from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText
 from pillion.types import Delta, FinishReason, StreamOrigin, Timings, TokenLogprob, ToolCallDelta, Usage
 
@@ -97,11 +95,11 @@ class RequestRunner:
 
     def __post_init__(self) -> None:
         admitted, indexes = self.admitted, range(len(self._answers))
-        self._samples = ParallelSamples([_machine(admitted, index) for index in indexes])
+        self._samples = ParallelSamples([RequestMachine(admitted, index) for index in indexes])
         self._calls = [
             ComponentCalls(
                 admitted,
-                answer_seed(admitted.sampling.seed or 0, index),
+                index,
                 machine.tokens,
                 self._cluster,
                 self._span,
@@ -111,8 +109,7 @@ class RequestRunner:
             )
             for index, machine in enumerate(self._samples.machines)
         ]
-        shows_logprobs = admitted.asked.sampling.logprobs is not None
-        self._outbox = Outbox(admitted.request_id, len(indexes), admitted.answers, shows_logprobs)
+        self._outbox = Outbox(admitted, len(indexes))
         self._last_event_s = [time.monotonic()] * len(indexes)
         self._reasons = [""] * len(indexes)
         for index, answer in enumerate(admitted.resume.answers if admitted.resume is not None else ()):
@@ -374,24 +371,6 @@ class RequestRunner:
         log.warning("%s in attempt %d, and has heard nothing for %.0f s", where, machine.attempt, quiet_s)
 
 
-def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:
-    resume = admitted.resume
-    # Only the first answer's stream reports the prompt's log probabilities.
-    scores = index == 0 and admitted.reads_prompt_rows
-    scored_tokens = 0 if resume is None else resume.scored_tokens
-    return RequestMachine(
-        admitted.prompt,
-        admitted.max_tokens,
-        frozenset(admitted.sampling.stop_token_ids),
-        admitted.options.max_attempts,
-        admitted.arrived,
-        follows=index > 0 and resume is None,
-        resumed=None if resume is None else resume.answers[index],
-        cached_tokens=0 if resume is None else resume.origin.cached_tokens,
-        scored_tokens=scored_tokens if scores else NONE_WANTED,
-    )
-
-
 # One delta has at most this many log probabilities of a prompt, their alternatives included: converting them takes some
 # 5 ms.
 MAX_DELTA_LOGPROBS = 4096
@@ -415,17 +394,11 @@ class _Unread:
 class Outbox:
     """Holds the deltas of a request for its reader: answers come in the order in which they have something new.
 
-    Args:
-        request_id: the id that goes into every delta.
-        generated: number of answers that are generated.
-        given: number of answers, the best ones, that the client gets. They are numbered by rank if these are not all.
-        show_logprobs: whether deltas carry log probabilities.
+    ``generated`` answers are generated. If the client gets fewer, these are the best ones, numbered by rank.
     """
 
-    _request_id: str
+    _admitted: AdmittedRequest
     generated: InitVar[int]
-    _given: int
-    _show_logprobs: bool
     _pending: deque[int] = field(default_factory=deque)
     _scores: deque[TokenLogprob] = field(default_factory=deque)
     _last: tuple[Usage, Timings] | None = None
@@ -435,7 +408,8 @@ class Outbox:
 
     def __post_init__(self, generated: int) -> None:
         self._pending_deltas = [_Unread() for _ in range(generated)]
-        self._ranks = self._given < generated
+        self._ranks = self._admitted.answers < generated
+        self._show_logprobs = self._admitted.asked.sampling.logprobs is not None
 
     @property
     def pending(self) -> bool:
@@ -472,7 +446,7 @@ class Outbox:
         """Ends the request's deltas; called right after the last ``finish``."""
         self._last = (usage, timings)
         if self._ranks:
-            chosen = rank_answers([box.logprobs for box in self._pending_deltas], self._given)
+            chosen = rank_answers([box.logprobs for box in self._pending_deltas], self._admitted.answers)
             self._pending_deltas = [self._pending_deltas[index] for index in chosen]
             self._pending.extend(range(len(chosen)))
 
@@ -485,7 +459,7 @@ class Outbox:
         if self._scores:
             scores, most = self._scores, MAX_DELTA_LOGPROBS // (1 + len(self._scores[0].top_ids))
             given = tuple(scores.popleft() for _ in range(min(len(scores), max(most, 1))))
-            return Delta(self._request_id, "", prompt_logprobs=given)
+            return Delta(self._admitted.request_id, "", prompt_logprobs=given)
         if not self._pending:
             assert self._error is not None
             self.over = True
@@ -497,7 +471,7 @@ class Outbox:
             self.over = True
             usage, timings = self._last
         return Delta(
-            request_id=self._request_id,
+            request_id=self._admitted.request_id,
             text="".join(box.texts),
             token_ids=tuple(box.token_ids),
             finish_reason=box.finish_reason,

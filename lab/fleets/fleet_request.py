@@ -20,6 +20,7 @@ from lab.fleets.prefix_store import NodeStore, SimTicket
 from lab.fleets.sim_worker import TOKEN, SimWorker, WorkerJob
 from lab.fleets.site import FleetSite
 from lab.fleets.traffic import ClientRecord, Request
+from lab.testbed.admitted import admitted_request
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.sequence import Ending
 from pillion.errors import NotFound, PillionError, Unavailable
@@ -56,8 +57,9 @@ class FleetRequest:
         self.request = request
         self.blocks = request.blocks[: request.prompt_tokens // TRACE_BLOCK_TOKENS]
         self.arrived_s = arrived_s
+        prompt = (TOKEN,) * request.prompt_tokens
         self.machine = RequestMachine(
-            (TOKEN,) * request.prompt_tokens, request.answer_tokens, frozenset(), max_attempts, arrived_s
+            admitted_request(prompt, request.answer_tokens, max_attempts=max_attempts, arrived=arrived_s)
         )
         self.first_s = self.last_s = 0.0
         self.gaps_s: array[float] = array("d")

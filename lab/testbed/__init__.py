@@ -11,7 +11,8 @@
   `eagle_heads`, `random_adapter` (LoRA), `plain_model` (a Hugging Face folder of a GGUF file), `toy_tokenizer`.
 - References: `attention_reference` and `gpu_reference` (kernels in plain torch), `fake_cuda` (a CUDA driver in C),
   `triton_interpreter` (a faster one).
-- `conditions` (bounded waits), `recorded_requests` (requests of every kind, recorded and replayed).
+- `conditions` (bounded waits), `recorded_requests` (requests of every kind, recorded and replayed),
+  `admitted` (requests without a gateway).
 
 Open `cluster` first. Modules import `pillion` and each other, never `tests` or other parts of the laboratory. Helpers
 used only by tests are in `tests/support`.

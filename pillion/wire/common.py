@@ -3,14 +3,15 @@ components for compatible versions."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.errors import Conflict
 from pillion.rules.priority import Flow
-from pillion.types import PUBLIC_OPTIONS, FinishReason, SamplingParams, StructuredOutputs, TokenLogprob
+from pillion.types import PUBLIC_OPTIONS, FinishReason, PoolingParams, SamplingParams, StructuredOutputs, TokenLogprob
 from pillion.v1 import common_pb2
+from pillion.v1.decode_pb2 import Submit, TokenSequence
 
 _FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -77,6 +78,49 @@ def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
         plain["stop"] = (plain["stop"],)
     structured = None if params.structured_outputs is None else _structured_to_pb(params.structured_outputs)
     return common_pb2.SamplingParams(**plain, structured_outputs=structured)
+
+
+# A gateway and a worker carry the parameters of a stream as one object each. Only the next four functions map their
+# fields to those of a Submit, where some stand beside its sampling: peers of the last release read them there.
+
+
+def write_sampling(submit: Submit, params: SamplingParams) -> None:
+    """Write the resolved parameters of a stream. Raises ValueError where a number does not fit its field."""
+    submit.sampling.CopyFrom(sampling_to_pb(replace(params, stop_token_ids=())))
+    submit.stop_token_ids.extend(params.stop_token_ids)
+    submit.max_tokens = params.max_tokens or 0
+    submit.bad_words.extend(TokenSequence(token_ids=one) for one in params.bad_words_token_ids)
+
+
+def read_sampling(submit: Submit) -> SamplingParams:
+    """Read the parameters that :func:`write_sampling` wrote."""
+    return replace(
+        sampling_from_pb(submit.sampling),
+        stop_token_ids=tuple(submit.stop_token_ids),
+        max_tokens=submit.max_tokens,
+        bad_words_token_ids=tuple(tuple(one.token_ids) for one in submit.bad_words),
+    )
+
+
+def write_pooling(submit: Submit, params: PoolingParams) -> None:
+    """Write the parameters of a stream that ends with a vector."""
+    submit.pooled = params.rows is None
+    if params.rows is not None:
+        submit.pooled_first, submit.pooled_rows = params.rows.start, len(params.rows)
+    submit.pooled_ids.extend(params.logits_of)
+    submit.second_from = params.second_from
+
+
+def read_pooling(submit: Submit) -> PoolingParams | None:
+    """Read the parameters that :func:`write_pooling` wrote, with the positions of the last token's row; None for a
+    stream that generates."""
+    if submit.pooled_rows:
+        rows = range(submit.pooled_first, submit.pooled_first + submit.pooled_rows)
+    elif submit.pooled:
+        rows = range(submit.prompt_tokens - 1, submit.prompt_tokens)
+    else:
+        return None
+    return PoolingParams(rows=rows, logits_of=tuple(submit.pooled_ids), second_from=submit.second_from)
 
 
 def _structured_from_pb(message: common_pb2.StructuredOutputs) -> StructuredOutputs | None:

@@ -7,28 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from pillion.errors import PillionError
-from pillion.gateway.request.admitted_request import NO_GRAMMAR, AdmittedRequest
+from pillion.gateway.request.admitted_request import NO_GRAMMAR
 from pillion.gateway.request.validation import ModelLimits, resolve
 from pillion.types import Delta, FinishReason, GenerateRequest, SamplingParams, Timings, ToolCallDelta, Usage
 from tests.support.fake_components import FINGERPRINT, FakeCluster
-
-
-def admitted_request(options: Any = None) -> AdmittedRequest:
-    """Return an admitted request without a prompt."""
-    return AdmittedRequest(
-        request_id="r",
-        answer_id="a",
-        model="toy",
-        fingerprint="",
-        prompt=(),
-        asked=GenerateRequest(),
-        sampling=SamplingParams(max_tokens=1),
-        cache_salt="",
-        options=options,
-        arrived=0.0,
-        deadline=None,
-        spread=0,
-    )
 
 
 class ScriptedRunner:

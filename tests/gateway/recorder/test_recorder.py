@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.admitted import admitted_request
 from lab.testbed.conditions import until
 from lab.testbed.recorded_requests import TEMPLATE
 from pillion import Delta, PillionError
@@ -34,7 +35,6 @@ from pillion.wire.public import RECORD_HEADER, origin_from_pb
 from tests.pillion.records.test_bundle import bundle_of
 from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
 from tests.support.http import call
-from tests.support.scripted import admitted_request
 
 PROMPT = "What is the capital of France?"
 SCRIPT = "Paris, naturally."

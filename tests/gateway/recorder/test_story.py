@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from lab.testbed.admitted import admitted_request
 from pillion.gateway.recorder import story as stories
 from pillion.gateway.recorder.story import AnswerLog, Story
 from pillion.gateway.request import events as ev
 from pillion.types import TokenLogprob
-from tests.support.scripted import admitted_request
 
 
 def story_of(tenant: str = "a", answers: int = 1) -> Story:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.admitted import admitted_request
 from lab.testbed.toy_tokenizer import byte_tokenizer
 from pillion.errors import Cancelled, NotFound, Overloaded, Unavailable
 from pillion.gateway.request import events as ev
@@ -17,7 +18,7 @@ from pillion.gateway.request.request_machine import ParallelSamples, RequestMach
 from pillion.gateway.request.request_runner import Outbox, rank_answers
 from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText, new_detokenizer, stop_strings
-from pillion.types import FinishReason, Timings, TokenLogprob, Usage
+from pillion.types import FinishReason, GenerateRequest, SamplingParams, Timings, TokenLogprob, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 from tests.gateway.request.test_request import EOS, GONE, ack, hold, planned
 from tests.support.examples import examples
@@ -29,10 +30,13 @@ PROMPT = tuple(range(100, 121))
 def choices(
     count: int = 3, max_tokens: int = 5, attempts: int = 4, prompt: tuple[int, ...] = PROMPT
 ) -> ParallelSamples:
-    stop = frozenset({EOS})
-    return ParallelSamples(
-        [RequestMachine(prompt, max_tokens, stop, attempts, 0.0, follows=n > 0) for n in range(count)]
-    )
+    admitted = admitted_request(prompt, max_tokens, (EOS,), max_attempts=attempts)
+    return ParallelSamples([RequestMachine(admitted, n) for n in range(count)])
+
+
+def outbox(generated: int, answers: int, logprobs: int | None = None) -> Outbox:
+    asked = GenerateRequest(sampling=SamplingParams(logprobs=logprobs))
+    return Outbox(admitted_request(asked=asked, sampling=SamplingParams(n=answers)), generated)
 
 
 def actions_of(todos) -> list[tuple[int, str]]:
@@ -333,7 +337,7 @@ TIMES, USED = Timings(), Usage(3, 0, 9)
 
 
 def test_what_is_not_taken_is_merged_per_answer() -> None:
-    box = Outbox("r", 2, 2, True)
+    box = outbox(2, 2, logprobs=0)
     box.add(1, AnswerDelta("a", (1,), tuple(probs(-1.0))))
     box.add(0, AnswerDelta("b", (2,), tuple(probs(-1.0))))
     box.add(1, AnswerDelta("c", (3, 4), tuple(probs(-2.0, -3.0))))
@@ -353,7 +357,7 @@ def test_what_is_not_taken_is_merged_per_answer() -> None:
 
 
 def test_of_best_of_nothing_is_given_before_the_end() -> None:
-    box = Outbox("r", 3, 2, False)
+    box = outbox(3, 2)
     for index, value in enumerate((-3.0, -1.0, -2.0)):
         box.add(index, AnswerDelta(f"text {index}", (index,), tuple(probs(value))))
         box.finish(index, AnswerDelta("!", ()), FinishReason.STOP)
@@ -369,7 +373,7 @@ def test_of_best_of_nothing_is_given_before_the_end() -> None:
 
 @pytest.mark.parametrize("given_", [1, 2])
 def test_a_failure_comes_after_what_is_pending(given_: int) -> None:
-    box = Outbox("r", 2, given_, False)
+    box = outbox(2, given_)
     box.add(0, AnswerDelta("a", (1,)))
     box.fail(Unavailable("gone"))
     if given_ == 2:
@@ -382,7 +386,7 @@ def test_a_failure_comes_after_what_is_pending(given_: int) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=40))
 def test_whatever_the_reader_does_nothing_is_lost(steps: list[tuple[int, int, bool]]) -> None:
-    box, counter = Outbox("r", 3, 3, True), itertools.count()
+    box, counter = outbox(3, 3, logprobs=0), itertools.count()
     put: dict[int, list[int]] = {0: [], 1: [], 2: []}
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lab.testbed.admitted import admitted_request
 from pillion import Delta, FinishReason, InvalidRequest, Overloaded
 from pillion.gateway.admission.admission import Admission
 from pillion.gateway.request.request_runner import MAX_DELTA_LOGPROBS, Outbox
@@ -91,7 +92,7 @@ def test_scores_weigh_in_admission() -> None:
 
 
 def test_one_delta_has_a_bounded_number_of_scores() -> None:
-    outbox, one = Outbox("r", 1, 1, False), TokenLogprob(1, -1.0, (1, 2, 3), (-1.0, -2.0, -3.0), 1)
+    outbox, one = Outbox(admitted_request(), 1), TokenLogprob(1, -1.0, (1, 2, 3), (-1.0, -2.0, -3.0), 1)
     outbox.score([one] * 5000)
     taken = []
     while outbox.pending:

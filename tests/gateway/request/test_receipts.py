@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lab.testbed.admitted import admitted_request
 from pillion.errors import Unavailable
 from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import make_plan
@@ -28,7 +29,7 @@ class AttemptDriver:
     """Drives a machine of 20 prompt tokens through an attempt after the other."""
 
     def __init__(self) -> None:
-        self.machine = RequestMachine(tuple(range(100, 120)), 50, frozenset(), 4, 0.0)
+        self.machine = RequestMachine(admitted_request(tuple(range(100, 120)), 50))
         self.machine.start()
 
     def begin(self, cached: int, at_s: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.testbed.admitted import admitted_request
 from lab.testbed.conditions import loop_turns
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.links.cluster import Cluster
@@ -25,7 +26,6 @@ from pillion.v1.kvnode_pb2 import OpenTicketReply, PrefetchReply
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.registry import ComponentRecord
 from tests.support.examples import examples
-from tests.support.scripted import admitted_request
 
 BLOCK = 4
 ERRORS = (Unavailable("gone"), NotFound("ticket"), Overloaded("full"), Conflict("fenced"))
@@ -143,7 +143,7 @@ OPTIONS = GatewayOptions(
     policy=parse_policy("disaggregated"), chunk_tokens=8, max_attempts=1, max_inflight_requests=1,
     max_inflight_tokens=1, prefix_caching=True,
 )  # fmt: skip
-JOB = admitted_request(OPTIONS)
+JOB = admitted_request(options=OPTIONS)
 
 
 @given(st.data())

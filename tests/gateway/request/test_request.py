@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from lab.testbed.admitted import admitted_request
 from pillion.errors import Internal, InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import make_plan
@@ -53,7 +54,9 @@ PATIENCE_S = 40.0
 
 
 def machine(prompt: int = 21, max_tokens: int = 5, attempts: int = 4, arrived: float = 0.0) -> RequestMachine:
-    return RequestMachine(tuple(range(100, 100 + prompt)), max_tokens, frozenset({EOS}), attempts, arrived)
+    return RequestMachine(
+        admitted_request(tuple(range(100, 100 + prompt)), max_tokens, (EOS,), max_attempts=attempts, arrived=arrived)
+    )
 
 
 def ack(n: int, end: int) -> ChunkAck:
@@ -461,7 +464,7 @@ def test_silence_counts_as_loss() -> None:
 
 
 def follower(max_tokens: int = 5) -> RequestMachine:
-    return RequestMachine(tuple(range(100, 121)), max_tokens, frozenset({EOS}), 4, 0.0, follows=True)
+    return RequestMachine(admitted_request(tuple(range(100, 121)), max_tokens, (EOS,)), 1)
 
 
 def test_a_follower_has_no_work_of_its_own_until_it_is_lost_after_the_first_token() -> None:

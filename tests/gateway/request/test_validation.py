@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from lab.testbed.admitted import admitted_request
 from pillion.errors import InvalidRequest, NotFound
 from pillion.gateway.request import validation as v
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams, StructuredOutputs
-from tests.support.scripted import admitted_request
 
 LIMITS = v.ModelLimits("toy", max_model_len_tokens=64, vocab_size=300)
 GOOD = GenerateRequest(text="hello")
