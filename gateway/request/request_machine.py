@@ -467,7 +467,7 @@ class RequestMachine:
         waits = self._waits_for(loss)
         if not waits and (loss.patience_s or self._fruitless >= self._admitted.options.max_attempts):
             return self._end(ev.Fail(self._given_up(loss)), now, stream_over)
-        leaving = self._leave(stream_over)
+        leaving = self._leave(stream_over, finished=False)
         self._let_go(False, now)
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** min(self._losses, 8))
         self.attempt += 1
@@ -495,7 +495,7 @@ class RequestMachine:
     def _let_go(self, whole: bool, now: float) -> None:
         self.held.end(len(self.prompt) + len(self.emitted), self._timeline.acked_tokens, whole, now)
 
-    def _leave(self, stream_over: bool = False, finished: bool = False) -> list[Action]:
+    def _leave(self, stream_over: bool, finished: bool) -> list[Action]:
         """Stops whatever the current attempt does. ``finished`` says that the stream has ended by itself and the answer
         is whole."""
         actions: list[Action] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import pytest
@@ -12,7 +13,7 @@ from pillion.errors import Unavailable
 from pillion.gateway.planning.planner import replan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import ParallelSamples, RequestMachine, RequestState
-from pillion.types import FinishReason, TokenLogprob, Usage
+from pillion.types import AnswerSoFar, FinishReason, TokenLogprob, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 from tests.gateway.request.test_request import EOS, PARTS, REMOTE, ack, follower, hold, machine, planned, to_decoding
 from tests.support.scenes import random_scenes
@@ -257,3 +258,78 @@ def test_rounding_makes_no_answer_cheaper_than_nothing() -> None:
     found = answers.receipt(Usage(2, 2, 0, fetched_tokens=1))
     assert (found["kv_pool_byte_seconds"], found["kv_fetched_byte_seconds"]) == (1, 1)
     assert found["kv_computed_byte_seconds"] == 0
+
+
+def test_no_token_follows_the_last_one() -> None:
+    m = machine(max_tokens=2)
+    to_decoding(m)
+    assert m.handle(ev.TokensSampled(1, (1, 2)), 1.0) == [ev.Emit((1, 2))]
+    assert m.handle(ev.TokensSampled(1, (3,)), 1.0) == []
+    assert m.emitted == [1, 2]
+
+
+def test_an_end_without_timings_leaves_those_that_came() -> None:
+    m = machine()
+    to_decoding(m)
+    m.handle(ev.TokensSampled(1, (1,), DecodeTimings(tail_steps=3, guessed_tokens=4)), 1.0)
+    m.handle(ev.DecodeFinished(1, FinishReason.STOP, None), 2.0)
+    assert (m.timings(3.0).tail_steps, m.timings(3.0).guessed_tokens) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "actions"),
+    [
+        ((), None, ["LookUp"]),
+        ((1, 2), None, ["LookUp"]),
+        ((1, EOS), None, ["StopWork", "Finish"]),
+        ((1,) * 5, None, ["StopWork", "Finish"]),
+        ((1, 2), FinishReason.STOP, []),
+    ],
+)
+def test_a_resumed_answer_goes_on_after_its_tokens(
+    answer: tuple[int, ...], reason: FinishReason | None, actions: list[str]
+) -> None:
+    so_far = AnswerSoFar(answer, reason)
+    m = RequestMachine(tuple(range(21)), 5, frozenset({EOS}), 4, 0.0, resumed=so_far, cached_tokens=8)
+    assert [type(action).__name__ for action in m.start()] == actions
+    assert m.state is (RequestState.PLANNING if actions == ["LookUp"] else RequestState.DONE)
+    assert m.tokens() == (*range(21), *answer)
+    if actions == ["LookUp"]:
+        to_decoding(m)
+    assert m.usage() == Usage(21, 8, len(answer)), "what the first gateway found is what counts"
+
+
+def test_a_further_answer_without_a_stream_has_none_to_cancel() -> None:
+    (fail,) = follower().handle(ev.RequestCancelled(), 1.0)
+    assert isinstance(fail, ev.Fail)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_an_end_shows_that_the_whole_prompt_was_computed(tokens: int) -> None:
+    m = machine()
+    m.handle(planned(1, 21, 2), 1.0)
+    m.handle(ev.TicketGranted(1, hold(), 2), 1.0)
+    m.handle(ev.TokensSampled(1, (5,) * tokens), 2.0)
+    m.handle(ev.DecodeFinished(1, FinishReason.LENGTH, None), 3.0)
+    assert m.held.computed_tokens == 21 - 8
+
+
+def test_an_attempt_that_was_lost_at_once_has_computed_nothing() -> None:
+    m = machine()
+    m.handle(planned(1, 21, 2), 1.0)
+    m.handle(ev.TicketGranted(1, hold(), 2), 1.0)
+    m.handle(ev.PrefillLost(1, GONE, True), 2.0)
+    assert m.held.computed_tokens == 0
+
+
+def test_states_are_held_like_tokens() -> None:
+    parts = [replace(one, block_bytes=40) for one in PARTS]
+    made = planned(1, 21, 9, components=parts)
+    held = []
+    for pages in (0, 3):
+        m = machine()
+        m.handle(ev.PlanMade(1, dataclasses.replace(made.plan, working_pages=pages)), 1.0)
+        m.handle(ev.TicketAdopted(1, 9), 1.0)
+        m.handle(ev.DecodeFinished(1, FinishReason.STOP, None), 3.0)
+        held.append(m.held.byte_s)
+    assert held[1] - held[0] == pytest.approx(2.0 * 3 * 40)

@@ -138,8 +138,28 @@ class LossyRun:
         if before in LEAVING:
             assert [type(action).__name__ for action in actions[:-1]] == LEAVING[before]
 
+    def late(self) -> None:
+        """An event of an earlier attempt changes nothing; only a ticket that comes late is released."""
+        rng, attempt = self.rng, self.machine.attempt - 1
+        kind = rng.choice([ev.PlanFailed, ev.TicketLost, ev.PrefillLost, ev.DecodeLost])
+        event = rng.choice(
+            [
+                kind(attempt, ERRORS[0], rng.random() < 0.5),
+                ev.TokensSampled(attempt, (60,)),
+                ev.TicketAdopted(attempt, 3),
+                ev.BlocksFetched(attempt, 3),
+                ev.PrefillEnded(attempt, 20),
+                ev.DecodeFinished(attempt, FinishReason.STOP, None),
+                ev.AttemptSilent(attempt),
+            ]
+        )
+        assert self.happen(event) == []
+        assert self.happen(ev.TicketGranted(attempt, hold(77), 3)) == [ev.ReleaseTicket(hold(77))]
+
     def step(self) -> None:
         self.now += self.rng.choice([0.0, 1.0, 2.0, 4.0])
+        if self.rng.random() < 0.2:
+            self.late()
         getattr(self, self.machine.state.value)(self.machine.attempt)
 
     def planning(self, attempt: int) -> None:
