@@ -144,7 +144,7 @@ class StreamProgress:
         else:
             self._arrivals += connected
         waited_s = now_s - self._broke_s
-        if self._arrivals >= MAX_RESUME_ATTEMPTS or (self._attempts and waited_s >= self._resume_timeout_s):
+        if self._arrivals >= MAX_RESUME_ATTEMPTS or waited_s >= self._resume_timeout_s:
             text = f"the stream broke and was not resumed in {self._attempts} attempts within {waited_s:.1f} s"
             raise type(error)(f"{text}; the last one: {error.message}")
         doubled_ms = FIRST_RESUME_DELAY_MS * 2 ** min(self._attempts - 1, MAX_RESUME_ATTEMPTS) if self._attempts else 0
@@ -152,8 +152,8 @@ class StreamProgress:
         delay_ms = min(max(doubled_ms, asked_ms), MAX_RESUME_DELAY_MS) * random.uniform(0.5, 1)  # noqa: S311
         self._attempts += 1
         self._opening = True
-        left_s = delay_ms / 1000 if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
-        return min(delay_ms / 1000, left_s)
+        delay_s = delay_ms / 1000
+        return delay_s if self._deadline_s is None else max(0.0, min(delay_s, self._deadline_s - now_s))
 
     def _delay_before_connection_s(self, error: PillionError, broken: bool, connected: bool, now_s: float) -> float:
         """Return :meth:`delay_s` before any gateway was connected; ``broken`` if another gateway may accept the

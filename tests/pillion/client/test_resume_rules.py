@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from pillion.client import resume
+from pillion.client.answer_schema import answer_schema
 from pillion.client.connection import RETRY_ATTEMPTS, RETRY_FIRST_BACKOFF_S, RETRY_MAX_BACKOFF_S
 from pillion.client.resume import StreamProgress, goes_on
 from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
@@ -17,6 +18,8 @@ from pillion.v1 import common_pb2, gateway_pb2
 from tests.support.scenes import random_scenes
 
 ORIGIN = StreamOrigin(-5, bytes(32), 8)
+# The share of a pause that chance leaves of it here.
+LEFT = 0.75
 MAX_ATTEMPTS, MAX_DELAY_S, FIRST_DELAY_S = 6, 2.0, 0.05
 RESUME_TIMEOUT_S, CONNECT_TIMEOUT_S = 8.0, 6.0
 ERRORS = [
@@ -74,12 +77,12 @@ class ResumeModel:
             self.arrivals += connected
         if self.arrivals == MAX_ATTEMPTS:
             return "given up"
-        if self.attempts and now_s >= self.broke_s + self.resume_timeout_s:
+        if now_s >= self.broke_s + self.resume_timeout_s:
             return "given up"
         own_s = FIRST_DELAY_S * 2 ** (self.attempts - 1) if self.attempts else 0.0
         asked_s = error.retry_after_ms / 1000 if isinstance(error, Overloaded | Unavailable) else 0.0
         self.attempts += 1
-        pause_s = min(max(own_s, asked_s), MAX_DELAY_S)
+        pause_s = min(max(own_s, asked_s), MAX_DELAY_S) * LEFT
         return pause_s if self.deadline_s is None else min(pause_s, max(0.0, self.deadline_s - now_s))
 
     def fail_before_connection(self, error: PillionError, lost: bool, connected: bool, now_s: float) -> float | str:
@@ -93,7 +96,7 @@ class ResumeModel:
         rounds = self.attempts // self.addresses
         own_s = min(RETRY_FIRST_BACKOFF_S * 2 ** (rounds - 1), RETRY_MAX_BACKOFF_S)
         asked_s = error.retry_after_ms / 1000 if isinstance(error, Unavailable) else 0.0
-        pause_s = min(max(own_s, asked_s), MAX_DELAY_S)
+        pause_s = min(max(own_s, asked_s), MAX_DELAY_S) * LEFT
         return "final" if self.deadline_s is not None and now_s + pause_s >= self.deadline_s else pause_s
 
 
@@ -103,20 +106,28 @@ class StreamLife:
     def __init__(self, rng: Random) -> None:
         self.rng, self.now_s, self.opening, self.over = rng, 50.0, True, False
         timeout_s = rng.choice([None, None, 4.0, 30.0])
-        resume_timeout_s = rng.choice([0.0, RESUME_TIMEOUT_S, RESUME_TIMEOUT_S])
+        resume_timeout_s = rng.choice([0.0, 0.5, RESUME_TIMEOUT_S, RESUME_TIMEOUT_S, RESUME_TIMEOUT_S])
         connect_timeout_s = rng.choice([0.0, CONNECT_TIMEOUT_S])
         addresses = rng.randint(1, 2)
         deadline_s = None if timeout_s is None else 50.0 + timeout_s
         self.model = ResumeModel(addresses, resume_timeout_s, connect_timeout_s, deadline_s)
-        self.asked = GenerateRequest(text="x", sampling=SamplingParams(n=2), request_id="mine")
+        self.answers = rng.choice([None, 2, 2])
+        sampling = SamplingParams(n=self.answers)
+        self.asked = GenerateRequest(text="x", sampling=sampling, request_id="mine")
+        # Some gateways cannot be reached, and some break often without anything between.
+        self.errors, self.share = ERRORS, 0.35
+        self.connected, self.pauses_s = 0.5, [0.0, 0.25, 1.0, 2.0]
+        if rng.random() < 0.5:
+            self.errors, self.share = ERRORS[:4], rng.choice([0.0, 0.15])
+            self.connected, self.pauses_s = rng.choice([0.0, 0.1, 0.9]), rng.choice([[0.0, 0.25], [0.25, 1.0]])
         self.stream = StreamProgress(self.asked, timeout_s, resume_timeout_s, connect_timeout_s, addresses, self.now_s)
         # A gateway of an older version names no origin.
         self.has_origin = rng.random() < 0.9
 
     def step(self) -> None:
-        self.now_s += self.rng.choice([0.0, 0.25, 1.0, 2.0])
+        self.now_s += self.rng.choice(self.pauses_s)
         self.check_time()
-        if self.rng.random() < 0.35:
+        if self.rng.random() < self.share:
             self.bring()
         else:
             self.fail()
@@ -133,7 +144,7 @@ class StreamLife:
 
     def bring(self) -> None:
         rng, model = self.rng, self.model
-        index, opens = rng.randint(0, 1), self.opening
+        index, opens = rng.randrange(self.answers or 1), self.opening
         ids, scored = ([7, 8], 0) if rng.random() < 0.5 else ([], rng.randint(0, 1))
         ends = rng.random() < 0.2
         message = gateway_pb2.GenerateResponse(
@@ -163,8 +174,8 @@ class StreamLife:
             model.reasons[index] = FinishReason.STOP
 
     def fail(self) -> None:
-        error, spoken = self.rng.choice(ERRORS), self.rng.random() < 0.3
-        connected = spoken or self.rng.random() < 0.5
+        error, spoken = self.rng.choice(self.errors), self.rng.random() < (0.3 if self.share else 0.0)
+        connected = spoken or self.rng.random() < self.connected
         expected = self.model.fail(error, spoken, connected, self.now_s)
         if isinstance(expected, float):
             assert self.stream.delay_s(error, spoken, connected, self.now_s) == pytest.approx(expected)
@@ -186,7 +197,7 @@ class StreamLife:
         if not model.is_resumable:
             assert self.stream.request() == self.asked
             return
-        answers = tuple(AnswerSoFar(tuple(model.tokens[n]), model.reasons.get(n)) for n in (0, 1))
+        answers = tuple(AnswerSoFar(tuple(model.tokens[n]), model.reasons.get(n)) for n in range(self.answers or 1))
         found = self.stream.request()
         assert found.resume == Resume(ORIGIN, answers, model.scored)
         assert (found.request_id, found.text) == ("theirs", "x")
@@ -196,13 +207,13 @@ class StreamLife:
 def test_a_broken_stream_is_resumed_by_the_rules(scenes: list[Random]) -> None:
     bounds: set[tuple[float, float]] = set()
 
-    def longest(low: float, high: float) -> float:
+    def chance(low: float, high: float) -> float:
         bounds.add((low, high))
-        return high
+        return LEFT
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resume, "MAX_RESUME_ATTEMPTS", MAX_ATTEMPTS)
-        patch.setattr(resume.random, "uniform", longest)
+        patch.setattr(resume.random, "uniform", chance)
         for rng in scenes:
             life = StreamLife(rng)
             for _ in range(40):
@@ -240,3 +251,10 @@ def test_a_call_without_a_stream_is_sent_once_to_each_address(error: PillionErro
         sent += 1
         assert sent < 9
     assert sent == (most if is_lost(error, spoken) else 1)
+
+
+def test_an_answer_of_a_schema_is_parsed() -> None:
+    stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0, answer_schema("true"))
+    stop = common_pb2.FINISH_REASON_STOP
+    assert stream.note(gateway_pb2.GenerateResponse(text="[1,")).parsed is None
+    assert stream.note(gateway_pb2.GenerateResponse(text="2]", finish_reason=stop)).parsed == [1, 2]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pillion.supervisor.restarts import EXIT_CONFIG, Restart, RestartPolicy
+from tests.support.scenes import random_scenes
 
 
 def test_delays_double_up_to_a_bound() -> None:
@@ -75,3 +78,38 @@ def test_never_more_quick_restarts_in_a_window_than_allowed(
             quick.append(now)
             flap_delay_s = 0.0
         begins_s = now + answer.delay_s
+
+
+@given(random_scenes())
+def test_a_death_is_followed_by_the_rules(scenes: list[Random]) -> None:
+    """Delays double with deaths in a row, and with each one while the component flaps, for a window after its start."""
+    for rng in scenes:
+        most, window_s, calm_s = rng.randint(2, 5), float(rng.randint(4, 20)), float(rng.randint(1, 4))
+        policy = RestartPolicy(most, window_s, 200, 1000, calm_s, 8.0, 20.0)
+        now, begins_s, flaps = 100.0, float("-inf"), 0
+        deaths: list[float] = []
+        for _ in range(rng.randint(1, 14)):
+            now += rng.choice([0.5, 1.0, calm_s, calm_s - 0.5, window_s, begins_s - now + window_s, 1.0, 2.0])
+            if now == float("-inf") or (deaths and now < deaths[-1]):
+                now = deaths[-1] if deaths else 100.0
+            exit_code = rng.choice([1, 1, 1, -9, -9, EXIT_CONFIG])
+            flaps = 0 if now - begins_s >= window_s else flaps
+            deaths = [at for at in deaths if now - at <= window_s] + [now]
+            if exit_code == EXIT_CONFIG:
+                why = "a cannot work as configured"
+            elif flaps:
+                why = "a keeps on dying"
+            elif len(deaths) >= most:
+                why = f"a died {most} times within {window_s:g} s"
+            else:
+                why = ""
+            if why:
+                flaps += 1
+                expected = Restart(min(8.0 * 2 ** (flaps - 1), 20.0), why)
+            else:
+                in_a_row = 0
+                while in_a_row + 1 < len(deaths) and deaths[-1 - in_a_row] - deaths[-2 - in_a_row] < calm_s:
+                    in_a_row += 1
+                expected = Restart(min(0.2 * 2 ** (in_a_row - 1), 1.0) if in_a_row else 0.0)
+            assert policy.died("a", exit_code, now) == expected
+            begins_s = now + expected.delay_s
