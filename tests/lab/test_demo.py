@@ -1,4 +1,4 @@
-"""`make demo`: its table, what it asks, and the flags that it does not take."""
+"""`make demo`: its table, its requests, and the flags that it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pillion.types import Timings, Usage
 from pillion.wire.public import PLAN_HEADER
 
 
-def test_the_demonstration_s_table_fits_into_80_columns() -> None:
+def test_the_table_fits_into_80_columns() -> None:
     tokens = {"cached_tokens": 1024, "prefilled_tokens": 4096, "prefill_chunks": 16, "tail_tokens": 511}
     timings = Timings(**tokens, prefill_ms=12489.6, decode_queue_ms=100.25)
     answer = DemoAnswer("disaggregated again", usage=Usage(5631, 1024, 100), timings=timings)
@@ -29,7 +29,7 @@ def test_the_demonstration_s_table_fits_into_80_columns() -> None:
     assert all(text in written for text in figures)
 
 
-async def test_the_demonstration_asks_one_long_prompt_cold_by_each_policy_and_once_more(
+async def test_the_long_prompt_is_sent_cold_per_policy_and_once_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[str, int, str]] = []
@@ -61,6 +61,6 @@ async def test_the_demonstration_asks_one_long_prompt_cold_by_each_policy_and_on
 
 
 @pytest.mark.parametrize("flag", ["--api-keys=x", "--tls-cert=x"])
-def test_the_demonstration_takes_no_keys_and_no_certificates(flag: str) -> None:
+def test_keys_and_certificates_are_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match="use pillion serve"):
         demo.main([flag], standalone_mode=False)

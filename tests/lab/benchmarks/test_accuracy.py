@@ -1,4 +1,4 @@
-"""What quantized weights cost: sums over tokens against plain formulas, and windows of a text."""
+"""Accuracy of quantized weights: sums over tokens against plain formulas, and windows of a text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_sums_are_those_of_torch():
     assert found.agreement == (exact[:-1].argmax(1) == other[:-1].argmax(1)).sum() / 8
 
 
-def test_the_windows_of_a_text_are_scored_by_themselves(tmp_path, monkeypatch):
+def test_windows_of_a_text_are_scored_separately(tmp_path, monkeypatch):
     monkeypatch.setenv("PILLION_CACHE", model_cache(tmp_path / "cache"))
     folder = save_model(tmp_path / "model")
     scorer = TextScorer(TorchBackend(prepare(ModelFlags(model=str(folder), dtype="float32")), 16, 1), 32)

@@ -1,4 +1,4 @@
-"""Loads of the capacity benchmark have the lengths and beginnings that they name; a search finds a known capacity."""
+"""Loads of the capacity benchmark have their lengths and prefixes; a search finds a known capacity."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_mixed_prompts_are_between_those_of_its_parts() -> None:
     assert means == sorted(means)
 
 
-def test_prompts_of_a_trace_begin_alike_and_new_seeds_make_new_ones() -> None:
+def test_trace_prompts_share_prefixes_within_a_seed_only() -> None:
     made = loads(SCALE)["toolagent"](200, 1)
     begins = [tuple(session.turns[0].ids[:64]) for session in made]
     assert len(set(begins)) < len(begins)
@@ -64,7 +64,7 @@ def test_requests_arrive_at_the_rate(load: str) -> None:
 def test_rates_have_the_same_lengths_in_the_same_order_and_share_no_prompt(load: str) -> None:
     slow, fast = (OpenLoad(load, rate, 20.0, loads(SCALE)[load]).sessions(3) for rate in (2.0, 3.0))
     lengths = [[[len(turn.ids or turn.text.split()) for turn in each.turns] for each in made] for made in (slow, fast)]
-    # A chat may be cut where the number of requests ends.
+    # The last chat may be cut by the number of requests.
     assert lengths[0][:-1] == lengths[1][: len(slow) - 1]
     begins = [{(tuple(each.turns[0].ids[:16]), each.system[:16]) for each in made} for made in (slow, fast)]
     assert not begins[0] & begins[1]
@@ -72,7 +72,7 @@ def test_rates_have_the_same_lengths_in_the_same_order_and_share_no_prompt(load:
 
 @pytest.mark.parametrize("start", [0.25, 1.0, 40.0])
 def test_one_search_finds_the_capacities_of_all_objectives(start: float) -> None:
-    """The system of this test has gaps of 10 ms for each request a second, and first tokens in time up to 20/s."""
+    """A system with gaps of 10 ms per request/s, and first tokens in time up to 20/s."""
     search = CapacitySearch({"strict": 55.0, "relaxed": 275.0}, start)
     while (rate := search.next()) is not None:
         search.runs[rate] = {"itl_p99_ms": 10 * rate, "ttft_of_bound_p99": rate / 20}
@@ -81,8 +81,8 @@ def test_one_search_finds_the_capacities_of_all_objectives(start: float) -> None
     assert 20 / 1.1 <= found["relaxed"] <= 20
 
 
-def test_a_run_for_a_stricter_objective_takes_no_capacity_of_another() -> None:
-    """The search within the strict bound goes on below the relaxed capacity, where a burst breaks the relaxed one."""
+def test_a_run_for_a_stricter_objective_does_not_lower_another_capacity() -> None:
+    """The strict search continues below the relaxed capacity, where a burst breaks the relaxed bound."""
     search = CapacitySearch({"strict": 50.0, "relaxed": 500.0}, 3.0)
     gaps = {3.0: 900.0, 1.5: 400.0, 0.75: 510.0, 0.375: 45.0}
     while (rate := search.next()) is not None:

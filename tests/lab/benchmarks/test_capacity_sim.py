@@ -1,4 +1,4 @@
-"""Simulated capacity: a line of prompts lengthens steps, and only a line does."""
+"""Simulated capacity: a queue of prompts lengthens steps, and nothing else does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PLAIN_S = 1.15 * COST.plain_s(STREAMS, STREAMS * 300)
 
 
 def sessions(at_s: float, prompts: int, tokens: int) -> list[LoadSession]:
-    """Streams that decode throughout, and prompts that all come at once."""
+    """Return streams that decode throughout, and prompts that arrive together."""
     streams = [LoadSession(0.0, (Turn(400, ids=[number] * 64),)) for number in range(STREAMS)]
     return streams + [LoadSession(at_s, (Turn(1, ids=[number] * tokens),)) for number in range(1000, 1000 + prompts)]
 
 
 def served(contender: Contender, prompts: int, tokens: int) -> tuple[list[float], list[float], list[float]]:
-    """Gaps of the streams while prompts wait and afterwards, and the times to the first token of the prompts."""
+    """Return gaps of the streams while prompts wait and afterwards, and times to the first token of the prompts."""
     at_s = 4.0
     records = CapacityRun(contender, sessions(at_s, prompts, tokens), 1).run().records
     late = [record for record in records if record.due_s == at_s]
@@ -34,7 +34,7 @@ def served(contender: Contender, prompts: int, tokens: int) -> tuple[list[float]
     return during, after, [record.ttft_s for record in late]
 
 
-def test_a_line_lengthens_steps_until_it_is_gone() -> None:
+def test_a_queue_of_prompts_lengthens_steps_while_it_lasts() -> None:
     during, after, _ = served(Contender("auto", COST), 40, 100)
     assert max(during) > 1.5 * AUTO_TARGET_STEPS * PLAIN_S
     assert max(after) <= PLAIN_S
@@ -49,7 +49,7 @@ def test_a_long_prompt_alone_stalls_no_stream() -> None:
     assert max(after) <= PLAIN_S
 
 
-def test_a_line_waits_less_than_under_a_target_as_short_as_plain_gaps() -> None:
+def test_a_queue_waits_less_than_under_a_target_of_plain_gaps() -> None:
     _, _, auto = served(Contender("auto", COST), 40, 100)
     target_ms = AUTO_TARGET_STEPS * PLAIN_S * 1000
     _, _, bounded = served(Contender("bounded", COST, target_ms=target_ms), 40, 100)

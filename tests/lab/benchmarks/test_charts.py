@@ -1,4 +1,4 @@
-"""The charts of the benchmarks: every point where its numbers say, every name in the picture."""
+"""Charts of the benchmarks: points at their coordinates, names in the picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def places(charts: list[Chart]) -> list[list[tuple[float, float]]]:
-    """Where each chart's points are on the page, in pixels from below left."""
+    """Return the points of each chart on the page, in pixels from below left."""
     figure = figure_of(charts)
     figure.canvas.draw()
     return [
@@ -26,7 +26,7 @@ def texts(path: pathlib.Path) -> set[str | None]:
     return {text.text for text in ElementTree.parse(path).getroot().iter(f"{SVG}text")}
 
 
-def test_points_stand_where_their_numbers_say() -> None:
+def test_points_are_drawn_at_their_coordinates() -> None:
     [[(x0, y0), (x1, y1), (x2, y2)]] = places([Chart("T", "x", "y", {"a": [(0, 0), (5, 50), (10, 100)]})])
     assert x0 < x1 < x2
     assert y0 < y1 < y2
@@ -34,7 +34,7 @@ def test_points_stand_where_their_numbers_say() -> None:
     assert y1 - y0 == pytest.approx(y2 - y1, abs=0.2)
 
 
-def test_log_axis_spaces_doublings_evenly_and_names_them_as_flags_do(tmp_path: pathlib.Path) -> None:
+def test_log_axis_spaces_doublings_evenly_and_labels_them_like_flags(tmp_path: pathlib.Path) -> None:
     chart = Chart("T", "x", "y", {"a": [(512, 1), (1024, 1), (2048, 1)]}, log_x=True)
     [[(x0, _), (x1, _), (x2, _)]] = places([chart])
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
@@ -42,7 +42,7 @@ def test_log_axis_spaces_doublings_evenly_and_names_them_as_flags_do(tmp_path: p
     assert {"512", "1K", "2K"} <= texts(tmp_path / "chart.svg")
 
 
-def test_charts_stand_side_by_side_and_names_are_escaped(tmp_path: pathlib.Path) -> None:
+def test_charts_are_side_by_side_and_names_are_escaped(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "new" / "charts.svg"
     one = Chart("A <b> & c", "x", "y", {"p<1": [(1, 1)], "q": [(2, 0)]})
     two = Chart("second", "x", "y", {"r": [(3, 3), (4, 4)]})

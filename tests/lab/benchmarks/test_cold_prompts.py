@@ -1,4 +1,4 @@
-"""The benchmark of cold prompts: rounds of several runs are put together, and times compared within a round."""
+"""The benchmark of cold prompts: rounds of several runs are combined, and times compared within a round."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_systems_figures_become_rounds() -> None:
     }
 
 
-def test_rounds_of_another_machine_are_not_added_to(tmp_path: pathlib.Path) -> None:
+def test_rounds_are_not_added_to_those_of_another_machine(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "cold_prompts.json"
     assert cold_prompts.earlier(path)["rounds"] == {}
     result: dict[str, Any] = {"machine": {**machine(), "date": "2000-01-01"}, "rounds": {"128": [{}]}, "systems": {}}

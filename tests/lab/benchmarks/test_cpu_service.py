@@ -1,4 +1,4 @@
-"""The service benchmark counts what its clients saw: tokens, gaps and rates, whoever answers."""
+"""The service benchmark: tokens, gaps and rates as its clients see them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOAD = ClosedLoad(input_tokens=6, output_tokens=5, concurrency=3, requests=8)
 
 
 class CountingTarget:
-    """Answers with messages of ``tokens`` tokens each; counts the streams that are open at once."""
+    """Answers with messages of ``tokens`` tokens each; counts concurrent streams."""
 
     def __init__(self, *tokens: int, error: str = "") -> None:
         self.tokens = tokens
@@ -84,7 +84,7 @@ def test_figures_of_a_run() -> None:
 
 
 def test_pillion_is_served_with_its_own_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy of the test bed's would be measured as if it were the product's."""
+    """The test bed's default policy must not be measured as the product's."""
     started: list[tuple[list[str], dict[str, str]]] = []
 
     def start(command: list[str], *, env: dict[str, str], **_: Any) -> None:
@@ -104,7 +104,7 @@ def prompts(load: ClosedLoad, seed: int) -> list[tuple[int, ...]]:
     return [tuple(turn.ids) for session in load.sessions(seed) for turn in session.turns]
 
 
-def test_prompts_repeat_for_a_seed_and_for_nothing_else() -> None:
+def test_prompts_repeat_only_for_the_same_seed() -> None:
     assert prompts(LOAD, 1) == prompts(LOAD, 1)
     longer = ClosedLoad(input_tokens=12, output_tokens=5, concurrency=3, requests=8)
     heads = [ids[:6] for load, seed in ((LOAD, 1), (LOAD, 2), (longer, 1)) for ids in prompts(load, seed)]
@@ -112,7 +112,7 @@ def test_prompts_repeat_for_a_seed_and_for_nothing_else() -> None:
 
 
 async def test_the_loop_is_closed() -> None:
-    """Never more streams than clients, always as many while prompts are left, and each prompt once."""
+    """At most as many streams as clients, no fewer while prompts are left, and each prompt once."""
     target = CountingTarget(2, 3)
     run = await measure(target, LOAD.sessions(3), LOAD.concurrency)
     assert target.most == LOAD.concurrency
@@ -121,7 +121,7 @@ async def test_the_loop_is_closed() -> None:
     assert [[tokens for _, tokens in each.messages] for each in run.records] == [[2, 3]] * LOAD.requests
 
 
-async def test_an_answer_of_another_length_does_not_count() -> None:
+async def test_an_answer_of_another_length_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="4 tokens"):
         await measure(CountingTarget(4), LOAD.sessions(3), LOAD.concurrency)
 
@@ -187,7 +187,7 @@ def test_a_peer_that_is_limited_to_avx2_sees_nothing_beyond() -> None:
     assert done.stdout == "[True, False, False] AVX2\n"
 
 
-def test_the_kernels_of_a_run_are_told() -> None:
+def test_the_kernels_of_a_run_are_reported() -> None:
     log = "decode-0   | 14:50 INFO    pillion.worker: all operators run on torch, 2 threads: asked for\nother\n"
     assert about_kernels(log + log) == "all operators run on torch, 2 threads: asked for"
     assert about_kernels("other") == ""
@@ -246,7 +246,7 @@ def llama_sampler_sample(sampler, context, index):
 '''
 
 
-def test_llama_cpp_is_asked_line_by_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_reads_one_request_per_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     system = llama_system("llama.cpp", sys.executable, pathlib.Path("m.gguf"))

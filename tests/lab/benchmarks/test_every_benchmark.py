@@ -1,4 +1,4 @@
-"""Every benchmark runs at its smallest size, ends well and prints figures, whatever these are."""
+"""Every benchmark runs at its smallest size, exits with 0 and prints figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lab.testbed.nested_forks import FORKED_VARIABLE
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 TIMEOUT_S = 300
 FOLDER = "FOLDER"
-# The smallest arguments of each benchmark, with which it computes for some seconds. FOLDER stands for a new folder.
+# Arguments with which each benchmark computes for some seconds. FOLDER: a new folder.
 SMALLEST = {
     "capacity_sim": "--loads turns --machines amx --seeds 1 --seconds 1 --start 16 --peer-tokens 2048",
     "cpu_products": "--rows 1 --layers 1 --repeats 1 --threads 1",
@@ -23,7 +23,7 @@ SMALLEST = {
     "mooncake": "FOLDER/trace.jsonl --requests 50",
     "traces": "FOLDER/trace.jsonl --requests 50",
 }
-# These are left out, each for its reason; a run by hand is `python -m lab.benchmarks.NAME`.
+# Not run, with the reason.
 CLUSTERS = "it starts clusters, which take half a minute of computing and more"
 KERNELS = "it compiles or runs large kernels for half a minute"
 LEFT_OUT = {
@@ -63,7 +63,7 @@ def test_a_benchmark_runs_at_its_smallest_size(name: str, tmp_path: pathlib.Path
     environ = {**os.environ, "LAB_WRITTEN": str(tmp_path), FORKED_VARIABLE: "1"}
     with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         files = printed.fileno(), errors.fileno()
-        # To import torch and its like takes each process seconds of a core.
+        # Forked, since importing torch takes each process seconds of a core.
         running = component_forks().program(f"lab.benchmarks.{name}", words, environ, *files, starts_clusters=True)
         try:
             status = running.wait(TIMEOUT_S)
@@ -73,5 +73,5 @@ def test_a_benchmark_runs_at_its_smallest_size(name: str, tmp_path: pathlib.Path
             file.seek(0)
         said = printed.read()
         assert status == 0, said[-2000:] + errors.read()[-4000:]
-    # What makes a trace writes it and prints nothing.
+    # Generators of traces write a file and print nothing.
     assert re.search(r"\d", said) or any(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The GPU's benchmark, tuner and visits, tiny, in Triton's interpreter, without what only the servers need."""
+"""The GPU benchmark, tuner and visits, tiny, in Triton's interpreter, without packages that only servers need."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ABSENT = (
     "starlette",
     "uvicorn",
 )
-# A visit measures parts of these.
+# Sections of which a visit runs parts.
 SECTIONS_OF_A_RESULT = ("small", "attention", "e2e")
 BLOCKER = f"""
 import sys
@@ -66,7 +66,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Blocker
 
 @pytest.fixture
 def bare(tmp_path: pathlib.Path) -> dict[str, str]:
-    """Return an environment in which no process can import these packages."""
+    """Return an environment in which these packages cannot be imported."""
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BLOCKER)
@@ -84,7 +84,7 @@ def run(environment: dict[str, str], *words: str, timeout_s: int = 300) -> subpr
 
 
 def visit(environment: dict[str, str], folder: pathlib.Path, *words: str, time_s: int) -> tuple[int, dict[str, Any]]:
-    """Returns the status of a dry run of the parts with these words in their names, and the parts."""
+    """Return the status of a dry run of the parts whose names contain these words, and the parts."""
     words = ("lab.benchmarks.gpu.visit", *words, "--dry", "--time-s", str(time_s), "--out", str(folder))
     done = run(environment, *words, timeout_s=time_s + 50)
     print(done.stdout, done.stderr, (folder / "visit.log").read_text()[-4000:])
@@ -94,8 +94,8 @@ def visit(environment: dict[str, str], folder: pathlib.Path, *words: str, time_s
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_visit_runs_once_where_only_torch_and_triton_are(bare, tmp_path):
-    """All sections, tiny, and the search of all constants. Parts of which the tests below run more are left out: files
-    of tests, clusters but one, and the sections whose result is tested."""
+    """All sections, tiny, and the search of all constants, except parts covered below: test files, all clusters but
+    one, and sections whose result is tested."""
     wanted = set()
     for each in visit_parts():
         whole = each.command[2] not in SECTIONS_OF_A_RESULT or each.name == "end to end: auto"
@@ -128,7 +128,7 @@ def test_a_visit_runs_once_where_only_torch_and_triton_are(bare, tmp_path):
 def test_a_visit_measures_clusters_and_finds_tests_where_the_servers_can_run(tmp_path):
     if shutil.which("cc") is None:
         pytest.skip("the driver that stands for the device needs a C compiler")
-    # This cluster has processes of all roles; others differ in flags.
+    # Has processes of all roles; other clusters differ in flags.
     status, found = visit(dict(os.environ), tmp_path, "end to end: disaggregated", "tests: ", time_s=600)
     assert status == 0
     rows = {row["name"]: row for part in found.values() for row in part["rows"]}
@@ -142,7 +142,7 @@ def test_a_visit_measures_clusters_and_finds_tests_where_the_servers_can_run(tmp
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_result_has_the_rows_of_its_sections(bare, tmp_path):
-    """Sections of which a visit measures a part, and one of which nothing can be measured here."""
+    """Sections of which a visit runs parts, and one that cannot be measured here."""
     sections = SECTIONS_OF_A_RESULT
     done = run(bare, "lab.benchmarks.gpu", *sections, "--smoke", "--out", str(tmp_path), timeout_s=350)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -164,7 +164,7 @@ def test_a_result_has_the_rows_of_its_sections(bare, tmp_path):
 
 
 def test_every_section_and_test_can_be_imported_where_only_torch_and_triton_are(bare):
-    """A section or a file of tests that cannot begin there is seen in seconds."""
+    """Shows in seconds that a section or test file cannot start there."""
     code = "".join(f"import lab.benchmarks.gpu.{section}\n" for section in SECTIONS)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -173,7 +173,7 @@ def test_every_section_and_test_can_be_imported_where_only_torch_and_triton_are(
 
 
 @pytest.mark.long
-def test_a_candidate_with_a_wrong_result_is_not_taken(bare, tmp_path):
+def test_a_candidate_with_a_wrong_result_is_rejected(bare, tmp_path):
     """With a wrong kernel every candidate fails, and nothing is written for it."""
     broken = (
         "import pillion.kernels.gpu.rows.gated as module\nmodule.gated = lambda both, out, activation: out.zero_()\n"
@@ -245,7 +245,7 @@ def taken(entries, facts):
 
 @given(entries=ENTRIES, facts=FACTS)
 @settings(max_examples=examples(200))
-def test_what_was_measured_is_taken_for_its_facts_and_for_no_others(entries, facts):
+def test_a_tuned_entry_applies_to_its_facts_only(entries, facts):
     after = json.loads(json.dumps(entries))
     put(after, {"when": facts, "use": "new"})
     assert taken(after, facts) == "new"

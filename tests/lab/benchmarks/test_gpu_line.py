@@ -22,7 +22,7 @@ class FakeInFlightStep:
 
 
 class FakeGpuBackend:
-    """A backend that samples the same token everywhere, and checks that no two tokens share a place."""
+    """Samples the same token everywhere, and checks that no two tokens share a cell."""
 
     def __init__(self) -> None:
         self.ahead = self.most_streams = 0

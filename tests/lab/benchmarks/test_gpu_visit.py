@@ -1,4 +1,4 @@
-"""A visit to a GPU: its order, its time, and how the next one goes on."""
+"""A visit to a GPU: its order, its time limit, and resuming it."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def part(name: str, program: str = GOOD, seconds: int = 5, beside: bool = False)
 
 
 def visit(folder: pathlib.Path, parts: list[VisitPart], time_s: float = 60.0) -> dict:
-    """What a visit of these parts leaves in its folder."""
+    """Run these parts and return the results in the visit's folder."""
     made = Visit(parts, folder, folder / "none", time_s + RESERVE_S, dry=False)
     made.run(in_order(parts, made.parts), dict(os.environ))
     made.write()
     return json.loads((folder / "visit.json").read_text())["parts"]
 
 
-def test_a_visit_goes_on_where_the_last_one_stopped(clone, tmp_path):
+def test_a_visit_resumes_the_last_one(clone, tmp_path):
     out, marks = tmp_path / "out", tmp_path / "marks"
     marks.mkdir()
     noted = f"open(r'{marks}/' + sys.argv[2], 'a').write('x')"
@@ -71,7 +71,7 @@ def test_a_visit_goes_on_where_the_last_one_stopped(clone, tmp_path):
     assert [(marks / name).read_text() for name in "ab"] == ["xx", "xx"]
 
 
-def test_what_failed_with_these_files_comes_last(clone):
+def test_parts_that_failed_with_these_files_run_last(clone):
     parts = [part(name) for name in "abc"]
     known = {
         "a": {"digest": parts[0].digest(), "error": "ended with 1"},
@@ -90,7 +90,7 @@ def test_what_failed_with_these_files_comes_last(clone):
         (GOOD.replace("1.0", "None").replace("'note': ''", "'note': 'needs redis'"), "needs redis"),
     ],
 )
-def test_a_part_that_gave_nothing_is_tried_again(clone, tmp_path, program, error):
+def test_a_part_without_figures_is_retried(clone, tmp_path, program, error):
     failing = part("a", program, seconds=1 if "sleep" in program else 5)
     found = visit(tmp_path / "out", [failing, part("b")])
     assert found["a"]["error"] == error
@@ -98,7 +98,7 @@ def test_a_part_that_gave_nothing_is_tried_again(clone, tmp_path, program, error
     assert [each.name for each in in_order([failing, part("b")], found)] == ["a"]
 
 
-def test_results_of_another_gpu_are_not_taken_over(clone, tmp_path, monkeypatch):
+def test_results_of_another_gpu_are_ignored(clone, tmp_path, monkeypatch):
     out = tmp_path / "out"
     visit(out, [part("a")])
     monkeypatch.setattr(visiting, "device", lambda: {"name": "another", "date": "2026-01-01"})
@@ -180,7 +180,7 @@ def test_a_packed_cache_is_found_where_it_is_unpacked(tmp_path):
 
 
 @pytest.mark.long
-def test_kernels_that_were_compiled_without_a_gpu_are_found_by_the_next_process(tmp_path):
+def test_kernels_compiled_without_a_gpu_are_cache_hits_later(tmp_path):
     command = [sys.executable, "-m", "lab.gpu_builds.cache", "--only", "tune: gated", "--most", "2", "--processes", "1"]
     packed = tmp_path / "packed.tar.xz"
     for folder, words, said in (
@@ -201,7 +201,7 @@ def test_kernels_that_were_compiled_without_a_gpu_are_found_by_the_next_process(
 
 
 @pytest.mark.long
-def test_no_kernel_is_begun_after_the_given_time(tmp_path):
+def test_no_compilation_begins_after_the_time_limit(tmp_path):
     command = [sys.executable, "-m", "lab.gpu_builds.cache", "--only", "tune: gated", "--most", "8", "--processes", "1"]
     done = subprocess.run(
         [*command, "--folder", str(tmp_path), "--time-s", "0"], cwd=ROOT, capture_output=True, text=True, timeout=240

@@ -20,13 +20,13 @@ def test_a_line_grows_by_its_slope(slope, level, count):
 
 
 @given(st.integers(0, 999))
-def test_a_fifth_of_outliers_moves_nothing(seed):
+def test_a_fifth_of_outliers_has_no_effect(seed):
     draw = random.Random(seed)
     points = [(float(n), 100.0 + (draw.choice((1e6, -1e6)) if n % 5 == 2 else draw.uniform(-1, 1))) for n in range(100)]
     assert abs(growth(points)) < 3
 
 
-def test_what_happens_in_the_warm_up_does_not_count():
+def test_growth_in_the_warm_up_does_not_count():
     points = [(float(n), min(n, 30) * 10.0) for n in range(100)]
     assert growth(points) > 30
     grew, allowed = verdict("memory MiB", points)
@@ -46,6 +46,6 @@ def test_each_kind_is_judged(kind):
     assert wrong[0].startswith(f"b: {kind} grew by")
 
 
-def test_too_few_points_say_nothing():
+def test_too_few_points_show_no_growth():
     assert growth([]) == growth([(1.0, 5.0)]) == 0.0
     assert verdict("tickets", [(1.0, 5.0)]) == (0.0, 8.0)

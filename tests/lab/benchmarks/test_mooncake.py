@@ -1,4 +1,4 @@
-"""Made traces have the numbers of the published ones."""
+"""Generated traces match the statistics of the published ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, read_trace
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_made_trace_is_like_the_published_one(name: str, tmp_path: pathlib.Path) -> None:
-    """Table 2 of the paper. It counts a prompt's last, partial block, too, so its share of hits is a little higher."""
+def test_a_generated_trace_matches_the_published_statistics(name: str, tmp_path: pathlib.Path) -> None:
+    """Table 2 of the paper. It counts a prompt's last, partial block as well, so its hit share is a little higher."""
     wanted = WORKLOADS[name]
     made = generate_like(wanted, 1)
     found = described(made)

@@ -1,4 +1,4 @@
-"""Traces of other forms are written in Mooncake's."""
+"""Conversion of other traces to Mooncake's form."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
-def test_tables_become_traces(tmp_path: pathlib.Path) -> None:
+def test_csv_tables_are_converted_to_traces(tmp_path: pathlib.Path) -> None:
     def written(text: str) -> list[TraceRequest]:
         (tmp_path / "table.csv").write_text(text)
         write_trace(tmp_path / "trace.jsonl", from_csv(tmp_path / "table.csv"))
         return read_trace(tmp_path / "trace.jsonl")
 
-    # The second one failed when it was recorded.
+    # The second request failed when it was recorded.
     assert written(BURST) == [TraceRequest(5000, 472, 18), TraceRequest(5500, 1, 2)]
     first, second = written(AZURE)
     assert second.timestamp - first.timestamp == pytest.approx(4314.579, abs=0.01)

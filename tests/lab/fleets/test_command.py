@@ -1,4 +1,4 @@
-"""`python -m lab.fleets`: what a flag costs on a trace, the workers that objectives take, one line for each mistake."""
+"""`python -m lab.fleets`: the effect of a flag, the workers needed for objectives, one line per mistake."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*words: str) -> int:
 def test_a_flag_is_compared_for_the_same_requests(
     trace: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tokens a step: first tokens come sooner. The table and the file agree that there are two."""
+    """More tokens per step: first tokens come sooner. The table and the file agree."""
     monkeypatch.setenv("COLUMNS", "80")
     found = tmp_path / "found.json"
     flags = ("--flag=max-num-batched-tokens=64,2048", "--flag=split-policy=colocated", "--speed=20")

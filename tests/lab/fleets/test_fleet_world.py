@@ -14,7 +14,7 @@ from lab.fleets.world import FleetConfig, FleetWorld, simulate
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 
-# Seconds of a step, a token, a sequence, a KV token read, a query-key pair: some GPU's.
+# Seconds per step, token, sequence, KV token read and query-key pair of some GPU.
 COST = (5e-3, 4e-5, 5e-5, 2e-8, 1e-9)
 
 
@@ -32,8 +32,8 @@ def whole(records: Sequence[ClientRecord]) -> bool:
     return all(len(one.gaps_s) == one.request.answer_tokens - 1 and not one.failed for one in records)
 
 
-def test_runs_of_steps_change_nothing() -> None:
-    """Client by client and token by token: the same times as with one event for each step."""
+def test_macro_steps_give_identical_results() -> None:
+    """Equal times per client and token with one event per step."""
     requests, worlds = trace(40, 60.0), []
     for macro_steps in (True, False):
         config = fleet(2, 2, 2, macro_steps=macro_steps, node_blocks=6000)
@@ -45,8 +45,8 @@ def test_runs_of_steps_change_nothing() -> None:
     assert worlds[0] == worlds[1]
 
 
-def test_budgets_that_no_flag_sets() -> None:
-    """Those of a CPU; of a GPU, those that suit the cost: 0.3 s for 40 us a token, and 1 ns a pair."""
+def test_default_budgets() -> None:
+    """A CPU's; with a GPU those for the cost: 0.3 s for 40 us a token, and 1 ns a pair."""
 
     def budgets(**flags: object) -> tuple[int, int]:
         config = fleet(1, 1)
@@ -63,7 +63,7 @@ def test_budgets_that_no_flag_sets() -> None:
     assert {worker.record.max_step_tokens for worker in world.site.workers.values()} == {4096}
 
 
-def test_a_prompt_finds_what_another_one_left() -> None:
+def test_a_prompt_hits_the_blocks_of_another_one() -> None:
     blocks = tuple(range(8))
     requests = [Request(0, 0.0, 4100, 4, blocks), Request(1, 60.0, 4200, 4, blocks), Request(2, 120.0, 4100, 4)]
     records, world = simulate(fleet(1, 2), requests)
@@ -72,8 +72,8 @@ def test_a_prompt_finds_what_another_one_left() -> None:
     assert sum(len(store._idle) for store in world.site.stores.values()) == len(blocks)
 
 
-def test_a_prompt_is_found_while_it_is_computed() -> None:
-    """8,000 tokens take a third of a second on a decode worker; what is done of them is there for the next prompt."""
+def test_a_prompt_hits_blocks_of_one_being_computed() -> None:
+    """8,000 tokens take a third of a second on a decode worker; finished blocks are hits for the next prompt."""
     blocks = tuple(range(15))
     requests = [Request(0, 0.0, 8000, 4, blocks), Request(1, 0.2, 8000, 4, blocks)]
     records, _ = simulate(fleet(0, 1), requests)
@@ -82,7 +82,7 @@ def test_a_prompt_is_found_while_it_is_computed() -> None:
 
 
 def test_requests_wait_for_memory_and_blocks_are_evicted() -> None:
-    """A pool of two such prompts: of four that come at once, two wait; what is idle makes room."""
+    """A pool of two such prompts: of four at once, two wait; idle blocks are evicted."""
     requests = [Request(n, 0.0, 1024, 200, (2 * n, 2 * n + 1)) for n in range(4)]
     short, world = simulate(fleet(0, 1, node_blocks=160), requests)
     ample, _ = simulate(fleet(0, 1), requests)
@@ -92,8 +92,9 @@ def test_requests_wait_for_memory_and_blocks_are_evicted() -> None:
     assert next(iter(world.site.stores.values())).evicted > 0
 
 
-def test_blocks_that_leave_while_a_request_waits_for_memory_are_computed_again() -> None:
-    """When the last request is planned, the only node has its blocks; the one before it in line takes their memory."""
+def test_blocks_evicted_while_a_request_waits_for_memory_are_recomputed() -> None:
+    """The only node has the last request's blocks when it is planned; the request before it in line takes their
+    memory."""
     blocks = tuple(range(8))
     requests = [
         Request(0, 0.0, 4100, 4, blocks),
@@ -135,7 +136,7 @@ def test_a_full_gateway_refuses() -> None:
     assert "max_inflight_requests" in records[4].reason
 
 
-def test_what_cannot_be_simulated_is_refused() -> None:
+def test_unsupported_configs_are_refused() -> None:
     with pytest.raises(ConfigError, match="one event"):
         FleetWorld(fleet(0, 1, known_costs=False))
     config = fleet(0, 1)

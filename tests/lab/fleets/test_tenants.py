@@ -16,14 +16,14 @@ from pillion.config import ServeFlags
 from pillion.gateway.admission.tenants import Tenant
 from pillion.rules.priority import OUTPUT_COST
 
-# Seconds of a step, a token, a sequence, a KV token read, a query-key pair: a small model on a CPU.
+# Seconds per step, token, sequence, KV token read and query-key pair of a small model on a CPU.
 COST = (2e-2, 1e-3, 1e-3, 1e-7, 1e-8)
 FLOOD, HEAVY, LONE = Tenant(name="flood"), Tenant(name="heavy", weight=3.0), Tenant(name="lone")
 
 
 @dataclass(frozen=True)
 class AskingClient:
-    """Asks again and again, ``pause_s`` after each answer."""
+    """Sends a request ``pause_s`` after each answer."""
 
     tenant: Tenant
     prompt_tokens: int
@@ -32,7 +32,7 @@ class AskingClient:
 
 
 def run(clients: list[AskingClient], seconds: float, **flags: object) -> list[ClientRecord]:
-    """Everything that ended within so many seconds."""
+    """Return all requests that ended within ``seconds``."""
     known = {"prefill_workers": 0, "decode_workers": 1, "gateway_workers": 1, **flags}
     config = FleetConfig(
         flags=ServeFlags(**known),  # type: ignore[arg-type]
@@ -71,19 +71,19 @@ def run(clients: list[AskingClient], seconds: float, **flags: object) -> list[Cl
     "flags", [{"max_num_seqs": 8}, {"max_num_seqs": 64}, {"max_num_seqs": 8, "prefill_workers": 1}]
 )
 def test_a_lone_request_beside_a_flood(flags: dict[str, Any]) -> None:
-    """Its first token comes within twice the time that it takes alone, and a step of each worker that it goes to."""
+    """Its first token takes at most twice the time alone, and a step of each of its workers."""
     lone = AskingClient(LONE, 300, 12, pause_s=1.7)
     alone_s = max(one.ttft_s for one in run([lone], 20, **flags))
     flood = [AskingClient(FLOOD, 200 + n, 150 + n) for n in range(64)]
     before, records = run(flood, 80, **flags), run([*flood, lone], 80, **flags)
     found_s = [one.ttft_s for one in records if one.request.tenant is LONE]
-    # The largest step has its budget of tokens, and all sequences.
+    # The largest step has its full budget of tokens and all sequences.
     step_s = COST[0] + COST[1] * 256 + COST[2] * flags["max_num_seqs"]
     if "prefill_workers" in flags:
         step_s += COST[0] + COST[1] * 512
     assert len(found_s) > 10
     assert max(found_s) <= 2 * alone_s + step_s
-    # As much is served as without it. Answers that have not ended do not count.
+    # The total is not reduced. Unfinished answers do not count.
     whole, beside = (
         sum(one.request.prompt_tokens + one.request.answer_tokens for one in some) for some in (before, records)
     )
@@ -92,7 +92,7 @@ def test_a_lone_request_beside_a_flood(flags: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [8, 32])
 def test_weights_are_shares_within_five_percent(max_num_seqs: int) -> None:
-    """From when the first answers, which began before all had asked, have ended."""
+    """Measured after the end of the first answers, which began before all had asked."""
     clients = [AskingClient(tenant, 100 + 3 * n, 60 + 5 * n) for tenant in (FLOOD, HEAVY) for n in range(48)]
     records = run(clients, 400, max_num_seqs=max_num_seqs)
     served: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Schedules of the simulator: none finds anything, each replays, and what is broken by hand is found."""
+"""Schedules of the simulator: none has findings, each is reproducible, and mutants are found."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from lab.simulator.schedule import ClusterShape, FaultKind, SimFault, SimRequest
 from lab.simulator.shrink import shrink
 from lab.testbed.conditions import WITHIN_S
 
-# The first seed, and how many from it on.
+# First seed and number of seeds.
 FEW, MANY = (1, 10), (11, 50)
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, with the same order of sets each time."""
+    """Run the command with a fixed hash seed."""
     environ = {**os.environ, "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-m", "lab.simulator", *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=10 * WITHIN_S, check=False)
 
 
 @pytest.mark.parametrize(("first", "count"), [FEW, pytest.param(*MANY, marks=pytest.mark.long)])
-def test_schedules_find_nothing(first: int, count: int) -> None:
+def test_schedules_have_no_findings(first: int, count: int) -> None:
     done = simulate("--first", str(first), "--count", str(count))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{count} schedules" in done.stdout
@@ -39,9 +39,9 @@ def test_schedules_find_nothing(first: int, count: int) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_find_what_one_does() -> None:
+def test_two_processes_find_the_same_as_one() -> None:
     outputs = [simulate("--count", "8", "--processes", number).stdout for number in "12"]
-    # What they took is another matter.
+    # Except durations.
     one, two = [re.sub(r"in .* a minute", "", output) for output in outputs]
     assert one == two
     assert "8 schedules" in one
@@ -49,7 +49,7 @@ def test_two_processes_find_what_one_does() -> None:
 
 @pytest.mark.long
 def test_a_seed_replays_to_the_event() -> None:
-    """In two processes, whose objects lie at other addresses."""
+    """In two processes, whose objects have different addresses."""
     first, second = simulate("--seed", "27"), simulate("--seed", "27")
     assert first.returncode == second.returncode == 0
     assert first.stdout == second.stdout
@@ -79,7 +79,7 @@ def test_a_killed_decode_worker_costs_no_token() -> None:
     assert any("replays=1" in line for line in result.history)
 
 
-# Where the search begins, shortly before a schedule that finds the defect: not every fault shows every defect.
+# Start of the search, shortly before a schedule that finds the mutant: not every fault shows every mutant.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "first"),
@@ -92,7 +92,7 @@ def test_a_killed_decode_worker_costs_no_token() -> None:
         ("what comes back is offered a request, and not waited for", 200),
     ],
 )
-def test_a_defect_made_by_hand_is_found(name: str, first: int) -> None:
+def test_a_mutant_is_found(name: str, first: int) -> None:
     """The others: ``python -m lab.simulator --mutate``."""
     count, finding = seeds_to_find(MUTATIONS[name], 60, first)
     assert count, name
@@ -100,7 +100,7 @@ def test_a_defect_made_by_hand_is_found(name: str, first: int) -> None:
 
 
 @pytest.mark.long
-def test_a_failing_schedule_shrinks_to_what_matters() -> None:
+def test_a_failing_schedule_is_minimized() -> None:
     schedule = draw(11)
     schedule = replace(schedule, faults=tuple(SimFault(n / 10, FaultKind.KILL, f"decode-{n}") for n in range(4)))
 
@@ -131,7 +131,7 @@ def test_a_standby_takes_over(lives: bool) -> None:
 
 
 def test_a_thread_that_is_not_simulated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does would be different each time."""
+    """Its effects would differ each time."""
     over, whole = threading.Event(), RequestRun._whole
 
     def starts_a_thread(run: RequestRun) -> None:
@@ -146,7 +146,7 @@ def test_a_thread_that_is_not_simulated_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_workers_end_with_their_node() -> None:
-    """As the production supervisor has it: no death of theirs counts, and each request goes on."""
+    """As under the production supervisor: their deaths do not count, and each request continues."""
     shape = ClusterShape(decodes=1, prefills=1, policy="colocated", step_s=0.05)
     request = SimRequest(0, 0.0, tuple(range(20)), 30, seed=5, greedy=True, stop_ids=())
     result = run_schedule(SimSchedule(3, shape, (request,), (SimFault(0.5, FaultKind.KILL, "kvnode-0"),)), told=True)
@@ -161,7 +161,7 @@ def test_workers_end_with_their_node() -> None:
 
 @pytest.mark.parametrize("kills", [1, 3])
 def test_requests_wait_for_the_workers_of_a_node_that_is_back(kills: int) -> None:
-    """The node is back at once, and its pool has no shape before a worker has attached, whose step takes long."""
+    """The node is back at once, but its pool has no shape before a worker, whose step takes long, has attached."""
     shape = ClusterShape(decodes=1, prefills=0, policy="colocated", step_s=0.05, kept=True)
     requests = tuple(
         SimRequest(number, at_s, tuple(range(number, number + 20)), 30, seed=5, greedy=True, stop_ids=())
@@ -177,7 +177,7 @@ def test_requests_wait_for_the_workers_of_a_node_that_is_back(kills: int) -> Non
 
 @pytest.mark.parametrize("kind", [FaultKind.DISK_STALL, FaultKind.DISK_FULL, FaultKind.DISK_FLIP])
 def test_a_bad_disk_costs_no_request(kind: FaultKind) -> None:
-    """Prompts fill a small pool and come back, so that blocks leave for the disk and are wanted from it."""
+    """Prompts fill a small pool and repeat, so that blocks are spilled and fetched back."""
     shape = ClusterShape(decodes=1, prefills=0, policy="colocated", slots=36, disk_blocks=60, step_s=0.005)
     requests = tuple(
         SimRequest(number, 0.15 * number, tuple(range(n, n + 40)), 4, seed=1, greedy=True, stop_ids=())

@@ -1,4 +1,4 @@
-"""The production clients of Redis over the model of it, on an event loop, in the states that the way there can have."""
+"""The production Redis clients over the model, on an event loop, in all states of the network path."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Parts:
         await self.writer.announce(answer.node_number + struct.pack(">I", 1), chain.events())
 
 
-async def test_production_clients_speak_to_it() -> None:
+async def test_production_clients_work_with_the_model() -> None:
     parts, chain = Parts(), Chain(range(100))
     await parts.announce("a", chain)
     await parts.announce("b", Chain(range(40)))
@@ -60,7 +60,7 @@ async def test_production_clients_speak_to_it() -> None:
     assert not (await parts.registry.heartbeat(node_record("b"))).known, "and the scripts were sent again"
 
 
-async def test_a_refusal_is_told_with_what_helps() -> None:
+async def test_a_refusal_names_a_remedy() -> None:
     parts = Parts()
     parts.model.refusing = "full"
     with pytest.raises(Unavailable, match=r"OOM.*What helps: its memory is full"):
@@ -71,8 +71,8 @@ async def test_a_refusal_is_told_with_what_helps() -> None:
         await parts.registry.components()
 
 
-async def test_what_nobody_waits_for_any_more_is_carried_out() -> None:
-    """A silent server: the call ends at its deadline, and what it asked for is done when the server goes on."""
+async def test_abandoned_commands_are_executed() -> None:
+    """A silent server: the call ends at its deadline, and its command runs when the server continues."""
     parts = Parts()
     # The first call sends the script.
     assert await parts.buckets.take("t", [BucketDemand(60, wanted=10)]) is None
@@ -87,8 +87,8 @@ async def test_what_nobody_waits_for_any_more_is_carried_out() -> None:
     assert parts.model.dump() != before
 
 
-async def test_commands_take_their_way() -> None:
-    """By the loop's clock, which is turned on here at once."""
+async def test_commands_take_network_time() -> None:
+    """By the loop's clock, which is advanced at once."""
     parts = Parts()
     parts.way.there_s, parts.way.back_s = 2000.0, 3000.0
     asked = asyncio.ensure_future(RedisModelClient(parts.model, parts.way).execute_command("HSET", "k", "f", "v"))

@@ -1,7 +1,7 @@
-"""The model of Redis against a real one: the same scripts and arguments, then the same answers and the same data.
+"""The model of Redis against a real one: the same scripts and arguments, then the same replies and data.
 
-Both are shown one clock. The real server's scripts stand after a few lines that answer TIME with the simulated time,
-and write down what PEXPIRE would do, because a real key cannot expire at a simulated time.
+Both see one clock. The real server's scripts are prefixed with lines that answer TIME with the simulated time and
+record what PEXPIRE would do, since a real key cannot expire at a simulated time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Step = tuple[Any, ...]
 
 
 class Both:
-    """The model and a real server. Every step is taken by both, and compared."""
+    """The model and a real server. Both run every step, and are compared."""
 
     def __init__(self, real: client.Redis) -> None:
         self.real = real
@@ -80,18 +80,18 @@ class Both:
         real.execute_command("SCRIPT FLUSH")
 
     def script(self, name: str, names: list[bytes], *args: RedisWord) -> None:
-        """Runs a script. ``name`` is that of its file."""
+        """Run a script by the name of its file."""
         text, now_ms = script_text(name), self.now_ms()
         prelude = PRELUDE % (now_ms // 1000, now_ms % 1000 * 1000, EXPIRIES.decode(), EXPIRIES.decode(), now_ms)
         found = _real(self.real, "EVAL", prelude.encode() + text, len(names), *names, *args)
         assert _model(self.model, "EVAL", text, len(names), *names, *args) == found
 
     def command(self, *words: RedisWord) -> None:
-        """Runs a command that a stranger might send."""
+        """Run a command of another client."""
         assert _model(self.model, *words) == _real(self.real, *words)
 
     def wait(self, milliseconds: int) -> None:
-        """Turns the clock on."""
+        """Advance the clock."""
         self.now_s += milliseconds / 1000
         for key, until_ms in self.real.hgetall(EXPIRIES).items():
             if int(until_ms) <= self.now_ms():
@@ -102,7 +102,7 @@ class Both:
         return (BEGIN_US + round(self.now_s * 1e6)) // 1000
 
     def check(self) -> None:
-        """Compares all data, the order of fields included."""
+        """Compare all data, including the order of fields."""
         self.model.check_integrity()
         found = _dump(self.real)
         until_ms = found.pop(EXPIRIES, {})
@@ -112,7 +112,7 @@ class Both:
             if type(value) is dict:
                 assert list(value) == list(found[key]), "another order"
         assert self.model.expiries() == {key: int(until) for key, until in until_ms.items() if key in found}
-        # A key that is gone, or never was, has no expiry once it is made again.
+        # A missing key has no expiry once it is made again.
         if gone := until_ms.keys() - found.keys():
             self.real.execute_command("HDEL", EXPIRIES, *gone)
 
@@ -126,7 +126,7 @@ class Both:
 def _real(real: client.Redis, *words: RedisWord) -> RedisReply:
     try:
         answer = real.execute_command(*words)
-        # The client's word for OK.
+        # redis-py returns True for OK.
         return b"OK" if answer is True else answer
     except client.ResponseError as error:
         return _code(f"{type(error).__name__} {error}")
@@ -140,7 +140,7 @@ def _model(model: RedisModel, *words: RedisWord) -> RedisReply:
 
 
 def _code(message: str) -> str:
-    """Returns the kind of a refusal: releases differ in their words."""
+    """Return the kind of a refusal, since texts differ between releases."""
     message = message.replace("ReadOnlyError", "READONLY").replace("OutOfMemoryError", "OOM")
     found = CODES.search(message.replace("NoScriptError", "NOSCRIPT"))
     return "refused: " + (found.group() if found else message)
@@ -158,7 +158,7 @@ def _value(kind: bytes, raw: Any) -> RedisValue:
 
 
 def _announce(entry: bytes, most: int, blocks: Chain, first: int, came: int, went: int) -> Step:
-    """The blocks from ``first`` on, so many that came, then so many that went."""
+    """Announce ``came`` blocks from ``first`` on as added, then ``went`` as removed."""
     middle, end = min(first + came, len(blocks)), min(first + came + went, len(blocks))
     events = blocks.events(first, middle) + blocks.events(middle, end, here=False)
     updates = keys.updates_by_group(events, cluster=False).get(b"", {})
@@ -264,14 +264,14 @@ def real(server: RedisServer) -> Iterator[client.Redis]:
 
 @settings(max_examples=examples(100))
 @given(steps=steps)
-def test_it_answers_and_keeps_what_a_real_one_does(real: client.Redis, steps: list[Step]) -> None:
+def test_replies_and_data_match_a_real_redis(real: client.Redis, steps: list[Step]) -> None:
     Both(real).play(steps)
 
 
 @pytest.mark.parametrize("why", WRITE_REFUSALS)
 @settings(max_examples=examples(15))
 @given(before=steps, refused=during, after=during)
-def test_it_refuses_what_a_real_one_refuses(
+def test_refusals_match_a_real_redis(
     server: RedisServer, real: client.Redis, why: str, before: list[Step], refused: list[Step], after: list[Step]
 ) -> None:
     both = Both(real)
@@ -283,8 +283,8 @@ def test_it_refuses_what_a_real_one_refuses(
     both.play(after)
 
 
-def test_a_replica_takes_over_as_a_real_one() -> None:
-    """It has what is older than its lag."""
+def test_failover_matches_a_real_replica() -> None:
+    """It has the writes older than its lag."""
     with (
         running_pair() as (master, replica),
         client.Redis(port=master.port) as old,
@@ -310,7 +310,7 @@ def test_a_replica_takes_over_as_a_real_one() -> None:
 
 
 def test_a_large_hash_is_walked_to_its_end(real: client.Redis) -> None:
-    """A sweep in pieces of a bucket that is no longer packed: places differ, what is met and what is left does not."""
+    """A sweep in pieces over a bucket that is no longer packed: cursors differ, visited and remaining fields do not."""
     long = Chain(range(2000))
     both, bucket = Both(real), keys.bucket(b"\0" * 32)
     fields = [block[: keys.FIELD_BYTES] for block in long.hashes]

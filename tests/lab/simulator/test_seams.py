@@ -1,4 +1,4 @@
-"""Each name of production code or the standard library that a simulated world replaces is there and is used."""
+"""Each name of production code or the standard library that a simulated world patches exists and is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = "lab/docs/library-internals.md"
 
 
 def replaced() -> list[tuple[str, str]]:
-    """What seams.py replaces: expressions of the places, and names."""
+    """Return what seams.py replaces: expressions of the owners, and names."""
     pairs = [node for node in ast.walk(ast.parse(inspect.getsource(seams))) if isinstance(node, ast.Tuple)]
     return [
         (ast.unparse(place), name.value)
@@ -36,7 +36,7 @@ def place_of(expression: str) -> Any:
 
 @functools.cache
 def product() -> list[tuple[Path, str]]:
-    """The texts of production code, without the simulation's."""
+    """Return the sources of production code."""
     folders = ("engine", "gateway", "kernels", "kvstore", "decode_service", "prefill_service")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     paths += [path for path in ROOT.rglob("*.py") if "v1" not in path.parts]
@@ -50,13 +50,13 @@ def attributes_in(text: str) -> set[str]:
 
 
 def is_attribute(name: str) -> bool:
-    """Whether production code reads an attribute of this name. Texts are parsed until one does."""
+    """Return whether production code reads an attribute of this name, parsing only files that may."""
     return any(f".{name}" in text and name in attributes_in(text) for _, text in product())
 
 
 @functools.cache
 def names_of(module: ModuleType) -> set[str]:
-    """The names that a module reads or defines."""
+    """Return the names that a module reads or defines."""
     nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
     loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     loaded |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -64,7 +64,7 @@ def names_of(module: ModuleType) -> set[str]:
 
 
 @pytest.mark.parametrize(("place", "name"), replaced(), ids=lambda part: part)
-def test_what_a_world_replaces_is_there_and_used(place: str, name: str) -> None:
+def test_replaced_names_exist_and_are_used(place: str, name: str) -> None:
     found = place_of(place)
     why = f"the simulation replaces {place}.{name}: see {PAGE}"
     assert hasattr(found, name), f"{why}. It is gone."
@@ -74,8 +74,8 @@ def test_what_a_world_replaces_is_there_and_used(place: str, name: str) -> None:
         assert is_attribute(name), f"{why}. Nobody uses it any more."
 
 
-def test_clocks_and_chance_are_read_through_their_modules() -> None:
-    """A name that was imported from one of these modules would be the machine's own in a simulated world."""
+def test_clocks_and_randomness_are_read_through_their_modules() -> None:
+    """A name imported from one of these modules would remain the machine's own in a simulated world."""
     owned = {(place, name) for place, name in replaced() if place in ("time", "secrets", "random")}
     imported = [
         f"{path}: from {node.module} import {alias.name}"

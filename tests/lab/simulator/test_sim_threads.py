@@ -1,4 +1,4 @@
-"""Blocking code of simulated processes: it waits on the virtual clock, and ends with its process."""
+"""Blocking code of simulated processes waits on the virtual clock, and ends with its process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab.simulator.virtual_loop import Process, VirtualLoop
 
 
 class BlockingProcess:
-    """A pool of two threads in a process, and what its jobs say."""
+    """A pool of two threads in a process, and the outputs of its jobs."""
 
     def __init__(self) -> None:
         self.loop = VirtualLoop(Random(1))  # type: ignore[abstract]

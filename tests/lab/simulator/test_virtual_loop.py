@@ -1,4 +1,4 @@
-"""The loop that everything simulated runs on: its clock, its processes, and the order that a seed decides."""
+"""The simulation's event loop: its clock, its processes, and the order drawn from a seed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_clock_jumps() -> None:
     assert loop.events < 20
 
 
-def test_a_killed_process_cleans_up_nothing() -> None:
+def test_a_killed_process_runs_no_cleanup() -> None:
     loop, said = VirtualLoop(Random(1)), []
     victim = loop.process("victim")
 
@@ -77,7 +77,7 @@ def test_a_paused_process_finds_its_timers_due() -> None:
     assert woke == [pytest.approx(began + 5.5)]
 
 
-def test_what_a_task_begins_belongs_to_its_process() -> None:
+def test_tasks_belong_to_the_process_of_their_parent() -> None:
     loop = VirtualLoop(Random(1))
     process = loop.process("one")
 
@@ -110,13 +110,13 @@ def test_a_seed_decides_the_order_between_processes_and_none_within_one() -> Non
             assert [number for who, number in one if who == name] == [0, 1, 2]
 
 
-def test_a_world_without_a_future_is_stuck() -> None:
+def test_a_world_without_events_is_stuck() -> None:
     loop = VirtualLoop(Random(1))
     with pytest.raises(Stuck):
         loop.run(loop.create_future())
 
 
-def test_what_a_callback_raises_is_kept() -> None:
+def test_exceptions_of_callbacks_are_recorded() -> None:
     loop = VirtualLoop(Random(1))
     done = loop.create_future()
     loop.call_soon(lambda: 1 / 0)
@@ -125,7 +125,7 @@ def test_what_a_callback_raises_is_kept() -> None:
     assert isinstance(loop.failures[0]["exception"], ZeroDivisionError)
 
 
-def test_a_task_that_dies_unseen_is_told() -> None:
+def test_an_unretrieved_task_exception_is_reported() -> None:
     loop = VirtualLoop(Random(1))
     victim = loop.process("victim")
 
@@ -137,16 +137,16 @@ def test_a_task_that_dies_unseen_is_told() -> None:
 
     async def world() -> list[asyncio.Task[None]]:
         held = [loop.spawn(loop.outside, die(), "keeper"), loop.spawn(loop.outside, die()), loop.spawn(victim, die())]
-        # So many that the ended ones are swept out.
+        # Enough to sweep out finished tasks.
         held += [loop.spawn(loop.outside, work()) for _ in range(2 * TASKS_BEFORE_SWEEP)]
         await asyncio.sleep(1)
         loop.kill(victim)
-        # Whoever asks has seen it; of a killed process nobody will.
+        # Retrieved exceptions count as seen, those of a killed process never do.
         assert isinstance(held[1].exception(), ZeroDivisionError)
         return held
 
     held = finish(loop, world())
     assert [death["message"] for death in loop.unseen_deaths()] == ["task keeper of world died unseen:"]
-    # As long as somebody holds them, asyncio tells nothing.
+    # asyncio reports nothing as long as tasks are referenced.
     assert (len(held), loop.failures) == (3 + 2 * TASKS_BEFORE_SWEEP, [])
     held[2].exception()

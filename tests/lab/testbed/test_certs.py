@@ -1,4 +1,4 @@
-"""Certificates for development: what is written, and what is refused."""
+"""Certificates for development: the files written, and refusals."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def test_days_are_bounded(tmp_path: pathlib.Path, days: int) -> None:
         make_certs(tmp_path / "c", days=days)
 
 
-def test_without_openssl_it_says_so(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_openssl_is_reported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certs.shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match="install openssl"):
         make_certs(tmp_path)
 
 
-def test_openssls_own_complaint_is_one_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_openssl_error_is_one_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certs.shutil, "which", lambda _: "/bin/false")
     with pytest.raises(ConfigError, match="openssl req: exit status 1"):
         make_certs(tmp_path / "c")

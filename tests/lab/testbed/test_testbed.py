@@ -1,4 +1,4 @@
-"""What tests stand on: waits that say in one line what they waited for and what they saw, and ports that stay free."""
+"""The test bed's waits, whose errors name what they waited for and saw, its ports and its forks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def told() -> int:
     return 2
 
 
-def test_what_was_seen_is_the_answer_or_what_it_was_made_of() -> None:
+def test_an_error_shows_the_answer_or_its_operands() -> None:
     other = "much\nlonger" * 1000
 
     def ready() -> bool:
@@ -58,7 +58,7 @@ def test_what_was_seen_is_the_answer_or_what_it_was_made_of() -> None:
         wait_for("something", lambda: False, 0, saw=lambda: "a\nlog")
 
 
-async def test_coroutines_are_looked_into_too() -> None:
+async def test_an_error_shows_the_operands_of_coroutines() -> None:
     count = iter(range(100))
 
     async def enough() -> bool:
@@ -70,13 +70,13 @@ async def test_coroutines_are_looked_into_too() -> None:
     assert await until("an answer", told) == 2
 
 
-async def test_what_does_not_come_is_named() -> None:
+async def test_a_timeout_names_what_it_waited_for() -> None:
     with pytest.raises(AssertionError, match=r"^waited 0 s for a word; it saw \[3\]$"):
         await within("a word", asyncio.Event().wait(), 0, saw=lambda: FOUND)
     assert await within("an answer", told()) == 2
 
 
-def test_a_call_of_another_thread_that_does_not_end_is_named() -> None:
+def test_a_timeout_names_the_call_of_another_thread() -> None:
     future: Future[int] = Future()
     with pytest.raises(AssertionError, match=r"^waited 0 s for a call; it saw <Future at .* state=pending>$"):
         result_of("a call", future, 0)
@@ -85,8 +85,8 @@ def test_a_call_of_another_thread_that_does_not_end_is_named() -> None:
         result_of("a call", future)
 
 
-def test_a_port_is_given_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is neither one that was given, in this process or another, nor one at which somebody listens."""
+def test_a_port_is_assigned_once_across_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither assigned before, in this process or another, nor listened on."""
     mine = free_port()
     program = (
         f"from lab.testbed import ports; ports._next = iter(range({mine - FIRST}, 9**9)); print(ports.free_port())"
@@ -99,7 +99,7 @@ def test_a_port_is_given_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(FIRST <= port < LAST for port in (mine, theirs))
 
 
-def test_ports_in_a_row_are_all_held() -> None:
+def test_consecutive_ports_are_all_reserved() -> None:
     first = free_ports(2, 10_000)
     for port in (first, first + 10_000):
         with socket.socket(type=socket.SOCK_DGRAM) as other, pytest.raises(OSError, match="in use"):
@@ -108,7 +108,7 @@ def test_ports_in_a_row_are_all_held() -> None:
             pass
 
 
-def test_what_torch_draws_depends_on_no_test_before() -> None:
+def test_random_numbers_of_torch_depend_on_no_earlier_test() -> None:
     assert torch.equal(torch.randn(3), torch.randn(3, generator=torch.Generator().manual_seed(0)))
 
 

@@ -1,4 +1,4 @@
-"""The links of the testbed: they keep order, delay, rate and loss, and a network of real hosts comes and goes."""
+"""Links of the test bed keep order, delay, rate and loss, and a network of real hosts is set up and removed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_cut_drops_one_way_and_loss_is_a_share() -> None:
 @pytest.mark.skipif(missing() != "", reason=missing())
 def test_hosts_reach_each_other_until_they_are_cut_or_move() -> None:
     def reaches(within_s: float) -> bool:
-        # Nobody listens there, so a host that is reached refuses.
+        # Nothing listens there, so a reachable host refuses.
         command = [*net.enter("one"), sys.executable, "-c", CONNECT, net.address("other"), f"{within_s}"]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
         assert said in ("refused", "silence")
