@@ -97,7 +97,6 @@ class StateEviction:
 
     def __init__(self, plain: EvictionPolicy, percent: float) -> None:
         self.plain = plain
-        self.evicted_states = 0
         self._percent = percent
         self._max_pages = 0
         # Unprotected pages. A whole state is idle if its last page is one.
@@ -329,7 +328,6 @@ class StateEviction:
 
     def _ended(self, state: StoredState) -> None:
         """Remove a state whose last page was evicted."""
-        self.evicted_states += 1
         del self._by_block[state.behind]
         siblings = self._first if state.before is None else state.before.after
         siblings.remove(state)
