@@ -1,12 +1,11 @@
-"""Puts a KV node together: this page says what a node has, and which flags turn it on.
+"""Assembly of a KV node: its parts, and the flags that enable them.
 
     always          the pool's ledger, prefix pins, followers, adapters, regions, other nodes
-    --kv-device     the memory domain: this host's, or GPUs
+    --kv-device     memory domain: this host or GPUs
     --keeper-socket memory that outlives the node
-    --disk-path     a tier on a disk          --object-url  a tier in a bucket
+    --disk-path     disk tier          --object-url  bucket tier
 
-What a part is made of, it makes by itself: a KV node its pool once the first worker says how blocks look, and
-the storage the tiers' writers. No part looks another one up.
+The node creates its pool when the first worker sets the block size, and its storage creates the tiers.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from pillion.kvstore.tiers.object_tier.object_store import ObjectStore, parse_ob
 
 
 async def start_kvnode(flags: KVNodeFlags) -> KVNode:
-    """Starts a node; it serves when this returns. Raises ConfigError, and leaves nothing behind, if the node cannot
-    start."""
+    """Start a node; it serves when this returns. Raise ConfigError, with everything freed, if it cannot start."""
     node = make_kvnode(flags)
     try:
         await node.start()
@@ -48,15 +46,15 @@ async def start_kvnode(flags: KVNodeFlags) -> KVNode:
 
 
 def make_kvnode(flags: KVNodeFlags) -> KVNode:
-    """Makes a node by its flags; a loop runs. Raises ConfigError for flags that contradict each other, and for a disk
-    or a bucket that cannot be had."""
+    """Create a node on the running loop. Raise ConfigError for contradicting flags and for an unusable disk or
+    bucket."""
     refuse_contradictions(flags)
     if not flags.node_id:
         raise ConfigError("--node-id must name the node")
     directory = NodeDirectory(flags)
     surviving = SurvivingMemory(flags, open_domain) if flags.keeper_socket else None
     memory = NodeMemory(flags, open_domain) if surviving is None else surviving
-    # One tenant's prefix pins may have half of what those of all may have.
+    # A tenant's prefix pins may have half of the share for all.
     shares = PoolShares(flags.max_pinned_percent, flags.max_pinned_percent // 2, flags.state_percent)
     ledger = Ledger(new_id, flags.decode_reserve_percent, shares)
     records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None
@@ -79,8 +77,7 @@ def make_kvnode(flags: KVNodeFlags) -> KVNode:
 
 
 def open_domain(flags: KVNodeFlags) -> Domain:
-    """Opens the domain that ``--kv-device`` names. Raises ConfigError if the domain does not exist, or other flags do
-    not fit it."""
+    """Open the domain of ``--kv-device``. Raise ConfigError if it does not exist or other flags do not fit it."""
     if flags.kv_device == CPU:
         return HostDomain(flags)
     from pillion.kvstore.gpu.cuda_domain import open_cuda_domain

@@ -161,10 +161,9 @@ class Pool:
         self.changed()
 
     def reattach(self, epoch: int) -> int:
-        """Frees everything of an epoch that its worker uses no more; returns its new epoch. The worker was fenced, or
-        gave the epoch up itself, because it cannot know what became of a call. If the call is repeated, it gets the
-        same answer, as long as nothing was done under the new epoch. Raises NotFound for a void epoch, Conflict for a
-        session's."""
+        """Free everything of a drained worker's epoch; return its new epoch. The worker was fenced, or ended the epoch
+        because a call's outcome is unknown. A repeated call gets the same answer until the new epoch is used. Raise
+        NotFound for a void epoch, Conflict for a session's."""
         if (answered := self._answered_before(epoch)) is not None:
             return answered
         old = self.ledger.holders.get(epoch)
@@ -176,7 +175,7 @@ class Pool:
             self.fence(epoch)
         self.ledger.drained(epoch)
         fresh = self.ledger.attach(old.name, old.role)
-        # The attachment's end still comes under the epoch that it began with.
+        # The attachment's end will name its first epoch.
         first = next((first for first, (_, last) in self._replaced.items() if last == epoch), epoch)
         self._replaced[first] = epoch, fresh
         log.info("%s drained and has a new epoch", old.name)
@@ -184,22 +183,20 @@ class Pool:
         return fresh
 
     def _answered_before(self, epoch: int) -> int | None:
-        """Returns the epoch that replaced this one, where the answer was lost: nothing has been done under it yet."""
+        """Return the epoch that replaced this one if it is unused, i.e. the answer was lost."""
         fresh = next((fresh for old, fresh in self._replaced.values() if old == epoch), None)
         holder = None if fresh is None else self.ledger.holders.get(fresh)
         unused = holder is not None and not (holder.fenced or holder.leased or holder.tickets)
         return fresh if unused else None
 
     def heartbeat(self, epoch: int) -> HeartbeatReply:
-        """Answers a worker's heartbeat: whether its epoch is fenced, and how many of its free slots the node wants
-        back."""
+        """Return whether a worker's epoch is fenced, and how many of its free slots it should return."""
         holder = self.ledger.seen(epoch, time.monotonic())
         return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())
 
     def judge_silence(self, interval_s: float) -> bool:
-        """Fences workers that were silent for too long; returns whether there were any. It is called every
-        ``interval_s``. If the last call was much longer ago, this process itself slept, and nobody is judged by that
-        time."""
+        """Fence workers that were silent for too long; return whether there were any. Called every ``interval_s``: after
+        a much longer pause this process itself slept, and all silence is forgiven."""
         now = time.monotonic()
         slept = now - self._judged_s > interval_s + self._timeout_s / 2
         self._judged_s = now
@@ -212,21 +209,20 @@ class Pool:
         return bool(overdue)
 
     def fence(self, epoch: int) -> None:
-        """Ends the rights of an epoch, the first of an attachment or a later one; its slots are quarantined."""
+        """Fence an epoch, given by the attachment's first one or its current one; its slots are quarantined."""
         _, epoch = self._replaced.get(epoch, (0, epoch))
         self.ledger.fence(epoch)
         self._dismiss(epoch, "the epoch is fenced")
         self.changed()
 
     async def open_ticket(self, request: OpenTicketRequest) -> OpenTicketReply:
-        """Opens a ticket, and waits in the queue while memory is short.
+        """Open a ticket; wait in the queue while memory is short.
 
-        Without ``total_blocks`` what is here of the chain is pinned, at once, and nothing reserved. For a worker that
-        adopts, all that is reserved is leased in the turn in which the ticket is granted.
+        Without ``total_blocks``, pin the present part of the chain at once and reserve nothing. With ``adopt``, the
+        reservation is leased together with the grant.
 
-        When the caller goes away meanwhile, neither a waiter nor a ticket is left. Where fewer than its
-        ``expected_blocks`` are here, the missing ones are taken out of the index, and one that adopts gets NotFound:
-        no block is evicted for slots that it would not use.
+        A caller that goes away leaves neither a waiter nor a ticket. If fewer than ``expected_blocks`` are present, the
+        missing ones are removed from the index, and ``adopt`` raises NotFound, since its slots would not be used.
         """
         now = time.monotonic()
         self.ledger.seen(request.epoch, now)
@@ -235,7 +231,7 @@ class Pool:
             raise InvalidRequest(f"the flow's key has {len(request.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
         if self.survival is not None:
             await self.survival.bring(hashes)
-        # A caller that sends no nonce gets one, so that its place in the queue is its own.
+        # Queue entries are keyed by nonce.
         nonce = request.nonce or new_id()
         if request.adopt:
             self._worker(request.epoch)
@@ -259,7 +255,7 @@ class Pool:
         if grant is None:
             grant = await self._wait(waiter)
         else:
-            # What it leases may have been evicted for that.
+            # The lease may have evicted blocks.
             self.changed()
         self._ticket_wait.observe(time.monotonic() - now)
         if grant.pinned_blocks < request.expected_blocks:
@@ -273,15 +269,14 @@ class Pool:
         return OpenTicketReply(ticket_id=ticket.ticket_id, pinned_blocks=ticket.blocks, adopted=adopted)
 
     def _fewer_than_expected(self, request: OpenTicketRequest, grant: Grant, hashes: Sequence[bytes]) -> None:
-        """Takes the blocks that are not here out of the index. Raises NotFound, with the ticket released, for a caller
-        that adopts.
+        """Remove absent blocks from the index. Raise NotFound, with the ticket released, if the caller adopts.
 
-        The node reports them itself, and not the gateway that was misled: so they keep their place among the node's
-        other updates, and a commit in the same moment is not taken back.
+        The node reports them rather than the gateway, so they are in order with its other updates, and a commit at the
+        same time is not undone.
         """
         held = grant.pinned_blocks
         expected = hashes[: request.expected_blocks]
-        # A state is looked for by its first page, which stands behind the blocks.
+        # The index has a state's first page, behind its blocks.
         chain = [*expected, state_page(expected[-1], 0)] if request.state_pages and expected else expected
         missing = [at for at in range(held, len(chain)) if chain[at] not in self.ledger.tree.by_hash]
         self._announce(
@@ -293,8 +288,7 @@ class Pool:
             raise NotFound(f"{held} of {request.expected_blocks} blocks are here: plan again")
 
     async def prefetch(self, request: PrefetchRequest) -> PrefetchReply:
-        """Brings as much as possible of a ticket's chain into the pool, by
-        :class:`pillion.kvstore.transfer.fetch.Fetcher`."""
+        """Fetch as much as possible of a ticket's chain into the pool."""
         epoch, ticket_id, began_s = request.epoch, request.ticket_id, time.monotonic()
         self.ledger.seen(epoch, began_s)
         hashes, sources = split_hashes(request.block_hashes), request.source_node_ids
@@ -314,8 +308,7 @@ class Pool:
             self._chain_grown(ticket_id)
 
     async def find_blocks(self, request: FindBlocksRequest) -> FindBlocksReply:
-        """Looks for blocks of a chain in lower tiers, and asks the tiers that others write to. A tier that fails is
-        ignored."""
+        """Look for blocks of a chain in lower tiers, shared ones included. A tier that fails is ignored."""
         hashes, first = split_hashes(request.block_hashes), request.first_block
         if self.fetcher is None or first >= len(hashes):
             return FindBlocksReply()
@@ -325,10 +318,10 @@ class Pool:
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float = 0.0
     ) -> tuple[int, list[Block]]:
-        """Pins a chain for another node that reads it; returns a ticket and its blocks from ``first_block`` on.
+        """Pin a chain for another node to read; return a ticket and its blocks from ``first_block`` on.
 
-        Blocks in a lower tier are brought up first, as far as there are room and time (0: this node's own bound). If
-        there is no such block, or the caller goes away, there is no ticket (0).
+        Blocks of lower tiers are loaded first, within room and ``timeout_s`` (0: this node's limit). Without such a
+        block, or if the caller goes away, there is no ticket (0).
         """
         self.ledger.seen(epoch, time.monotonic())
         if self.survival is not None:
@@ -336,7 +329,7 @@ class Pool:
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
-                # A node that reads from this one asks the shared tiers itself.
+                # The reading node asks shared tiers itself.
                 await self.fetcher.bring(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s, far=False)
         except BaseException:
             with contextlib.suppress(NotFound, Conflict):
@@ -353,13 +346,12 @@ class Pool:
         return ticket.ticket_id, chain
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-        """Returns the slots of a ticket's chain. Raises NotFound if the epoch holds no such ticket."""
+        """Return the slots of a ticket's chain. Raise NotFound if the epoch has no such ticket."""
         self.ledger.seen(epoch, time.monotonic())
         return self.ledger.pinned_slots(epoch, ticket_id)
 
     def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
-        """Releases an epoch's holds, named by ticket or by the nonce of an OpenTicket call that still waits or was
-        granted."""
+        """Release an epoch's tickets, by id or by the nonce of an OpenTicket call that waits or was granted."""
         self.ledger.seen(epoch, time.monotonic())
         for nonce in nonces:
             if self.waiting.withdraw((epoch, nonce)):
@@ -374,10 +366,10 @@ class Pool:
         return adopted
 
     async def await_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> AdoptTicketReply:
-        """Waits until the chain of a ticket has ``blocks`` blocks or ``timeout_s`` is over, and returns the chain.
+        """Wait until a ticket's chain has ``blocks`` blocks or ``timeout_s`` is over; return the chain.
 
-        No slot is leased and nothing changes, so the caller may go away at any time. Raises NotFound if the epoch does
-        not hold the ticket, Overloaded beyond MAX_CHAIN_WAITS, Cancelled if the epoch ends meanwhile.
+        Leases nothing, so the call may be cancelled. Raise NotFound if the epoch has no such ticket, Overloaded above
+        MAX_CHAIN_WAITS, Cancelled if the epoch ends.
         """
         self._worker(epoch)
         if self.ledger.held(epoch, ticket_id).blocks < blocks:
@@ -404,7 +396,7 @@ class Pool:
         return results
 
     def status(self) -> NodeStatus:
-        """Returns the node's status as far as the pool knows it; name, boot epoch and storage are missing."""
+        """Return the node's status without name, boot epoch and storage."""
         status = self.ledger.status()
         status.block_bytes = self._block_bytes
         status.waiting_tickets = len(self.waiting)
@@ -414,7 +406,7 @@ class Pool:
         return status
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError (a Conflict), which names what does not add up."""
+        """Raise IntegrityError (a Conflict) on inconsistency."""
         check_integrity(self.ledger)
         self.waiting.check_integrity()
         self.followers.check_integrity()
@@ -430,19 +422,18 @@ class Pool:
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiting[waiter.key] = future
         try:
-            # It may stand before a more urgent one of its tenant, and so let another tenant's go first, which fits.
+            # Its place in its tenant's queue may let another tenant's waiter, which fits, go first.
             self.changed()
             return await future
         except asyncio.CancelledError:
             self.waiting.withdraw(waiter.key)
             if future.done() and not future.cancelled() and future.exception() is None:
-                # The ticket was granted in the same moment in which the caller went away. If the epoch is void, its end
-                # has released the ticket.
+                # Granted and cancelled at once. A void epoch has released the ticket already.
                 with contextlib.suppress(NotFound, Conflict):
                     self.ledger.release(waiter.epoch, nonces=[waiter.nonce])
             raise
         finally:
-            # A call that was sent again has the same nonce and waits by a future of its own, which must stay.
+            # A repeated call has the same nonce and another future, which must stay.
             if self._waiting.get(waiter.key) is future:
                 del self._waiting[waiter.key]
             self.changed()
@@ -465,30 +456,30 @@ class Pool:
                 del self._chain_waits[ticket_id]
 
     def _chain_grown(self, ticket_id: int) -> None:
-        """Wakes the calls that wait for as many blocks as the ticket's chain has now."""
+        """Wake the calls whose awaited length the ticket's chain has reached."""
         waits, ticket = self._chain_waits.get(ticket_id), self.ledger.tickets.get(ticket_id)
         for _, blocks, woken in waits or ():
             if ticket is not None and ticket.blocks >= blocks and not woken.done():
                 woken.set_result(None)
 
     def _worker(self, epoch: int) -> None:
-        """Records a sign of life of a worker that mapped the pool. Raises InvalidRequest for a gateway's session.
-        Hashes are no secret, so a caller that never wrote to a slot must not commit one."""
+        """Record a sign of life of an attached worker. Raise InvalidRequest for other holders: hashes are no secret, so
+        a caller that cannot write slots must not commit any."""
         if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH, KEPT):
             raise InvalidRequest("only a worker that has attached may do this")
 
     def changed(self) -> None:
-        """Admits waiters that fit now and updates the index. It must be called after every change in the ledger."""
+        """Admit waiters that fit now and update the index. Must be called after every change in the ledger."""
         for grant in self.waiting.poll():
             future = self._waiting.pop(grant.key)
             if future.done():
-                # The caller was cancelled, but its task has not run since; when it does, the next waiter is looked at.
+                # The caller was cancelled and has not run since; when it does, it polls for the next waiter.
                 self.ledger.release(grant.key[0], nonces=[grant.key[1]])
             else:
                 future.set_result(grant)
         events = self.ledger.drain_events()
         if events:
-            # This comes before anybody hears of a slot that has been freed.
+            # Before any caller learns of a freed slot.
             if self.survival is not None:
                 self.survival.note(events)
             self.followers.note(events)
@@ -515,5 +506,5 @@ class Pool:
 
 
 def new_id() -> int:
-    """Returns an unguessable id, never 0."""
+    """Return an unguessable id, never 0."""
     return secrets.randbits(62) + 1
