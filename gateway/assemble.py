@@ -1,11 +1,11 @@
-"""Puts a gateway together: this page says what a gateway has, and which flags turn it on.
+"""Assembly of a gateway: its parts, and the flags that enable them.
 
-always                   OpenAI's API, Anthropic's Messages, Responses, pinned prefixes, vectors and labels, gRPC
+always                   OpenAI's API, Anthropic's Messages, Responses, prefix pins, embeddings and labels, gRPC
 --model, --also-model    models with their tokenizers, templates and formats
 --api-keys, --api-key    tenants and their quotas
---enable-lora            names of adapters, and the upkeep of their files
+--enable-lora            names of adapters, and their files
 --enable-prefix-caching  reading ahead (--max-read-ahead)
---batch-path             batches        --record-path  bundles of requests        --ui  a page for people
+--batch-path             batches        --record-path  bundles of requests        --ui  web page
 """
 
 from __future__ import annotations
@@ -72,20 +72,19 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.gateway")
 
 SERVICE = "pillion.v1.Gateway"
-# The public gRPC service may have this many open calls, those that watch the health included.
+# Open calls of the public gRPC service, health watches included.
 MAX_GRPC_CALLS = 8192
 DAY_S = 24 * 3600
 
-# Such a function listens for a gateway; its last argument makes the pages of features. It raises OSError for an address
-# that cannot be bound.
+# Opens a gateway's ports; the last argument makes the routes of features. Raises OSError for an unusable address.
 Listen = Callable[[Gateway, GatewayServicer, MoreRoutes], Awaitable[Ports]]
 
 
 async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None = None) -> GatewayServer:
-    """Starts a gateway. With ``prepared``, --model is not prepared again.
+    """Start a gateway. With ``prepared``, --model is not prepared again. ``check_flags`` has passed.
 
     Raises:
-        ConfigError: models that cannot work, or a port that is taken. ``check_flags`` has looked at the flags.
+        ConfigError: an unusable model, or a port in use.
     """
     if not flags.redis_url:
         raise ConfigError("the gateway needs --redis-url")
@@ -105,14 +104,14 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
 async def serve_models(
     flags: GatewayFlags, entries: Mapping[str, ModelEntry], listen: Listen, keys: KeyFile | None = None
 ) -> GatewayServer:
-    """Connects a gateway of these models, by served name, to its cluster; then the gateway listens and begins its
-    heartbeats. Without ``keys`` it serves everybody. Raises ConfigError as :func:`start_gateway` does."""
+    """Connect a gateway of these models, by served name, to its cluster, then open its ports and start heartbeats.
+    Without ``keys`` it needs no API key. Raise ConfigError as :func:`start_gateway` does."""
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     grace_s, loads = flags.heartbeat_timeout_ms / 1000, SharedLoads(flags.redis_url)
     cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads)
     adapters = await asyncio.to_thread(_adapters, flags, entries, cluster) if flags.enable_lora else None
-    # Without API keys there are no tenants whose quotas could be counted.
+    # Without API keys there are no tenants with quotas.
     quotas = Quotas(None if keys is None else SharedBuckets(flags.redis_url))
     ring = None if keys is None else keys.ring
     reads_ahead = flags.enable_prefix_caching and flags.max_read_ahead
@@ -134,7 +133,7 @@ async def serve_models(
         resources.callback(batches.close)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     vectors = GatewayVectors(gateway)
-    # The other calls of the service are in the mapping.
+    # The mapping has the remaining calls of the service.
     servicer = GatewayServicer(  # type: ignore[abstract]
         gateway, {**prefix_calls(gateway), **text_calls(gateway, vectors), **adapter_calls(gateway)}
     )
@@ -147,7 +146,7 @@ async def serve_models(
             *prefix_routes(calls, flags),
             *pooling_routes(calls, vectors),
         ]
-        # The lines of a batch may call the pages before them.
+        # Lines of a batch may call the routes before them.
         return [*found, *batch_routes(calls, batches, lines, (*core, *found)), *adapter_routes(calls)]
 
     try:
@@ -176,7 +175,7 @@ def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayO
     longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
     return GatewayOptions(
         policy=parse_policy(flags.split_policy),
-        # Without chunked prefill a prefill range is one chunk, which is as long as the longest prompt.
+        # Without chunked prefill a prefill range is one chunk.
         chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),
         max_attempts=flags.max_attempts,
         max_inflight_requests=flags.max_inflight_requests,
@@ -187,7 +186,7 @@ def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayO
 
 
 def _batches(flags: GatewayFlags, gateway: Gateway, lines: LineCalls) -> BatchRunner:
-    """Makes the runner of the batches in the folder of --batch-path. Raises ConfigError."""
+    """Create the runner of the batches in --batch-path. Raise ConfigError."""
     folder = BatchFolder(
         flags.batch_path,
         max_bytes=flags.batch_bytes,
@@ -199,14 +198,14 @@ def _batches(flags: GatewayFlags, gateway: Gateway, lines: LineCalls) -> BatchRu
 
 
 def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry], cluster: Cluster) -> AdapterNames:
-    """Loads the adapters of --lora-modules. Reads files; raises ConfigError."""
+    """Load the adapters of --lora-modules. Reads files. Raise ConfigError."""
     folders = {name: entry.folder for name, entry in entries.items() if entry.folder is not None}
     aliases = {alias: name for name, entry in entries.items() for alias in entry.aliases if alias not in entries}
     return load_adapters(folders, aliases, flags, cluster.nodes)
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
-    """Reads all models that the flags name, by served name. Raises ConfigError."""
+    """Return all models of the flags, by served name. Reads files. Raise ConfigError."""
     served: list[ServedModelFlags] = [flags, *other_models(flags)]
     models = [prepared if prepared is not None else prepare(flags), *map(prepare, served[1:])]
     entries = {model.name: model_entry(model, chosen) for model, chosen in zip(models, served, strict=True)}
@@ -222,8 +221,7 @@ async def _listen(
     identity: tls.Identity | None,
     more_routes: MoreRoutes,
 ) -> Ports:
-    """Listens on the gateway's ports. Raises OSError for an address that cannot be bound, and leaves nothing
-    half-started."""
+    """Open the gateway's ports, all or none. Raise OSError for an unusable address."""
     host = f"[{flags.host}]" if ":" in flags.host else flags.host
     max_connections = connections_per_port(2)
     server = await rpc.start_server(
@@ -250,7 +248,7 @@ async def _listen(
 
 
 def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
-    """Collects what a gateway needs to know of a model. Reads files; raises ConfigError."""
+    """Return a gateway's view of a model. Reads files. Raise ConfigError."""
     guards = not flags.allow_special_tokens_in_messages
     tokenizer = ModelTokenizer.load(model.folder, flags.chat_template, guards=guards)
     formats = _formats(model, tokenizer, flags)
@@ -281,7 +279,7 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
 
 
 def _formats(model: PreparedModel, tokenizer: ModelTokenizer, flags: AnswerFlags) -> ModelFormats:
-    """Finds the formats in which a model writes reasoning and calls. Raises ConfigError."""
+    """Return a model's formats of reasoning and tool calls. Raise ConfigError."""
     found = choose_formats(
         tokenizer.chat_template,
         tokenizer.codec,
@@ -289,6 +287,6 @@ def _formats(model: PreparedModel, tokenizer: ModelTokenizer, flags: AnswerFlags
         flags.reasoning_parser,
         flags.enable_auto_tool_choice,
     )
-    # A token that ends answers stands in no structure.
+    # EOS tokens cannot be part of a grammar.
     ids = {mark: number for mark, number in found.mark_ids.items() if number not in model.eos_token_ids}
     return replace(found, mark_ids=ids)

@@ -1,4 +1,4 @@
-"""Runs the gateway as a component: both ports, the links, and its own heartbeat.
+"""The gateway as a component: both ports, the links, and its heartbeat.
 
 keys and certificates read -> models prepared -> tokenizers loaded -> links up -> gRPC port -> HTTP port -> heartbeats
 while it runs: keys and certificates are read again when their files change; --probe-listen says whether it is ready
@@ -34,15 +34,15 @@ log = logging.getLogger("pillion.gateway")
 DRAIN_POLL_S = 0.02
 READY_POLL_S = 0.1
 PREFILL = "prefill"
-# The last messages of streams that have ended may take this long to be sent; then calls that watch the health are cut.
+# Time to send the last messages of ended streams, before health watches are cut.
 LAST_MESSAGES_S = 0.5
-# A gateway makes its first grammars this long after it has started, so that the start is not delayed.
+# Delay of the first grammars, which would slow down the start.
 WARM_UP_AFTER_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Holds what a gateway listens on: both public ports, and the address of --probe-listen."""
+    """A gateway's servers: both public ports, and --probe-listen."""
 
     grpc: rpc.RunningServer
     http: HttpServer
@@ -89,7 +89,7 @@ class GatewayServer:
             self._tasks.append(asyncio.create_task(_tell_ready(ports.probe, gateway), name="readiness"))
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Drains the gateway: streams may finish for ``grace_s`` seconds; then everything they held is freed."""
+        """Drain the gateway: streams may finish for ``grace_s`` seconds, then they are cut and freed."""
         await end_tasks(*self._tasks)
         try:
             await self._registry.leave(self.component_id)
@@ -97,8 +97,8 @@ class GatewayServer:
             log.debug("could not leave the registry: %s", error.message)
         self.gateway.drain()
         await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
-        # A client's next request then goes over a new connection, which another process on this port or another replica
-        # takes. A request that is refused over the old connection would be sent again over the same one.
+        # Makes clients open a new connection, to another process on this port or another replica. A request refused on
+        # the old connection would be retried on it.
         self._server.close()
         closing = asyncio.create_task(self.http.stop(grace_s))
         await self._background.aclose()
@@ -106,19 +106,19 @@ class GatewayServer:
         await self._server.stop(min(grace_s, LAST_MESSAGES_S))
         await closing
         if self._probe is not None:
-            # Until this point the probe's port showed that the process drains and does not hang.
+            # Until here the probe's port shows that the process drains and does not hang.
             await self._probe.stop(0)
         await self._resources.aclose()
         await self.gateway.aclose()
         await self.cluster.aclose()
 
     async def wait_failed(self) -> str:
-        """Returns why the gateway cannot go on by itself, which happens only when its HTTP port has died."""
+        """Return why the gateway cannot go on, once its HTTP server has ended by itself."""
         await asyncio.wait({self.http.task})
         return "the HTTP server ended"
 
     async def _drained(self, grace_s: float) -> None:
-        """Returns when no stream runs any more, or after ``grace_s`` seconds."""
+        """Wait until no stream runs, ``grace_s`` seconds at most."""
         until_s = time.monotonic() + grace_s
         while (self._servicer.streams or self.gateway.active_requests) and time.monotonic() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
@@ -152,8 +152,8 @@ class GatewayServer:
 
 
 async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
-    """Keeps the health at the probes' address up to date: it says whether a request would be served now, and under the
-    name of each prefill worker whether that one could compute its prompt."""
+    """Update the health at --probe-listen: whether a request would be served now, and by name, whether each prefill
+    worker is known."""
     told = frozenset[str]()
     while True:
         await probe.set_serving(not gateway.not_ready())
@@ -170,12 +170,12 @@ async def _warm_up(gateway: Gateway) -> None:
 
 
 async def _follow(keys: KeyFile, gateway: Gateway) -> None:
-    """Takes the API keys anew, soon after their file has changed."""
+    """Reload the API keys when their file changes."""
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
         try:
             if await asyncio.to_thread(keys.refresh):
                 gateway.take_keys(keys.ring)
         except Exception:
-            # A defect must not end all later changes, because a key that was taken away would stay good.
+            # A defect must not end later reloads: a revoked key would stay valid.
             log.exception("the keys could not be read again")

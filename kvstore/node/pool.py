@@ -1,9 +1,7 @@
-"""Connects a KV node's pool, its slot ledger and waiting queue, to real time and real callers.
+"""A KV node's pool: its slot ledger and waiting queue, connected to real time and callers.
 
-Every call that changes slots, tickets or blocks ends in :meth:`Pool.changed`: callers that fit now are admitted, and
-the index is updated. A prefix pin (:attr:`Pool.prefix_pins`) is no such change: it only says in which order blocks
-leave, so nobody fits because of one. All of it runs on one asyncio loop and never waits in the middle of a change, so
-no lock is needed.
+Every call that changes slots, tickets or blocks ends in :meth:`Pool.changed`, which admits waiters that fit now and
+updates the index. Everything runs on one asyncio loop, and no change awaits anything halfway, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -47,33 +45,30 @@ log = logging.getLogger("pillion.kvnode")
 
 MAX_HOLDERS = 4096
 MAX_SOURCES = 64
-# At most this many calls wait for a ticket's chain to grow, over all workers.
+# Calls that wait for a ticket's chain to grow, over all workers.
 MAX_CHAIN_WAITS = 4096
 
 
 class Pool:
-    """Does everything that a node does with its slots, except for sockets.
+    """All that a node does with its slots, except for sockets.
 
     Calls raise NotFound for a void epoch, and Conflict for a fenced one where they would change something. A call by a
     worker or a gateway counts as a sign of life.
 
     Args:
-        ledger: the pool's slots; the three parts after it are made for it.
-        followers: those who follow the pool's blocks.
-        max_waiting: as :class:`WaitingQueue` has it.
-        heartbeat_timeout_s: a worker's silence after which it is fenced.
-        announce: called with the blocks that came and went, after a change that brought or took any.
+        followers: streams of the pool's changes.
+        max_waiting: limit of the :class:`WaitingQueue`.
+        heartbeat_timeout_s: silence after which a worker is fenced.
+        announce: called with new and evicted blocks after each change.
         shaped: called once with the pool's shape.
 
     Attributes:
-        pool_bytes: memory that is cut into slots when the first worker decides how big a block is; it may be changed
-            until then.
-        fetcher, spiller: set once the pool has memory; without them, nothing is brought from anywhere, or evicted ahead
-            of need.
-        survival: what a pool that outlives its node does for the node's next life; it is set with the pool's shape.
-        meters: how long tickets and fetches took; the node adds its counts.
-        served_blocks: blocks that other nodes were allowed to read.
-        chain_waits: calls that wait for a ticket's chain to grow.
+        pool_bytes: memory to cut into slots when the first worker sets the block size; variable until then.
+        fetcher, spiller: set once the pool has memory.
+        survival: keeps the pool recoverable, where it outlives its node; set with the pool's shape.
+        meters: durations of tickets and fetches; the node adds its counts.
+        served_blocks: blocks read by other nodes.
+        chain_waits: calls that wait for a chain to grow.
     """
 
     def __init__(
@@ -102,23 +97,21 @@ class Pool:
         self._block_bytes = 0
         self._judged_s = time.monotonic()
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
-        # For each ticket this has the epoch that waits for its chain, the blocks it waits for, and the future that
-        # wakes it.
+        # By ticket: the waiting epoch, the blocks it waits for, and the future that wakes it.
         self._chain_waits: dict[int, list[tuple[int, int, asyncio.Future[None]]]] = {}
         self.chain_waits = 0
-        # For workers that drained and went on: by the first epoch of the attachment, the last one that was replaced,
-        # and the current one, which replaced it.
+        # Of workers that drained: first epoch of the attachment -> (last replaced epoch, current epoch).
         self._replaced: dict[int, tuple[int, int]] = {}
         self.waiting = WaitingQueue(self.ledger, max_waiting)
 
     @property
     def shaped(self) -> bool:
-        """Says whether a first worker has attached."""
+        """True once a worker has attached."""
         return self._block_bytes > 0
 
     def attach(self, hello: AttachHello) -> tuple[int, int]:
-        """Makes an epoch for a worker; returns it and the number of slots. The first worker decides the pool's shape.
-        Raises Conflict for another block size or namespace, InvalidRequest for a block that does not fit."""
+        """Create an epoch for a worker; return it and the number of slots. The first worker sets the pool's shape.
+        Raise Conflict for another block size or namespace, InvalidRequest for a block that does not fit."""
         if hello.block_bytes <= 0:
             raise InvalidRequest("a block needs at least one byte")
         if self._block_bytes and hello.block_bytes != self._block_bytes:
@@ -148,13 +141,12 @@ class Pool:
         return self.ledger.attach(hello.component_id, hello.role), self.ledger.num_slots
 
     def open_session(self, name: str) -> int:
-        """Makes an epoch for a gateway's session. Raises Overloaded beyond MAX_HOLDERS."""
+        """Create an epoch for a gateway's session. Raise Overloaded above MAX_HOLDERS."""
         self._bound_holders()
         return self.ledger.attach(name, SESSION)
 
     def ended(self, epoch: int) -> None:
-        """Frees everything that an epoch held, because its worker's death or its session's end is proven.
-        Idempotent."""
+        """Free everything that an epoch held, once its worker's death or its session's end is proven. Idempotent."""
         _, epoch = self._replaced.pop(epoch, (0, epoch))
         self.ledger.gone(epoch)
         self._dismiss(epoch, "the caller is gone")
@@ -195,8 +187,8 @@ class Pool:
         return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())
 
     def judge_silence(self, interval_s: float) -> bool:
-        """Fence workers that were silent for too long; return whether there were any. Called every ``interval_s``: after
-        a much longer pause this process itself slept, and all silence is forgiven."""
+        """Fence workers that were silent for too long; return whether there were any. Called every ``interval_s``:
+        after a much longer pause this process itself slept, and all silence is forgiven."""
         now = time.monotonic()
         slept = now - self._judged_s > interval_s + self._timeout_s / 2
         self._judged_s = now
