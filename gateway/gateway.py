@@ -1,6 +1,6 @@
-"""Defines the gateway behind its two ports: it checks, tokenizes, admits and runs requests. It knows no protocol.
+"""The gateway behind its two ports: checks, tokenizes, admits and runs requests. Independent of client protocols.
 
-generate: check fields -> enter (bounds) -> tokenize -> weigh (prompt tokens) -> quotas -> turn -> RequestRunner.start
+generate: check fields -> enter (limits) -> tokenize -> weigh (prompt tokens) -> quotas -> turn -> RequestRunner.start
 """
 
 from __future__ import annotations
@@ -115,28 +115,29 @@ from pillion.types import (
 from pillion.wire.registry import DOWN, ComponentRecord
 
 T = TypeVar("T")
-# Such a function says after how many tokens of a prompt others may part from it.
+# Returns the token counts of a prompt after which other prompts may diverge from it.
 PlacesOf = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
-# A text of so many characters is encoded at once, on the event loop, which takes less than a millisecond.
+# Texts up to this length are encoded on the event loop, in under a millisecond.
 SHORT_TEXT_CHARS = 1024
-# Encoding a short text takes as long as checking about so many bytes more.
+# Cost of encoding a short text, in bytes of checking.
 WORD_BYTES = 64
 
 STOPPING = "this gateway is stopping"
-# Loading an adapter waits at most this long until all machines have its files.
+# Wait until all machines have a new adapter's files.
 SPREAD_TIMEOUT_S = 30.0
-# One tenant may have this many jobs in line for a process that all tenants share, such as the process of chat
-# templates: the next job has to be there when the process is free.
+# Queued jobs per tenant for a process that all tenants share, e.g. of chat templates: one that runs, and one that is
+# ready when it ends.
 TENANT_BOXED_AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """Describes a model that this gateway can tokenize for. ``aliases`` are further names by which clients may ask for
-    it; ``weights`` says how its weights are kept. ``sampling`` gives the defaults where a client sends no value.
-    ``grammars`` makes the grammars that answers follow; without it they are any text. ``folder`` has its config.json;
-    ``adapter`` is the adapter that a client's name meant."""
+    """A model that this gateway tokenizes for.
+
+    ``aliases`` are additional names that clients may use; ``sampling`` has the defaults of unset fields; ``grammars``
+    is None where answers are any text; ``folder`` has config.json; ``adapter`` is the one that the name selects.
+    """
 
     limits: ModelLimits
     fingerprint: str
@@ -153,21 +154,20 @@ class ModelEntry:
 
     @property
     def name(self) -> str:
-        """Gives the name that answers give: that of the adapter, or else of the model."""
+        """Name in answers: the adapter's, else the model's."""
         return self.limits.name if self.adapter is None else self.adapter.name
 
 
 class Gateway:
-    """Serves the requests of all clients, whichever port they came by.
+    """Serves the requests of all clients, from both ports.
 
     Args:
-        models: the models, by served name.
-        cluster: connections to all components.
-        ring: the API keys; None serves everybody.
-        quotas: the quotas of tenants; by default this gateway alone counts them.
-        adapters: the names of adapters; by default there are none.
-        read_ahead: has KV nodes read ahead for requests that wait; by default none do.
-        recorder: keeps bundles of requests; by default there are none.
+        models: by served name.
+        ring: API keys; None serves everybody.
+        quotas: of tenants; by default counted by this gateway alone.
+        adapters: names of adapters; None without --enable-lora.
+        read_ahead: asks KV nodes to read ahead for queued requests.
+        recorder: records bundles of requests.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Gateway:
         self._models = models
         self._read_ahead, self._recorder = read_ahead, recorder
         self.adapters = adapters
-        # A served name that was given wins over another model's alias.
+        # A served name takes precedence over another model's alias.
         self._by_name = {alias: entry for entry in models.values() for alias in entry.aliases} | dict(models)
         self.cluster = cluster
         self._options = options
@@ -195,7 +195,7 @@ class Gateway:
         )
         self._pool = TokenizerPool()
         self._boxes = TenantSlots(TENANT_BOXED_AT_ONCE)
-        # This counts, by tenants, the bytes of requests that threads work on, or that wait for a thread.
+        # By tenant: bytes of requests that a thread processes or that wait for one.
         self._waiting_bytes: Counter[str] = Counter()
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
@@ -212,14 +212,13 @@ class Gateway:
         if recorder is not None:
             self.meters.watch(recorder.readings)
         self.refusals = Refusals()
-        # This counts the tokens of all requests that have ended.
+        # Tokens of all ended requests.
         self.totals = Usage(0, 0, 0)
         self.tenants = TenantSums()
         self.meters.watch(self.tenants.readings)
 
     def tenant_of(self, authorization: str) -> Tenant:
-        """Returns the tenant of a call, by the value of its Authorization header. A refusal is counted. Raises
-        Unauthenticated."""
+        """Return the tenant of an Authorization header; count a refusal. Raise Unauthenticated."""
         try:
             return self.find_tenant(authorization)
         except Unauthenticated as error:
@@ -227,27 +226,27 @@ class Gateway:
             raise
 
     def find_tenant(self, authorization: str) -> Tenant:
-        """Returns the tenant of a call without counting a refusal. Raises Unauthenticated."""
+        """Return the tenant of a call without counting a refusal. Raise Unauthenticated."""
         return OPEN if self._ring is None else self._ring.tenant_of(authorization)
 
     def tenant_named(self, name: str) -> Tenant | None:
-        """Returns the tenant of this name, for work that goes on after its call; None if the keys no longer have it."""
+        """Return the tenant of this name, for work that outlives its call; None if its key was removed."""
         if self._ring is None:
             return None if name else OPEN
         return self._ring.tenants.get(name)
 
     @property
     def needs_keys(self) -> bool:
-        """Says whether every call needs an API key."""
+        """True if every call needs an API key."""
         return self._ring is not None
 
     @property
     def caches_prefixes(self) -> bool:
-        """Says whether requests may reuse KV of other requests."""
+        """True if requests may reuse KV of other requests."""
         return self._options.prefix_caching
 
-    def take_keys(self, ring: Keyring) -> None:
-        """Replaces the API keys. Running requests go on; what a tenant has spent stays spent."""
+    def replace_keys(self, ring: Keyring) -> None:
+        """Replace the API keys. Running requests continue, and spent quota stays spent."""
         self._ring = ring
         self.quotas.keep(ring.tenants)
         self.admission.keep(ring.tenants)
@@ -269,25 +268,25 @@ class Gateway:
         recorded: bool = False,
         plan: ForcedPlan | None = None,
     ) -> RequestRunner:
-        """Starts a request, which the caller reads or cancels.
+        """Start a request, which the caller reads or cancels.
 
         Args:
-            request: the request as the client sent it.
-            tenant: the sender, as :meth:`tenant_of` returns it; None is served by an open gateway only.
-            timeout_s: time the client gives it, None for no limit.
+            request: as the client sent it.
+            tenant: sender, from :meth:`tenant_of`; None only if no keys are needed.
+            timeout_s: the client's timeout, None for no limit.
             parent: the client's trace context.
-            entry: the model that the request's name meant when its call came; by default what it means now.
-            counted: the call of this request, which :meth:`counted` has counted; None: the request is counted here.
+            entry: model that the request's name meant when its call came; by default resolved now.
+            counted: the call that :meth:`counted` has counted; None counts the request here.
             pooling: how the text becomes a vector; None for a request that generates.
-            places: called with the prompt where a model's layers carry states. Returns after how many of its tokens
-                other prompts are expected to part from it.
-            streamed: whether the client asked for the answer in pieces, for the trace.
-            recorded: whether the client asked for a bundle of the request.
-            plan: what an operator forces on this request; None: the planner is free.
+            places: called with the prompt of a model with states; returns the token counts after which other prompts
+                are expected to diverge.
+            streamed: for the trace: the client asked for a stream.
+            recorded: the client asked for a bundle.
+            plan: an operator's forced plan; None leaves the planner free.
 
         Raises:
-            NotFound: no such model. InvalidRequest: the error names every wrong field. Unauthenticated: no ``tenant``.
-            Overloaded: a bound or quota is met, or the wait longer than ``timeout_s``. DeadlineExceeded: no time left.
+            NotFound: no such model. InvalidRequest: names every wrong field. Unauthenticated: no ``tenant``.
+            Overloaded: a limit or quota is reached, or the wait exceeds ``timeout_s``. DeadlineExceeded: no time left.
         """
         tenant = self._known(tenant)
         arrived = time.monotonic()
@@ -301,7 +300,7 @@ class Gateway:
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             order = queue_order(tenant.capped(request.priority), arrived)
             permit = self.admission.enter(tenant, _generated(request.sampling), field, order)
-            # The quota is taken after the bounds are checked, so that a request that they refuse takes none.
+            # Quota after limits, so that a request over a limit uses none.
             if counted is None and quota is not None:
                 quota.take(1, arrived)
             admitted, answers = await self._prepare(request, model, permit, arrived, deadline, pooling, places, span)
@@ -327,8 +326,8 @@ class Gateway:
         places: PlacesOf | None,
         span: trace.Span,
     ) -> tuple[AdmittedRequest, list[AnswerText]]:
-        """Tokenizes the prompt of a request that is inside, checks what depends on it, and makes the grammar, the
-        request as the workers run it, and the empty texts of its answers. Raises what :meth:`generate` does."""
+        """Tokenize an entered request's prompt, check what depends on it, and return the request for the workers and
+        the empty texts of its answers. Raise what :meth:`generate` does."""
         tenant, options, resume = permit.tenant, self._options, request.resume
         with telemetry.child("tokenize", span) as tokenizing:
             prompt, text = await self._tokenize(request, model, tenant)
@@ -349,14 +348,14 @@ class Gateway:
         admitted = AdmittedRequest(
             asked=request,
             request_id=request_label(request.request_id),
-            # A stream that an older gateway began has no answer id: its tool calls were named by the request's id.
+            # Streams of older gateways have no answer id: their tool calls are named by the request's id.
             answer_id=new_answer_id() if resume is None else resume.origin.answer_id or request.request_id,
             model=model.limits.name,
             fingerprint=model.fingerprint,
             prompt=prompt,
             sampling=sampling,
             recommended=recommended,
-            # Without prefix caching a salt is used for one request only, so blocks match its own and nobody else's.
+            # Without prefix caching every request has a random salt, so its blocks match no other's.
             cache_salt=cache_salt(tenant, request.cache_salt) if options.prefix_caching else secrets.token_hex(16),
             options=options,
             arrived=arrived,
@@ -380,8 +379,7 @@ class Gateway:
     def _leave(
         self, tenant: Tenant, permit: AdmissionPermit | None, quota: CountedCall | None, error: BaseException
     ) -> None:
-        """Takes a request that has not begun out of the gateway, even where its caller was cancelled. ``quota`` is
-        what it has taken from its tenant's quotas by itself."""
+        """Remove a request that has not started, even if its caller was cancelled. ``quota`` is what it used itself."""
         if quota is not None:
             quota.end(time.monotonic(), error)
         if permit is not None:
@@ -389,12 +387,12 @@ class Gateway:
         self._count_refused(tenant, error)
 
     def _count_refused(self, tenant: Tenant, error: BaseException) -> None:
-        # A request in the background that is refused is sent again by its batch, so no client is turned away.
+        # A refused request of a batch is retried by the batch, so no client is refused.
         if isinstance(error, PillionError) and not (tenant.background and isinstance(error, Overloaded)):
             count_refused(self.meters, error)
 
     async def check(self, request: GenerateRequest, tenant: Tenant | None) -> None:
-        """Checks all fields of a request except the length of its text. Raises NotFound, and InvalidRequest with every
+        """Check all fields of a request except the length of its text. Raise NotFound, and InvalidRequest with every
         wrong field."""
         await self._check(request, await self.find_entry(request.model, tenant), tenant)
 
@@ -403,14 +401,14 @@ class Gateway:
         await self.off_loop(tenant, weight(request), check_request, request, model.limits)
 
     async def off_loop(self, tenant: Tenant | None, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
-        """Runs ``job(*arguments)``, which works through so many bytes: in the tenant's turn on a thread where they are
-        more than LOOP_BYTES, and else at once. Raises what the job raises, and Overloaded where too many jobs wait."""
+        """Run ``job(*arguments)``, which processes ``size_bytes``: above LOOP_BYTES on a thread, in the tenant's turn,
+        else at once. Raise what the job raises, and Overloaded if too many bytes wait."""
         if size_bytes <= LOOP_BYTES:
             return job(*arguments)
         return await self._in_turn(self._known(tenant), size_bytes, job, *arguments)
 
     async def _in_turn(self, tenant: Tenant, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
-        """Runs a job as :meth:`on_thread` does, where the bytes that wait for a thread have room for it."""
+        """Run a job as :meth:`on_thread` does, within the tenant's share of MAX_WAITING_BYTES."""
         waiting, own = self._waiting_bytes.total(), self._waiting_bytes[tenant.name]
         most = share_of(tenant, MAX_WAITING_BYTES, waiting - own)
         if own + size_bytes > most:
@@ -424,23 +422,23 @@ class Gateway:
 
     @property
     def longest_tokens(self) -> int:
-        """Gives the longest context of all models."""
+        """Longest context of all models."""
         return max(entry.limits.max_model_len_tokens for entry in self._models.values())
 
     async def find_entry(self, name: str, tenant: Tenant | None = None) -> ModelEntry:
-        """Returns what :meth:`entry` does, even for an adapter that another gateway has loaded just now."""
+        """Return what :meth:`entry` does, even for an adapter that another gateway has just loaded."""
         if self.adapters is not None and name not in self._by_name:
             await self.adapters.look(name)
         return self.entry(name, tenant)
 
     def entry(self, name: str, tenant: Tenant | None = None) -> ModelEntry:
-        """Returns the model, perhaps with an adapter, that ``name`` means for a tenant (None: the gateway itself); the
-        name "" means the only model. Raises NotFound and InvalidRequest."""
+        """Return the model or adapter that ``name`` means for a tenant (None: the gateway itself); "" means the only
+        model. Raise NotFound and InvalidRequest."""
         found = self._named(name)
         return found if found is not None and self._may_use(tenant, found) else self._only(name, tenant)
 
     def _only(self, name: str, tenant: Tenant | None) -> ModelEntry:
-        """Returns the only model that a tenant may use, where ``name`` is "". Raises NotFound and InvalidRequest."""
+        """Return the only model that a tenant may use, for the name "". Raise NotFound and InvalidRequest."""
         known = [one for one, entry in self._models.items() if self._may_use(tenant, entry)]
         if not known and tenant is not None:
             known = [one for one in tenant.models if self._named(one) is not None]
@@ -452,14 +450,14 @@ class Gateway:
         return found
 
     def _may_use(self, tenant: Tenant | None, entry: ModelEntry) -> bool:
-        """Returns whether a tenant (None: the gateway itself) may use a model or an adapter. The keys file may name a
-        model by an alias."""
+        """Return whether a tenant (None: the gateway itself) may use a model or adapter. The keys file may use an
+        alias."""
         if tenant is None or tenant.may_use(entry.name):
             return True
         return entry.adapter is None and any(map(tenant.may_use, self._aliases(entry)))
 
     def _aliases(self, entry: ModelEntry) -> list[str]:
-        """Returns the further names of a model that mean it; another model's served name goes before an alias."""
+        """Return the aliases that mean this model; another model's served name takes precedence."""
         return [alias for alias in entry.aliases if self._by_name.get(alias) is entry]
 
     def _named(self, name: str) -> ModelEntry | None:
@@ -469,32 +467,31 @@ class Gateway:
         return entry
 
     def _adapters(self) -> Sequence[NamedAdapter]:
-        """Returns the adapters of models that are served here, by name."""
+        """Return the adapters of models served here, by name."""
         return () if self.adapters is None else self.adapters.all()
 
     async def tokenize(
         self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
     ) -> tuple[int, ...]:
-        """Returns the ids of a prompt as they would be computed; ``bare`` leaves out the special tokens that are added
-        to a text. The call counts as a request. Raises InvalidRequest and Overloaded."""
+        """Return the ids of a prompt as it would be computed; ``bare`` omits added special tokens. Counts as a request.
+        Raise InvalidRequest and Overloaded."""
         model, tenant = await self.find_entry(request.model, tenant), self._known(tenant)
         await self._check(request, model, tenant)
         async with self._counted(tenant):
             return (await self._tokenize(request, model, tenant, bare=bare))[0]
 
     async def prompt_ids(self, request: GenerateRequest, entry: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
-        """Returns the ids of a prompt, for a request that has been checked and counted already. Raises InvalidRequest
-        and Overloaded."""
+        """Return the ids of a prompt of a checked and counted request. Raise InvalidRequest and Overloaded."""
         return (await self._tokenize(request, entry, tenant))[0]
 
     async def on_thread(self, tenant: Tenant, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
-        """Runs ``job(*arguments)``, which works through so many bytes, in the tenant's turn on a thread, for a request
-        that has been checked already. Raises what the job raises, and Overloaded."""
+        """Run ``job(*arguments)``, which processes ``size_bytes``, on a thread in the tenant's turn. Raise what the job
+        raises, and Overloaded."""
         return await self._pool.run(job, *arguments, tenant=tenant, size_bytes=size_bytes)
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
-        """Returns the text of ids, without special tokens; the call counts as a request. Raises InvalidRequest, which
-        names ``tokens``, and Overloaded."""
+        """Return the text of ids, without special tokens. Counts as a request. Raise InvalidRequest, which names
+        ``tokens``, and Overloaded."""
         tenant = self._known(tenant)
         check_ids("tokens", token_ids, self.entry(name, tenant).limits)
         async with self._counted(tenant):
@@ -502,8 +499,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _counted(self, tenant: Tenant) -> AsyncIterator[None]:
-        """Holds a place in the gateway for a call that tokenizes but computes no prompt, and counts it as a request.
-        Raises Overloaded."""
+        """Count a call that tokenizes but computes no prompt, in admission and as a request. Raise Overloaded."""
         permit = self.admission.enter(tenant)
         try:
             async with self.counted(tenant, [""], None):
@@ -515,17 +511,16 @@ class Gateway:
     async def counted(
         self, tenant: Tenant | None, names: Sequence[str], tokens: int | None
     ) -> AsyncIterator[CountedCall]:
-        """Counts a call as a whole before any of its prompts runs, and gives back what it does not cost if its block
-        ends with an error.
+        """Count a call as a whole before any of its prompts runs; refund the unused part if the block raises.
 
         Args:
             tenant: the sender.
-            names: the field of each prompt; each counts as a request.
-            tokens: the tokens of all prompts; None where none is computed.
+            names: field of each prompt; each counts as a request.
+            tokens: tokens of all prompts; None if none is computed.
 
         Raises:
-            Overloaded: a quota is met. InvalidRequest: the quota of a minute is less than these prompts; the error
-            names the first prompt that is too many.
+            Overloaded: a quota is reached. InvalidRequest: more prompts than the quota of a minute; names the first one
+            above it.
         """
         tenant, now = self._known(tenant), time.monotonic()
         most = tenant.requests_per_minute
@@ -546,13 +541,13 @@ class Gateway:
             raise
 
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
-        """Returns the text of ids, for a request that has been counted already."""
+        """Return the text of ids, for a counted request."""
         size_bytes = TOKEN_BYTES * len(token_ids)
         return await self.on_thread(tenant, size_bytes, self.entry(name).tokenizer.decode, token_ids)
 
     def models(self, tenant: Tenant | None = None) -> tuple[ModelInfo, ...]:
-        """Returns the models that live workers serve now, each with its aliases, then their adapters, as far as a
-        tenant may use them. An alias that is the path of a folder is the operator's business, and left out."""
+        """Return the models that live workers serve, each with its aliases, then their adapters, as far as a tenant may
+        use them. Aliases that are paths are private to the operator."""
         served = {name: entry for name, entry in sorted(self._models.items()) if not self.missing(name)}
         entries = list(served.values())
         for adapter in self._adapters():
@@ -572,29 +567,27 @@ class Gateway:
     async def load_adapter(
         self, tenant: Tenant | None, name: str, path: str, *, in_place: bool = False, model: str = ""
     ) -> ModelInfo:
-        """Gives a name to the adapter of a folder (AdapterNames.load). Raises PermissionDenied for a tenant that is no
-        operator, and where there are no adapters."""
+        """Name the adapter in a folder (AdapterNames.load). Raise PermissionDenied for tenants other than operators,
+        and without --enable-lora."""
         adapters = self._changeable(tenant)
         adapter = await adapters.load(name, path, in_place=in_place, model=model)
-        # All machines get the adapter's files before the first request; what is not there in time follows in the
-        # background.
+        # Late machines get the files in the background.
         await at_most(SPREAD_TIMEOUT_S, adapters.spread())
         return _described(replace(self._models[adapter.parent], adapter=adapter))
 
     async def unload_adapter(self, tenant: Tenant | None, name: str) -> None:
-        """Takes a name away from its adapter (AdapterNames.unload). Raises PermissionDenied as :meth:`load_adapter`
-        does."""
+        """Remove an adapter's name (AdapterNames.unload). Raise PermissionDenied as :meth:`load_adapter` does."""
         await self._changeable(tenant).unload(name)
 
     def _changeable(self, tenant: Tenant | None) -> AdapterNames:
-        """Returns the names of adapters for a tenant that may change them. Raises PermissionDenied."""
+        """Return the adapters' names for a tenant that may change them. Raise PermissionDenied."""
         self.operators_only(tenant)
         if self.adapters is None:
             raise PermissionDenied("this gateway serves no adapters: --enable-lora changes that")
         return self.adapters
 
     def missing(self, name: str) -> str:
-        """Says what keeps a model from being served; "" where it is served."""
+        """Return why a model is not served, or ""."""
         try:
             served = self.cluster.served(name, self._models[name].fingerprint)
         except Unavailable as error:
@@ -604,14 +597,14 @@ class Gateway:
         return ""
 
     def not_ready(self) -> str:
-        """Says why no request could be served now; "" when one could."""
+        """Return why no request could be served now, or ""."""
         if self._draining:
             return STOPPING
         missing = [self.missing(name) for name in self._models]
         return "" if "" in missing else "; ".join(missing)
 
     def metrics(self, tenant: Tenant | None = None) -> Values:
-        """Returns this gateway's metrics. Raises PermissionDenied for a tenant that is no operator."""
+        """Return this gateway's metrics. Raise PermissionDenied for tenants other than operators."""
         self.operators_only(tenant)
         return self.meters.collect()
 
@@ -621,8 +614,8 @@ class Gateway:
             yield from model_readings(name, *self.admission.counts(name), queued, usage)
 
     def status(self, tenant: Tenant | None = None) -> ClusterStatus:
-        """Returns the cluster for ``pillion status``, with totals of all gateways. Raises PermissionDenied for a tenant
-        that is no operator."""
+        """Return the cluster for ``pillion status``, with totals of all gateways. Raise PermissionDenied for tenants
+        other than operators."""
         self.operators_only(tenant)
         others, view = self.cluster.other_gateways(), self.cluster.view
         totals: list[Usage | ComponentRecord] = [self.totals, *others]
@@ -639,23 +632,21 @@ class Gateway:
 
     @property
     def active_requests(self) -> int:
-        """Gives the number of requests in the gateway; each answer counts."""
+        """Number of requests in the gateway; each answer counts."""
         return self.admission.requests
 
     def drain(self) -> None:
-        """Makes this gateway say from now on that it is not ready. Requests over connections that were open before are
-        still served; the ports take no new ones."""
+        """Report "not ready" from now on. Open connections are still served; the ports accept no new ones."""
         self._draining = True
 
     async def warm_up(self) -> None:
-        """Does once, beside the first requests, what the first ones that ask for a structure would wait for."""
+        """Compile grammars' prerequisites in the background, before the first request that needs them."""
         for entry in self._models.values():
             if entry.grammars is not None:
                 await entry.grammars.warm_up()
 
     async def aclose(self) -> None:
-        """Ends the tokenizing of prompts, and reports quotas a last time. The readers of answers cancel these
-        themselves."""
+        """Stop tokenizing, and report quotas a last time. Readers of answers cancel them themselves."""
         self._pool.close()
         await self.quotas.aclose()
         if self.adapters is not None:
@@ -671,20 +662,20 @@ class Gateway:
         return tenant or OPEN
 
     def operators_only(self, tenant: Tenant | None) -> None:
-        """Raises PermissionDenied for a tenant that is no operator, and Unauthenticated for None."""
+        """Raise PermissionDenied for tenants other than operators, and Unauthenticated for None."""
         if not self._known(tenant).operator:
             raise PermissionDenied(
                 "only a tenant with operator = true may do this: pillion keys add FILE --tenant NAME --operator"
             )
 
     def _slots(self, model: str) -> int:
-        """Returns how many answers the model's workers are given at once; 0 while no bound is known."""
+        """Return how many answers the model's workers get at once; 0 while unknown."""
         return self._options.max_running_requests or self.cluster.request_slots(model)
 
     async def _tokenize(
         self, request: GenerateRequest, model: ModelEntry, tenant: Tenant, *, bare: bool = False
     ) -> tuple[tuple[int, ...], str]:
-        """Returns the prompt's ids and its text; the text of a prompt that came as ids is ""."""
+        """Return the prompt's ids and text; text is "" for a prompt of ids."""
         prompt, field, tokenizer = request.token_ids, prompt_field(request), model.tokenizer
         truncates = request.sampling.truncate_prompt_tokens is not None
         kept = kept_tokens(request.sampling, model.limits) if truncates else None
@@ -717,7 +708,7 @@ class Gateway:
         return prompt, text
 
     async def _with_words(self, admitted: AdmittedRequest, model: ModelEntry, tenant: Tenant) -> AdmittedRequest:
-        """Returns the request with the tokens of the words that its answers never have. Raises Overloaded."""
+        """Return the request with the token sequences of its bad words. Raise Overloaded."""
         words, vocab_size = admitted.asked.sampling.bad_words, model.limits.vocab_size
         size_bytes, job = sum(WORD_BYTES + len(word) for word in words), model.tokenizer.bad_sequences
         found = await self.off_loop(tenant, size_bytes, job, words, vocab_size)
@@ -726,7 +717,7 @@ class Gateway:
     async def _grammar(
         self, request: GenerateRequest, model: ModelEntry, output_format: OutputFormat | None, tenant: Tenant
     ) -> RequestGrammar:
-        """Returns the grammar that every answer follows. Raises InvalidRequest, Overloaded and Unavailable."""
+        """Return the grammar of all answers. Raise InvalidRequest, Overloaded and Unavailable."""
         if model.grammars is None or (request.sampling.structured_outputs is None and output_format is None):
             return NO_GRAMMAR
         turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
@@ -737,9 +728,8 @@ class Gateway:
     async def _turn(
         self, permit: AdmissionPermit, admitted: AdmittedRequest, quota: CountedCall | None, recorded: bool
     ) -> Story | None:
-        """Takes the prompt's tokens from the quota, unless its call has, and waits until the request may go to the
-        workers. Returns its story, where there is a recorder. ``recorded`` is that of :meth:`generate`. Raises
-        Overloaded and DeadlineExceeded."""
+        """Confirm the quota with the prompt's tokens, unless its call has, and wait until the request may go to the
+        workers. Return its story if there is a recorder. Raise Overloaded and DeadlineExceeded."""
         stop = contextlib.ExitStack()
         if quota is not None and not quota.confirmed:
             await quota.confirm(permit.tokens, time.monotonic())
@@ -752,7 +742,7 @@ class Gateway:
                 story.waits(time.monotonic(), *self.admission.line(admitted.model))
 
         with stop:
-            # A stream that goes on here is not refused for what is left of it.
+            # A resumed stream is not refused for the rest of its answer.
             new = admitted.pooling is None and admitted.resume is None
             allowed = admitted.max_tokens if new else 0
             try:
@@ -769,14 +759,14 @@ class Gateway:
         return story
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
-        """Returns the longest prompt and answer, in tokens, that model and pools allow. Raises InvalidRequest."""
+        """Return the max tokens of prompt and answer that model and pools allow. Raise InvalidRequest."""
         name, asked, most = model.limits.name, request.sampling.max_tokens, model.limits.max_model_len_tokens
         pools = self.cluster.pools_tokens(name)
-        # Nothing is refused for the size of the largest pool while the size of any pool is unknown.
+        # Refuse nothing for the largest pool while the size of any pool is unknown.
         largest = max(pools, default=None) if all(pools) else None
         longest = check_pool(len(prompt), prompt_field(request), most, largest)
         common = min(filter(None, pools), default=most)
-        # Where every node can hold the request, it can go on at another node whichever one is lost.
+        # A request that fits every node can continue on any of them after a loss.
         return min(longest, common) if asked is None and len(prompt) < common else longest
 
     async def _answers(
@@ -786,8 +776,8 @@ class Gateway:
         output_format: OutputFormat | None,
         tenant: Tenant,
     ) -> list[AnswerText]:
-        """Makes the text of each answer, as far as a resumed stream has brought it. Raises InvalidRequest, Conflict,
-        and Overloaded."""
+        """Return the text of each answer, up to date with a resumed stream. Raise InvalidRequest, Conflict, and
+        Overloaded."""
         asked, sampling = admitted.asked.sampling, admitted.sampling
         stop_ids, min_tokens = frozenset(sampling.stop_token_ids), sampling.min_tokens or 0
         stops = StopRules(stop_strings(asked.stop), stop_ids, min_tokens, asked.include_stop_str_in_output)
@@ -807,8 +797,8 @@ class Gateway:
         return answers
 
     async def _catch_up(self, answer: AnswerText, so_far: AnswerSoFar, tenant: Tenant) -> None:
-        """Makes the text that a client has already. What counts is how much the answer still holds back, and how much
-        of it was reasoning. The text may be long, so it is read on a thread, in the tenant's turn."""
+        """Recreate the text that a client already has, for the withheld part and the reasoning state. It may be long,
+        so a thread does it, in the tenant's turn."""
         size_bytes = TOKEN_BYTES * len(so_far.token_ids)
         await self.on_thread(tenant, size_bytes, answer.push, so_far.token_ids)
 
@@ -825,16 +815,15 @@ class Gateway:
         operation = operation_of(admitted)
         if span.is_recording():
             describe_span(span, admitted, operation, name)
-        # Nobody waits for a request in the background, so its time in the queue does not count as latency.
+        # Latency of background requests excludes the queue: no client waits.
         began = time.monotonic() if permit.tenant.background else admitted.arrived
         meter = RequestMeter(self.meters, admitted.model, operation, began, permit.answers, admitted.max_tokens)
         permit.first_token_s, permit.last_token_s = meter.first_s, meter.last_s
 
         def ended(usage: Usage) -> None:
             generated = usage.completion_tokens - admitted.resumed_tokens
-            # The tokens of a prompt that no worker could serve cost its tenant nothing, nor does a request that was
-            # refused. What a lost gateway has given costs here, because the price of an answer is taken at its end,
-            # which that gateway has not seen.
+            # Unserved prompts and refused requests cost nothing. Tokens of a lost gateway are charged here: answers are
+            # charged at their end.
             if quota is not None and runner.failed_unserved and generated <= 0:
                 quota.begun_tokens -= permit.tokens
                 quota.refund(int(runner.refused), permit.tokens, time.monotonic())
@@ -855,7 +844,7 @@ class Gateway:
 
 
 def _encoded(encode: Callable[[str, int], tuple[int, ...]], text: str, most_tokens: int) -> tuple[tuple[int, ...], int]:
-    """Returns a text's ids, and the largest of them."""
+    """Return a text's ids, and the largest of them."""
     ids = encode(text, most_tokens)
     return ids, max(ids, default=0)
 

@@ -175,7 +175,7 @@ async def _follow(keys: KeyFile, gateway: Gateway) -> None:
         await asyncio.sleep(WATCH_INTERVAL_S)
         try:
             if await asyncio.to_thread(keys.refresh):
-                gateway.take_keys(keys.ring)
+                gateway.replace_keys(keys.ring)
         except Exception:
             # A defect must not end later reloads: a revoked key would stay valid.
             log.exception("the keys could not be read again")

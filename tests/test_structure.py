@@ -23,6 +23,10 @@ ALL = (*PRODUCT, "lab", "tests")
 LINKED = PRODUCT[1:]
 # A package with so many modules and folders needs no map: their own first lines say what they are.
 UNMAPPED = 8
+# Features whose work is in a step's products and in weights, which the core's classes hand over by type.
+MORE_CALLERS = {"adapters": 7, "quantized checkpoints": 7}
+# Core files outside the assemble pages that import any feature.
+MAX_CALLING_FILES = 26
 IO_MODULES = {"asyncio", "grpc", "redis", "socket", "threading", "time", "subprocess", "torch", "queue"}
 
 
@@ -271,6 +275,13 @@ def test_the_page_of_features_is_generated() -> None:
     text = features.PAGE.read_text()
     assert features.BEGIN in text
     assert features.render(text) == text, "run make dashboards"
+
+
+def test_few_core_files_call_a_feature() -> None:
+    """Outside the assemble pages: at most three per feature, and few in all."""
+    outside = {name: set(files) - set(features.ASSEMBLE_PAGES) for name, files in features.callers().items()}
+    assert {name: sorted(files) for name, files in outside.items() if len(files) > MORE_CALLERS.get(name, 3)} == {}
+    assert len(features.calling_files()) <= MAX_CALLING_FILES
 
 
 def test_a_core_file_that_imports_a_feature_is_found() -> None:

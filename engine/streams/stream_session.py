@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceProgress, rope_shift
 from pillion.engine.scheduling.step_plan import Update
@@ -303,10 +302,17 @@ class DecodeSession:
             if submit.grammar:
                 answer = submit.token_ids[submit.prompt_tokens :]
                 grammar = await self._worker.compiled(submit.grammar, answer, frozenset(submit.stop_token_ids))
+
+            def begin(holding: Holding) -> tuple[Sequence, dict[int, SequenceListener]]:
+                sequence, listeners = self._begin(stream, submit, sampling, holding)
+                if grammar is not None:
+                    sequence.follow_grammar(grammar)
+                return sequence, listeners
+
             started = await self._worker.run_sequence(
                 submit.adapter,
                 hold=lambda epoch: self._hold(stream, submit, epoch),
-                begin=lambda holding: self._begin(stream, submit, sampling, grammar, holding),
+                begin=begin,
                 wanted=lambda: self._streams.get(submit.key) is stream,
             )
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (each stream has an end, whatever failed)
@@ -364,7 +370,6 @@ class DecodeSession:
         stream: _DecodeStream,
         submit: Submit,
         sampling: SamplingParams,
-        grammar: GrammarState | None,
         holding: Holding,
     ) -> tuple[Sequence, dict[int, SequenceListener]]:
         """Returns the sequence of a stream that has waited, with those of its parallel samples that are still there.
@@ -400,8 +405,6 @@ class DecodeSession:
             vocab_size=model.backend.vocab_size,
             flow=bounded_flow(submit.flow.key, submit.flow.weight),
         )
-        if grammar is not None:
-            sequence.follow_grammar(grammar)
         return sequence, {one.seq_id: one for one in (stream, *stream.parallel_samples)}
 
     def _open(self, submit: Submit, key: int) -> _DecodeStream:

@@ -6,7 +6,7 @@ A pool has a segment on each GPU that ``--kv-device`` names, with some of the KV
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from pillion.config import KVNodeFlags
@@ -19,8 +19,6 @@ from pillion.kvstore.memory.domain import Domain, MadeSegment
 from pillion.kvstore.memory.head_shares import MAX_SHARDS
 from pillion.kvstore.memory.memory import CUDA, PoolMemory
 from pillion.kvstore.memory.shards import Shards
-from pillion.kvstore.tiers.host_tier import HostTier
-from pillion.kvstore.tiers.tiers import Tier
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -100,11 +98,11 @@ class CudaDomain(Domain):
         mappings = [segment.mapping for segment in segments if isinstance(segment, DeviceSegment)]
         return CudaMemory(mappings, num_slots, division)
 
-    def buffers(self, block_bytes: int) -> Tier | None:
+    def pinned_memory(self) -> tuple[memoryview, Callable[[], None]] | None:
         if not self._flags.host_bytes:
             return None
         pinned = PinnedMemory(self._devices[0], self._flags.host_bytes)
-        return HostTier(pinned.view, block_bytes, pinned.close)
+        return pinned.view, pinned.close
 
     def close(self) -> None:
         for device in self._by_index.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pillion.config import KVNodeFlags
@@ -16,7 +16,6 @@ from pillion.errors import ConfigError
 from pillion.kvstore.memory.memory import HOST, HostMemory, PoolMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.memory.shards import Shards
-from pillion.kvstore.tiers.tiers import Tier
 
 DEFAULT_HOST_POOL_BYTES = 2**30
 CPU = "cpu"
@@ -75,8 +74,9 @@ class Domain(ABC):
         """Create a pool over one segment per shard."""
 
     @abstractmethod
-    def buffers(self, block_bytes: int) -> Tier | None:
-        """Create the tier of pinned host memory, the first below the pool, if there is one."""
+    def pinned_memory(self) -> tuple[memoryview, Callable[[], None]] | None:
+        """Allocate pinned host memory for the tier below the pool, and return it with a function that frees it; None if
+        there is no such tier. Raises ConfigError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -124,7 +124,7 @@ class HostDomain(Domain):
         mapped: mmap.mmap = map_shared(segment.to_map, num_slots * division.block_bytes)
         return HostMemory(mapped, num_slots, division.block_bytes)
 
-    def buffers(self, block_bytes: int) -> Tier | None:
+    def pinned_memory(self) -> tuple[memoryview, Callable[[], None]] | None:
         """Return None, since the pool itself is in host memory."""
         return None
 

@@ -249,7 +249,7 @@ class KVNode:
             shape,
             self._memory.pool,
             self.pool,
-            buffers=self._memory.domain.buffers,
+            pinned_memory=self._memory.domain.pinned_memory,
             announce=self._directory.push,
             exchange=self._exchange,
             folder=self._disk,

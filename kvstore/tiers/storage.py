@@ -19,6 +19,7 @@ from pillion.kvstore.memory.memory import PoolMemory, until_over
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.disk_tier.disk import open_disk_tier
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
+from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.kvstore.tiers.object_tier.object_runs import RunLayout
 from pillion.kvstore.tiers.object_tier.object_store import ObjectStore
 from pillion.kvstore.tiers.object_tier.object_tier import ObjectTier
@@ -41,7 +42,7 @@ class Storage:
     Closes ``memory``, but not the segment behind it.
 
     Args:
-        buffers: creates the tier of pinned host memory for a block size, None for none. Raises ConfigError.
+        pinned_memory: allocates memory for the tier in host memory, None without one. Raises ConfigError.
         announce: updates the index.
         exchange: connections to other nodes.
         folder, bucket: location of the lower tiers on this machine and in an object store, if any.
@@ -54,7 +55,7 @@ class Storage:
         memory: PoolMemory,
         pool: Pool,
         *,
-        buffers: Callable[[int], Tier | None],
+        pinned_memory: Callable[[], tuple[memoryview, Callable[[], None]] | None],
         announce: Callable[[list[IndexEvent]], None],
         exchange: NodeExchange,
         folder: DiskFolder | None,
@@ -63,7 +64,7 @@ class Storage:
         self._flags, self._shape, self._pool = flags, shape, pool
         self._announce, self._exchange = announce, exchange
         self._folder = folder
-        self.memory, self._buffers = memory, buffers
+        self.memory, self._pinned_memory = memory, pinned_memory
         # All lower tiers, in the order in which they receive blocks; those of this machine; the bucket's.
         self._tiers: list[Tier] = []
         self._near: list[Tier] = []
@@ -94,9 +95,9 @@ class Storage:
     async def run(self) -> None:
         """Open the tiers, then evict ahead of need until cancelled. Raises ConfigError for a bad disk, or if the host
         lacks memory."""
-        buffers = await until_over(asyncio.to_thread(self._buffers, self._shape.block_bytes))
-        if buffers is not None:
-            self._add(buffers)
+        host = await until_over(asyncio.to_thread(self._host_tier))
+        if host is not None:
+            self._add(host)
         if self._folder is not None:
             tier = await open_disk_tier(
                 self._folder,
@@ -123,6 +124,10 @@ class Storage:
     def _add(self, tier: Tier) -> None:
         self._tiers.append(tier)
         self._near.append(tier)
+
+    def _host_tier(self) -> HostTier | None:
+        pinned = self._pinned_memory()
+        return None if pinned is None else HostTier(pinned[0], self._shape.block_bytes, pinned[1])
 
     async def close(self) -> None:
         """Close memory and tiers, after :meth:`run` has ended and with no call running. Blocks in lower tiers stay."""

@@ -40,12 +40,11 @@ from pillion.errors import ConfigError
 from pillion.host.core_lending_table import LINE_BYTES
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight
-from pillion.kernels.cpu.products.packing import exact_kind, pack_bias, pack_gated_bias
+from pillion.kernels.cpu.products.packing import exact_kind, pack_bias, pack_gated_bias, pack_taps
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.quantized import quantized_packing
 from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
 from pillion.kernels.cpu.quantized.matrix_packing import KINDS, pack_gated, pack_linear, panel_bytes
-from pillion.kernels.cpu.states.convolutions import pack_taps
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 

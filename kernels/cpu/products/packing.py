@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight, in_turn
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
+from pillion.kernels.state_pieces import PIECE_CHANNELS
 
 
 def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
@@ -37,6 +38,12 @@ def pack_plain(weight: torch.Tensor, kind: str) -> PackedWeight:
 def pack_plain_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> PackedWeight:
     """Pack two float32 matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
     return _pack(in_turn(*(_padded(matrix, TILE_COLUMNS) for matrix in (gate, up))), kind)
+
+
+def pack_taps(factors: torch.Tensor) -> torch.Tensor:
+    """Pack the factors [channels, taps] of a convolution, or its bias [channels, 1], as float32 [taps, channels padded
+    to whole pieces]."""
+    return pad(factors.float().t(), (0, -len(factors) % PIECE_CHANNELS)).contiguous()
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:

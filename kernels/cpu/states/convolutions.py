@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch.nn.functional import pad
-
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
@@ -85,9 +82,3 @@ class Convolve(KernelSpec):
         out = args.pointer("out") + row * args.number("out_stride")
         at = out + piece * (PIECE_CHANNELS * lane_bytes) + vector * (LANES * lane_bytes)
         k.store_float(at, total * factor, lane_bytes == 2)
-
-
-def pack_taps(factors: torch.Tensor) -> torch.Tensor:
-    """Pack the factors [channels, taps] of a convolution, or its bias [channels, 1], as float32 [taps, channels padded
-    to whole pieces]."""
-    return pad(factors.float().t(), (0, -len(factors) % PIECE_CHANNELS)).contiguous()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from pillion.kernels.cpu.states.convolutions import PIECE_CHANNELS, Convolve, pack_taps
+from pillion.kernels.cpu.products.packing import pack_taps
+from pillion.kernels.cpu.states.convolutions import PIECE_CHANNELS, Convolve
 from pillion.kernels.torch.recurrences import Taps, convolve
 from tests.support.kernel_runner import normal, runner_of, stride
 from tests.support.piece_pool import PiecePool
