@@ -1,8 +1,5 @@
-"""Puts a decode worker together. It has what :func:`pillion.engine.assemble_worker.start_worker` gives a worker by its
-flags, with grammars and partial blocks, and one service: Decode.Connect takes every stream. What happens to a command
-is in :mod:`pillion.engine.streams.stream_session`.
-
-``pillion decode``, an offline ``LLM`` and tests call :func:`start_decode`.
+"""Assembly of a decode worker: that of :func:`pillion.engine.assemble_worker.start_worker`, with grammars and partial
+blocks, and one service, Decode.Connect.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from pillion.engine.worker.worker_server import WorkerServer, serve
 async def start_decode(
     flags: DecodeFlags, *, backend_factory: BackendFactory = load_model, turn: StartTurn = AT_ONCE
 ) -> WorkerServer:
-    """Starts a decode worker, which attaches to its KV node and serves when its ``turn`` comes. Raises ConfigError for
+    """Start a decode worker, which attaches to its KV node and serves when its ``turn`` comes. Raises ConfigError for
     flags that cannot work."""
     flags = await asyncio.to_thread(with_budgets, flags)
     auto = flags.target_itl_ms == AUTO

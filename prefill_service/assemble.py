@@ -1,8 +1,5 @@
-"""Puts a prefill worker together. It has what :func:`pillion.engine.assemble_worker.start_worker` gives a worker by its
-flags, and two services: Prefill.RunPrefill takes prefill ranges, and Decode.Connect takes texts that end with a vector,
-which are computed whole, where the model gives vectors.
-
-``pillion prefill`` and tests call :func:`start_prefill`.
+"""Assembly of a prefill worker: that of :func:`pillion.engine.assemble_worker.start_worker`, with two services.
+Prefill.RunPrefill takes prefill ranges, and Decode.Connect takes texts that end with a vector, computed whole.
 """
 
 from __future__ import annotations
@@ -26,11 +23,9 @@ from pillion.v1 import prefill_pb2_grpc
 async def start_prefill(
     flags: PrefillFlags, *, backend_factory: BackendFactory = load_model, turn: StartTurn = AT_ONCE
 ) -> WorkerServer:
-    """Starts a prefill worker, which takes part when its ``turn`` comes. Raises ConfigError for flags that cannot
-    work."""
+    """Start a prefill worker, which serves when its ``turn`` comes. Raises ConfigError for flags that cannot work."""
     flags = await asyncio.to_thread(with_budgets, flags)
-    # Without chunks a prefill range runs alone, so nothing needs to fit beside it; the stages of a pipeline have one
-    # each.
+    # Without chunks a range runs alone; each stage of a pipeline has one.
     chunked_seqs = min(MAX_WAITING_PREFILLS, flags.max_num_batched_prefill_tokens)
     worker = await start_worker(
         flags,
@@ -43,7 +38,7 @@ async def start_prefill(
     servicer = PrefillServicer(worker, MAX_WAITING_PREFILLS)
     services = [Service(SERVICE_NAME, partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer))]
     if worker.gives_vectors:
-        # A text that ends with a vector needs nothing of a decode worker, whose streams it would delay.
+        # Such a text needs no decode worker, whose streams it would delay.
         limits = StreamLimits(MAX_WAITING_PREFILLS, "the most that may wait or run", vectors_alone=True)
         services.append(DecodeServicer(worker, limits).service)
     return await serve(worker, *services)

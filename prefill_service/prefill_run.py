@@ -1,4 +1,4 @@
-"""Runs one prefill range on a prefill worker, from its ticket to its last acknowledgement.
+"""One prefill range on a prefill worker, from its ticket to its last acknowledgement.
 
 checked --> ticket adopted --> chunk computed --> committed --> acknowledged --> ... --> hold released
                                     cancel at any time: what is acknowledged stands, the rest is freed
@@ -30,7 +30,7 @@ from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 
 
 class PrefillRun:
-    """Runs a prefill range and listens to its sequence. ``trace`` is the caller's context."""
+    """A prefill range, and the listener of its sequence. ``trace`` is the caller's context."""
 
     def __init__(self, worker: Worker, trace: Context) -> None:
         self.trace = trace
@@ -39,18 +39,18 @@ class PrefillRun:
         self._before_s = 0.0
         self._chunk_tokens: tuple[int, ...] = ()
         self._end_tokens = 0
-        # The queue has at most one entry for each chunk, for the beginning and for the end.
+        # At most one entry per chunk, for the beginning and for the end.
         self._results: asyncio.Queue[ChunkAck | PillionError | None] = asyncio.Queue()
         self._over = False
 
     async def acks(self, prefill_range: RunPrefillRequest) -> AsyncGenerator[ChunkAck, None]:
-        """Runs a prefill range; closing the iterator cancels it. Raises NotFound, Overloaded, Unavailable, Internal."""
+        """Run a prefill range; closing the iterator cancels it. Raises NotFound, Overloaded, Unavailable, Internal."""
         self._chunk_tokens, self._end_tokens = tuple(prefill_range.chunk_tokens), prefill_range.start_tokens
         starting = asyncio.create_task(self._start(prefill_range))
-        # A failure to start is raised below, or ignored where the caller has gone.
+        # A failure to start is raised below, or ignored if the caller has gone.
         starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            # The start is shielded: an adopted ticket must be released, even if the caller goes away meanwhile.
+            # Shielded: an adopted ticket must be released, even if the caller goes away meanwhile.
             await asyncio.shield(starting)
             while (result := await self._next()) is not None:
                 if isinstance(result, PillionError):
@@ -60,13 +60,13 @@ class PrefillRun:
                     continue
                 self._end_tokens = result.end_tokens
                 if result.chunk_index == len(self._chunk_tokens) - 1:
-                    # All is committed. The sequence itself ends between two steps, which may take long.
+                    # The sequence itself ends between two steps, which may take long.
                     return
         finally:
             self.cancel()
 
     async def _next(self) -> ChunkAck | PillionError | None:
-        """Gives the next result, or a sign of life if the prefill range waits for long and the worker's steps go on."""
+        """Return the next result, or a sign of life if the range waits for long and steps go on."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(worker_epoch.QUEUE_HEARTBEAT_MS / 1000):
@@ -76,7 +76,7 @@ class PrefillRun:
                 return ChunkAck(end_tokens=self._end_tokens, queued=Queued(position=position))
 
     def cancel(self) -> None:
-        """Ends the prefill range, because the caller has gone (I8). Idempotent."""
+        """End the range, because the caller has gone (I8). Idempotent."""
         self._over = True
         self._worker.epoch.cancel(self._seq_id)
 
@@ -117,7 +117,7 @@ class PrefillRun:
         )
 
     def on_begun(self) -> None:
-        # Place 0 of the line means that the prefill range is being computed.
+        # Position 0: being computed.
         self._results.put_nowait(ChunkAck(end_tokens=self._end_tokens, queued=Queued()))
 
     def on_update(self, update: Update) -> None:

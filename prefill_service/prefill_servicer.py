@@ -1,6 +1,4 @@
-"""Serves Prefill.RunPrefill of a prefill worker: a prefill range in, an acknowledgement for each committed chunk out.
-What happens to a prefill range is in :mod:`pillion.prefill_service.prefill_run`.
-"""
+"""Prefill.RunPrefill of a prefill worker: a prefill range in, an acknowledgement per committed chunk out."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
-    """Runs prefill ranges; ``max_prefills`` bounds those that wait or run on the worker."""
+    """Runs prefill ranges; at most ``max_prefills`` wait or run on the worker."""
 
     def __init__(self, worker: Worker, max_prefills: int) -> None:
         self._worker = worker
@@ -31,7 +29,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def RunPrefill(  # noqa: N802
         self, request: prefill_pb2.RunPrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.ChunkAck]:
-        """Serves the call that prefill.proto describes."""
+        """See prefill.proto."""
         check_hello(request.hello)
         worker = self._worker
         worker.check_open()
@@ -41,7 +39,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
         run = PrefillRun(worker, telemetry.extract(metadata))
         self._live.add(run)
-        # Two ways to notice the call's end: the callback while an acknowledgement is sent, aclosing otherwise.
+        # The call's end is noticed by the callback while an acknowledgement is sent, by aclosing otherwise.
         context.add_done_callback(lambda *_: run.cancel())  # type: ignore[arg-type]  # the stubs name its arguments
         try:
             async with aclosing(run.acks(request)) as acks:

@@ -1,6 +1,4 @@
-"""Serves Decode.Connect over a worker: commands in, batches of deltas out. What happens to a command is in
-:mod:`pillion.engine.streams.stream_session`.
-"""
+"""Decode.Connect over a worker: commands in, batches of deltas out."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """Serves gateways' connections, whose streams share ``limits``."""
+    """The servicer of gateways' connections, whose streams share ``limits``."""
 
     def __init__(self, worker: Worker, limits: StreamLimits) -> None:
         self._worker = worker
@@ -36,11 +34,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     @property
     def service(self) -> Service:
-        """Gives this servicer as what a server registers and ends."""
         return Service(SERVICE_NAME, partial(decode_pb2_grpc.add_DecodeServicer_to_server, self), self.finish)
 
     def finish(self) -> None:
-        """Lets every connection end once its last deltas are out."""
+        """End each connection once its last deltas are sent."""
         for session in self._sessions:
             session.finish()
 
@@ -49,10 +46,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         request_iterator: AsyncIterator[decode_pb2.DecodeCommand],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[decode_pb2.DecodeBatch]:
-        """Serves one gateway's connection."""
+        """Serve one gateway's connection."""
         session = DecodeSession(self._worker, self._limits, self._adopting)
         self._sessions[session] = None
-        # Two ways to notice the connection's end: the callback while a message is sent, finally otherwise.
+        # The connection's end is noticed by the callback while a message is sent, by finally otherwise.
         context.add_done_callback(lambda *_: session.close())  # type: ignore[arg-type]  # the stubs name its arguments
         await context.send_initial_metadata(())
         reader = asyncio.create_task(_read(request_iterator, session))
@@ -70,18 +67,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
 
 async def _tell_queued(session: DecodeSession) -> None:
-    """Lets the gateway hear of streams that wait, as long as the connection lasts."""
+    """Send signs of life for waiting streams as long as the connection lasts."""
     while True:
         await asyncio.sleep(worker_epoch.QUEUE_HEARTBEAT_MS / 1000)
         try:
             await session.tell_queued()
         except Exception:
-            # Without signs of life, a gateway would take a long line for a worker that hangs.
+            # Without signs of life, a gateway would take a long queue for a hanging worker.
             log.exception("streams that wait could not be told so")
 
 
 async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: DecodeSession) -> None:
-    """Feeds the session until the gateway's side ends; then the session ends."""
+    """Feed the session until the gateway's side ends; then the session ends."""
     try:
         greeted = False
         async for command in commands:

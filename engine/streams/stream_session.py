@@ -1,15 +1,15 @@
-"""Serves one gateway's connection to a worker: its streams, and the deltas that are sent next.
+"""One gateway's connection to a worker: its streams, and the deltas to send next.
 
     submit --> checked --> ticket adopted, or opened --> its chain is there --> queued, prompt tail, decode --> finished
                   |              |                             |                        |                      | failed
                   +--------------+-----------error-------------+------------------------+-----> last delta
     cancel, or the connection's end: silence
 
-A submit that names no ticket is this worker's alone: it opens and adopts one in a single call, which waits at the KV
-node while memory is short, and gets none where the node has less of the prompt than the gateway counted on.
+A submit without a ticket concerns only this worker: it opens and adopts one in a single call, which waits at the KV
+node while memory is short, and gets none if the node has less of the prompt than the gateway expected.
 
-A submit comes while a prefill worker is still at work on its prefill range: this worker then waits at the KV node for
-the blocks that the prefill range will commit, so the node's answer is the whole hand-off.
+A submit may come while a prefill worker still runs the prefill range: this worker then waits at the KV node for the
+range's blocks, so the node's answer is the whole hand-off.
 
 A submit's parallel samples are streams from its first token on. If the submit ends before that, they end with it, and
 only its own key gets a delta.
@@ -62,27 +62,26 @@ from pillion.wire.errors import as_pillion_error
 
 log = logging.getLogger("pillion.decode")
 
-# This many streams may wait for memory or for their chains, over all connections; they hold no sequence of the worker
-# yet.
+# Max streams that wait for memory or for their chains, over all connections; they have no sequence on the worker yet.
 MAX_AWAITING = 4096
-# With more refusals than this that nobody has read yet, no further command is read from the connection.
+# Unread refusals above which no further command is read from the connection.
 MAX_UNREAD_REFUSALS = 1024
 MAX_STOP_TOKEN_IDS = 1024
-# A stream that ends with the logits of tokens names at most this many.
+# Max tokens whose logits a stream may end with.
 MAX_POOLED_IDS = 16
-# A prompt has at most so many places at which its client wants states kept.
+# Max positions per prompt at which states are kept for its client.
 MAX_KEPT_PLACES = 8
 _RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
 
 
 class MemoryShort(Overloaded):
-    """Says that a prompt has waited in vain for memory at the KV node; the client gets this error."""
+    """A prompt waited in vain for memory at the KV node; the client gets this error."""
 
 
 @dataclass(eq=False, slots=True)
 class _DecodeStream:
-    """Is one answer that the worker streams to a gateway: that of a Submit message, or of one of its parallel samples.
-    It receives the tokens of its sequence. ``key`` names it on the connection, ``seq_id`` on the worker."""
+    """One answer that the worker streams to a gateway, of a Submit or of one of its parallel samples; it receives the
+    tokens of its sequence. ``key`` is its name on the connection, ``seq_id`` on the worker."""
 
     session: DecodeSession
     trace: Context
@@ -90,18 +89,17 @@ class _DecodeStream:
     seq_id: int
     parallel_samples: tuple[_DecodeStream, ...] = ()
     timer: asyncio.TimerHandle | None = None
-    # This is set from the moment in which the ticket is asked for; a parallel sample has none.
+    # Set when the ticket is requested; a parallel sample has none.
     tickets: Tickets | None = None
     generated: int = 0
-    # The gateway knows of this many of the stream's draft tokens.
+    # Draft tokens that the gateway has been told of.
     told_draft_tokens: int = 0
-    # The step thread writes the progress, and this class only reads it.
+    # Written by the step thread, read here.
     progress: SequenceProgress | None = None
 
     def tell_timings(self, new_tokens: int) -> bool:
-        """Returns whether a delta that is not the last one has timings, because a stream that the gateway ends has no
-        last delta. The delta of the first tokens has timings, and so has one before which drafts were judged. They
-        then count as told."""
+        """Return whether a delta that is not the last has timings, because a stream that the gateway ends has no last
+        delta: that of the first tokens, and any before which drafts were judged, which are then marked as sent."""
         if self.progress is None:
             return False
         told, self.told_draft_tokens = self.told_draft_tokens, self.progress.drafted_tokens
@@ -124,12 +122,12 @@ class _DecodeStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """Says which streams a worker takes.
+    """The streams that a worker accepts.
 
     Attributes:
-        max_streams: how many there may be over all connections, together with what else the worker runs.
+        max_streams: over all connections, with what else the worker runs.
         flags: the flags that ``max_streams`` comes from, for errors.
-        vectors_alone: whether only streams that end with a vector are taken.
+        vectors_alone: whether only streams that end with a vector are accepted.
     """
 
     max_streams: int
@@ -138,10 +136,9 @@ class StreamLimits:
 
 
 class DecodeSession:
-    """Serves one connection; :meth:`close` is called at its end, however it ends.
+    """One connection; :meth:`close` is called at its end.
 
-    The worker's connections share ``limits`` and ``adopting``, which says for each running
-    adoption the number of its streams.
+    The worker's connections share ``limits`` and ``adopting``, the number of streams of each running adoption.
     """
 
     def __init__(self, worker: Worker, limits: StreamLimits, adopting: dict[asyncio.Task[None], int]) -> None:
@@ -149,9 +146,9 @@ class DecodeSession:
         self._limits = limits
         self._streams: dict[int, _DecodeStream] = {}
         self._adopting = adopting
-        # This is the next delta of each stream that has one.
+        # The next delta of each stream that has one.
         self._pending: dict[int, DecodeDelta] = {}
-        # These streams' next deltas hold log probabilities of prompts.
+        # Streams whose next delta has log probabilities of prompts.
         self._scored: set[int] = set()
         self._awake = asyncio.Event()
         self._room = asyncio.Event()
@@ -160,7 +157,7 @@ class DecodeSession:
         self._finishing = False
 
     async def submit(self, submit: Submit) -> None:
-        """Starts a stream; an error is its only delta. InvalidRequest, for a key in use, ends the connection."""
+        """Start a stream; an error is its only delta. InvalidRequest, for a key in use, ends the connection."""
         await self._room.wait()
         keys = (submit.key, *(sample.key for sample in submit.siblings))
         if len(set(keys)) < len(keys):
@@ -184,7 +181,7 @@ class DecodeSession:
             if submit.siblings and submit.prompt_tokens != len(submit.token_ids):
                 raise InvalidRequest("only a prompt without an answer has parallel samples")
             if not submit.awaited_blocks:
-                # A ticket that the worker opens may evict blocks, which is not done for a stream that gets no place.
+                # A ticket that the worker opens may evict blocks: not for a stream without a place.
                 self._check_room(len(keys))
             if waits and len(self._adopting) >= MAX_AWAITING:
                 raise Overloaded(f"{MAX_AWAITING} streams wait at {worker.component_id} already")
@@ -195,36 +192,36 @@ class DecodeSession:
         parallel_samples = [self._open(submit, sample.key) for sample in submit.siblings]
         stream.parallel_samples = tuple(parallel_samples)
         task = asyncio.create_task(self._start(stream, submit, sampling))
-        # A stream that waits takes its place when it has all that it waits for.
+        # A waiting stream takes its place when it has all that it waits for.
         self._adopting[task] = 0 if waits else len(keys)
         task.add_done_callback(self._adopting.pop)
 
     def cancel(self, key: int) -> None:
-        """Ends a stream without a delta. Unknown keys are ignored: the stream may have ended by itself a moment ago."""
+        """End a stream without a delta. Unknown keys are ignored: the stream may just have ended by itself."""
         stream = self._drop(key)
         self._pending.pop(key, None)
         if stream is None:
             return
         self._worker.epoch.cancel(stream.seq_id)
         if stream.progress is not None:
-            # The gateway finds a stop string and then cancels: for the trace this is the usual end of a stream.
+            # The gateway cancels on a stop string: for the trace, a normal end.
             record_stream(stream.trace, replace(stream.progress, ended_s=time.monotonic()), stream.generated)
 
     def close(self) -> None:
-        """Ends everything submitted on the connection, which is over (I8). Idempotent."""
+        """End everything submitted on the connection, which is over (I8). Idempotent."""
         self._closed = True
         for key in tuple(self._streams):
             self.cancel(key)
         self._awake.set()
 
     def finish(self) -> None:
-        """Sends the pending deltas, then ends the connection, because the worker stops."""
+        """Send the pending deltas, then end the connection, because the worker stops."""
         self._finishing = True
         self._awake.set()
 
     async def deltas(self) -> AsyncIterator[DecodeBatch]:
-        """Yields batches of deltas, one per step that had updates, and one more for each stream whose prompt is scored;
-        ends with :meth:`close` or :meth:`finish`."""
+        """Yield batches of deltas, one per step with updates, and one more per stream whose prompt is scored, until
+        :meth:`close` or :meth:`finish`."""
         while not self._closed:
             await self._awake.wait()
             self._awake.clear()
@@ -232,7 +229,7 @@ class DecodeSession:
             self._room.set()
             scored, self._scored = self._scored, set()
             for key in scored & pending.keys():
-                # This delta may be large, so its message holds nothing else.
+                # A large delta: it gets its own message.
                 yield DecodeBatch(deltas=[pending.pop(key)])
             if pending:
                 yield DecodeBatch(deltas=pending.values())
@@ -243,7 +240,7 @@ class DecodeSession:
         try:
             self._write_update(key, update)
         except Exception as error:  # noqa: BLE001  (a defect must end its stream, not those after it in the outcome)
-            # What is written of this delta may not fit together.
+            # What is written of this delta may be inconsistent.
             self._pending.pop(key, None)
             self._end(key, as_pillion_error(error, "Decode"))
 
@@ -276,11 +273,11 @@ class DecodeSession:
             delta.timings.CopyFrom(_timings_of(update.progress))
 
     def tell_begun(self, key: int) -> None:
-        """Says that the prompt of a stream is being computed: place 0 of the line."""
+        """Report that the prompt of a stream is being computed: position 0."""
         self._pending_delta(key).queued.CopyFrom(Queued())
 
     async def tell_queued(self) -> None:
-        """Adds a sign of life for every stream that waits for its turn or its prompt, if steps go on."""
+        """Add a sign of life for every stream that waits for its turn or its prompt, if steps go on."""
         if not self._streams:
             return
         positions = await self._worker.epoch.positions()
@@ -296,7 +293,7 @@ class DecodeSession:
             raise Overloaded(f"{worker.component_id} has {most} streams ({self._limits.flags})")
 
     async def _start(self, stream: _DecodeStream, submit: Submit, sampling: SamplingParams) -> None:
-        """Adopts or open the ticket and queue the stream. It is never cancelled, because a ticket must be released."""
+        """Adopt or open the ticket and queue the stream. Never cancelled, because a ticket must be released."""
         try:
             grammar = None
             if submit.grammar:
@@ -321,12 +318,12 @@ class DecodeSession:
             return
         if started is not None:
             stream.progress, holding = started
-            # The delta tells that the worker holds the ticket now, so the gateway may let go of it.
+            # Tells the gateway that it can release its ticket.
             self._pending_delta(submit.key).pinned_blocks = len(holding.chain_slots)
 
     async def _hold(self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch) -> tuple[Holding, bytes]:
-        """Adopts the gateway's ticket and awaits its chain, or opens one of the worker's own. Raises as
-        :class:`Tickets` does, but MemoryShort where another worker would wait in vain, too."""
+        """Adopt the gateway's ticket and await its chain, or open a ticket. Raises as :class:`Tickets` does, but
+        MemoryShort if another worker would wait in vain as well."""
         stream.tickets = epoch.tickets
         total_blocks = self._worker.blocks_of(len(submit.token_ids))
         if submit.ticket_id:
@@ -372,8 +369,8 @@ class DecodeSession:
         sampling: SamplingParams,
         holding: Holding,
     ) -> tuple[Sequence, dict[int, SequenceListener]]:
-        """Returns the sequence of a stream that has waited, with those of its parallel samples that are still there.
-        Raises Overloaded where the worker has no room for them."""
+        """Return the sequence of a stream that has waited, and the listeners of it and of its remaining parallel
+        samples. Raises Overloaded if the worker has no room for them."""
         stream.parallel_samples = tuple(
             sample for sample in stream.parallel_samples if self._streams.get(sample.key) is sample
         )
@@ -416,7 +413,7 @@ class DecodeSession:
         return stream
 
     def _drop(self, key: int) -> _DecodeStream | None:
-        """Removes a stream; parallel samples that have not begun go with their stream, without a delta."""
+        """Remove a stream; its parallel samples that have not started go with it, without a delta."""
         stream = self._streams.pop(key, None)
         if stream is None:
             return None
@@ -435,7 +432,7 @@ class DecodeSession:
             self._end(key, DeadlineExceeded("the request's time is over"))
 
     def _end(self, key: int, error: PillionError) -> None:
-        """Ends a stream with an error, which comes with its next delta."""
+        """End a stream with an error in its next delta."""
         stream = self._drop(key)
         if stream is not None:
             self._worker.epoch.cancel(stream.seq_id)
@@ -455,7 +452,7 @@ class DecodeSession:
 
 
 def _waits(submit: Submit) -> bool:
-    """Says whether the stream may have to wait for blocks or for memory before the scheduler gets it."""
+    """Return whether the stream may have to wait for blocks or memory before it is scheduled."""
     return bool(submit.awaited_blocks) or not submit.ticket_id
 
 
@@ -477,10 +474,10 @@ def _timings_of(progress: SequenceProgress) -> DecodeTimings:
 
 
 def check_submit(submit: Submit, block_size: int, vocab_size: int, max_model_len: int) -> SamplingParams:
-    """Checks a submit before anything is done for it, and returns its parameters. Raises InvalidRequest with every
+    """Check a submit before anything is done for it, and return its parameters. Raises InvalidRequest with every
     violation.
 
-    A gateway has checked its clients' requests already; these checks keep a broken or older gateway from the step loop.
+    Gateways check their clients' requests already; these checks keep a broken or older gateway from the step loop.
     """
     sampling = read_sampling(submit)
     violations = [*_shape(submit, block_size, vocab_size, max_model_len), *_sampling(sampling, submit, vocab_size)]
@@ -537,7 +534,7 @@ def _bad_words(words: Collection[TokenSequence], vocab_size: int) -> Iterator[Fi
 
 
 def violations_of_place(asked: Submit | RunPrefillRequest) -> Iterator[FieldViolation]:
-    """Yields the violations of the fields by which a stream or a prefill range has its place on a worker."""
+    """Yield the violations of the fields that place a stream or a prefill range on a worker."""
     if len(asked.kept_tokens) > MAX_KEPT_PLACES:
         yield FieldViolation("kept_tokens", f"{len(asked.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
     if len(asked.flow.key) > MAX_FLOW_KEY_BYTES:
@@ -545,7 +542,7 @@ def violations_of_place(asked: Submit | RunPrefillRequest) -> Iterator[FieldViol
 
 
 def _pooling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
-    """Yields the violations of the fields by which a stream ends with a vector."""
+    """Yield the violations of the fields of a stream that ends with a vector."""
     pooled = read_pooling(submit) is not None
     end = submit.pooled_first + submit.pooled_rows
     if submit.pooled_rows and end > submit.prompt_tokens:
@@ -564,8 +561,7 @@ def _pooling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
 
 
 def _sampling(params: SamplingParams, submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
-    """Yields the violations of the sampling fields. A field that an older gateway does not know is unset and does
-    nothing."""
+    """Yield the violations of the sampling fields. A field that an older gateway lacks is unset and has no effect."""
     if params.temperature is None or params.top_p is None or params.top_k is None or params.seed is None:
         yield FieldViolation("sampling", "temperature, top_p, top_k and seed must be resolved")
         return

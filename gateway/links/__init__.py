@@ -1,4 +1,4 @@
-"""Connects a gateway to other components. Open cluster.py first.
+"""A gateway's connections to other components. Open cluster.py first.
 
-No decision is made here: the state machine of a request and the planner do that.
+Decisions are made elsewhere: in a request's state machine and the planner.
 """

@@ -1,4 +1,4 @@
-"""Holds the gateway's connections: the registry's view, polled, and a link for every component in it."""
+"""The gateway's connections: the registry's view, polled, and a link per component in it."""
 
 from __future__ import annotations
 
@@ -40,20 +40,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 VIEW_POLL_S = 0.25
-# The gateway waits at most this long for a KV node to fetch blocks. A node keeps its own bound, --fetch-timeout-ms;
-# this one is for a node that hangs.
+# Timeout of a fetch for a KV node that hangs; a node enforces its own, --fetch-timeout-ms.
 MAX_FETCH_S = 5.0
-# A bucket is asked for a prompt where at least so many of its blocks are not known to be on any node; it has so many
-# seconds to answer.
+# Blocks of a prompt on no known node from which on a bucket is asked, and its timeout.
 MIN_ASKED_BLOCKS = 8
 MAX_FIND_MS = 500
-# A request that finds no worker looks for one that is just starting for this long, before it fails or waits longer.
+# How long a request without a worker looks for one that is just starting, before it fails or waits longer.
 FIRST_LOOK_S = 0.5
-# A request waits this long for components that were there a short time ago: they answer no more, or their records are
-# gone, and a supervisor is bringing them back. Two new processes, a KV node's and then a worker's, take some 6 s on two
-# idle cores and more than 30 s on cores that others use too. The worker then loads its model. Its record says how long
-# its last start took, and the next one takes longer where the model's files are no longer in memory. So a request waits
-# LEAST_RETURN_WAIT_S and RETURN_WAIT_STARTS times the longest start, and never longer than MOST_RETURN_WAIT_S.
+# How long a request waits for components that were there a short time ago and are restarted by a supervisor. Two new
+# processes, a KV node's and then a worker's, take some 6 s on two idle cores and more than 30 s on busy ones. Then the
+# worker loads its model, for the time of its last start (in its record), or longer if the files are no longer in
+# memory. So the wait is LEAST_RETURN_WAIT_S plus RETURN_WAIT_STARTS times the longest start, at most
+# MOST_RETURN_WAIT_S.
 LEAST_RETURN_WAIT_S, RETURN_WAIT_STARTS, MOST_RETURN_WAIT_S = 45.0, 5, 600.0
 
 
@@ -62,27 +60,28 @@ LINKS: dict[str, type[Link]] = {"kvnode": NodeLink, "prefill": PrefillLink, "dec
 
 
 class ComponentDirectory(Protocol):
-    """Gives the records of live components: from the registry or, in a process that holds all components itself, from a
-    list.
+    """Records of live components: from the registry or, in a process that has all components itself, from a list.
 
     Attributes:
-        refusal: why the directory takes no heartbeats now, so that its records are old; "" where it takes them.
+        refusal: why the directory takes no heartbeats now, so that its records are old; "" if it takes them.
     """
 
     refusal: str
 
     async def components(self) -> list[ComponentRecord]:
-        """Returns the records of all live components. Raises Unavailable."""
+        """Return the records of all live components. Raises Unavailable."""
 
     async def aclose(self) -> None:
-        """Closes the connections of the directory."""
+        """Close the directory's connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Describes how live workers serve a model, by the KV that they share. ``adapter_rank`` is a rank of adapters that
-    they run; 0 where the model alone is asked for. ``state_pages`` and ``working_pages`` are slots of a state, and of
-    those of a running sequence; 0 for a model without them.
+    """How live workers serve a model, by the KV that they share.
+
+    Attributes:
+        adapter_rank: rank of adapters that they run; 0 if only the model is needed.
+        state_pages, working_pages: slots of a state, and of a running sequence's states; 0 for a model without them.
     """
 
     model: str
@@ -94,7 +93,7 @@ class Served:
     working_pages: int = 0
 
     def includes(self, worker: ComponentRecord) -> bool:
-        """Returns whether a worker of the model shares this KV, and runs adapters of this rank."""
+        """Return whether a worker of the model shares this KV, and runs adapters of this rank."""
         rank = self.adapter_rank
         if rank and not (worker.max_loras and worker.max_lora_rank >= rank):
             return False
@@ -102,7 +101,7 @@ class Served:
 
 
 def _once_a_look(method: Callable[Concatenate[Cluster, P], T]) -> Callable[Concatenate[Cluster, P], T]:
-    """Makes a method's result hold for one version of the registry's view, of which it is made."""
+    """Cache a method's result for one version of the registry's view."""
 
     @wraps(method)
     def found(cluster: Cluster, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -118,11 +117,11 @@ def _once_a_look(method: Callable[Concatenate[Cluster, P], T]) -> Callable[Conca
 
 
 class Cluster:
-    """Holds a gateway's links by component. ``start`` begins to poll the registry, ``aclose`` ends everything, registry
-    and index included.
+    """A gateway's links by component. ``start`` begins to poll the registry, ``aclose`` ends everything, registry and
+    index included.
 
-    ``index`` is None where there is one node, whose own answer is enough (I3). By ``shared_loads`` gateways tell each
-    other what they have under way; it is None where there is one gateway.
+    ``index`` is None with a single node, whose own answer is enough (I3). ``shared_loads`` exchanges load between
+    gateways; None with a single gateway.
     """
 
     def __init__(
@@ -140,29 +139,28 @@ class Cluster:
         self.view = ClusterView(grace_s)
         self.gateway_id = gateway_id
         self.registry = registry
-        # Links are kept by role, then by node id (KV nodes) or component id (workers).
+        # By role, then by node id (KV nodes) or component id (workers).
         self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
-        # For a model and a largest rank of adapters of decode workers, this has the time when such a worker and a KV
-        # node were last on record, and the longest start of such workers then.
+        # By model and max rank of adapters: when such a decode worker and a KV node were last on record, and the
+        # longest start of such workers then.
         self._recorded: dict[tuple[str, int], tuple[float, float]] = {}
         self._waiters = OutageWaiters(self.refresh, self._look, self._patience_s)
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
         self._closing: dict[asyncio.Task[None], None] = {}
-        # All links are right for this value of the view's ``places``; -1 makes the next poll check them again.
+        # The view's ``places`` for which all links are right; -1 makes the next poll check them again.
         self._synced_places = -1
-        # These values were made of one version of the registry's view (see _once_a_look).
+        # Cached for one version of the registry's view (see _once_a_look).
         self._made: dict[tuple[str, tuple[object, ...]], Any] = {}
         self._made_of = -1
 
     async def start(self) -> None:
-        """Asks the registry once, and from then on regularly."""
+        """Ask the registry once, and regularly from then on."""
         await self.refresh()
         self._exchange.start()
         self._poller = asyncio.create_task(self._poll(), name="registry view")
 
     async def aclose(self) -> None:
-        """Ends the polling of the registry and all links."""
         await end_tasks(self._poller)
         await self._waiters.aclose()
         await self._exchange.aclose()
@@ -171,8 +169,8 @@ class Cluster:
         await asyncio.gather(*(one.aclose() for one in (self.registry, self.index) if one), return_exceptions=True)
 
     async def refresh(self) -> None:
-        """Asks the registry now. Without an answer the last view stays. While the registry takes no heartbeats, records
-        that vanish from it are kept as long as their components are connected."""
+        """Ask the registry now. Without an answer the last view stays. While the registry takes no heartbeats, vanished
+        records are kept as long as their components are connected."""
         async with self._polling:
             try:
                 records = await self.registry.components()
@@ -188,8 +186,8 @@ class Cluster:
             self._sync()
 
     def served(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
-        """Returns how ``model``, with adapters of a LoRA rank, is served now by components that answer. Raises
-        Unavailable, which names what is missing."""
+        """Return how ``model``, with adapters of a rank, is served now by components that answer. Raises Unavailable,
+        which names what is missing."""
         for served in self._spaces(model, fingerprint):
             served = replace(served, adapter_rank=adapter_rank) if adapter_rank else served
             if any(served.includes(worker) and self._usable(worker) for worker in self.view.of("decode", model)):
@@ -199,8 +197,8 @@ class Cluster:
 
     @_once_a_look
     def _spaces(self, model: str, fingerprint: str) -> list[Served]:
-        """Returns the ways in which workers on record serve the model, the most usual way first. Workers of two
-        releases may differ in layout; a request stays with those that can share its KV."""
+        """Return the ways in which workers on record serve the model, the most common first. Workers of two releases
+        may differ in layout; a request stays with those that can share its KV."""
         workers = [one for one in self.view.of("decode", model) if one.fingerprint in ("", fingerprint)]
         states = [one for one in workers if one.namespace]
         spaces = Counter((one.namespace, one.block_size_tokens, one.state_pages, one.working_pages) for one in states)
@@ -211,15 +209,15 @@ class Cluster:
         ]
 
     def keeps_states(self, model: str) -> bool:
-        """Returns whether layers of a model carry states, as far as its workers on record say."""
+        """Return whether layers of a model carry states, by its workers' records."""
         return any(worker.state_pages for worker in self.view.of("decode", model))
 
     def known(self, role: str) -> frozenset[str]:
-        """Returns the ids of the components of a role that this gateway knows and that answer."""
+        """Return the ids of a role's components that answer."""
         return frozenset(one.component_id for one in self.view if one.role == role and self._usable(one))
 
     def lacks_node(self, served: Served) -> bool:
-        """Returns whether none of the decode workers has a live KV node."""
+        """Return whether no decode worker has a live KV node."""
         return not any(self._fit(worker, served, 0) for worker in self.view.of("decode", served.model))
 
     def candidates(
@@ -230,16 +228,15 @@ class Cluster:
         spread: int = 0,
         adapter: str = "",
     ) -> tuple[ComponentRecord, ...]:
-        """Returns the components that a request is planned with: usable workers, at most MAX_CANDIDATES of a role, and
-        nodes.
+        """Return the components to plan a request with: usable workers, at most MAX_CANDIDATES per role, and nodes.
 
         Args:
-            tokens: prompt and answer at their longest; nodes whose whole pool is smaller are left out.
+            tokens: max tokens of prompt and answer; nodes with a smaller pool are left out.
             hits: blocks of the prompt on each node, by node id.
             spread: any number that differs from request to request.
-            adapter: digest of the request's adapter; among many workers, some that have the adapter are chosen.
+            adapter: digest of the request's adapter; of many workers, some that have it are chosen.
 
-        Raises Unavailable where every pool is too small. Where all nodes are gone, the workers are returned alone.
+        Raises Unavailable if every pool is too small. If all nodes are gone, only workers are returned.
         """
         decodes, prefills, names = choose_by_hits(
             lambda role, nodes: self._choose(role, served, tokens, nodes, spread, adapter), hits or {}, spread
@@ -256,8 +253,8 @@ class Cluster:
     def _choose(
         self, role: str, served: Served, tokens: int, nodes: Iterable[str], spread: int, adapter: str
     ) -> list[ComponentRecord]:
-        """Returns the workers of a role that can serve a request; of many it takes only some (choose_workers), those on
-        ``nodes`` before others, the first node's first."""
+        """Return the workers of a role that can serve a request; of many only some (choose_workers), those on ``nodes``
+        first, in their order."""
 
         def beside() -> Iterator[ComponentRecord]:
             found = (one for node_id in nodes for one in self.view.on_node(node_id))
@@ -271,7 +268,7 @@ class Cluster:
         return choose_workers(everyone, beside, spread, lambda worker: self._fit(worker, served, tokens), ready)
 
     def _fit(self, worker: ComponentRecord, served: Served, tokens: int) -> bool:
-        """Returns whether a worker and its node can serve a request of so many tokens now."""
+        """Return whether a worker and its node can serve a request of ``tokens`` now."""
         if not served.includes(worker):
             return False
         node = self._live_node(worker.node_id)
@@ -285,9 +282,9 @@ class Cluster:
         return self.answers(component) and self.view.trusts(component.component_id, time.monotonic())
 
     async def served_soon(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
-        """Returns how ``model``, with adapters of a LoRA rank, is served to a new request, as soon as it is. The
-        request waits FIRST_LOOK_S for components that are just starting, and as long as :meth:`return_wait_s` says for
-        those that lived a short time ago. Raises Unavailable."""
+        """Return how ``model``, with adapters of a rank, is served to a new request, as soon as it is. Waits
+        FIRST_LOOK_S for components that are just starting, and :meth:`return_wait_s` for those that lived a short time
+        ago. Raises Unavailable."""
         with contextlib.suppress(Unavailable):
             served, complete = self._look((model, fingerprint, adapter_rank))
             if complete:
@@ -296,44 +293,42 @@ class Cluster:
 
     @_once_a_look
     def request_slots(self, model: str) -> int:
-        """Returns how many requests the model's workers should be given at once: this gateway's share of the decode
-        workers' slots, and some more. It is 0 as long as a worker does not report how many slots it has.
+        """Return the requests to send to the model's workers at once: this gateway's share of the decode workers'
+        slots, and some more. 0 while a worker does not report its slots.
 
-        The share is even, and includes what the other gateways did not use of theirs at their last heartbeat:
-        connections are not spread evenly, and a client may have only one.
+        The share is even, plus what the other gateways left unused at their last heartbeat, since connections are not
+        spread evenly.
         """
         others = [other.running_requests for other in self.other_gateways()]
         return shared_slots(self._known("decode", model), others)
 
     @_once_a_look
     def decode_fleet(self, model: str) -> DecodeFleet | None:
-        """Returns the model's decode workers, to predict how long answers take, or None until one has measured its
-        steps."""
+        """Return the model's decode workers, to predict answer times; None until one has measured its steps."""
         workers = self._known("decode", model)
         measured = middle_model(workers)
         others = sum(other.running_requests for other in self.other_gateways())
         return measured and DecodeFleet(measured, len(workers), others)
 
     def other_gateways(self) -> list[ComponentRecord]:
-        """Returns live gateways besides this one."""
+        """Return the other live gateways."""
         return [record for record in self.view.of("gateway") if record.component_id != self.gateway_id]
 
     def _other_gateway_ids(self) -> list[str]:
         return [record.component_id for record in self.other_gateways()]
 
     async def under_way(self, components: Iterable[ComponentRecord]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Returns what all gateways have under way on these workers, as far as is known, by component id: amounts and
-        tokens as in OwnLoad."""
+        """Return the load of all gateways on these workers, by component id: amounts and tokens as in OwnLoad."""
         return await self._exchange.with_others([one.component_id for one in components if one.role in WORKERS])
 
     @_once_a_look
     def pools_tokens(self, model: str) -> list[int]:
-        """Returns how many tokens the pool of each of the model's decode workers holds; 0 where that is not known."""
+        """Return the tokens of the pool of each of the model's decode workers; 0 if unknown."""
         blocks = {node.node_id: node.total_blocks for node in self._known("kvnode")}
         return [blocks.get(worker.node_id, 0) * worker.block_size_tokens for worker in self._known("decode", model)]
 
     def queued_requests(self, model: str) -> int:
-        """Returns about how many of this gateway's streams wait in decode workers' lines: its share of each line."""
+        """Return about how many of this gateway's streams wait in decode workers' queues: its share of each queue."""
         shares = 0.0
         for worker in self._known("decode", model):
             streams = worker.running_requests + worker.waiting_requests
@@ -342,7 +337,7 @@ class Cluster:
         return round(shares)
 
     def kv_usage(self, model: str) -> float | None:
-        """Returns the share of the pools of the model's workers that a new prompt cannot have; None where no pool is
+        """Return the share of the pools of the model's workers that is not free for a new prompt; None if no pool is
         known."""
         used = {one.node_id for role in WORKERS for one in self._known(role, model)}
         nodes = [node for node in self._known("kvnode") if node.node_id in used]
@@ -351,19 +346,19 @@ class Cluster:
         return min(1.0, held / total) if total else None
 
     def blind_spot(self) -> str:
-        """Returns what an error message adds while the registry takes no heartbeats; "" where it takes them."""
+        """Return what an error message adds while the registry takes no heartbeats; "" if it takes them."""
         if not self.registry.refusal:
             return ""
         return f"; the registry takes no heartbeats, so new components are not found: {self.registry.refusal}"
 
     def _known(self, role: str, model: str = "") -> list[ComponentRecord]:
-        """Returns all records of a role. While the registry takes no heartbeats, only those of components that answer,
-        because it then still lists all that lived when it began to refuse."""
+        """Return all records of a role; while the registry takes no heartbeats, only those of components that answer,
+        because it still lists all that lived when it began to refuse."""
         records = self.view.of(role, model)
         return list(filter(self.answers, records)) if self.registry.refusal else records
 
     def _connected(self) -> list[str]:
-        """Returns the components that live as far as this gateway's connections show. It has none to other gateways."""
+        """Return the components that live by this gateway's connections. It has none to other gateways."""
         records = self.view.records()
         return [record.component_id for record in records if record.role == "gateway" or self.answers(record)]
 
@@ -377,21 +372,21 @@ class Cluster:
             self._recorded.update({key: (now, start_s) for key, start_s in starts_s.items()})
 
     def _look(self, key: ModelKey) -> tuple[Served, bool]:
-        """Says how a model is served, and whether a KV node of its decode workers is there too. Raises Unavailable."""
+        """Return how a model is served, and whether a KV node of its decode workers is there. Raises Unavailable."""
         served = self.served(*key)
         return served, not self.lacks_node(served)
 
     def _patience_s(self, key: ModelKey) -> float:
-        """Returns how long a request waits for workers of the model, with adapters of a LoRA rank: longer where the
-        model was served a short time ago."""
+        """Return how long a request waits for workers of the model, with adapters of a rank: longer if the model was
+        served a short time ago."""
         model, _, adapter_rank = key
         wait_s = self.return_wait_s(model, adapter_rank)
         last_s = max((at_s for at_s, _ in self._recorded_of(model, adapter_rank)), default=-math.inf)
         return wait_s if time.monotonic() - last_s < wait_s else FIRST_LOOK_S
 
     def return_wait_s(self, model: str, adapter_rank: int = 0) -> float:
-        """Returns how long a request waits for the model's components that are being brought back: longer for a model
-        whose workers took long to start."""
+        """Return how long a request waits for the model's components to come back: longer if its workers start
+        slowly."""
         start_s = max((start_s for _, start_s in self._recorded_of(model, adapter_rank)), default=0.0)
         return min(MOST_RETURN_WAIT_S, LEAST_RETURN_WAIT_S + RETURN_WAIT_STARTS * start_s)
 
@@ -399,7 +394,7 @@ class Cluster:
         return [at for (name, rank), at in self._recorded.items() if name == model and rank >= adapter_rank]
 
     def node(self, node_id: str) -> NodeLink:
-        """Returns the link to a KV node with which a session is open. Raises Unavailable."""
+        """Return the link to a KV node with an open session. Raises Unavailable."""
         link = self._links["kvnode"].get(node_id)
         if not isinstance(link, NodeLink):
             raise Unavailable(f"KV node {node_id} is gone")
@@ -408,44 +403,40 @@ class Cluster:
         return link
 
     def holds(self, hold: TicketHold) -> bool:
-        """Returns whether the session in which a ticket was opened is still open, as far as this gateway knows."""
+        """Return whether the session of a ticket is still open."""
         link = self._links["kvnode"].get(hold.node_id)
         return isinstance(link, NodeLink) and link.alive and link.epoch == hold.epoch
 
     def node_lives(self, node_id: str) -> bool:
-        """Returns whether this gateway has a session at a KV node."""
         link = self._links["kvnode"].get(node_id)
         return link is not None and link.alive
 
     def nodes(self) -> list[NodeLink]:
-        """Returns the links to all KV nodes."""
         return [link for link in self._links["kvnode"].values() if isinstance(link, NodeLink)]
 
     def prefill(self, component_id: str) -> PrefillLink:
-        """Returns the link to a prefill worker. Raises Unavailable."""
+        """Return the link to a prefill worker. Raises Unavailable."""
         link = self._links["prefill"].get(component_id)
         if not isinstance(link, PrefillLink) or component_id in self.view.fenced:
             raise Unavailable(f"prefill worker {component_id} is gone")
         return link
 
     def decode(self, component_id: str) -> DecodeLink:
-        """Returns the connection for streams to a worker, which is a decode worker or takes texts. Raises
-        Unavailable."""
+        """Return the connection for streams to a worker. Raises Unavailable."""
         link = self._links["decode"].get(component_id)
         if not isinstance(link, DecodeLink) or component_id in self.view.fenced:
             raise Unavailable(f"worker {component_id} is gone")
         return link
 
     def text_workers(self, components: Iterable[ComponentRecord]) -> frozenset[str]:
-        """Returns the prefill workers among ``components`` to which whole texts can be submitted now, by component
-        id."""
-        # A worker that came back as another one may have a connection of its former self for a moment.
+        """Return the ids of the prefill workers among ``components`` to which whole texts can be submitted now."""
+        # A worker restarted in another role may keep its former connection for a moment.
         prefills = (one.component_id for one in components if one.role == "prefill" and one.gives_vectors)
         return frozenset(one for one in prefills if (link := self._links["decode"].get(one)) is not None and link.alive)
 
     def text_step_tokens(self, served: Served) -> int:
-        """Returns how many tokens the workers to which whole texts are given compute together, in a step of each; 0
-        where one of them does not say."""
+        """Return the tokens that the workers for whole texts compute together in a step of each; 0 if one does not
+        report them."""
         workers = [one for role in ("prefill", "decode") for one in self.view.of(role, served.model)]
         usable = [one for one in workers if served.includes(one) and self._usable(one)]
         texts = self.text_workers(usable)
@@ -455,11 +446,11 @@ class Cluster:
 
     @property
     def index_available(self) -> bool:
-        """Says whether the index answered the last look-up; True where there is none to ask."""
+        """True if the index answered the last look-up, or there is none."""
         return self.index is None or self.index.available
 
     async def hits(self, served: Served, hashes: bytes) -> PrefixHits:
-        """Returns what the index knows of a prompt; prefixes of a model with states end with one. Never raises."""
+        """Return the prompt's prefixes by the index; those of a model with states end with one. Never raises."""
         if self.index is None:
             return PrefixHits([])
         if served.state_pages:
@@ -469,9 +460,9 @@ class Cluster:
     async def far_hits(
         self, hashes: bytes, hits: Mapping[str, int], components: Sequence[ComponentRecord], state_pages: int = 0
     ) -> dict[str, int]:
-        """Returns how many blocks of a prompt the nodes of these decode workers can have if they fetch from their
-        buckets, by node id, where a model has ``state_pages`` up to the last state; it names only nodes that can have
-        more than ``hits`` says. One node of each bucket is asked, for a bounded time. It never fails."""
+        """Return the blocks of a prompt that the nodes of these decode workers can have if they fetch from their
+        buckets, by node id; up to the last state for a model with ``state_pages``. Only nodes with more than ``hits``
+        are included. One node per bucket is asked, with a timeout. Never raises."""
         known = max(hits.values(), default=0)
         buckets = any(record.object_url for record in components)
         if not buckets or len(hashes) // HASH_BYTES - known < MIN_ASKED_BLOCKS:
@@ -491,7 +482,7 @@ class Cluster:
 
         async def ask(node_ids: list[str]) -> None:
             try:
-                # Requests with the same prompt ask the same node, which remembers what the bucket has.
+                # Requests with the same prompt ask the same node, which caches what the bucket has.
                 client = self.node(node_ids[hashes[-1] % len(node_ids)]).client
                 timeout_s = MAX_FIND_MS / 1000
                 more = await client.find_blocks(hashes, known, timeout_s=timeout_s, state_pages=state_pages)
@@ -507,13 +498,12 @@ class Cluster:
     async def fetch_blocks(
         self, hold: TicketHold, hashes: bytes, sources: Sequence[str], pinned_blocks: int, left_s: float | None
     ) -> PrefetchReply:
-        """Lets a KV node fetch blocks under a ticket. It never fails: blocks that do not come are computed instead
-        (I1).
+        """Have a KV node fetch blocks under a ticket. Never raises: missing blocks are computed (I1).
 
         Args:
-            hashes: the block hashes from the prompt's first block as far as they are wanted, 32 bytes each.
+            hashes: block hashes from the prompt's first block on, 32 bytes each.
             sources: other nodes that probably have the blocks, best first.
-            pinned_blocks: leading blocks that the ticket has pinned already; the reply counts at least these.
+            pinned_blocks: leading blocks already pinned by the ticket; the reply counts at least these.
             left_s: the request's time left, None for no limit.
         """
         wait_s = MAX_FETCH_S if left_s is None else min(left_s, MAX_FETCH_S)
@@ -529,7 +519,7 @@ class Cluster:
                 return PrefetchReply(blocks=pinned_blocks)
             now = time.monotonic()
             if sources and brought.fetched_ms:
-                # Where some blocks came from elsewhere, the call's time is not that of the other nodes alone.
+                # With blocks from elsewhere, the call's time is not that of the other nodes alone.
                 all_fetched = brought.blocks - pinned_blocks == brought.fetched_blocks
                 taken_s = now - begun_s if all_fetched else brought.fetched_ms / 1000 + FETCH_CALL_S
                 self.routes.fetch_paces.observe(sources[0], hold.node_id, brought.fetched_blocks, taken_s, now)
@@ -541,7 +531,7 @@ class Cluster:
         return brought
 
     def answers(self, component: ComponentRecord) -> bool:
-        """Returns whether a component can be called now, as its link sees it."""
+        """Return whether a component can be called now, by its link."""
         if component.component_id in self.view.fenced:
             return False
         link = self._links.get(component.role, {}).get(_link_name(component))
@@ -553,12 +543,12 @@ class Cluster:
             try:
                 await self.refresh()
             except Exception:
-                # A failure must not end the polling: a gateway that never sees components come back serves nobody.
+                # Keep polling: a gateway that misses components coming back serves no request.
                 log.exception("looking at the registry failed")
 
     def _sync(self) -> None:
-        """Keeps a link for every known component. A component that moved gets a new link; one that is forgotten keeps
-        its link while that is alive, for the sake of what runs on it."""
+        """Keep a link per known component. A component that moved gets a new link; one without a record keeps its link
+        while it is alive, for what runs on it."""
         if self._synced_places == self.view.places:
             return
         wanted: dict[str, dict[str, ComponentRecord]] = {role: {} for role in LINKS}
@@ -579,8 +569,8 @@ class Cluster:
                     links[name] = LINKS[role](record, self.gateway_id)
 
     def _cut_off(self, component_ids: frozenset[str]) -> None:
-        """Closes the links of fenced workers, so that the requests on them learn that they are lost. The workers get
-        new links, because some come back."""
+        """Close the links of fenced workers, so that requests on them fail. The workers get new links, since some come
+        back."""
         for component_id in component_ids:
             for role in WORKERS:
                 if (link := self._links[role].pop(component_id, None)) is not None:
@@ -595,8 +585,8 @@ class Cluster:
 
 
 def _link_roles(record: ComponentRecord) -> tuple[str, ...]:
-    """Returns the roles as which this gateway calls a component. A prefill worker that takes texts has a connection for
-    their streams, as a decode worker has."""
+    """Return the roles as which this gateway calls a component. A prefill worker that takes texts has a connection for
+    their streams as well."""
     if record.role == "prefill" and record.gives_vectors:
         return "prefill", "decode"
     return (record.role,) if record.role in LINKS else ()

@@ -1,5 +1,5 @@
-"""Carries all of this gateway's streams to a worker over one connection, a batch of deltas per step. A decode worker
-takes every stream, and a prefill worker those that end with a vector.
+"""One connection for all of this gateway's streams to a worker, with a batch of deltas per step. A decode worker takes
+every stream, a prefill worker those that end with a vector.
 
 connecting --stream up, hello sent--> alive --stream breaks--> every sink gets an error --> connecting
 """
@@ -26,10 +26,9 @@ from pillion.wire.registry import ComponentRecord
 
 
 class DecodeDelta(NamedTuple):
-    """Holds the tokens of one stream since its last delta; the last delta has a finish reason or an error.
+    """The tokens of one stream since its last delta; the last delta has a finish reason or an error.
 
-    A delta is made for every token of the whole cluster, and a tuple is made in a quarter of the time that a frozen
-    dataclass takes.
+    A tuple, which takes a quarter of a frozen dataclass's time to create: there is one per token of the whole cluster.
     """
 
     key: int
@@ -38,19 +37,18 @@ class DecodeDelta(NamedTuple):
     error: DecodeError | None = None
     timings: DecodeTimings | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    # In a sign of life of a stream that waits, this is its place in line.
+    # Position of a waiting stream; 0 when its prompt begins.
     queued: int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    # In the message that says that the worker has adopted the ticket, this is the length of its pinned chain.
+    # Length of the pinned chain, once the worker has adopted the ticket.
     pinned_blocks: int | None = None
-    # This counts the streams of a connection that broke; it is 0 where the worker itself sent the error.
+    # Streams of a connection that broke; 0 if the worker itself sent the error.
     broken: int = 0
-    # It comes with the finish reason of a stream that ends with its text's vector.
+    # With the finish reason of a stream that ends with a vector.
     vector: bytes = b""
 
 
 def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
-    """Reads the deltas of one step."""
     return [
         _rich_delta_from_pb(delta)
         if delta.finish_reason
@@ -60,7 +58,7 @@ def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
         or delta.HasField("error")
         or delta.HasField("pinned_blocks")
         or not (token_ids := tuple(delta.token_ids))
-        # Nearly all deltas have token ids alone, so their other fields are not looked at twice.
+        # Fast path: nearly all deltas have only token ids.
         else DecodeDelta(delta.key, token_ids)
         for delta in message.deltas
     ]
@@ -85,15 +83,14 @@ log = logging.getLogger("pillion.gateway")
 
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_DELAY_S = 0.05
-# At most this many commands may wait to be sent. Each stream that begins or is cancelled is a command, and admission
-# lets in far fewer streams.
+# Max unsent commands. Each stream that starts or is cancelled is one; admission lets in far fewer streams.
 MAX_QUEUED_COMMANDS = 65_536
 
 Sink = Callable[[DecodeDelta], None]
 
 
 class DecodeLink:
-    """Represents the connection for streams to one worker. Sinks are called on the event loop and must not block."""
+    """The connection for streams to one worker. Sinks are called on the event loop and must not block."""
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.component_id = record.component_id
@@ -109,17 +106,17 @@ class DecodeLink:
 
     @property
     def alive(self) -> bool:
-        """Says whether streams can be submitted."""
+        """True if streams can be submitted."""
         return self._commands is not None
 
     def submit(self, submit: Submit, sinks: Sequence[Sink]) -> tuple[int, ...]:
-        """Starts a stream, and one for each parallel sample; returns their keys, which are set in ``submit``.
+        """Start a stream, and one per parallel sample; return their keys, which are set in ``submit``.
 
-        ``sinks`` are called with the deltas of the stream, and of each parallel sample. The last delta that a sink gets
-        has a finish reason or an error; after ``cancel`` a sink gets no delta. An error before the first token goes to
-        the first sink alone, except that a lost connection is told to all sinks.
+        ``sinks`` get the deltas of the stream and of each parallel sample, up to the first with a finish reason or an
+        error, and none after ``cancel``. An error before the first token goes only to the first sink, but a lost
+        connection to all.
 
-        Raises Unavailable where the worker is not connected, and Overloaded where too many commands wait to be sent.
+        Raises Unavailable if the worker is not connected, and Overloaded if too many commands wait.
         """
         keys = tuple(next(self._keys) for _ in sinks)
         streams: list[Submit | Sibling] = [submit, *submit.siblings]
@@ -130,7 +127,7 @@ class DecodeLink:
         return keys
 
     def cancel(self, key: int) -> None:
-        """Cancels a stream; a stream that has ended is ignored."""
+        """Cancel a stream; a no-op for one that has ended."""
         if self._sinks.pop(key, None) is None:
             return
         try:
@@ -140,7 +137,7 @@ class DecodeLink:
             log.debug("cancel of a stream on %s: %s", self.component_id, error.message)
 
     async def aclose(self) -> None:
-        """Ends the connection to the worker, which cancels what was submitted on it."""
+        """End the connection to the worker, which cancels its streams."""
         await end_tasks(self._upkeep)
         await self._channel.close()
 
@@ -162,7 +159,7 @@ class DecodeLink:
             except grpc.aio.AioRpcError as error:
                 reason, broke = error.details() or str(error.code()), True
             except asyncio.InvalidStateError:
-                # The worker is stopping: it closed the connection in good order before our hello was written.
+                # A stopping worker closed the connection before our hello was written.
                 reason = "it closed the connection at once"
             except PillionError as error:
                 reason, broke = error.message, True
@@ -174,7 +171,7 @@ class DecodeLink:
             await asyncio.sleep(RECONNECT_DELAY_S)
 
     async def _serve(self) -> None:
-        # With wait_for_ready the call waits while the worker is started again, and connects as soon as it listens.
+        # wait_for_ready waits for a restarting worker, and connects as soon as it listens.
         call = self._stub.Connect(wait_for_ready=True)
         commands: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue(MAX_QUEUED_COMMANDS)
         writer: asyncio.Task[None] | None = None
@@ -189,7 +186,7 @@ class DecodeLink:
                 for delta in batch_from_pb(batch):
                     self._dispatch(delta)
         except asyncio.CancelledError as error:
-            # The writer cancels the call where it cannot go on, and grpc.aio reports that as a cancel of this task.
+            # The writer cancels the call if it cannot continue, which grpc.aio reports as a cancel of this task.
             raise rpc.closed_under(error) from None
         finally:
             if writer is not None:
@@ -203,8 +200,7 @@ class DecodeLink:
             sink(delta)
 
     def _lose(self, reason: str, broke: bool) -> None:
-        """Tells all sinks that the connection is lost. ``broke`` says that neither the worker nor this gateway ended
-        the connection in good order."""
+        """Send an error to all sinks. ``broke`` means that neither side closed the connection in good order."""
         self._commands = None
         sinks, self._sinks = self._sinks, {}
         if sinks:
@@ -216,8 +212,7 @@ class DecodeLink:
 
 
 async def _write_all(call: Any, commands: asyncio.Queue[decode_pb2.DecodeCommand], defects: Defects) -> None:
-    """Writes commands to the worker one after the other. The task that reads deltas reports a broken
-    connection."""
+    """Write commands one after the other. The task that reads deltas reports a broken connection."""
     try:
         while True:
             await call.write(await commands.get())

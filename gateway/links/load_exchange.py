@@ -1,12 +1,12 @@
-"""Exchanges what all gateways have under way: each tells the others by Redis, and asks for theirs before it plans.
+"""Exchange of load between gateways: each publishes its own by Redis, and reads the others' before it plans.
 
-    OwnLoad --note--> told: what is sent at once, what is done within REPORT_S, everything again every WHOLE_S
+    OwnLoad --note--> published: what is sent at once, what is done within REPORT_S, everything again every WHOLE_S
                         |
                         v
-    SharedLoads, a hash for each gateway --with_others, before a plan--> own load + theirs on the candidates
+    SharedLoads, a hash per gateway --with_others, before a plan--> own load + theirs on the candidates
 
-A gateway that is alone exchanges nothing. Where Redis does not answer, a gateway plans with its own count and the
-workers' heartbeats alone.
+A single gateway exchanges nothing. If Redis does not answer, a gateway plans with its own count and the workers'
+heartbeats.
 
 An AssignedLoad is one answer's part of its gateway's own load.
 """
@@ -28,30 +28,29 @@ from pillion.tasks import end_tasks
 
 log = logging.getLogger("pillion.gateway")
 
-# The other gateways learn within this time that work of this one has ended, so that one call tells of many ends.
+# Delay in which the ends of work are batched into one call.
 REPORT_S = 0.1
-# Each time this interval has passed, a gateway tells its whole load, so that a Redis that lost its data learns it again
-# well within LOAD_TTL_MS.
+# Interval of publishing the whole load: a Redis that lost its data has it again well within LOAD_TTL_MS.
 WHOLE_S = 2.0
-# After a call of Redis that failed, the next one is made this much later.
+# Delay after a failed call to Redis.
 RETRY_S = 0.5
 
 
 class OwnLoad:
-    """Counts the work that this gateway has given to each worker and that has not ended.
+    """Work that this gateway has sent to each worker and that has not ended.
 
-    ``by_component`` counts streams of decode workers and tokens of prefill workers. ``tokens`` counts, for both, prompt
-    tokens that are yet to be computed.
+    ``by_component`` counts streams of decode workers and tokens of prefill workers; ``tokens`` counts prompt tokens yet
+    to be computed, for both.
     """
 
     def __init__(self) -> None:
         self.by_component: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
-        # This function is called with each change: the component, and whether its load grew.
+        # Called on each change with the component, and whether its load grew.
         self.on_change: Callable[[str, bool], None] = lambda component_id, grew: None
 
     def add(self, component_id: str, amount: int, tokens: int = 0) -> None:
-        """Adds to a component's load, or takes from it with negative numbers. A component without load has no entry."""
+        """Add to a component's load; subtract with negative numbers. A component without load has no entry."""
         for counter, change in ((self.by_component, amount), (self.tokens, tokens)):
             counter[component_id] += change
             if counter[component_id] <= 0:
@@ -59,21 +58,19 @@ class OwnLoad:
         self.on_change(component_id, amount > 0 or tokens > 0)
 
     def of(self, component_id: str) -> UnderWay:
-        """Returns what this gateway has under way on a component."""
         return UnderWay(self.by_component[component_id], self.tokens[component_id])
 
     def busy(self) -> set[str]:
-        """Returns the components on which this gateway has something under way."""
+        """Return the components with load of this gateway."""
         return {*self.by_component, *self.tokens}
 
 
 class LoadExchange:
-    """Tells one gateway's load to the others and reads theirs. ``start`` begins to tell it, ``aclose`` takes back what
-    was told.
+    """The exchange of one gateway's load. ``start`` begins to publish it, ``aclose`` retracts it.
 
     Args:
-        own: this gateway's load, whose changes are told.
-        shared: the connection to the others; None where the gateway is alone for good.
+        own: this gateway's load.
+        shared: the connection to the others; None for a gateway that is always alone.
         others: returns the component ids of the other live gateways.
     """
 
@@ -88,20 +85,20 @@ class LoadExchange:
         self._due = asyncio.Event()
         self._report: asyncio.TimerHandle | None = None
         self._whole_at_s = 0.0
-        # This says whether the other gateways may find a load of this gateway in Redis.
+        # Whether Redis may have a load of this gateway.
         self._told = False
         self._teller: asyncio.Task[None] | None = None
         self._answers = True
         self._defects = Defects("the telling of this gateway's load")
 
     def start(self) -> None:
-        """Begins to tell this gateway's load. Call it once, on the event loop."""
+        """Begin to publish the load. Call once, on the event loop."""
         if self._shared is not None:
             self._own.on_change = self._note
             self._teller = asyncio.create_task(self._tell(self._shared), name="load for other gateways")
 
     async def aclose(self) -> None:
-        """Takes back the load that was told, if Redis answers, and closes the connections."""
+        """Retract the published load, if Redis answers, and close the connections."""
         self._own.on_change = lambda component_id, grew: None
         if self._report is not None:
             self._report.cancel()
@@ -113,8 +110,8 @@ class LoadExchange:
             await self._shared.aclose()
 
     async def with_others(self, component_ids: Sequence[str]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Returns what all gateways have under way on some components, by component id: amounts and tokens as in
-        OwnLoad. Never raises; where the others' load is not known, only this gateway's own is returned."""
+        """Return the load of all gateways on some components, by component id: amounts and tokens as in OwnLoad. Never
+        raises; if the others' load is unknown, only this gateway's own is returned."""
         others = self._others() if self._shared is not None else ()
         if self._shared is None or not others:
             return self._own.by_component, self._own.tokens
@@ -129,7 +126,7 @@ class LoadExchange:
             self._note_answer(error)
             return self._own.by_component, self._own.tokens
         self._note_answer(None)
-        # The own load is read after the answer, because what this gateway has sent meanwhile counts.
+        # Read after the answer, because what was sent meanwhile counts.
         amounts, tokens = self._own.by_component.get, self._own.tokens.get
         pairs = list(zip(component_ids, theirs, strict=True))
         return (
@@ -149,7 +146,7 @@ class LoadExchange:
         self._due.set()
 
     async def _tell(self, shared: SharedLoads) -> None:
-        """Tells changes of the load until it is cancelled, one call at a time, so that no call overtakes another."""
+        """Publish changes until cancelled, one call at a time, so that no call overtakes another."""
         now_s = asyncio.get_running_loop().time
         while True:
             with contextlib.suppress(TimeoutError):
@@ -162,7 +159,7 @@ class LoadExchange:
             names = sorted(self._own.busy() if whole else self._changed)
             self._changed.clear()
             if not self._others():
-                # A gateway that has just joined learns the whole load of this one.
+                # A gateway that has just joined needs the whole load.
                 self._whole_at_s = min(self._whole_at_s, now_s() + RETRY_S)
                 continue
             try:
@@ -179,7 +176,7 @@ class LoadExchange:
     async def _tell_of(self, shared: SharedLoads, names: Sequence[str], whole: bool) -> None:
         if not names and not (whole and self._told):
             return
-        # Until Redis has answered, the others may read either what was told before or what is told now.
+        # Until Redis has answered, the others may read the old load or the new.
         self._told = True
         for first in range(0, max(1, len(names)), MAX_CHANGES_PER_CALL):
             some = {name: self._own.of(name) for name in names[first : first + MAX_CHANGES_PER_CALL]}
@@ -188,7 +185,7 @@ class LoadExchange:
         self._note_answer(None)
 
     def _note_answer(self, error: Unavailable | None) -> None:
-        """Logs the outcome of a call to Redis where it differs from that of the last call."""
+        """Log the outcome of a call to Redis if it differs from the last one's."""
         answers = error is None
         if answers != self._answers:
             log.warning(
@@ -201,22 +198,21 @@ class LoadExchange:
 
 @dataclass(slots=True, eq=False)
 class AssignedLoad:
-    """Represents one answer's share of its gateway's ``load``, which the planner reads."""
+    """One answer's share of its gateway's ``load``, which the planner reads."""
 
     _load: OwnLoad
-    # For each component this has the answer's streams or tokens, and its prompt tokens that are yet to be computed
-    # there.
+    # By component: the answer's streams or tokens, and its prompt tokens yet to be computed there.
     _assigned: dict[str, tuple[int, int]] = field(default_factory=dict)
     _over: bool = False
 
     def end(self) -> None:
-        """Gives the answer's share back for good: what a worker tells late, such as a chunk's acknowledgement after the
-        stream's end, assigns nothing any more."""
+        """End the answer's share for good: a late report, such as a chunk's acknowledgement after the stream's end,
+        assigns nothing any more."""
         self.assign({})
         self._over = True
 
     def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
-        """Replaces this answer's share of each component (OwnLoad.add), unless the answer is over."""
+        """Replace this answer's share of each component (OwnLoad.add), unless it has ended."""
         if self._over:
             return
         for component_id in {**self._assigned, **amounts}:
@@ -226,8 +222,7 @@ class AssignedLoad:
         self._assigned = amounts
 
     def assign_plan(self, plan: RequestPlan, done_tokens: int = 0) -> None:
-        """Replaces this answer's share by what a plan gives to its workers. ``done_tokens`` says how far its prefill
-        range has been acknowledged."""
+        """Replace this answer's share by a plan's; its prefill range has been acknowledged up to ``done_tokens``."""
         tail = plan.prompt_tokens - plan.split_tokens
         amounts = {plan.decode.component_id: (tail if plan.on_prefill_worker else 1, tail)}
         if plan.prefill is not None and plan.chunks:

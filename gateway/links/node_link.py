@@ -1,8 +1,8 @@
-"""Holds the gateway's sessions at KV nodes. A session's end releases all its tickets, so a lost gateway pins nothing.
+"""The gateway's sessions at KV nodes. A session's end releases all its tickets, so a lost gateway pins nothing.
 
     connecting --OpenSession's first event--> alive --session ends--> connecting ...    aclose(), anywhere --> closed
 
-Releases are sent in batches, in the background, until the node took them or the session they belong to is over.
+Releases are sent in batches, in the background, until the node answers or their session is over.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAX_RELEASES_PER_CALL = 1024
 
 
 class NodeLink:
-    """Represents the link to one KV node.
+    """The link to one KV node.
 
     Attributes:
-        alive: whether a session is open, so that tickets can be opened.
+        alive: whether a session is open.
         epoch: that of the session, or of the last one.
     """
 
@@ -43,13 +43,13 @@ class NodeLink:
         self._upkeep = asyncio.create_task(self._keep_session(), name=f"session at {self.node_id}")
 
     def release(self, hold: TicketHold) -> None:
-        """Releases a ticket in the background; never fails, never waits."""
+        """Release a ticket in the background; never fails, never waits."""
         self._releases.append(hold)
         if self._releasing is None or self._releasing.done():
             self._releasing = asyncio.create_task(self._release_all(), name=f"releases at {self.node_id}")
 
     async def aclose(self) -> None:
-        """Sends the releases that wait, then ends the session."""
+        """Send the pending releases, then end the session."""
         if self._releasing is not None:
             await at_most(1.0, self._releasing)
         await end_tasks(self._upkeep)
@@ -77,7 +77,7 @@ class NodeLink:
 
     async def _release_all(self) -> None:
         while self._releases:
-            # The end of a session has released its tickets already.
+            # A session's end has released its tickets.
             self._releases = [hold for hold in self._releases if self.alive and hold.epoch == self.epoch]
             batch = self._releases[:MAX_RELEASES_PER_CALL]
             if not batch:

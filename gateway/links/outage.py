@@ -1,8 +1,8 @@
-"""Lets requests whose model is not served now wait together: one task looks for all of them, several times a second.
+"""Shared waiting of requests whose model is not served now: one task looks for all of them, several times a second.
 
 wait(model) --joins the line of its model--+
                                            |   the waker: asks the registry, looks at each model once
-Served, or Unavailable <-------------------+   and answers everybody in its line, or those who waited long enough
+Served, or Unavailable <-------------------+   and answers all in its line, or those who waited long enough
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pillion.tasks import end_tasks
 LOOK_INTERVAL_S = 0.1
 
 T = TypeVar("T")
-# A key is a model's name, its fingerprint, and the rank of the adapter that it is asked for with, 0 without one.
+# A model's name, its fingerprint, and the rank of the requested adapter, 0 without one.
 ModelKey = tuple[str, str, int]
 
 
 class OutageWaiters(Generic[T]):
-    """Holds the lines of all models. Admission bounds how many requests wait.
+    """The waiting requests by model. Admission bounds their number.
 
     Args:
-        refresh: asks the registry; it does not raise where the registry does not answer.
+        refresh: asks the registry; does not raise if it does not answer.
         look: returns how a model is served now, and whether all components that it needs are there. Raises Unavailable.
-        patience_s: returns how long a request waits for a model as of now.
+        patience_s: returns how long a request waits for a model, as of now.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class OutageWaiters(Generic[T]):
         self._defects = Defects("the search for lost components")
 
     async def wait(self, key: ModelKey) -> T:
-        """Returns how the model is served as soon as all components that it needs are there, or, after the time to
-        wait, with those that are. Raises Unavailable."""
+        """Return how the model is served as soon as all needed components are there or, after the max wait, with those
+        that are. Raises Unavailable."""
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._lines.setdefault(key, deque()).append((time.monotonic(), answer))
         if self._waker is None or self._waker.done():
@@ -56,7 +56,7 @@ class OutageWaiters(Generic[T]):
         return await answer
 
     async def aclose(self) -> None:
-        """Ends the task that looks for models; requests that still wait get no answer."""
+        """End the task that looks for models; pending requests get no answer."""
         await end_tasks(self._waker)
 
     async def _wake(self) -> None:
@@ -89,7 +89,7 @@ class OutageWaiters(Generic[T]):
                 return
             line.popleft()
             if answer.done():
-                # The request that waited here was cancelled.
+                # A cancelled request.
                 continue
             if isinstance(found, Unavailable):
                 answer.set_exception(Unavailable(found.message, found.retry_after_ms))

@@ -1,4 +1,4 @@
-"""Makes calls to prefill workers: each runs one prefill range, which is acknowledged chunk by chunk.
+"""Calls to prefill workers: each runs one prefill range, acknowledged chunk by chunk.
 
 made --> alive --its health cannot be watched, or it says NOT_SERVING--> not alive --SERVING--> alive
 """
@@ -30,16 +30,14 @@ SERVICE_NAME = DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
 class PrefillBroken(Unavailable):
-    """Says that the connection to a prefill worker broke while the worker had a prefill range; the worker itself has
-    said nothing."""
+    """The connection to a prefill worker broke while it had a prefill range; the worker itself did not refuse."""
 
 
 class PrefillLink:
-    """Represents the link to one prefill worker.
+    """The link to one prefill worker.
 
     Attributes:
-        alive: whether prefill ranges can be run: its health says so, or it has not been reached yet and nothing is
-            known.
+        alive: whether prefill ranges can run: its health says so, or it has not been reached yet.
     """
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
@@ -56,10 +54,9 @@ class PrefillLink:
     async def run_prefill(
         self, request: RunPrefillRequest, timeout_s: float | None, on_queued: Callable[[int], None]
     ) -> AsyncIterator[ChunkAck]:
-        """Sends a prefill range to the worker and yields the acknowledgements of its chunks in order; adds the hello to
-        the request. Leaving the iteration cancels the call. ``on_queued`` is called with the prefill range's place in
-        line when the worker says that it waits, and with 0 when it begins. Raises PillionError, PrefillBroken where the
-        connection is lost."""
+        """Send a prefill range to the worker, with the hello added, and yield the acknowledgements of its chunks in
+        order. Leaving the iteration cancels the call. ``on_queued`` is called with the range's position while it waits,
+        and with 0 when it begins. Raises PillionError, PrefillBroken if the connection is lost."""
         request.hello.CopyFrom(hello_to_pb(self._gateway_id))
         call = self._stub.RunPrefill(request, timeout=timeout_s, metadata=telemetry.inject())
         self._calls[call] = None
@@ -80,26 +77,24 @@ class PrefillLink:
             call.cancel()
 
     async def aclose(self) -> None:
-        """Cancels the prefill ranges under way, whose iterations raise Unavailable."""
+        """Cancel the running prefill ranges, whose iterations raise Unavailable."""
         await end_tasks(self._upkeep)
-        # Closing the channel alone would leave these calls waiting for a worker that is paused and never answers.
+        # Closing the channel alone would leave these calls waiting for a paused worker.
         for call in tuple(self._calls):
             call.cancel()
         await self._channel.close()
 
     async def _keep_watched(self) -> None:
-        """Watches the worker's health, whose stream ends with the worker, and begins to watch it again as long as this
-        link exists."""
+        """Watch the worker's health, whose stream ends with the worker, again and again."""
         while True:
             asked = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-            # The call waits for a worker that is known not to answer. To a worker that is believed to answer the call
-            # fails at once if it does not.
+            # Wait for a worker known to be silent; else fail at once if it does not answer.
             call = self._health.Watch(asked, wait_for_ready=not self.alive)
             try:
                 async for reply in call:
                     self.alive = reply.status == health_pb2.HealthCheckResponse.SERVING
                     if not self.alive:
-                        # A worker that stops waits for its calls to end, so this call must end too.
+                        # A stopping worker waits for its calls to end, this one included.
                         break
             except Exception as error:  # noqa: BLE001  (whatever it was, the worker may come back)
                 log.debug("the health of %s is unknown: %s", self.component_id, error)

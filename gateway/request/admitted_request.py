@@ -1,4 +1,4 @@
-"""Holds a checked request as the cluster runs it, and the chain of its block hashes."""
+"""A checked request as the cluster runs it, and the chain of its block hashes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from pillion.wire.public import origin_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """Holds the flags that decide about requests. With ``max_running_requests`` 0, as many run as the workers have
-    slots for. ``node_id`` is the KV node whose workers alone are used, where an operator forces a plan on a request."""
+    """Flags that affect requests.
+
+    Attributes:
+        max_running_requests: 0: as many as the workers have slots.
+        node_id: the only KV node whose workers are used, if an operator forces a plan; "" for any.
+    """
 
     policy: SplitPolicy
     chunk_tokens: int
@@ -29,9 +33,14 @@ class GatewayOptions:
 
 
 class RequestGrammar(NamedTuple):
-    """Holds the grammar that the answers to a request follow, as a worker gets it ("" where they are any text), the
-    client's fields from which it was made, the fields and the places in their schemas, as JSON pointers, to which
-    answers are not held, and the seconds that this took."""
+    """The grammar that a request's answers follow.
+
+    Attributes:
+        text: the grammar as workers get it; "" for free text.
+        fields: the client's fields that it was made of.
+        left_out: (field, JSON pointer) of the places in schemas that are not enforced.
+        made_s: seconds that making it took.
+    """
 
     text: str = ""
     fields: tuple[str, ...] = ()
@@ -44,17 +53,23 @@ NO_GRAMMAR = RequestGrammar()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedRequest:
-    """Describes a checked request that is ready to run, and what the client asked for. ``deadline`` and ``arrived`` are
-    monotonic seconds.
+    """A checked request that is ready to run.
 
-    ``sampling`` has every default decided, its ``max_tokens`` count over all attempts, and the model's own stop ids are
-    among its ``stop_token_ids``; ``recommended`` are those of its values, by name, that are the model's own because the
-    client gave none. Without prefix caching, no other request has its ``cache_salt``. Every answer follows ``grammar``
-    from its first token on. ``adapter`` is the digest of the adapter that answers are computed
-    with; "" for the model alone. ``adapter_rank`` is its largest rank. After ``kept_tokens`` of the prompt the client
-    expects other prompts to part from it. Nobody waits for a request in the ``background``, which is a batch's. A
-    ``pooled`` request generates nothing and ends with a vector of its text. Ids of calls are made of ``answer_id``. No
-    answer has the tokens of one of its ``bad_words`` in their order. Workers know its tenant by its ``flow``.
+    Attributes:
+        asked: the request as the client sent it.
+        answer_id: prefix of the ids of tool calls.
+        sampling: every default resolved; ``max_tokens`` counts over all attempts, and ``stop_token_ids`` include the
+            model's own.
+        recommended: the values of ``sampling`` that are the model's own because the client set none, by name.
+        cache_salt: unique to the request if prefix caching is off.
+        arrived, deadline: monotonic, in seconds.
+        spread: number that rotates equal choices of the planner.
+        grammar: followed by every answer from its first token.
+        adapter, adapter_rank: digest of the adapter and its max rank; "" and 0 for the model alone.
+        background: True for a batch's request, for which no client waits.
+        pooling: how the text becomes a vector, for a request that generates nothing.
+        kept_tokens: positions of the prompt after which the client expects other prompts to diverge.
+        flow: the tenant, as workers identify it.
     """
 
     asked: GenerateRequest
@@ -82,24 +97,22 @@ class AdmittedRequest:
 
     @property
     def answers(self) -> int:
-        """Gives the number of answers that the client gets."""
         return self.sampling.n or 1
 
     @property
     def max_tokens(self) -> int:
-        """Gives the largest number of tokens that each answer may have."""
         assert self.sampling.max_tokens is not None
         return self.sampling.max_tokens
 
     @property
     def cut(self) -> bool:
-        """Says whether ``max_tokens`` are fewer than the client asked for."""
+        """True if ``max_tokens`` is below the client's."""
         asked = self.asked.sampling.max_tokens
         return asked is not None and self.max_tokens < asked
 
     @property
     def resume(self) -> Resume | None:
-        """Says what another gateway has given already; None where the request begins here."""
+        """Answers that another gateway has begun; None if the request begins here."""
         return self.asked.resume
 
     @property
@@ -110,60 +123,59 @@ class AdmittedRequest:
 
     @property
     def text_tokens(self) -> int:
-        """Gives the largest number of tokens that prompt and answer may have together."""
+        """Max tokens of prompt and answer."""
         return len(self.prompt) + self.max_tokens
 
     @property
     def short_text(self) -> bool:
-        """Says whether the request is so short that it has other rotary frequencies than longer ones
+        """True if the text is short enough for the rotary frequencies of short texts
         (PreparedModel.original_tokens)."""
         return self.text_tokens <= self.original_tokens
 
     @property
     def resumed_tokens(self) -> int:
-        """Gives the number of tokens of all answers that other gateways have given."""
+        """Tokens of all answers that other gateways have emitted."""
         return sum(len(answer.token_ids) for answer in self.resume.answers) if self.resume is not None else 0
 
     def digest(self) -> bytes:
-        """Returns a digest of weights, prompt and the model's own sampling values: where two gateways find the same
-        one, either can go on with the stream. It has 32 bytes."""
+        """Return the 32-byte digest of weights, prompt and the model's own sampling values. A gateway that computes the
+        same digest can continue the stream."""
         return origin_digest(self.fingerprint, self.adapter, self.recommended, self.prompt)
 
     @property
     def system_fingerprint(self) -> str:
-        """Gives the fingerprint of weights and adapter in OpenAI's form."""
+        """Fingerprint of weights and adapter, as OpenAI names it."""
         return f"fp_{self.fingerprint[:10]}" + (f"_{self.adapter[:10]}" if self.adapter else "")
 
     def left_s(self) -> float | None:
-        """Returns the time left until the request's deadline, in seconds, or None where it has no deadline."""
+        """Return the seconds left until the deadline; None without one."""
         return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
 
     def wait_s(self, most_s: float) -> float:
-        """Returns the time that a wait may take, in seconds: what the deadline leaves, and never more than
-        ``most_s``."""
+        """Return the max wait in seconds: what the deadline leaves, at most ``most_s``."""
         left_s = self.left_s()
         return most_s if left_s is None else min(left_s, most_s)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHashChain:
-    """Holds the hashes of a prompt's whole blocks, 32 bytes each; ``root`` is the parent of the first."""
+    """Hashes of a prompt's whole blocks, 32 bytes each; ``root`` is the parent of the first."""
 
     root: bytes = b""
     hashes: bytes = b""
 
     def first(self, blocks: int) -> bytes:
-        """Returns the hashes of the first ``blocks`` blocks."""
+        """Return the hashes of the first ``blocks`` blocks."""
         return self.hashes[: blocks * HASH_BYTES]
 
     def before(self, blocks: int) -> bytes:
-        """Returns the parent of the block after the first ``blocks``."""
+        """Return the parent hash of the block after the first ``blocks``."""
         return self.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES] if blocks else self.root
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPrefix:
-    """Says where a prompt's KV is: the KV node, and the hashes of its whole blocks of ``block_size`` tokens."""
+    """Where a prompt's KV is: the KV node, and the hashes of its whole blocks of ``block_size`` tokens."""
 
     node_id: str
     hashes: bytes

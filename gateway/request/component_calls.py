@@ -1,5 +1,4 @@
-"""Makes the calls to other components that one answer needs. Each call's outcome is reported as an event; nothing is
-decided here.
+"""Calls to other components for one answer. Outcomes are posted as events; nothing is decided here.
 
 A prefill range may run on a prefill worker of another node. Its blocks then flow to the decode worker's node while
 later chunks are computed.
@@ -8,8 +7,8 @@ later chunks are computed.
                                                                                  |                 |
     ticket at the decode worker's node  <------------ one fetch at a time, as far as is computed --+
 
-The second ticket ends with the prefill range, whatever happens. A prefill worker that is lost raises; blocks that do
-not come over only end the prefill range early (I1), for the decode worker computes what it lacks.
+The second ticket ends with the prefill range. A lost prefill worker raises; blocks that do not come over only end the
+range early (I1), since the decode worker computes what it lacks.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def run_range(
     start_blocks: int,
     on_queued: Callable[[int], None],
 ) -> AsyncIterator[ChunkAck]:
-    """Asks the plan's prefill worker for a prefill range of ``token_ids``: from ``start_blocks``, which its ticket has
-    pinned, to the split. Yields, and raises, what PrefillLink.run_prefill does."""
+    """Send a prefill range of ``token_ids`` to the plan's prefill worker: from ``start_blocks``, which its ticket has
+    pinned, to the split. Yields and raises as PrefillLink.run_prefill does."""
     plan = action.plan
     assert plan.prefill is not None
     start_tokens = start_blocks * plan.block_size
@@ -102,11 +101,11 @@ async def open_ticket(
     parent: trace.Span,
     resume: bool,
 ) -> tuple[TicketHold, int]:
-    """Opens a ticket for ``action``'s attempt; returns the hold, and how many leading blocks are pinned. Those that
-    ``resume`` stand before new prompts in the node's line for memory.
+    """Open a ticket for ``action``'s attempt; return it with the number of pinned leading blocks. With ``resume`` the
+    request goes before new prompts in the node's queue for memory.
 
-    Raises PillionError, DeadlineExceeded where no memory comes free within ``wait_s``. Where the call is cancelled or
-    out of time, the node client leaves no ticket behind.
+    Raises PillionError, DeadlineExceeded if no memory is free within ``wait_s``. If the call is cancelled or late, the
+    node client leaves no ticket behind.
     """
     with telemetry.child("kv.pin", parent) as span:
         epoch = link.epoch
@@ -128,8 +127,8 @@ async def open_ticket(
 
 @dataclass(eq=False)
 class RemotePrefill:
-    """Runs one prefill range on a prefill worker of another node than the ticket's. ``on_chunk`` is called with every
-    chunk that the decode worker's node has."""
+    """One prefill range on a prefill worker of another node than the ticket's. ``on_chunk`` is called with each chunk
+    that has reached the decode worker's node."""
 
     _cluster: Cluster
     _admitted: AdmittedRequest
@@ -142,20 +141,19 @@ class RemotePrefill:
     def __post_init__(self) -> None:
         assert self._action.plan.prefill is not None
         self._worker = self._action.plan.prefill
-        # These count the prompt's blocks at the decode worker's node, and those at the prefill worker's node. Of those
-        # there, so many were carried: without the state at the range's end the decode worker cannot go on from them.
+        # Blocks of the prompt at the decode worker's node, those at the prefill worker's, and how many of the latter
+        # were carried: without the state at the range's end the decode worker cannot continue from them.
         self._here = self._action.plan.cached_blocks
         self._there = self._carried = 0
-        # These chunks are computed, and not yet at the decode worker's node; there are at most as many as the prefill
-        # range has chunks.
+        # Chunks that are computed and not yet at the decode worker's node, at most those of the range.
         self._acked: deque[ChunkAck] = deque()
         self._progress = asyncio.Event()
 
     async def run(self) -> int:
-        """Runs the prefill range; returns up to which token the decode worker's node has the KV.
+        """Run the range; return the end of the tokens whose KV the decode worker's node has. Cancelling stops all of
+        it.
 
-        Raises PillionError where the prefill worker or its node is lost or refuses. Where it is cancelled, it stops
-        everything.
+        Raises PillionError if the prefill worker or its node is lost or refuses.
         """
         granted = await self._open_ticket()
         if granted is not None:
@@ -163,13 +161,13 @@ class RemotePrefill:
             try:
                 await self._run(hold, pinned_blocks)
             finally:
-                # A node that is gone has released the ticket already.
+                # A lost node has released the ticket already.
                 with contextlib.suppress(Unavailable):
                     self._cluster.node(hold.node_id).release(hold)
         return self._here * self._action.plan.block_size
 
     async def _open_ticket(self) -> tuple[TicketHold, int] | None:
-        """Opens the ticket at the prefill worker's node; returns None while memory is short there."""
+        """Open the ticket at the prefill worker's node; None while memory is short there."""
         split, wait_s = self._action.plan.split_blocks, self._admitted.wait_s(ev.MAX_REMOTE_ADMISSION_WAIT_S)
         link, hashes = self._cluster.node(self._worker.node_id), self._chain.first(split)
         try:
@@ -197,8 +195,8 @@ class RemotePrefill:
             await asyncio.gather(computing, return_exceptions=True)
 
     async def _fetch_prefix(self, hold: TicketHold, pinned_blocks: int) -> int:
-        """Fetches cached blocks that the prefill worker's node lacks, from the decode worker's node or others. Returns
-        the number of blocks before the prefill range."""
+        """Fetch cached blocks that the prefill worker's node lacks, from the decode worker's node or others. Return the
+        number of blocks before the range."""
         plan = self._action.plan
         others = [source for source in plan.sources if source.node_id != plan.node_id]
         sources = sorted([PrefixSource(plan.node_id, self._here), *others], key=lambda source: -source.blocks)
@@ -220,8 +218,8 @@ class RemotePrefill:
             self._progress.set()
 
     async def _carry(self, computing: asyncio.Task[None]) -> None:
-        """Carries blocks to the decode worker's node until all are there, or no more come. Raises the exception that
-        ended ``computing``."""
+        """Carry blocks to the decode worker's node until all are there, or no more come. Raises what ended
+        ``computing``."""
         while True:
             over = computing.done()
             if self._there > max(self._here, self._carried):
@@ -235,8 +233,8 @@ class RemotePrefill:
         computing.result()
 
     async def _carry_over(self) -> bool:
-        """Fetches the blocks that are computed so far to the decode worker's node. Returns whether any block came, or a
-        state is still to come with later ones."""
+        """Fetch the blocks computed so far to the decode worker's node. Return whether any came, or a state is still to
+        come with later ones."""
         action, before = self._action, self._here
         if action.plan.state_pages:
             self._carried = self._there
@@ -250,31 +248,28 @@ class RemotePrefill:
 
 log = logging.getLogger("pillion.gateway")
 
-# A request that was in the step of a lost worker waits this long for news of that worker's KV node, before the worker
-# counts as one that may have died of the request: workers end with their node, and the loss of the node may be noticed
-# a moment later than theirs.
+# Wait for news of a lost worker's KV node before the worker counts as killed by a request in its step: workers end with
+# their node, whose loss may be noticed a moment later.
 VERDICT_MS = 300
-# A request without a deadline waits at most this long for KV memory.
+# Max wait for KV memory of a request without a deadline.
 MAX_ADMISSION_WAIT_S = 120.0
-# The field of a message that holds a timeout can hold no more, which is 49 days. A later deadline is kept by the
-# gateway alone.
+# Max of the message's field, 49 days. The gateway alone enforces a later deadline.
 MAX_TIMEOUT_MS = 2**32 - 1
-# The hashes of a longer prompt are made on a thread: they take more than 2 ms, which would hold up the event loop.
+# Longer prompts are hashed on a thread: more than 2 ms would stall the event loop.
 LONG_CHAIN_TOKENS = 2**15
-# An error of a grammar names at most this many fields, where it cannot be said which of them is at fault.
+# Max fields in a grammar's error, if the one at fault is unknown.
 MAX_NAMED_FIELDS = 8
-# Errors of these kinds may be avoided by another component or a new ticket.
+# Errors that another component or a new ticket may avoid.
 _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
-# A component on its way back answers with these: the component stops, takes a new epoch, or has lost what it held.
+# Errors of a component on its way back: it stops, takes a new epoch, or has lost its state.
 _AWAY = (Unavailable, Conflict, Cancelled)
 
-# These tasks outlive their requests for a moment; the set keeps them alive, because asyncio itself keeps no strong
-# reference to a task.
+# Tasks that outlive their requests for a moment: asyncio itself keeps no strong reference.
 _background: set[asyncio.Task[None]] = set()
 
 
 async def chain_of(admitted: AdmittedRequest, token_ids: Sequence[int], served: Served) -> BlockHashChain:
-    """Hashes the whole blocks among these tokens of a request."""
+    """Hash the whole blocks among these tokens of a request."""
     whole = len(token_ids) // served.block_size * served.block_size
     root = request_root(served.namespace, admitted.adapter, admitted.cache_salt, short_text=admitted.short_text)
     hashed = (root, token_ids[:whole], served.block_size)
@@ -303,19 +298,18 @@ class ComponentCalls:
     _broken: Callable[[BaseException], None]
     load: AssignedLoad
     chain: BlockHashChain = field(default_factory=BlockHashChain)
-    # The latest attempt brought these tokens of the prompt.
+    # Tokens of the prompt that the latest attempt fetched.
     brought_tokens: BroughtTokens = field(default_factory=BroughtTokens)
     _work: asyncio.Task[None] | None = None
     _stream: tuple[str, int] | None = None
     _begun: bool = False
-    # This says whether the worker has told that a step computes the stream's prompt.
+    # Whether the worker has reported that a step computes the stream's prompt.
     _in_step: bool = False
-    # The stream was submitted with this ticket; one that the worker opens has no number here.
+    # The stream's ticket; id 0 if the worker opens it.
     _hold: TicketHold | None = None
 
     def perform(self, action: Action) -> None:
-        """Begins or ends the work that an action calls for; the class of the action names the events that are posted in
-        answer."""
+        """Start or stop an action's work; the class of the action names the events that answer it."""
         match action:
             case ev.LookUp():
                 self.load.assign({})
@@ -337,8 +331,8 @@ class ComponentCalls:
                 self._release(action.hold)
 
     def submit(self, action: ev.SubmitDecode, followers: Sequence[ComponentCalls]) -> None:
-        """Submits the stream; posts TicketAdopted, TokensSampled, then DecodeFinished; or DecodeLost. ``followers`` are
-        the calls of the answers that ``action.parallel_samples`` names."""
+        """Submit the stream; posts TicketAdopted, TokensSampled, then DecodeFinished; or DecodeLost. ``followers`` are
+        the calls of ``action.parallel_samples``."""
         admitted, attempt, plan = self._admitted, action.attempt, action.plan
         worker, left_s = plan.decode.component_id, admitted.left_s()
         submit = Submit(
@@ -371,12 +365,11 @@ class ComponentCalls:
             stream._begun = stream._in_step = False
         for follower in followers:
             follower.load.assign({worker: (1, 0)})
-        # While the prefill range runs beside the stream, what the prefill worker has yet to compute stays assigned to
-        # it.
+        # While the prefill range runs beside the stream, what it has yet to compute stays assigned to its worker.
         self.load.assign_plan(plan, 0 if action.awaited_blocks else plan.split_tokens)
         try:
             for stream in streams:
-                # The worker's own ticket is void with this session's node, too.
+                # The worker's own ticket ends with this session's node as well.
                 stream._hold = action.hold or TicketHold(plan.node_id, self._cluster.node(plan.node_id).epoch, 0)
             keys = self._cluster.decode(worker).submit(submit, [partial(one._on_delta, attempt) for one in streams])
         except PillionError as error:
@@ -397,14 +390,13 @@ class ComponentCalls:
         self._work = None
 
     def _release(self, hold: TicketHold) -> None:
-        """Releases a ticket in the background, until the node has taken the release or the session is over."""
+        """Release a ticket in the background, retried until the node answers or the session ends."""
         try:
             self._cluster.node(hold.node_id).release(hold)
         except Unavailable:
             log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
 
     def _cancel_decode(self) -> None:
-        """Tells the decode worker to stop, if it still runs something for this answer."""
         self.load.assign({})
         if self._stream is None:
             return
@@ -428,8 +420,7 @@ class ComponentCalls:
                 whole = None if cluster.lacks_node(served) else served
                 decided = await self._plan(action, served, span)
         except PillionError as error:
-            # The components that serve the model may be lost while the index is asked. The request has then not waited
-            # for them yet.
+            # The model's components may be lost during the look-up; the request has not waited for them yet.
             lost = whole is not None and cluster.lacks_node(whole)
             patience_s = cluster.return_wait_s(admitted.model, admitted.adapter_rank)
             self._post(ev.PlanFailed(action.attempt, error, retryable=lost, patience_s=patience_s))
@@ -437,12 +428,12 @@ class ComponentCalls:
             self._post(ev.PlanMade(action.attempt, decided))
 
     async def _make_chain(self, action: ev.LookUp, token_ids: tuple[int, ...], served: Served) -> bool:
-        """Hashes the prompt's whole blocks; returns whether some of them may be cached."""
+        """Hash the prompt's whole blocks; return whether some of them may be cached."""
         admitted = self._admitted
-        # The chain ends here, because no later block may be found, pinned, fetched or left to a prefill worker.
+        # No later block may be found, pinned, fetched or prefilled.
         last = len(token_ids) - 1 if action.unscored_from is None else action.unscored_from
         self.chain = await chain_of(admitted, token_ids[:last], served)
-        # With a salt of its own a request can only find its own blocks, in a later attempt.
+        # With its own salt a request finds only its own blocks, in a later attempt.
         return bool(self.chain.hashes) and (admitted.options.prefix_caching or action.attempt > 1)
 
     async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
@@ -486,7 +477,7 @@ class ComponentCalls:
         return decided
 
     def _describe(self, span: trace.Span, attempt: int, decided: RequestPlan, blocks: Mapping[str, int]) -> None:
-        """Adds a plan to its span; ``blocks`` are those of the prompt that nodes have, by the index."""
+        """Add a plan to its span; ``blocks`` are the prompt's cached blocks by node, as the index has them."""
         span.set_attributes(
             {
                 "pillion.attempt": attempt,
@@ -575,8 +566,7 @@ class ComponentCalls:
 
     def _on_delta(self, attempt: int, delta: DecodeDelta) -> None:
         try:
-            # The worker merges what it has to say of a stream: any of these may come in one delta, even the beginning
-            # of a step, its token and an error. They are told in the order in which they can only have happened.
+            # A delta may merge all of these, even the start of a step, its token and an error: post them in order.
             if delta.pinned_blocks is not None:
                 self._post(ev.TicketAdopted(attempt, delta.pinned_blocks))
             if delta.queued is not None:
@@ -609,36 +599,35 @@ class ComponentCalls:
             self._lose_stream(attempt, delta, error)
 
     def _suspected(self, delta: DecodeDelta) -> bool:
-        """Returns whether a connection broke in a step with the stream. A stream that had tokens of this attempt was in
-        many steps before, so the loss is rather the fault of another stream's prompt, where there was another
-        stream."""
+        """Return whether a connection broke in a step with the stream. A stream with tokens of this attempt was in many
+        steps before, so it is suspected only if it ran alone: else another stream's prompt is likelier."""
         return bool(delta.broken) and (delta.broken == 1 if self._begun else self._in_step)
 
     def _lose_stream(self, attempt: int, delta: DecodeDelta, error: PillionError) -> None:
         assert delta.error is not None
         killed = ""
         if self._suspected(delta) and self._stream is not None and self._hold is not None:
-            # Where the node is lost, its workers end too, so the request is not to blame for the worker's end.
+            # A lost node ends its workers, so the request is not to blame.
             killed = self._stream[0] if self._cluster.holds(self._hold) else ""
-        # A stream that only waited in the worker's line was not broken in the middle.
+        # A stream that only waited in the worker's queue was not broken midway.
         broke = bool(delta.broken) and (self._begun or self._in_step)
         patience_s = self._patience_s(error, self._hold, broke)
         self._post(ev.DecodeLost(attempt, error, delta.error.retryable, patience_s, killed))
 
     def _patience_s(self, error: PillionError, hold: TicketHold | None, broke: bool = False) -> float:
-        """Returns how long the request waits for what ended a call with ``error``, because it is merely away; 0.0 where
-        the call counts as an attempt, as one that ``broke`` in the middle does. The call worked under the ticket
-        ``hold``, or asked for one where that is None."""
+        """Return how long the request waits for what ended a call with ``error``, if it is merely away; 0.0 if the call
+        counts as an attempt, as one that ``broke`` midway does. ``hold`` is the call's ticket, None if it asked for
+        one."""
         if hold is None:
-            # A session that is over, and a node without a pool yet, are both on their way back.
+            # A closed session, and a node without a pool yet, are both coming back.
             away = isinstance(error, (*_AWAY, NotFound))
         else:
-            # Where the node has begun a new life, everything under the ticket is gone.
+            # A restarted node has lost everything under the ticket.
             away = (isinstance(error, _AWAY) and not broke) or not self._cluster.holds(hold)
         return self._cluster.return_wait_s(self._admitted.model, self._admitted.adapter_rank) if away else 0.0
 
     def _error_of(self, error: DecodeError) -> PillionError:
-        """Returns a worker's error in the client's words, because the client knows only the fields of its request."""
+        """Return a worker's error in terms of the client's fields."""
         fields, text = self._admitted.grammar.fields, error.message
         if fields and error.code == InvalidRequest.code and text.startswith(GRAMMAR_FAULT):
             return InvalidRequest.of(*(FieldViolation(field, text) for field in fields[:MAX_NAMED_FIELDS]))
@@ -647,8 +636,7 @@ class ComponentCalls:
         return BY_CODE.get(error.code, Internal)(text)
 
     def _failed_at(self, component_id: str) -> None:
-        """Notes that nothing shows any more that the worker has the request's adapter: perhaps it cannot load the
-        adapter."""
+        """Forget that the worker has the request's adapter, which it may have failed to load."""
         if self._admitted.adapter:
             self._cluster.routes.sent_adapters.forget(self._admitted.adapter, component_id)
 
@@ -668,7 +656,7 @@ class ComponentCalls:
         if not task.cancelled():
             error = task.exception()
         else:
-            # Work that the request itself gives up is not its work any more.
+            # Work that the request itself cancelled is no longer its own.
             error = Internal("what the request waited for was cancelled by nobody") if task is self._work else None
         if error is not None:
             self._broken(error)

@@ -1,10 +1,10 @@
-"""Keeps a trace of what clients send in vain: what was refused, and which fields had no effect, by tenant and client.
+"""Rejected requests and ignored fields, by tenant and client.
 
     a refusal ------------> a row of the table, a span, and a log line (at most MAX_LINES_PER_S)
     a field without effect -> a row of the table
 
-All of it is bounded, whatever clients send: each tenant has rows of its own, so that nobody
-can push out what others sent, and those without a key share one tenant's rows.
+All of it is bounded. Each tenant has its own rows, so that none can evict another's; callers without a key share one
+tenant's rows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pillion.observability import telemetry
 
 log = logging.getLogger("pillion.gateway.refusals")
 
-# Each tenant has at most so many rows; the one that was met longest ago makes room.
+# Rows per tenant; LRU.
 MAX_ROWS = 128
 MAX_TENANTS = 1024
-# A client's name is what it sends as User-Agent; names, paths and fields are cut to so many characters.
+# Max length of a client's name (its User-Agent), and of names, paths and fields.
 MAX_NAME_CHARS = 100
-# So many refusals are logged in a second; the next line that is logged says how many were not.
+# Logged refusals per second; the next logged line counts those that were not.
 MAX_LINES_PER_S = 5
-# The tenant of calls whose key is missing or unknown.
+# Tenant of calls with a missing or unknown key.
 STRANGERS = "(no key)"
 NO_EFFECT = "no effect"
 _UNPRINTABLE = re.compile(r"[^ -~]")
@@ -39,7 +39,7 @@ _UNPRINTABLE = re.compile(r"[^ -~]")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Says who called what: the API as its path or its gRPC method, the tenant, and the client's User-Agent."""
+    """The caller of an API: the API's path or gRPC method, the tenant, and the client's User-Agent."""
 
     api: str
     tenant: str
@@ -48,8 +48,8 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Names what was sent in vain. ``status`` is the refusal's HTTP status, 0 for a field without effect; ``reason`` is
-    the error's code, or NO_EFFECT."""
+    """What was rejected or ignored. ``status`` is the HTTP status, 0 for an ignored field; ``reason`` is the error's
+    code, or NO_EFFECT."""
 
     caller: Caller
     field: str
@@ -59,7 +59,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Met:
-    """Counts how often something was sent, and says when, in Unix seconds."""
+    """How often, and when first and last, in Unix seconds."""
 
     times: int
     first_s: float
@@ -67,12 +67,12 @@ class Met:
 
 
 def shown(text: str) -> str:
-    """Returns a client's text as logs and pages show it: printable, and at most MAX_NAME_CHARS long."""
+    """Return a client's text as logs and pages show it: printable, at most MAX_NAME_CHARS long."""
     return _UNPRINTABLE.sub("?", text[:MAX_NAME_CHARS])
 
 
 class Refusals:
-    """Holds the table of one gateway process. It is used in the event loop alone."""
+    """The table of one gateway process; for the event loop only."""
 
     def __init__(self) -> None:
         self.since_s = time.time()
@@ -84,8 +84,7 @@ class Refusals:
     def refused(
         self, caller: Caller, status: int, reason: str, field: str, request_id: str, parent: Context | None
     ) -> None:
-        """Notes a call that is answered with an error. ``field`` is the one that is to blame, or ""; ``parent`` is the
-        client's trace."""
+        """Record a rejected call. ``field`` is the field at fault, or ""; ``parent`` is the client's trace."""
         sent = self._note(caller, field, status, reason)
         _trace(sent, parent)
         now = int(time.monotonic())
@@ -103,12 +102,12 @@ class Refusals:
         log.info("refused: %s%s", words, more, extra={"fields": values})
 
     def without_effect(self, caller: Caller, fields: Iterable[str]) -> None:
-        """Notes fields of one call that had no effect."""
+        """Record the fields of one call that were ignored."""
         for field in fields:
             self._note(caller, field, 0, NO_EFFECT)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields the rows, those that were met most often first, as the page for operators shows them."""
+        """Yield the rows, most frequent first, as the operators' page shows them."""
         rows = [(sent, met) for own in self._tenants.values() for sent, met in own.items()]
         for sent, met in sorted(rows, key=lambda row: -row[1].times):
             yield {
@@ -134,7 +133,7 @@ class Refusals:
 
 
 def _newest(table: OrderedDict[Any, Any], key: Any, new: Any, most: int) -> Any:
-    """Returns a table's entry, ``new`` where there is none, and makes it the one that leaves last of ``most``."""
+    """Return a table's entry, ``new`` if there is none, and mark it as the newest; the table keeps ``most``."""
     found = table.setdefault(key, new)
     table.move_to_end(key)
     if len(table) > most:
@@ -143,7 +142,7 @@ def _newest(table: OrderedDict[Any, Any], key: Any, new: Any, most: int) -> Any:
 
 
 def _trace(sent: Sent, parent: Context | None) -> None:
-    """Writes the span of a refusal, which begins and ends now."""
+    """Write the span of a refusal."""
     span = telemetry.tracer().start_span(f"refuse {sent.caller.api}", context=parent, kind=SpanKind.SERVER)
     if span.is_recording():
         span.set_attributes(

@@ -1,5 +1,4 @@
-"""Runs the life of one answer to a request, or of several answers to one prompt (I9): events and a clock in, actions
-out. Most requests have one answer.
+"""The life of one answer to a request, and of several answers to one prompt: events and a clock in, actions out (I9).
 
                  +------------------- attempt + 1, tokens = prompt + emitted -------------------+
                  |    +-PlanMade-> OPENING -TicketAdopted------------------------------+        |
@@ -21,35 +20,32 @@ out. Most requests have one answer.
                |   ^   -LeaderStarted, but its stream is lost already-> PLANNING, attempt + 1
                +---+ LeaderSubmitted, LeaderRetried: the first answer's attempts, until it has a token
 
-A further answer (:class:`ParallelSamples`) has no ticket and no work of its own while it follows
-the first one, the leader: its stream begins with the leader's submit, and a loss before the leader's first token is the
-leader's to handle. From then on it is replayed like any other answer, with attempts of its own.
+A further answer (:class:`ParallelSamples`) has no ticket and no work while it follows the first one, the leader: its
+stream starts with the leader's submit, and the leader handles any loss before its own first token. From then on the
+answer is replayed on its own, with its own attempts.
 
-OPENING is entered where the plan splits and fetches nothing: the decode worker opens the ticket itself, in the node's
-queue for memory. What it finds there settles the plan (I3) by one rule. With as many blocks as the plan counts on, or
-more, the worker keeps the ticket and computes the rest, even where the split would be another one now. With fewer it
-gets none, and the gateway opens the ticket in PINNING, in the same attempt, for it may fetch or split; it stands
-before new prompts in the node's queue then, since its turn had come.
+OPENING is entered if the plan neither splits nor fetches: the decode worker opens the ticket itself, in the node's
+queue for memory. What it finds there settles the plan (I3). With at least the planned blocks it keeps the ticket and
+computes the rest, even if the split would be different now. With fewer it gets no ticket, and the gateway opens one in
+PINNING, in the same attempt, since it may fetch or split; there it goes before new prompts, since its turn had come.
 
-FETCHING is entered where the index knows more of the prompt, on whatever node, than the ticket has pinned. A fetch
-never fails: it brings less, and the rest is computed (I1). A prefill range that ends early does not fail the attempt
-either: the decode worker computes the rest.
+FETCHING is entered if the index lists more of the prompt, on any node, than the ticket has pinned. A fetch never fails:
+it brings less, and the rest is computed (I1). Likewise a prefill range that ends early does not fail the attempt.
 
 A prefill range on the decode worker's own node is sent together with the submit: the decode worker waits at the node
-for the prefill range's last block, so no message of the gateway stands between the two. Its stream may then speak
-before the prefill range's last acknowledgement has arrived, which shows that all chunks are there. A prefill range of
-another node is over before the submit, because its blocks may fall short. Where the decode worker is lost meanwhile,
-the prefill range goes on to its end, and the next attempt finds its blocks, which every decode worker needs.
+for the range's last block, so no message of the gateway comes between the two. Its stream may then send tokens before
+the range's last acknowledgement, which shows that all chunks are committed. A prefill range on another node ends before
+the submit, because its blocks may fall short. If the decode worker is lost meanwhile, the range continues, and the next
+attempt finds its blocks.
 
-Attempts that bring nothing are bounded in number, but for those that fail because a component is away and on its way
-back: for these the time in PLANNING is bounded, from the last token on. A request that was in a step of two workers
-when they were lost, and got nothing between, fails (``MAX_WORKERS_KILLED``).
+Attempts without progress are limited in number, except those that fail because a component is away and coming back: for
+these the time in PLANNING is limited, counted from the last token. A request that was in a step of two workers when
+they were lost, without progress in between, fails (``MAX_WORKERS_KILLED``).
 
-A plan without chunks that fetches something skips PREFILLING. An attempt is named by its number, and events of an older
-attempt are dropped (I6), except a ticket: one that arrives and is not wanted any more is released. The gateway's ticket
-is released when the decode worker reports that it holds it itself, or when the attempt ends before that. Leaving an
-attempt stops its work and cancels its stream, which gives up a ticket that the worker opens (I8). Every request has
-exactly one terminal action.
+A plan without chunks that fetches skips PREFILLING. Events of an older attempt are dropped (I6), except a ticket, which
+is released. The gateway's ticket is released when the decode worker has adopted it, or when the attempt ends before
+that. Leaving an attempt stops its work and cancels its stream, which gives up a ticket that the worker opens (I8).
+Every request has exactly one terminal action.
 """
 
 from __future__ import annotations
@@ -78,22 +74,20 @@ from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.types import FinishReason, Timings, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 
-# This is the delay before the second attempt; each further one waits four times as long. The planner leaves a lost
-# component out at once, and the pause is for losses that have not been noticed yet.
+# Delay before the second attempt, times four for each further one. The planner leaves a lost component out at once; the
+# delay is for losses that have not been noticed yet.
 FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
-# A request that had begun looks this often whether components that it has lost are back.
+# Poll interval of a request that waits for components that it has lost.
 COMPONENT_POLL_MS = 100
-# A request ends when this many workers have died in a step with it, without a token for the client between their
-# deaths.
+# Workers that may die in a step with a request, without a token for the client in between, before it fails.
 MAX_WORKERS_KILLED = 2
-# The call of a prefill range may outlive its answer this long, where the answer ended before the prefill range's last
-# acknowledgement.
+# Grace period for the last acknowledgement of a prefill range after its answer has ended.
 LAST_ACK_WAIT_MS = 1000
 
 
 class RequestState(Enum):
-    """Names the states of the lifecycle above."""
+    """The states of the lifecycle above."""
 
     FOLLOWING = "following"
     PLANNING = "planning"
@@ -125,26 +119,24 @@ class RequestMachine:
     emitted: list[int] = field(default_factory=list)
     plan: RequestPlan | None = None
     hold: TicketHold | None = None
-    # This counts attempts since the last one that brought tokens or chunks. Only their number is bounded, because a
-    # stream that makes progress should not be given up, however often it has to move. An attempt that failed because a
-    # component was away does not count.
+    # Attempts since the last one with tokens or chunks. Only these are limited, because a stream that makes progress
+    # must not fail however often it moves. Attempts that failed because a component was away do not count.
     _fruitless: int = 1
-    # This counts losses since the last attempt that made progress, those of absent components included.
+    # Losses since the last progress, those of absent components included.
     _losses: int = 0
-    # This counts tickets refused in a row while the request waits for what it has lost.
+    # Tickets refused in a row while waiting for lost components.
     _lost_tickets: int = 0
     _avoid: frozenset[str] = frozenset()
-    # These workers died in a step with this request since the client last got something.
+    # Workers that died in a step with this request since the last progress.
     _killed: tuple[str, ...] = ()
-    # These say since when the request waits for components that it has lost, and how long it had waited before, since
-    # the client last got something. Their sum is bounded, however often components are lost.
+    # Since when the request waits for lost components, and how long it had waited before, since the last progress. The
+    # sum is limited, however often components are lost.
     _looking_s: float = 0.0
     _looked_s: float = 0.0
-    # These say whether a prefill range, and the decode worker's stream, of this attempt are open.
+    # Whether a prefill range, and a decode stream, of this attempt are open.
     _prefill_open: bool = False
     _stream_open: bool = False
-    # This says how the stream was lost. A follower's loss waits here until its leader has begun, and another answer's
-    # until its prefill range has ended.
+    # A deferred loss: a follower's until its leader has started, another answer's until its prefill range has ended.
     _lost: ev.DecodeLost | None = None
     held: HeldKv = field(init=False)
     _timeline: _Timeline = field(init=False)
@@ -172,16 +164,16 @@ class RequestMachine:
         return self._admitted.prompt
 
     def start(self) -> list[Action]:
-        """Returns the first look-up. A follower begins without one, and a resumed answer that is whole just ends."""
+        """Return the first look-up. A follower starts without one, and a resumed answer that is complete just ends."""
         if self.state is not RequestState.PLANNING:
             return []
         whole = self._whole()
         return [self._look_up(0)] if whole is None else self._end(ev.Finish(whole), self._timeline.arrived)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Returns the actions that ``event`` calls for, in order; none for an event that comes late."""
+        """Return the actions for ``event``, in order; none for a late event."""
         if isinstance(event, ev.TokensSampled) and self.state is RequestState.DECODING:
-            # Nearly all events are of these kinds, so they are tested first.
+            # Nearly all events: tested first.
             return self._decoding(event, now) if event.attempt == self.attempt else []
         if isinstance(event, ev.TicketGranted):
             return self._granted(event, now)
@@ -190,17 +182,16 @@ class RequestMachine:
         return [] if handler is None or late else handler(self, event, now)
 
     def usage(self) -> Usage:
-        """Counts the tokens of prompt and answer so far."""
+        """Return the token counts so far."""
         drafted, accepted = self._timeline.draft_tokens
         found = Usage(len(self.prompt), self._timeline.cached_tokens, len(self.emitted))
         return replace(found, guessed_tokens=drafted, accepted_tokens=accepted) if drafted else found
 
     def timings(self, now: float) -> Timings:
-        """Says where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
+        """Return where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
         return self._timeline.timings(len(self.prompt), self.plan, self.attempt, now)
 
-    # Each of the following methods handles events in the states that _HANDLERS names.
-
+    # Handlers of events in the states that _HANDLERS names.
     def _stopped(self, event: ev.RequestCancelled | ev.DeadlinePassed | ev.StopStringFound, now: float) -> list[Action]:
         if isinstance(event, ev.RequestCancelled):
             return self._end(ev.Fail(Cancelled("the client went away")), now)
@@ -223,10 +214,10 @@ class RequestMachine:
 
     def _following(self, event: ev.TokensSampled | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
         if self.plan is None:
-            # This answer, which follows another one's prompt, has begun no stream yet.
+            # No stream has started yet.
             return []
         if isinstance(event, ev.DecodeLost):
-            # The next event shows whether this stream alone is lost, or the leader's too, which is then tried again.
+            # The next event shows whether only this stream is lost, or the leader's too, which is then retried.
             self._lost = event
             return []
         self.state = RequestState.DECODING
@@ -249,7 +240,7 @@ class RequestMachine:
         return [ev.OpenTicket(self.attempt, event.plan, resume=self.attempt > 1)]
 
     def _count_looking(self, now: float) -> None:
-        """Add the time since the last look-up to that in which the request has waited for lost components."""
+        """Add the time since the last look-up to that spent waiting for lost components."""
         if self.attempt > 1:
             self._looked_s += now - self._looking_s
         self._looking_s = now
@@ -258,7 +249,7 @@ class RequestMachine:
         if not isinstance(event.error, NotFound):
             return self._stream_lost(event, now, stream_over=True)
         self.state, self._stream_open = RequestState.PINNING, False
-        # The node has found that in the request's turn.
+        # The request has had its turn at the node.
         return [ev.OpenTicket(self.attempt, self._plan(), resume=True)]
 
     def _opened(self, event: ev.TicketAdopted, now: float) -> list[Action]:
@@ -272,7 +263,7 @@ class RequestMachine:
         return []
 
     def _speaks_in_opening(self, event: ev.AttemptEvent, now: float) -> list[Action]:
-        """Handles a stream that sends tokens: it has adopted its ticket, although that event has not come."""
+        """Handle a stream that sends tokens: its ticket is adopted, although that event has not come."""
         self._opened(ev.TicketAdopted(self.attempt, self._plan().cached_blocks), now)
         return self.handle(event, now)
 
@@ -283,18 +274,18 @@ class RequestMachine:
             self._timeline.admitted = now
 
     def _ticket_lost(self, event: ev.TicketLost, now: float) -> list[Action]:
-        """Handles a lost ticket. A KV node that comes back grants no ticket before one of its workers is back too,
-        which may take as long as a step does."""
+        """Handle a lost ticket. A KV node that comes back grants none before one of its workers is back, which may take
+        as long as a step."""
         self._avoid |= {self._plan().node_id}
         if self.attempt == 1 or not self._waits_for(event):
             return self._retry_or_fail(event, now)
         self.state, self._looking_s = RequestState.PLANNING, now
-        # A node that refuses is asked ever more seldom by each request, because all requests that it has lost ask it.
+        # Back off, since every request that the node has lost asks it.
         self._lost_tickets += 1
         return [self._look_up(min(MAX_RETRY_DELAY_MS, COMPONENT_POLL_MS * 2 ** min(self._lost_tickets - 1, 8)))]
 
     def _waits_for(self, loss: ev.AttemptLoss) -> bool:
-        """Returns whether the component that failed may still come back while the request waits for components."""
+        """Return whether to wait for the failed component to come back."""
         return loss.retryable and self._looked_s < loss.patience_s
 
     def _granted(self, event: ev.TicketGranted, now: float) -> list[Action]:
@@ -314,8 +305,8 @@ class RequestMachine:
         return self._go_on(event.blocks, now)
 
     def _go_on(self, blocks: int, now: float) -> list[Action]:
-        """Plans the attempt anew with the first ``blocks`` blocks of the prompt cached, or with the pinned ones where
-        they are more. Returns the actions that begin the prefill, the decode stream, or both."""
+        """Replan the attempt with the first ``blocks`` blocks of the prompt cached, or the pinned ones if more. Return
+        the actions that start the prefill, the decode stream, or both."""
         assert self.hold is not None
         self.plan = replan(self._plan(), max(blocks, self._plan().cached_blocks))
         self._timeline.find(self.plan)
@@ -324,7 +315,6 @@ class RequestMachine:
             self.state = RequestState.DECODING
             return [self._submit()]
         self.state = RequestState.PREFILLING
-        # The chunks of this attempt are added to those of earlier attempts.
         self._timeline.prefill_sent, self._timeline.chunks_before = now, self._timeline.chunks
         self._prefill_open = True
         run_prefill = ev.RunPrefill(self.attempt, self.plan, self.hold)
@@ -338,13 +328,13 @@ class RequestMachine:
         plan, limit = self._plan(), self._prompt_limit()
         self._prefill_open = isinstance(event, ev.ChunkAcked)
         if self.state is not RequestState.PREFILLING:
-            # The stream has begun, so every chunk is there, whatever became of the call.
+            # The stream has started, so every chunk is committed, whatever became of the call.
             return []
         if isinstance(event, ev.ChunkAcked):
             self._timeline.ack(min(event.ack.end_tokens, limit), now)
             return []
         if isinstance(event, ev.PrefillEnded) and self._stream_open and event.end_tokens < plan.split_tokens:
-            # The decode worker waits for blocks that nobody computes any more.
+            # The decode worker waits for blocks that will never come.
             event = ev.PrefillLost(event.attempt, Unavailable("the prefill range ended early"), True)
         if isinstance(event, ev.PrefillEnded):
             self._timeline.reach(min(event.end_tokens, limit))
@@ -360,7 +350,7 @@ class RequestMachine:
         return self._retry_or_fail(event, now)
 
     def _speaks_beside_prefill(self, event: ev.AttemptEvent, now: float) -> list[Action]:
-        """Handles a stream that has begun before the prefill range's last acknowledgement has come."""
+        """Handle a stream that started before the prefill range's last acknowledgement."""
         if not self._stream_open:
             return []
         self._timeline.complete(self._plan(), self._prompt_limit(), now)
@@ -368,7 +358,7 @@ class RequestMachine:
         return self.handle(event, now)
 
     def _lost_beside_prefill(self, event: ev.DecodeLost, now: float) -> list[Action]:
-        """Handles a stream that is lost while its prefill range is computed, which goes on: the next attempt needs the
+        """Handle a stream that is lost while its prefill range runs. The range continues: the next attempt needs the
         same blocks."""
         if not self._stream_open:
             return []
@@ -406,12 +396,12 @@ class RequestMachine:
         return [ev.EmitScores(logprobs)] if logprobs else []
 
     def _got_on(self) -> None:
-        """Notes that the request has made progress: earlier losses do not count any more."""
+        """Record progress: earlier losses do not count any more."""
         self._fruitless = self._losses = 0
         self._looked_s, self._killed = 0.0, ()
 
     def _stream_lost(self, loss: ev.DecodeLost, now: float, stream_over: bool) -> list[Action]:
-        # The last token may have arrived before its worker was lost.
+        # The last token may have arrived before the worker was lost.
         whole = self._whole()
         if whole is not None:
             return self._end(ev.Finish(whole), now, stream_over)
@@ -428,13 +418,12 @@ class RequestMachine:
         return self._retry_or_fail(loss, now)
 
     def tokens(self) -> tuple[int, ...]:
-        """Returns the tokens that this attempt starts from: the prompt, and the answer so far."""
+        """Return the tokens that this attempt starts from: prompt and answer so far."""
         return (*self.prompt, *self.emitted) if self.emitted else self.prompt
 
     def _whole(self) -> FinishReason | None:
-        """Returns why the answer ends with the last token that was emitted; None where it goes on. No stop id is ever
-        sampled before min_tokens. An answer of no tokens, which asks for the prompt's log probabilities, is whole when
-        its stream has ended."""
+        """Return the finish reason if the last emitted token ends the answer, else None. No stop id is sampled before
+        min_tokens. An answer with max_tokens 0 ends with its stream."""
         if not self.emitted:
             return None
         if self.emitted[-1] in self._stop_ids:
@@ -442,8 +431,8 @@ class RequestMachine:
         return FinishReason.LENGTH if len(self.emitted) >= self._max_tokens else None
 
     def _prompt_limit(self) -> int:
-        """Returns up to which token a prefill range counts as prefill of the prompt: in a replay the answer's tokens do
-        not, and the prompt's last token never does."""
+        """Return the end of what counts as prefill of the prompt: a replay's answer tokens and the prompt's last token
+        do not."""
         plan = self._plan()
         return min(plan.split_tokens, (len(self.prompt) - 1) // plan.block_size * plan.block_size)
 
@@ -496,16 +485,14 @@ class RequestMachine:
         self.held.end(len(self.prompt) + len(self.emitted), self._timeline.acked_tokens, whole, now)
 
     def _leave(self, stream_over: bool, finished: bool) -> list[Action]:
-        """Stops whatever the current attempt does. ``finished`` says that the stream has ended by itself and the answer
-        is whole."""
+        """Stop the current attempt. ``finished`` means that its stream ended by itself and the answer is complete."""
         actions: list[Action] = []
-        # A further answer's stream begins with the first answer's submit.
+        # A follower's stream starts with the leader's submit.
         follows = self.state is RequestState.FOLLOWING and self.plan is not None
         if (self._stream_open or self.state is RequestState.DECODING or follows) and not stream_over:
             actions.append(ev.CancelDecode(self.attempt))
         if self._prefill_open and finished:
-            # All chunks are computed. If the prefill range were cancelled in its last moment, the worker's traces would
-            # lack its last chunk.
+            # All chunks are computed. Cancelling the range now would lose its last chunk in the worker's traces.
             actions.append(ev.StopWork(self.attempt, LAST_ACK_WAIT_MS))
         elif self._prefill_open or self.state in (RequestState.PLANNING, RequestState.PINNING, RequestState.FETCHING):
             actions.append(ev.StopWork(self.attempt))
@@ -513,8 +500,8 @@ class RequestMachine:
         return [*actions, *self._release_ticket()]
 
     def _release_ticket(self) -> list[Action]:
-        """Releases the attempt's ticket, once: when the decode worker holds it itself, or when the attempt ends before
-        that. A ticket that stayed would keep blocks pinned that a preempted stream must give up for others."""
+        """Release the attempt's ticket, once: when the decode worker has adopted it, or when the attempt ends before. A
+        ticket kept longer would pin blocks that a preempted stream must free."""
         hold, self.hold = self.hold, None
         return [] if hold is None else [ev.ReleaseTicket(hold)]
 
@@ -523,7 +510,7 @@ class RequestMachine:
             raise Internal("the request has no plan in this state")
         return self.plan
 
-    # These handle an event in each state. Any other event comes late, as those of an earlier attempt do.
+    # Handlers by state and event. Any other event is late and dropped.
     _HANDLERS: ClassVar[dict[tuple[RequestState, type[Event]], Callable[..., list[Action]]]] = {
         (state, kind): handler
         for states, handler, kinds in (
@@ -560,10 +547,10 @@ class RequestMachine:
 
 @dataclass(slots=True, eq=False)
 class _Timeline:
-    """Records the moments of a request, for Timings."""
+    """The moments of a request, for Timings."""
 
     arrived: float
-    # This is the time at which the request's first ticket was opened.
+    # When the first ticket was opened.
     admitted: float | None = None
     found: bool = False
     cached_tokens: int = 0
@@ -575,45 +562,44 @@ class _Timeline:
     first_token: float | None = None
     ended: float | None = None
     decode: DecodeTimings | None = None
-    # These are draft tokens of earlier attempts, and those of them that were right.
+    # (drafted, accepted) in earlier attempts.
     draft_tokens_before: tuple[int, int] = (0, 0)
 
     @property
     def draft_tokens(self) -> tuple[int, int]:
-        """Gives the draft tokens of all attempts, as far as workers have told of them, and those that were right."""
+        """(Drafted, accepted) tokens of all attempts, as far as workers have reported them."""
         drafted, accepted = self.draft_tokens_before
         if self.decode is None:
             return drafted, accepted
         return drafted + self.decode.guessed_tokens, accepted + self.decode.accepted_tokens
 
     def retry(self) -> None:
-        """Notes, for the request's timings, that the attempt is over and another one follows."""
         self.draft_tokens_before, self.decode = self.draft_tokens, None
 
     def find(self, plan: RequestPlan) -> None:
-        """Notes how many tokens the first attempt found cached, before anything was computed for this request."""
+        """Record the cached tokens of the first attempt, before anything was computed for the request."""
         if not self.found:
             self.found = True
             self.cached_tokens = plan.cached_tokens
 
     def ack(self, end_tokens: int, now: float) -> None:
-        """Notes that a chunk was acknowledged; the time since the dispatch or the chunk before it is prefill time."""
+        """Record an acknowledged chunk; the time since the dispatch or the chunk before is prefill time."""
         self.chunks += 1
         self.reach(end_tokens)
         self.prefill_ms += (now - self.prefill_sent) * 1000
         self.prefill_sent = now
 
     def complete(self, plan: RequestPlan, end_tokens: int, now: float) -> None:
-        """Notes that all chunks are there, though not all acknowledgements have come."""
+        """Record all chunks as committed, although not all acknowledgements have come."""
         self.chunks = self.chunks_before + len(plan.chunks) - 1
         self.ack(end_tokens, now)
 
     def reach(self, end_tokens: int) -> None:
-        """Notes that the decode worker has all KV before ``end_tokens``."""
+        """Record that the decode worker has all KV before ``end_tokens``."""
         self.acked_tokens = max(self.acked_tokens, end_tokens)
 
     def timings(self, prompt_tokens: int, plan: RequestPlan | None, attempt: int, now: float) -> Timings:
-        """Returns the timings so far; common.proto describes them (Timings)."""
+        """Return the timings so far (Timings in common.proto)."""
         prefilled = max(0, self.acked_tokens - self.cached_tokens)
         worker = self.decode or DecodeTimings()
         drafted, accepted = self.draft_tokens
@@ -645,18 +631,17 @@ class _Timeline:
 
 @dataclass(slots=True, eq=False)
 class HeldKv:
-    """Sums up what the attempts of one answer have computed, and for how long they have held KV, for the receipt of its
-    request. Times are monotonic, in seconds.
+    """KV computed and held by the attempts of one answer, for its receipt. Times are monotonic, in seconds.
 
         memory is granted --begin--> the plan is settled --settle--> tokens --end--> what the attempt computed and held
 
-    An attempt holds the blocks of its prompt from the grant of its memory to its end. Those of its answer count as if
-    they had come evenly.
+    An attempt holds its prompt's blocks from the grant of memory to its end; its answer's blocks count as if they had
+    come evenly.
 
     Attributes:
-        computed_tokens: tokens of the prompt that were computed, and in later attempts of the answer so far.
-        byte_s: bytes of KV times the seconds for which they were held.
-        token_byte_s: that of a single token that was held in all attempts.
+        computed_tokens: computed tokens of the prompt, and in later attempts of the answer so far.
+        byte_s: bytes of KV times the seconds held.
+        token_byte_s: that of a single token held in all attempts.
     """
 
     computed_tokens: int = 0
@@ -664,25 +649,25 @@ class HeldKv:
     token_byte_s: float = 0.0
     _plan: RequestPlan | None = None
     _since_s: float = 0.0
-    # The leader counts these tokens, which the attempt of a further answer shares with it.
+    # Tokens shared with the leader, which counts them.
     _shared_tokens: int = 0
 
     def begin(self, now_s: float) -> None:
-        """Notes that an attempt has got its memory."""
+        """Record that an attempt's memory was granted."""
         self._since_s = now_s
 
     def settle(self, plan: RequestPlan) -> None:
-        """Notes what an attempt begins with, and what it has to compute."""
+        """Record what an attempt begins with and has to compute."""
         self._plan, self._shared_tokens = plan, 0
 
     def follow(self, plan: RequestPlan | None, now_s: float) -> None:
-        """Notes that a further answer begins, behind a prompt that the leader has had computed."""
+        """Record that a further answer starts, after a prompt that the leader had computed."""
         self._plan, self._since_s = plan, now_s
         self._shared_tokens = 0 if plan is None else plan.prompt_tokens
 
     def end(self, tokens: int, prefilled_tokens: int, whole: bool, now_s: float) -> None:
-        """Notes that an attempt has ended, with KV of so many tokens. A prefill range had come to ``prefilled_tokens``;
-        ``whole`` says that the answer is whole."""
+        """Record an attempt's end with KV of ``tokens`` tokens; its prefill range had reached ``prefilled_tokens``.
+        ``whole`` means that the answer is complete."""
         plan, self._plan = self._plan, None
         if plan is None:
             return
@@ -697,51 +682,51 @@ class HeldKv:
         self.token_byte_s += each_byte_s
 
 
-# An action comes with the index of its answer.
+# An action with the index of its answer.
 AnswerAction = tuple[int, Action]
 
 
 class ParallelSamples:
-    """Holds the state machines of one request's answers by index: what happens to the first one causes events for the
-    others. Of all the actions they return, at most one is Fail.
+    """The machines of one request's answers, by index: actions of the first cause events for the others. At most one of
+    all returned actions is Fail.
 
         answer 0, the leader                                         answers 1, 2, ..., which follow
         SubmitDecode, with a sample for each follower           -->  LeaderSubmitted
         LookUp, OpenTicket, after a loss before the first token  -->  LeaderRetried
         Emit, its first token                                    -->  LeaderStarted
 
-    There is one plan, one ticket and one prefill: the leader's. The others follow the leader until it has a token. From
-    then on each is replayed by itself, with the prompt and its own tokens. An answer that fails for good fails the
-    request, and the others are cancelled.
+    There is one plan, one ticket and one prefill: the leader's. From the leader's first token on, each answer is
+    replayed on its own, with the prompt and its own tokens. An answer that fails for good fails the request and cancels
+    the others.
     """
 
     def __init__(self, machines: Sequence[RequestMachine]) -> None:
         self.machines = tuple(machines)
 
     def start(self) -> list[AnswerAction]:
-        """Returns the first actions: the look-up of the first answer, the leader."""
+        """Return the first actions: the leader's look-up."""
         return [(index, action) for index, machine in enumerate(self.machines) for action in machine.start()]
 
     def handle(self, index: int, event: Event, now: float) -> list[AnswerAction]:
-        """Returns the actions that an event of one answer calls for."""
+        """Return the actions for an event of one answer."""
         if len(self.machines) == 1:
-            # Most requests have one answer and no followers; this runs for every token.
+            # Fast path: most requests have one answer, and this runs for every token.
             return [(0, action) for action in self.machines[0].handle(event, now)]
         return self._settle(self._handle_one(index, event, now), now)
 
     def handle_all(self, event: Event, now: float) -> list[AnswerAction]:
-        """Returns the actions that an event of the whole request calls for: RequestCancelled or DeadlinePassed."""
+        """Return the actions for RequestCancelled or DeadlinePassed, which concern all answers."""
         actions = [one for index in range(len(self.machines)) for one in self._handle_one(index, event, now)]
         return self._settle(actions, now)
 
     def usage(self) -> Usage:
-        """Counts the tokens so far: the prompt once, and what was generated for all answers."""
+        """Return the token counts so far: the prompt once, and all answers."""
         first, *others = (machine.usage() for machine in self.machines)
         return sum((replace(one, prompt_tokens=0, cached_tokens=0) for one in others), first)
 
     def receipt(self, usage: Usage) -> dict[str, int]:
-        """Returns the fields of ``usage`` that say what all attempts have computed and held. KV that several requests
-        share counts for each of them, under the tier where it was found."""
+        """Return the fields of ``usage`` for what all attempts computed and held. KV shared by several requests counts
+        for each of them, under the tier that it came from."""
         held = [machine.held for machine in self.machines]
         tiers = {tier: round(tokens * held[0].token_byte_s) for tier, tokens in usage.cached_by_tier().items()}
         computed = round(sum(one.byte_s for one in held)) - sum(tiers.values())
@@ -752,7 +737,7 @@ class ParallelSamples:
         }
 
     def timings(self, now: float) -> Timings:
-        """Returns the leader's timings, with the time until the last answer's end, and all answers' draft tokens."""
+        """Return the leader's timings, with the end of the last answer and all answers' draft tokens."""
         found = [machine.timings(now) for machine in self.machines]
         return replace(
             found[0],
@@ -768,8 +753,7 @@ class ParallelSamples:
         return [one for action in actions for one in self._lead(action, now)]
 
     def _lead(self, action: Action, now: float) -> list[AnswerAction]:
-        """Returns an action of the leader, and the actions that follow from it for the answers that have no token
-        yet."""
+        """Return an action of the leader, followed by the actions that it causes for answers without a token."""
         following = tuple(n for n, machine in enumerate(self.machines) if machine.state is RequestState.FOLLOWING)
         caused: Event
         match action:
@@ -785,7 +769,7 @@ class ParallelSamples:
         return [(0, action), *((n, its) for n in following for its in self.machines[n].handle(caused, now))]
 
     def _settle(self, actions: list[AnswerAction], now: float) -> list[AnswerAction]:
-        """Lets one failure end all answers, and keeps the first Fail alone."""
+        """End all answers on a failure, and keep only the first Fail."""
         failures = [one for one in actions if isinstance(one[1], ev.Fail)]
         if not failures:
             return actions

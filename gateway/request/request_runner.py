@@ -1,12 +1,11 @@
 """Runs one request: events of its answers come in, actions go out, and text goes to the client.
 
-A request has no task of its own beyond its calls: events are handled where they arrive, on the event loop, and the
-reader is woken. Deltas that the reader has not taken yet are merged into one for each answer (:class:`Outbox`), so the
-request's ``max_tokens`` bounds their size.
+A request has no task besides its calls: events are handled where they arrive, on the event loop, and wake the reader.
+Unread deltas are merged into one per answer (:class:`Outbox`), so ``max_tokens`` bounds their size.
 
     add, add --> finish --> (the other answers' finish) --> end        fail, any time: what is pending, then the error
 
-Where more answers are generated than returned (``best_of``), none is returned before the end, when they are ranked.
+If more answers are generated than returned (``best_of``), none is returned before the end, when they are ranked.
 """
 
 from __future__ import annotations
@@ -43,29 +42,27 @@ from pillion.types import Delta, FinishReason, StreamOrigin, Timings, TokenLogpr
 
 log = logging.getLogger("pillion.gateway")
 
-# A worker is taken to hang when it brings an answer no chunk, no token and no sign that it waits in line for this long.
+# Time without a chunk, token or sign of queueing after which a worker is taken to hang.
 MAX_SILENCE_S = 300.0
-# An answer that is silent for this long is named in the log: a worker gives a sign three times as often.
+# Silence after which an answer is logged: three signs of a worker are missing by then.
 LOGGED_SILENCE_S = 60.0
-# A client gets this message where the gateway itself fails.
+# The client's message for a failure of the gateway itself.
 DEFECT = "internal error; the gateway's log says more"
 
 
 @dataclass(eq=False)
 class RequestRunner:
-    """Runs a request, and iterates asynchronously over its deltas for one reader; raises PillionError where the request
-    fails.
+    """A running request, and the asynchronous iterator over its deltas for one reader; raises PillionError if the
+    request fails.
 
-    ``cancel`` may be called at any time, any number of times, and frees everything at once (I8).
+    ``cancel`` may be called any time, any number of times, and frees everything at once (I8).
 
     Args:
-        admitted: the request as it was admitted.
-        cluster: the connections to the components that work for it.
-        answers: an empty text for each answer that is generated.
+        answers: an empty text per generated answer.
         span: the request's trace span, which the runner ends.
-        meter: records when tokens come and how the request ends.
-        on_end: called once, with the tokens used.
-        story: is told what happens to the request; None where nobody keeps it.
+        meter: records token times and the request's end.
+        on_end: called once, with the usage.
+        story: records what happens to the request; None without a recorder.
     """
 
     admitted: AdmittedRequest
@@ -76,20 +73,19 @@ class RequestRunner:
     _on_end: Callable[[Usage], None]
     _story: Story | None = None
     ended: bool = False
-    # This is the vector of the text once the request has ended, where one was asked for: float32, least significant
-    # byte first.
+    # The text's vector once the request has ended: float32, little-endian.
     vector: bytes = b""
-    # This says whether the request ended with an error that neither the client nor its deadline caused.
+    # True if the request failed by no fault of the client or its deadline.
     failed_unserved: bool = False
-    # This says whether that error asks the client to come again later, since the workers have no room.
+    # True if that error asks the client to retry later, for lack of room.
     refused: bool = False
-    # This is the error of a request that the gateway itself failed.
+    # The error of a failure of the gateway itself.
     defect: PillionError | None = None
     _inbox: deque[tuple[int | None, Event]] = field(default_factory=deque)
     _handling: bool = False
     _deadline: asyncio.TimerHandle | None = None
     _silence: asyncio.TimerHandle | None = None
-    # The reader awaits this future while no delta is pending.
+    # Awaited by the reader while no delta is pending.
     _waiter: asyncio.Future[None] | None = None
     _emitted: bool = False
 
@@ -116,29 +112,28 @@ class RequestRunner:
             self._reasons[index] = answer.finish_reason.value if answer.finish_reason is not None else ""
 
     def start(self) -> None:
-        """Begins the request. Call once."""
+        """Start the request. Call once."""
         if self.admitted.deadline is not None:
             left_s = max(0.0, self.admitted.deadline - time.monotonic())
             self._deadline = asyncio.get_running_loop().call_later(left_s, self._post, None, ev.DeadlinePassed())
         self._silence = asyncio.get_running_loop().call_later(min(LOGGED_SILENCE_S, MAX_SILENCE_S), self._watch_silence)
         for index, answer in enumerate(self._answers):
             if answer.stopped:
-                # The text of a resumed answer may hold a stop string already.
+                # The text of a resumed answer may contain a stop string already.
                 self._post(index, ev.StopStringFound(answer.completion_tokens))
         for index, action in self._samples.start():
             self._perform(index, action)
 
     def cancel(self) -> None:
-        """Ends the request, because the client went away."""
+        """End the request, because the client went away."""
         self._post(None, ev.RequestCancelled())
 
     @property
     def pending(self) -> bool:
-        """Says whether the next delta, or the error, is there already."""
+        """True if the next delta, or the error, is there."""
         return self._outbox.pending
 
     def usage(self) -> Usage:
-        """Counts the tokens of prompt and answers so far."""
         usage = self._samples.usage()
         reasoning = sum(one.reasoning_tokens for one in self._answers)
         usage = replace(usage, reasoning_tokens=reasoning, **self._brought(usage))
@@ -146,31 +141,30 @@ class RequestRunner:
             return usage
         found = self._samples.receipt(usage)
         if self.admitted.resume is not None:
-            # The gateway that began with the stream had its prompt computed.
+            # The gateway that began the stream had its prompt computed.
             found["computed_tokens"] += usage.prompt_tokens - usage.cached_tokens
         return replace(usage, **found)
 
     def origin(self) -> StreamOrigin | None:
-        """Returns what another gateway needs to go on with this stream, besides the tokens. Call it when the first
-        delta is there. The result is None where the answers are ranked, which cannot be resumed."""
+        """Return what another gateway needs to resume this stream, besides the tokens, once the first delta is there;
+        None for ranked answers, which cannot be resumed."""
         if len(self._answers) > self.admitted.answers:
             return None
         seed = self.admitted.sampling.seed or 0
         return StreamOrigin(seed, self.admitted.digest(), self._samples.usage().cached_tokens, self.admitted.answer_id)
 
     def placed_prefix(self) -> PlacedPrefix | None:
-        """Returns where the prompt's whole blocks are, once its first delta is there; None before the request has a
-        plan."""
+        """Return the place of the prompt's whole blocks, once its first delta is there; None before there is a plan."""
         plan, chain = self._samples.machines[0].plan, self._calls[0].chain
         if plan is None:
             return None
-        # Only whole blocks of the prompt count, without its last token, which is always computed.
+        # Without the prompt's last token, which is always computed.
         whole = (len(self.admitted.prompt) - 1) // plan.block_size
         return PlacedPrefix(plan.node_id, chain.first(whole), plan.block_size)
 
     @property
     def ended_itself(self) -> bool:
-        """Says whether every answer has come to its end without being cut."""
+        """True if every answer ended without being cut."""
         return all(self._reasons) and FinishReason.LENGTH.value not in self._reasons
 
     def __aiter__(self) -> RequestRunner:
@@ -190,8 +184,8 @@ class RequestRunner:
             waiter.set_result(None)
 
     def _post(self, index: int | None, event: Event) -> None:
-        """Handles ``event`` of one answer, or of all where ``index`` is None. An event that comes while another one is
-        handled waits its turn."""
+        """Handle ``event`` of one answer, or of all if ``index`` is None. Events that come during the handling of
+        another are queued."""
         self._inbox.append((index, event))
         if self._handling:
             return
@@ -221,7 +215,7 @@ class RequestRunner:
         log.error("request %s failed", self.admitted.request_id, exc_info=error)
         again, self.defect = self.defect, Internal(DEFECT)
         if again is None:
-            # Cancelling frees what the request holds; the reader gets the defect instead.
+            # Cancelling frees what the request uses; the reader gets the defect instead.
             self._post(None, ev.RequestCancelled())
         self._fail(self.defect)
 
@@ -229,7 +223,7 @@ class RequestRunner:
         calls = self._calls[index]
         match action:
             case ev.Emit():
-                # Nearly all actions are Emit, so it is tested first.
+                # Nearly all actions: tested first.
                 self._emit(index, action)
             case ev.EmitScores(logprobs):
                 self._outbox.score(logprobs)
@@ -243,13 +237,12 @@ class RequestRunner:
                 self._fail(self.defect or action.error)
             case _:
                 if isinstance(action, ev.LookUp) and action.attempt > 1:
-                    # The request is replayed, on another worker or on the same one.
+                    # A replay, on another worker or on the same one.
                     self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
                 calls.perform(action)
 
     def _emit(self, index: int, action: ev.Emit) -> None:
-        """Gives tokens to the client. Every token of the request passes through here once, over all answers and
-        attempts."""
+        """Emit tokens to the client. Every token of the request passes here once, over all answers and attempts."""
         if not self._emitted:
             self._emitted = True
             self._span.add_event("first token")
@@ -264,10 +257,10 @@ class RequestRunner:
         answer = self._answers[index]
         last = answer.flush(cut=reason is FinishReason.LENGTH)
         if answer.stopped:
-            # The end of the stream made the held-back characters certain, and they completed a stop string.
+            # The flushed text completed a stop string.
             reason = FinishReason.STOP
         if answer.calls and reason is FinishReason.STOP:
-            # Clients have to send the results of these calls, whatever ended the answer.
+            # Clients must send these calls' results, whatever ended the answer.
             reason = FinishReason.TOOL_CALLS
         self._calls[index].load.end()
         self._reasons[index] = reason.value
@@ -318,8 +311,8 @@ class RequestRunner:
         return replace(timings, **self._brought(timings), system_fingerprint=self.admitted.system_fingerprint)
 
     def _brought(self, found: Usage | Timings) -> dict[str, Any]:
-        """Returns the fields that say how many of the cached tokens were brought from where."""
-        # A later attempt may bring back more than the first one found.
+        """Return the fields that count the cached tokens by where they were fetched from."""
+        # A later attempt may fetch more than the first one found.
         left = found.cached_tokens
         kept: dict[str, int] = {}
         for source, tokens in self._calls[0].brought_tokens._asdict().items() if left else ():
@@ -328,7 +321,6 @@ class RequestRunner:
         return kept
 
     def _log_end(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
-        """Writes the request's line into the log."""
         how = ",".join(sorted(set(filter(None, self._reasons)))) if error is None else type(error).__name__
         fields = {
             "request_id": self.admitted.request_id,
@@ -346,8 +338,7 @@ class RequestRunner:
             log.info("request %s", words, extra={"fields": fields})
 
     def _watch_silence(self) -> None:
-        """Ends an answer that is silent for too long. Each answer is judged by itself: tokens of the others do not show
-        that it lives."""
+        """Fail an answer that is silent for too long, regardless of the others' tokens."""
         longest_s = 0.0
         for index, machine in enumerate(self._samples.machines):
             if machine.state is RequestState.DONE:
@@ -364,26 +355,25 @@ class RequestRunner:
             self._silence = asyncio.get_running_loop().call_later(wait_s, self._watch_silence)
 
     def _log_silence(self, index: int, machine: RequestMachine, quiet_s: float) -> None:
-        """Writes into the log what a silent answer waits for."""
+        """Log what a silent answer waits for."""
         planned = () if machine.plan is None else (machine.plan.prefill, machine.plan.decode)
         workers = ", ".join(one.component_id for one in planned if one is not None) or "no plan"
         where = f"answer {index} of request {self.admitted.request_id} is {machine.state.value} ({workers})"
         log.warning("%s in attempt %d, and has heard nothing for %.0f s", where, machine.attempt, quiet_s)
 
 
-# One delta has at most this many log probabilities of a prompt, their alternatives included: converting them takes some
-# 5 ms.
+# Log probabilities of a prompt per delta, alternatives included: about 5 ms to convert.
 MAX_DELTA_LOGPROBS = 4096
 
 
 @dataclass(slots=True)
 class _Unread:
-    """Holds the tokens and text of one answer that the reader has not taken."""
+    """Unread tokens and text of one answer."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    # Few answers have reasoning or calls, so no list is made before there is something to hold.
+    # Lists of what few answers have are created on demand.
     reasoning: list[str] | None = None
     calls: list[ToolCallDelta] | None = None
     finish_reason: FinishReason | None = None
@@ -392,9 +382,9 @@ class _Unread:
 
 @dataclass(eq=False)
 class Outbox:
-    """Holds the deltas of a request for its reader: answers come in the order in which they have something new.
+    """The deltas of a request for its reader, in the order in which answers have something new.
 
-    ``generated`` answers are generated. If the client gets fewer, these are the best ones, numbered by rank.
+    ``generated`` answers are generated. If the client gets fewer, these are the best, numbered by rank.
     """
 
     _admitted: AdmittedRequest
@@ -403,7 +393,7 @@ class Outbox:
     _scores: deque[TokenLogprob] = field(default_factory=deque)
     _last: tuple[Usage, Timings] | None = None
     _error: PillionError | None = None
-    # This says whether the reader has taken everything.
+    # True once the reader has taken everything.
     over: bool = False
 
     def __post_init__(self, generated: int) -> None:
@@ -413,15 +403,14 @@ class Outbox:
 
     @property
     def pending(self) -> bool:
-        """Says whether there is something to take: a delta, or the request's error."""
+        """True if a delta or the request's error can be taken."""
         return bool(self._pending or self._scores) or (self._error is not None and not self.over)
 
     def score(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Adds log probabilities of the prompt's next tokens, which the reader gets before everything else."""
+        """Add log probabilities of the prompt's next tokens, which go before everything else."""
         self._scores.extend(logprobs)
 
     def add(self, index: int, piece: AnswerDelta) -> None:
-        """Adds new tokens and text of an answer."""
         box = self._pending_deltas[index]
         box.texts.append(piece.text)
         box.token_ids.extend(piece.token_ids)
@@ -436,14 +425,14 @@ class Outbox:
             self._announce(index)
 
     def finish(self, index: int, last: AnswerDelta, reason: FinishReason, stop_string: str = "") -> None:
-        """Adds the end of an answer, with the text that it held back, and the stop string that ended it, or ""."""
+        """Add the end of an answer, with its held-back text, and the stop string that ended it, or ""."""
         box = self._pending_deltas[index]
         box.finish_reason, box.stop_string = reason, stop_string
         self.add(index, last)
         self._announce(index)
 
     def end(self, usage: Usage, timings: Timings) -> None:
-        """Ends the request's deltas; called right after the last ``finish``."""
+        """End the request's deltas; called right after the last ``finish``."""
         self._last = (usage, timings)
         if self._ranks:
             chosen = rank_answers([box.logprobs for box in self._pending_deltas], self._admitted.answers)
@@ -451,11 +440,11 @@ class Outbox:
             self._pending.extend(range(len(chosen)))
 
     def fail(self, error: PillionError) -> None:
-        """Ends the request with an error, which the reader gets after what is pending."""
+        """End the request with an error, which follows what is pending."""
         self._error = error
 
     def take(self) -> Delta:
-        """Returns the next delta; call it only while something is pending. Raises the request's error."""
+        """Return the next delta; call only while one is pending. Raises the request's error."""
         if self._scores:
             scores, most = self._scores, MAX_DELTA_LOGPROBS // (1 + len(self._scores[0].top_ids))
             given = tuple(scores.popleft() for _ in range(min(len(scores), max(most, 1))))
@@ -490,7 +479,7 @@ class Outbox:
 
 
 def _merged(parts: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Merges the parts of calls, so that what was written of one call's arguments is one part."""
+    """Merge the deltas of each call's arguments into one."""
     merged: list[ToolCallDelta] = []
     for _, group in itertools.groupby(parts, key=lambda part: (part.index, part.name)):
         same = list(group)
@@ -499,11 +488,8 @@ def _merged(parts: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
 
 
 def rank_answers(logprobs: Sequence[Sequence[TokenLogprob]], count: int) -> list[int]:
-    """Returns the indexes of the ``count`` answers with the highest mean log probability of a token, best first; ties
-    by index.
-
-    This is OpenAI's ``best_of``. An answer without tokens comes last.
-    """
+    """Return the indexes of the ``count`` answers with the highest mean log probability per token, best first; ties by
+    index. An answer without tokens comes last. This is OpenAI's ``best_of``."""
 
     def mean(answer: Sequence[TokenLogprob]) -> float:
         return sum(token.logprob for token in answer) / len(answer) if answer else -float("inf")

@@ -1,8 +1,8 @@
-"""Records what requests did, for metrics and traces: when tokens came, where the prompt's KV came from, how each ended.
+"""Metrics and traces of requests: token times, where the prompt's KV came from, how each ended.
 
-RequestMeter (one for each request)  arrived --tokens--> ... --ended-->
-TenantSums                           adds up the usage of ended requests by tenant
-begin_span ... describe_span         the request's trace span; a RequestRunner ends it, or end_refused_span
+RequestMeter (one per request)  arrived --tokens--> ... --ended-->
+TenantSums                      usage of ended requests by tenant
+begin_span ... describe_span    the request's trace span; a RequestRunner ends it, or end_refused_span
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pillion.wire.registry import ComponentRecord
 
 CHAT, TEXT, EMBEDDINGS = "chat", "text_completion", "embeddings"
 CANCELLED = "cancelled"
-# A span has this many characters of the model's name as the client wrote it, which may be no model at all.
+# Max characters of the client's model name in a span; it may be any text.
 MAX_NAME_CHARS = 100
-# So many tenants have sums of their own, in the order in which they came; those of all others are one.
+# Tenants with their own sums, first come; all others share one.
 MAX_TENANTS = 64
 
 
 class BroughtTokens(NamedTuple):
-    """Counts tokens of a prompt that were brought to the decode worker's node: from other nodes, from the node's own
-    lower tiers, and from a bucket. The names are values of the metric's label ``source``."""
+    """Tokens of a prompt fetched to the decode worker's node: from other nodes, from the node's own lower tiers, and
+    from a bucket. The names are values of the metric's label ``source``."""
 
     fetched: int = 0
     restored: int = 0
@@ -42,12 +42,11 @@ class BroughtTokens(NamedTuple):
 
 @dataclass(eq=False)
 class RequestMeter:
-    """Measures one request for metrics. Times are monotonic, in seconds.
+    """The measurements of one request. Times are monotonic, in seconds.
 
     Args:
-        arrived_s: when the request came.
-        answers: number of answers that are generated.
-        max_tokens: most tokens of each answer.
+        answers: number of generated answers.
+        max_tokens: max tokens per answer.
     """
 
     _meters: Meters
@@ -63,16 +62,16 @@ class RequestMeter:
         self._first_s, self._last_s, self._counts = [0.0] * answers, [0.0] * answers, [0] * answers
 
     def first_s(self) -> float:
-        """Returns the time at which the first token of any answer came; 0.0 where none did."""
+        """Return the time of the first token of any answer; 0.0 without one."""
         return min(filter(None, self._first_s), default=0.0)
 
     def last_s(self) -> float:
-        """Returns the time at which the last token of any answer came; 0.0 where none did."""
+        """Return the time of the last token of any answer; 0.0 without one."""
         return max(self._last_s, default=0.0)
 
     def tokens(self, index: int, count: int, now_s: float) -> None:
-        """Notes ``count`` tokens of an answer that came together: each of them counts an equal part of the time since
-        the last ones."""
+        """Record ``count`` tokens of an answer that came together; each counts an equal part of the time since the last
+        ones."""
         self._generated.add(count)
         if self._counts[index]:
             self._itl.observe((now_s - self._last_s[index]) / count, count)
@@ -81,7 +80,7 @@ class RequestMeter:
                 self._meters.distribution(names.TTFT, self._operation, self._model).observe(now_s - self._arrived_s)
             self._first_s[index] = now_s
             if count > 1:
-                # All tokens that came with an answer's first one count as having come without a wait.
+                # Tokens that come with an answer's first one did not wait.
                 self._itl.observe(0.0, count - 1)
         self._last_s[index] = now_s
         self._counts[index] += count
@@ -94,12 +93,7 @@ class RequestMeter:
         reasons: Sequence[str],
         error: PillionError | None,
     ) -> None:
-        """Notes the end of the request; it is called once.
-
-        Args:
-            reasons: why each answer that is given ended, where it did.
-            error: why the request failed.
-        """
+        """Record the end of the request; called once. ``reasons`` are the finish reasons of answers that ended."""
         model, meters = self._model, self._meters
         kind = "" if error is None or isinstance(error, Cancelled) else type(error).__name__
         meters.distribution(names.DURATION, self._operation, model, kind).observe(now_s - self._arrived_s)
@@ -109,17 +103,16 @@ class RequestMeter:
                 meters.distribution(names.TPOT, self._operation, model).observe(per_token_s)
         outcome = kind or (CANCELLED if error is not None else next(iter(reasons), "stop"))
         meters.counter(names.REQUESTS, model, outcome).add()
-        # The value is written even where there was no replay, because Prometheus computes a rate from the value before
-        # an increase.
+        # Written even if 0, because Prometheus computes a rate from the value before an increase.
         meters.counter(names.REPLAYS, model).add(timings.replays)
         if error is None or any(self._counts):
-            # Where a request has no plan, it is not known how much of its prompt was computed.
+            # Without a plan, it is unknown how much of the prompt was computed.
             self._prompt(usage, timings)
         if error is None:
             self._finished(usage, timings)
 
     def _finished(self, usage: Usage, timings: Timings) -> None:
-        """Notes how long a request was that ended well, in tokens and in time."""
+        """Record the tokens and times of a request that ended well."""
         waited_s = (timings.admission_ms + timings.decode_queue_ms) / 1000
         first_s, last_s = self.first_s(), self.last_s()
         observed: list[tuple[Metric, float]] = [
@@ -163,28 +156,25 @@ class RequestMeter:
 
 
 def operation_of(admitted: AdmittedRequest) -> str:
-    """Names what a request asks for."""
     return EMBEDDINGS if admitted.pooling is not None else CHAT if admitted.asked.messages else TEXT
 
 
 class TenantSums:
-    """Adds up the usage of ended requests by tenant, since the gateway started."""
+    """Usage of ended requests by tenant, since the gateway started."""
 
     def __init__(self) -> None:
         self._of: dict[str, Usage] = {}
 
     def add(self, tenant: str, usage: Usage) -> None:
-        """Adds the usage of a request to its tenant's."""
         name = tenant if tenant in self._of or len(self._of) < MAX_TENANTS else OTHER
         self._of[name] = self._of.get(name, Usage(0, 0, 0)) + usage
 
     @property
     def of(self) -> Mapping[str, Usage]:
-        """Gives the sums by tenant; "" is the only tenant of a gateway without keys."""
+        """The sums by tenant; "" is the only tenant of a gateway without keys."""
         return self._of
 
     def readings(self) -> Iterator[Reading]:
-        """Yields the sums as metrics."""
         for tenant, usage in self._of.items():
             kinds = (usage.computed_tokens, usage.cached_tokens, usage.completion_tokens)
             for kind, tokens in zip(("computed", "cached", "generated"), kinds, strict=True):
@@ -194,7 +184,7 @@ class TenantSums:
 
 
 def count_refused(meters: Meters, error: PillionError) -> None:
-    """Counts a refused request. The quota or bound that it met is named; the tenant is not."""
+    """Count a refused request by the quota or limit that it met."""
     met = error.quotas if isinstance(error, Overloaded) else ()
     bound = met[0].subject.rpartition("/")[2] if met else ""
     kind = type(error).__name__
@@ -202,7 +192,6 @@ def count_refused(meters: Meters, error: PillionError) -> None:
 
 
 def readings(running: int, waiting: int, index_available: bool, registry_writable: bool) -> Iterator[Reading]:
-    """Yields the gauges of a gateway."""
     yield names.REQUESTS_NOW, ("running",), running - waiting
     yield names.REQUESTS_NOW, ("waiting",), waiting
     yield names.INDEX_UP, (), float(index_available)
@@ -210,8 +199,8 @@ def readings(running: int, waiting: int, index_available: bool, registry_writabl
 
 
 def model_readings(model: str, running: int, waiting: int, queued: int, kv_usage: float | None) -> Iterator[Reading]:
-    """Yields the gauges of one model: its requests ``running`` at workers, of which ``queued`` wait in their lines, and
-    those ``waiting`` at this gateway. ``kv_usage`` is None where its workers' pools are not known."""
+    """Yield the gauges of one model: its requests ``running`` at workers, of which ``queued`` wait there, and those
+    ``waiting`` at this gateway. ``kv_usage`` is None if its workers' pools are unknown."""
     queued = min(queued, running)
     yield names.MODEL_REQUESTS, (model, "running"), running - queued
     yield names.MODEL_REQUESTS, (model, "waiting"), waiting + queued
@@ -220,29 +209,28 @@ def model_readings(model: str, running: int, waiting: int, queued: int, kv_usage
 
 
 def down_readings(records: Iterable[ComponentRecord]) -> Iterator[Reading]:
-    """Yields the gauge of components that are down."""
     for record in records:
         yield names.COMPONENTS_DOWN, (record.component_id,), 1
 
 
 def version_readings(versions: Mapping[tuple[str, int, bool], int]) -> Iterator[Reading]:
-    """Yields the gauge of components by version, protocol, and whether the gateway uses them."""
+    """Yield the gauge of components by version, protocol, and whether the gateway uses them."""
     for (version, protocol, used), count in versions.items():
         yield names.COMPONENTS, (version, str(protocol), "yes" if used else "no"), count
 
 
 def begin_span(request: GenerateRequest, parent: Context | None, *, streamed: bool) -> trace.Span:
-    """Starts the request's span under the client's ``parent``, as soon as the request is here."""
+    """Start the request's span under the client's ``parent``."""
     asked = request.model[:MAX_NAME_CHARS]
-    # A name that was left out means the only model, which describe_span names.
+    # An empty name means the only model, which describe_span names.
     attributes: dict[str, bool | str] = {"gen_ai.request.stream": streamed, "gen_ai.request.model": asked}
     name = f"generate {asked}".rstrip()
     return telemetry.tracer().start_span(name, context=parent, kind=trace.SpanKind.SERVER, attributes=attributes)
 
 
 def describe_span(span: trace.Span, admitted: AdmittedRequest, operation: str, name: str) -> None:
-    """Adds to the span what the request asks for, by OpenTelemetry's conventions for generative AI. The request's
-    content is never added. ``name`` is the one that answers give: the adapter's, or the model's."""
+    """Add the request's parameters to the span, by OpenTelemetry's conventions for generative AI, without its content.
+    ``name`` is the adapter's or the model's, as answers have it."""
     sampling = admitted.sampling
     span.update_name(f"generate {admitted.model}")
     attributes: dict[str, AttributeValue | None] = {
@@ -256,14 +244,13 @@ def describe_span(span: trace.Span, admitted: AdmittedRequest, operation: str, n
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.seed": sampling.seed,
-        # OpenTelemetry's convention has an attribute for the number of answers only where it is not 1.
+        # By OpenTelemetry's convention, only if not 1.
         "gen_ai.request.choice.count": admitted.answers if admitted.answers > 1 else None,
     }
     span.set_attributes({key: value for key, value in attributes.items() if value is not None})
 
 
 def end_refused_span(span: trace.Span, error: BaseException) -> None:
-    """Ends the span of a request that was refused."""
     span.set_attribute("error.type", type(error).__name__)
     span.set_status(trace.StatusCode.ERROR, str(error))
     span.end()

@@ -1,13 +1,13 @@
-"""Checks a request before any component works for it. All wrong fields are named at once.
+"""Checks of a request before any component works for it. All invalid fields are reported at once.
 
     bytes: MAX_REQUEST_BYTES --> strings, fields, ids are counted --> objects --> each field is checked by itself
                                           | over LOOP_BYTES all of it runs on a thread
                                           '-- the event loop goes on
 
-What a request may hold is counted in its bytes before any object is made of them (I7). A body of eight megabytes may be
-two million objects: they take a second to make, and the interpreter makes them in one piece. So both ports count first:
-JSON by its strings, because every field's name and every text is one, and a message of gRPC by its fields. Lists of
-numbers are counted by their commas where they are read, against the model's own bounds.
+A request is counted in its bytes before any object is created (I7): 8 MB may hold two million objects, which take a
+second to create while the GIL is held. JSON is counted by its strings, since every field's name and every text is one,
+and a gRPC message by its fields. Lists of numbers are counted by their commas where they are read, against the model's
+own limits.
 """
 
 from __future__ import annotations
@@ -50,55 +50,50 @@ from pillion.types import (
 
 MAX_PROMPT_CHARS = 4 * 2**20
 MAX_MESSAGES = 4096
-# A message of this size holds a million tokens as ids, or the longest text in most scripts. The transport itself
-# refuses 16 MiB and more, with RESOURCE_EXHAUSTED: such a message is never read at all.
+# A million tokens as ids, or the longest text in most scripts. The transport refuses 16 MiB and more unread, with
+# RESOURCE_EXHAUSTED.
 MAX_REQUEST_BYTES = 8 * 2**20
-# Longer lists of a prompt's ids are refused before they are parsed; the bounds of the model and of each field are
-# checked later.
+# Longer lists of ids are rejected unparsed; the model's and the fields' limits are checked later.
 MAX_PROMPT_IDS = 2**20
 MAX_ITEMS = MAX_MESSAGES
 MAX_ROLE_CHARS = 32
-# A request may have at most MAX_TOOLS tools, as in OpenAI's API, whose names, descriptions and schemas together have at
-# most MAX_TOOLS_BYTES bytes.
+# As in OpenAI's API; MAX_TOOLS_BYTES is for the names, descriptions and schemas of all tools.
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 * 2**10
 MAX_TOOL_NAME_CHARS = 128
-# A message or a tool has about this many bytes around its texts.
+# Overhead of a message or a tool around its texts.
 ITEM_BYTES = 64
-# The arguments of all calls of a conversation have at most this many brackets, braces and commas. A chat template gets
-# the arguments as objects, and making so many takes its process 0.3 s. Code that was written to files has one in 20
-# characters.
+# Max brackets, braces and commas in the arguments of a conversation's calls. Chat templates get them as objects, which
+# take 0.3 s to create at this number. Code written to files has one per 20 characters.
 MAX_CALL_ITEMS = 2**19
-# Some servers keep what a model has thought in the ids of its calls, and clients send these ids back.
+# Some servers put the model's reasoning into the ids of its calls, and clients send these back.
 MAX_TOOL_CALL_ID_CHARS = 16 * 2**10
-# All stop strings of a request together have at most this many characters; finding them costs the same for many, long
-# ones as for one.
+# All stop strings together; matching costs the same for many long ones as for one.
 MAX_STOPS_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 64
 # A bad word is banned with a space before it and without.
 MAX_BAD_WORDS = MAX_BAD_SEQUENCES // 2
 MAX_BAD_WORD_CHARS = 256
-# A prompt that is to be cut may have so many tokens before, or as many as the model takes where these are more.
+# Max tokens of a prompt before truncation, or the model's max if larger.
 MAX_CUT_TOKENS = 2**18
 TRUNCATION_SIDES = ("", "left", "right")
-# One prompt has at most this many answers.
 MAX_ANSWERS = 128
-# The text of a structure may have at most this many bytes; OpenAI allows 120,000 characters of names and values.
+# OpenAI allows 120,000 characters of names and values.
 MAX_STRUCTURED_BYTES = 128 * 2**10
 MAX_CHOICES = 4096
 MAX_CACHE_SALT_CHARS = 256
-# A digest in StreamOrigin is a SHA-256, which has this many bytes.
+# SHA-256 in StreamOrigin.
 DIGEST_BYTES = 32
-# The label of a request goes into headers, trailers and logs.
+# The label goes into headers, trailers and logs.
 MAX_LABEL_CHARS = 128
-# This header, or initial metadata, says how many tokens an answer may have, where they are fewer than asked for.
+# Header or initial metadata with an answer's max tokens, if lower than requested.
 MAX_TOKENS_HEADER = "x-max-tokens"
-# An error lists at most this many violations, because a list of a million wrong ids is one mistake.
+# Max violations per error: a list of a million bad ids is one mistake.
 MAX_VIOLATIONS = 32
-# The error for an unknown model names at most this many adapters.
+# Max adapters in the error for an unknown model.
 MAX_LISTED_ADAPTERS = 32
 
-# A client must not set these variables of a template: the gateway makes them of the request's own fields and the model.
+# Template variables that a client must not set: the gateway sets them.
 TEMPLATE_OWN = frozenset(
     {
         *("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -112,12 +107,11 @@ _NAME_RULE = f"1 to {MAX_TOOL_NAME_CHARS} letters, digits and _ . : -"
 _NO_TOOLS, _PLAIN_CHAT = ToolOptions(), ChatOptions()
 _STRUCTURE = "sampling.structured_outputs"
 _TOOL_CHOICES = ("", "auto", "none", "required", "named")
-# A request id goes into headers, trailers and logs.
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Holds the figures of a model that bound its requests. PreparedModel explains ``original_tokens``."""
+    """The numbers of a model that limit its requests. PreparedModel explains ``original_tokens``."""
 
     name: str
     max_model_len_tokens: int
@@ -126,16 +120,15 @@ class ModelLimits:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Gives the longest prompt that leaves room for one token."""
+        """The longest prompt that leaves room for one token."""
         return self.max_model_len_tokens - 1
 
 
 def check_model(
     name: str, known: Collection[str], adapters: Collection[str] = (), aliases: Collection[str] = ()
 ) -> str:
-    """Returns the served model that ``name`` means; the name "" means the only one. Raises NotFound, and InvalidRequest
-    where a name is needed, both listing the known names. ``adapters`` are names that may be asked for, too, and
-    ``aliases`` further names, which are not listed but suggested."""
+    """Return the served model for ``name``; "" means the only one. Raises NotFound, and InvalidRequest if a name is
+    needed, both listing the ``known`` names and ``adapters``. ``aliases`` are not listed but suggested."""
     if name in known:
         return name
     if not name and len(known) == 1:
@@ -152,28 +145,27 @@ def check_model(
 
 
 def request_label(given: str, made: str = "") -> str:
-    """Returns the id that a request has in headers, trailers, logs and spans: the ``given`` one if all its characters
-    may stand there, and otherwise one of the random id ``made``, which is drawn if it is empty."""
+    """Return a request's id in headers, trailers, logs and spans: ``given`` if it is valid there, else one made of the
+    random id ``made``, drawn if empty."""
     if len(given) <= MAX_LABEL_CHARS and _LABEL.fullmatch(given):
         return given
     return f"req-{made or new_answer_id()}"
 
 
 def new_answer_id() -> str:
-    """Draws an id of 24 characters for an answer, which no other answer has, whatever its client sends."""
+    """Draw a unique id of 24 characters for an answer."""
     return secrets.token_hex(12)
 
 
 def check_size(size_bytes: int) -> None:
-    """Raises InvalidRequest for a message that has more bytes than any prompt needs."""
     if size_bytes > MAX_REQUEST_BYTES:
         text = f"the message has {size_bytes} bytes; at most {MAX_REQUEST_BYTES}"
         raise InvalidRequest.of(FieldViolation("(message)", text))
 
 
 def check_counts(counts: Mapping[str, int]) -> None:
-    """Refuses a message with a field of absurdly many items before it is converted: millions of Python objects would
-    stop every stream for seconds. ``counts`` are the numbers of items by field. Raises InvalidRequest."""
+    """Reject a message with a field of too many items before it is converted: millions of objects would stop every
+    stream for seconds. ``counts`` are the items per field. Raises InvalidRequest."""
     bounds = {"token_ids": MAX_PROMPT_IDS, "resume.answers.token_ids": MAX_PROMPT_IDS}
     found = [
         FieldViolation(field, f"{count} items; at most {most}")
@@ -185,7 +177,7 @@ def check_counts(counts: Mapping[str, int]) -> None:
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
-    """Checks all of a request except its prompt's tokens. Raises InvalidRequest with every violation (at most
+    """Check all of a request but its prompt's tokens. Raises InvalidRequest with every violation (max
     MAX_VIOLATIONS)."""
     found = list(itertools.islice(_violations(request, limits), MAX_VIOLATIONS))
     if found:
@@ -193,7 +185,7 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
 
 
 def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
-    """Checks that a prompt leaves room for one token. Raises InvalidRequest."""
+    """Check that a prompt leaves room for one token. Raises InvalidRequest."""
     if prompt_tokens > limits.max_prompt_tokens:
         raise too_long(prompt_tokens, field, limits.max_model_len_tokens)
     if prompt_tokens == 0:
@@ -203,13 +195,13 @@ def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
 def too_long(
     tokens: int, field: str, context_tokens: int, *, answer_tokens: int = 1, exact: bool = True, note: str = ""
 ) -> InvalidRequest:
-    """Makes the error of a prompt that has too many ``tokens`` for the model, in the words that clients look for.
+    """Return the error for a prompt that has too many ``tokens`` for the model, in the words that clients look for.
 
     Args:
-        field: the request's field that holds the prompt.
-        context_tokens: how many tokens a prompt and its answer may have together.
-        answer_tokens: how many tokens of these an answer needs.
-        exact: whether ``tokens`` are all tokens of the prompt; else it has at least so many.
+        field: the field that holds the prompt.
+        context_tokens: max tokens of prompt and answer.
+        answer_tokens: tokens that an answer needs.
+        exact: whether ``tokens`` is the prompt's length or a lower bound.
         note: a further sentence, with a space before it.
     """
     counted, needed = (f"{'' if exact else 'at least '}{count}" for count in (tokens, tokens + answer_tokens))
@@ -225,15 +217,15 @@ def too_long(
 
 
 def too_many_chars(field: str) -> LengthViolation:
-    """Describes a prompt that has more than MAX_PROMPT_CHARS characters, whose tokens nobody has counted."""
+    """Return the violation of a prompt above MAX_PROMPT_CHARS, which is not tokenized."""
     what, chars = "messages" if field == "messages" else "prompt", f"more than {MAX_PROMPT_CHARS} characters"
     text = f"This model's maximum context length is exceeded. There are {chars} in your {what}."
     return LengthViolation(field, f"{text} Please reduce the length of the {what}.", f"prompt is too long: {chars}")
 
 
 def not_embedded(request: GenerateRequest, token: str, limits: ModelLimits) -> InvalidRequest:
-    """Makes the error of a text that has a token which the tokenizer knows and the model does not, such as an image's
-    mark in a model that was made of one for images."""
+    """Return the error for a text with a token that only the tokenizer has, e.g. an image mark for a model made of one
+    for images."""
     field = prompt_field(request)
     named = (f"messages[{n}].content" for n, message in enumerate(request.messages) if token in message.content)
     text = f"it has the token {token!r}, which this model does not have: its vocabulary ends at {limits.vocab_size - 1}"
@@ -241,8 +233,8 @@ def not_embedded(request: GenerateRequest, token: str, limits: ModelLimits) -> I
 
 
 def check_scores(sampling: SamplingParams, prompt_tokens: int) -> int:
-    """Returns how many log probabilities a request asks of its prompt, alternatives included. Raises InvalidRequest
-    where they are more than MAX_PROMPT_LOGPROBS."""
+    """Return the number of log probabilities requested of a prompt, alternatives included. Raises InvalidRequest above
+    MAX_PROMPT_LOGPROBS."""
     if sampling.prompt_logprobs is None:
         return 0
     asked = prompt_tokens * (1 + sampling.prompt_logprobs) * (sampling.n or 1)
@@ -254,8 +246,7 @@ def check_scores(sampling: SamplingParams, prompt_tokens: int) -> int:
 
 
 def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
-    """Checks that a list holds no more ids than the model's context, all of them its vocabulary's. Raises
-    InvalidRequest."""
+    """Check that a list has no more ids than the model's context, all of its vocabulary. Raises InvalidRequest."""
     if len(token_ids) > limits.max_model_len_tokens:
         text = f"{len(token_ids)} ids; at most {limits.max_model_len_tokens}, the model's context"
         raise InvalidRequest.of(FieldViolation(field, text))
@@ -265,8 +256,7 @@ def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None
 
 
 def weight(request: GenerateRequest) -> int:
-    """Returns about how many bytes of a request have to be checked: those of its prompt and of the structure of its
-    answers."""
+    """Return the approximate bytes to check: the prompt and the structure of answers."""
     contents = conversation_bytes(request.messages, request.tools.tools)
     ids = len(request.token_ids)
     if request.resume is not None:
@@ -278,18 +268,15 @@ def weight(request: GenerateRequest) -> int:
 
 
 def conversation_bytes(messages: Iterable[ChatMessage], tools: Iterable[Tool]) -> int:
-    """Returns about how many bytes a conversation and its tools have."""
     return sum(ITEM_BYTES + message_chars(message) for message in messages) + sum(map(_tool_bytes, tools))
 
 
 def message_chars(message: ChatMessage) -> int:
-    """Counts the characters of a message, those of its calls included."""
     calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in message.tool_calls)
     return len(message.content) + len(message.reasoning) + len(message.name) + len(message.tool_call_id) + calls
 
 
 def tools_bytes(options: ToolOptions) -> int:
-    """Returns about how many bytes a request's tools have."""
     return sum(map(_tool_bytes, options.tools))
 
 
@@ -298,8 +285,8 @@ def _tool_bytes(tool: Tool) -> int:
 
 
 def check_origin(resume: Resume, digest: bytes, prompt_tokens: int, name: str) -> None:
-    """Checks that a stream of the model or adapter ``name`` which began with ``digest`` can go on here. Raises Conflict
-    where its weights or its prompt were others, and InvalidRequest."""
+    """Check that a stream of the model or adapter ``name`` that began with ``digest`` can continue here. Raises
+    Conflict if weights or prompt differ, and InvalidRequest."""
     if resume.origin.digest != digest:
         raise Conflict(
             f"the stream cannot be resumed: here {name!r} has other weights than those that it began with, or its"
@@ -311,14 +298,13 @@ def check_origin(resume: Resume, digest: bytes, prompt_tokens: int, name: str) -
 
 
 def check_pool(prompt_tokens: int, field: str, model_tokens: int, pool_tokens: int | None) -> int:
-    """Refuses a prompt that no KV pool can hold, because it could only ever be preempted and begun again.
+    """Reject a prompt that no KV pool can hold, which could only be preempted again and again.
 
     Args:
-        field: the request's field that holds the prompt.
-        model_tokens, pool_tokens: the longest prompt and answer of the model, and of some node if that is known.
+        field: the field that holds the prompt.
+        model_tokens, pool_tokens: max tokens of prompt and answer for the model, and for the largest node if known.
 
-    Returns the longest prompt and answer that both allow. Raises InvalidRequest where the prompt leaves no room for one
-    token.
+    Returns the lower of both. Raises InvalidRequest if the prompt leaves no room for one token.
     """
     if pool_tokens is None or pool_tokens >= model_tokens:
         return model_tokens
@@ -329,7 +315,7 @@ def check_pool(prompt_tokens: int, field: str, model_tokens: int, pool_tokens: i
 
 
 def prompt_field(request: GenerateRequest) -> str:
-    """Returns the field that holds the prompt of a checked request."""
+    """Return the field that holds the prompt of a checked request."""
     return "messages" if request.messages else "token_ids" if request.token_ids else "text"
 
 
@@ -341,13 +327,11 @@ def resolve(
     drawn_seed: int,
     recommended: SamplingParams = NO_DEFAULTS,
 ) -> tuple[SamplingParams, tuple[tuple[str, float], ...]]:
-    """Decides every sampling value that the client left out (I6). ``drawn_seed`` is used where the client gave no seed,
-    and what the model recommends where the client gave no value. An answer ends where the context does, or the model's
-    own bound of an answer. Its ``stop_token_ids`` are those of the model, too.
+    """Resolve every sampling value that the client left out (I6): by ``drawn_seed``, and by what the model recommends.
+    ``max_tokens`` ends with the context or the model's own limit, and ``stop_token_ids`` include the model's.
 
-    Returns the sampling parameters, and the model's own values among them, by their names.
-
-    Where the best of several answers are to be chosen, ``logprobs`` is set too, whether or not the client sees any.
+    Returns the parameters, and the model's own values among them, by name. If answers are to be ranked, ``logprobs`` is
+    set even if the client sees none.
     """
     room = limits.max_model_len_tokens - prompt_tokens
     if recommended.max_tokens is not None:
@@ -360,7 +344,7 @@ def resolve(
     unset: dict[str, Any] = {name: own.get(name, getattr(NEUTRAL, name)) for name in names}
     top_k = unset.pop("top_k", sampling.top_k)
     if sampling.top_p == 0:
-        # As little mass as there is leaves the likeliest token alone.
+        # Only the likeliest token.
         unset["top_p"], top_k = 1.0, 1
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     resolved = replace(
@@ -371,7 +355,7 @@ def resolve(
         top_k=max(0, top_k or 0),
         seed=drawn_seed if sampling.seed in (None, -1) else sampling.seed,
         max_tokens=wanted,
-        # The text may have room for fewer tokens than the client asked for.
+        # The context may have room for less than the client's min_tokens.
         min_tokens=min(sampling.min_tokens or 0, wanted),
         logprobs=0 if sampling.logprobs is None and best_of > answers else sampling.logprobs,
         n=answers,
@@ -381,7 +365,7 @@ def resolve(
 
 
 def answer_seed(seed: int, index: int) -> int:
-    """Gives the seed of answer ``index`` (I6): the request's own for the first one, the next numbers for the others."""
+    """Return the seed of answer ``index`` (I6): the request's own for the first, the next numbers for the others."""
     return (seed + index + 2**63) % 2**64 - 2**63
 
 
@@ -438,7 +422,7 @@ def _chat(request: GenerateRequest) -> Iterator[FieldViolation]:
 
 
 def _wrong_kwargs(text: str) -> str:
-    """Says what is wrong with the variables that a client gives to the chat template; "" for good ones."""
+    """Return the error of the client's chat template variables; "" if valid."""
     if not text:
         return ""
     if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_KWARGS_BYTES:
@@ -484,8 +468,8 @@ def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
 
 
 def _parts(message: ChatMessage, field: str) -> Iterator[FieldViolation]:
-    """Checks the fields of a message that few messages have. A result may name a call that is not there: clients cut
-    the beginning of a conversation, and the model reads the result all the same."""
+    """Check the fields of a message that few messages have. A result may name a missing call: clients cut the beginning
+    of a conversation, and the model reads the result nonetheless."""
     for name in ("reasoning", "name", "tool_call_id"):
         if not _is_text(getattr(message, name)):
             yield FieldViolation(f"{field}.{name}", "not valid Unicode")
@@ -542,7 +526,7 @@ def _tools(request: GenerateRequest) -> Iterator[FieldViolation]:
 
 
 def _is_schema(text: str) -> bool:
-    """Returns whether a text is a JSON object, which is parsed for a grammar, and can be written as UTF-8."""
+    """Return whether a text is a JSON object (parsed for a grammar) and valid as UTF-8."""
     try:
         return isinstance(parsed(text), dict)
     except (ValueError, RecursionError):
@@ -550,13 +534,12 @@ def _is_schema(text: str) -> bool:
 
 
 def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
-    # The range is that of workers, which get another value in the place of 0.
+    # Workers get another value in place of 0.
     ranged = replace(sampling, top_p=None) if sampling.top_p == 0 else sampling
     yield from range_violations(ranged, limits.vocab_size)
     most = limits.max_model_len_tokens
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
-    # A request for more tokens than the context has left gets as many as it has left, so nobody has to know how long a
-    # prompt is.
+    # A request for more tokens than the context has left gets the rest, so clients need not count prompts.
     bound = most if max_tokens is None else min(max_tokens, most)
     if bound < 0:
         yield FieldViolation("sampling.max_tokens", f"{max_tokens} is less than 0")
@@ -588,8 +571,7 @@ def _answers(sampling: SamplingParams) -> Iterator[FieldViolation]:
 
 
 def structured_violations(structured: StructuredOutputs) -> Iterator[FieldViolation]:
-    """Yields what is wrong with a structure before a grammar is made of it: its number of fields, its size, its
-    type."""
+    """Yield the violations of a structure before a grammar is made of it: its number of fields, size, type."""
     given = _structures(structured)
     if len(given) != 1:
         named = ", ".join(given) or "none"
@@ -615,7 +597,6 @@ def structured_violations(structured: StructuredOutputs) -> Iterator[FieldViolat
 
 
 def structured_bytes(structured: StructuredOutputs | None) -> int:
-    """Returns about how many bytes a structure has."""
     if structured is None:
         return 0
     texts = (structured.json, structured.regex, structured.grammar, structured.structural_tag, *structured.choice)
@@ -650,7 +631,7 @@ def _resume(resume: Resume, sampling: SamplingParams, limits: ModelLimits) -> It
 
 
 def kept_tokens(sampling: SamplingParams, limits: ModelLimits) -> int | None:
-    """Returns to how many tokens a request's prompt is cut; None where it is not."""
+    """Return the tokens that a request's prompt is truncated to; None if it is not."""
     if sampling.truncate_prompt_tokens != -1:
         return sampling.truncate_prompt_tokens
     room = limits.max_model_len_tokens - (sampling.max_tokens or 0)
@@ -699,30 +680,27 @@ def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViola
 
 
 def _is_text(text: str) -> bool:
-    """Returns whether a text can be written as UTF-8: lone surrogates, which JSON can bring, cannot."""
+    """Return whether a text is valid as UTF-8: JSON can contain lone surrogates."""
     with contextlib.suppress(UnicodeEncodeError):
         return text.isascii() or bool(text.encode())
     return False
 
 
-# This many bytes may wait for a thread, of all clients together.
+# Bytes that may wait for a thread, over all clients.
 MAX_WAITING_BYTES = 64 * MAX_REQUEST_BYTES
-# A body has at most this many names and texts: four for each of the most messages, or seven where its content is a list
-# of one part.
+# Max names and texts of a body: four per message, or seven if its content is a list of one part.
 MAX_STRINGS = 8 * MAX_MESSAGES
-# A body has at most this many opening brackets and braces, those within its texts included: one call over eight
-# megabytes of brackets takes 60 ms.
+# Max opening brackets and braces of a body, those in its texts included: 8 MB of brackets take 60 ms to parse.
 MAX_BRACKETS = 2**20
-# A message of gRPC has at most this many fields, those of its conversation included.
+# Max fields of a gRPC message, those of its conversation included.
 MAX_FIELDS = 4 * MAX_MESSAGES
-# Stop strings and biases, as many and as long as they may be, take half of the bytes that are left beside a structure.
+# At their limits, stop strings and biases take half of what a structure leaves.
 MAX_SAMPLING_BYTES = 128 * 2**10 + 4 * MAX_ALLOWED_TOKEN_IDS + MAX_STRUCTURED_BYTES
 
-# This describes the fields of a message by number: a field holds a message, described in the same way, or, as its name
-# says, the sampling parameters or ids.
+# The fields of a message by number: a nested message, described likewise, or the name of a counter.
 _SAMPLING = "sampling"
 _Fields = Mapping[int, Any]
-# These are the fields of GenerateRequest in protos/pillion/v1/gateway.proto.
+# GenerateRequest in protos/pillion/v1/gateway.proto.
 _GENERATE: _Fields = {
     3: "token_ids",
     4: {3: {}},
@@ -734,44 +712,40 @@ _GENERATE: _Fields = {
 _WARM: _Fields = {1: _GENERATE}
 # EmbedRequest has texts or their ids, each in a message; ScoreRequest has texts alone.
 _TEXTS: _Fields = {2: {2: "token_ids"}}
-# These are the wire types of protobuf's fields. The two others are the marks around a group, whose content counts like
-# any field.
+# Wire types of protobuf. The other two mark the ends of a group, whose content counts like any field.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-# In protobuf, every byte of a varint but its last one is one of these.
+# All bytes of a varint but its last.
 _CONTINUED = bytes(range(128, 256))
 
 
 def holds_too_many_strings(body: bytes) -> bool:
-    """Returns whether a JSON body surely holds more than MAX_STRINGS strings; it is never true for a body that holds as
-    many or fewer.
+    """Return True if a JSON body surely has more than MAX_STRINGS strings.
 
-    Every string has two quotes. A quote that is escaped does not count; neither does the last quote of a string that
-    ends in a backslash, so a body of such strings may hold twice as many.
+    Every string has two quotes. An escaped quote does not count; neither does the last quote of a string that ends in a
+    backslash, so a body of such strings may have twice the number.
     """
     most = 2 * MAX_STRINGS
     return body.count(b'"') > most and body.count(b'"') - body.count(b'\\"') > most
 
 
 def holds_too_many_brackets(body: bytes) -> bool:
-    """Returns whether a JSON body holds more than MAX_BRACKETS brackets and braces that open something."""
+    """Return whether a JSON body has more than MAX_BRACKETS opening brackets and braces."""
     return len(body) > MAX_BRACKETS and body.count(b"[") + body.count(b"{") > MAX_BRACKETS
 
 
 def check_generate_message(raw: bytes) -> None:
-    """Counts the fields of a serialized GenerateRequest, up to MAX_FIELDS. A message that is not well-formed passes up
-    to where it is broken; reading it refuses it. Raises InvalidRequest."""
+    """Count the fields of a serialized GenerateRequest, up to MAX_FIELDS. A malformed message passes up to where it is
+    broken, and is rejected when read. Raises InvalidRequest."""
     _check(raw, _GENERATE)
 
 
 def check_warm_message(raw: bytes) -> None:
-    """Counts the fields of a serialized WarmPrefixRequest in the same way as :func:`check_generate_message`. Raises
-    InvalidRequest."""
+    """Check a WarmPrefixRequest like :func:`check_generate_message`."""
     _check(raw, _WARM)
 
 
 def check_texts_message(raw: bytes) -> None:
-    """Counts the fields of a serialized EmbedRequest or ScoreRequest in the same way as
-    :func:`check_generate_message`. Raises InvalidRequest."""
+    """Check an EmbedRequest or ScoreRequest like :func:`check_generate_message`."""
     _check(raw, _TEXTS)
 
 
@@ -782,7 +756,7 @@ def _check(raw: bytes, fields: _Fields) -> None:
 
 
 def _count(raw: bytes, at: int, end: int, fields: _Fields, counts: Counter[str]) -> None:
-    """Counts the fields between two places of a serialized message. Raises InvalidRequest."""
+    """Count the fields between two offsets of a serialized message. Raises InvalidRequest."""
     while at < end:
         counts["fields"] += 1
         if counts["fields"] > MAX_FIELDS:
@@ -799,7 +773,7 @@ def _count(raw: bytes, at: int, end: int, fields: _Fields, counts: Counter[str])
         elif kind in (_FIXED64, _FIXED32):
             at += 8 if kind == _FIXED64 else 4
         elif kind > _FIXED32:
-            # Protobuf has no such wire type, so nothing is read from here on.
+            # No wire type: stop reading.
             return
 
 
@@ -817,7 +791,7 @@ def _count_inside(raw: bytes, at: int, end: int, holds: Any, counts: Counter[str
 
 
 def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
-    """Returns the number of a varint, and where it ends; a number that is cut short, or too long, ends the message."""
+    """Return a varint and the offset after it; one that is cut short or too long ends the message."""
     value = shift = 0
     while at < end and shift < 70:
         byte = raw[at]
