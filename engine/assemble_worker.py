@@ -128,7 +128,7 @@ def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
     try:
         return GrammarCompiler.load(prepared.folder, model.backend.vocab_size, prepared.eos_token_ids)
     except (ImportError, OSError, ValueError) as error:
-        log.warning("answers cannot follow grammars here: %s", error)
+        log.warning("grammars are not supported here: %s", error)
         return None
 
 

@@ -43,8 +43,8 @@ from pillion.kvstore.memory.domain import CPU
 log = logging.getLogger("pillion.worker")
 
 TORCH_BFLOAT16 = (
-    "torch's products in bfloat16 round by the number of rows: a stream that is replayed or preempted may go on with"
-    " another token where two are nearly as likely; the CPU kernels have no such limit, and --dtype float32 hardly any"
+    "torch's bfloat16 products depend on the number of rows: a replayed or preempted stream may continue with another"
+    " token if two are almost equally likely; the CPU kernels do not have this limit, and --dtype float32 hardly does"
 )
 
 
@@ -60,7 +60,7 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
 
     chooses = flags.load_format == "dummy" or chooses_tokens(prepared.folder, config)
     if not chooses and (device != CPU or flags.pipeline_parallel_size > 1):
-        raise ConfigError(f"{prepared.name} has no head that chooses tokens, which GPUs and stages need so far")
+        raise ConfigError(f"{prepared.name} has no LM head, which GPUs and stages require")
     _check(flags, device, prepared, config)
     found = _load_decoder(flags, threads, device, prepared, config)
     labels = None if chooses else load_labels(prepared.folder, config)
@@ -233,6 +233,6 @@ def shares_of(config: ModelConfig, size: int) -> Sequence[ModelShard]:
 def check_adapters(config: ModelConfig) -> None:
     """Raise ConfigError for a model without support for adapters."""
     if config.values_are_keys:
-        raise ConfigError(f"{config.family}: --enable-lora is not there yet where values are keys (attention_k_eq_v)")
+        raise ConfigError(f"{config.family}: --enable-lora is not supported yet if values are keys (attention_k_eq_v)")
     if config.value_width:
-        raise ConfigError(f"{config.family}: --enable-lora is not there yet where values are narrower than keys")
+        raise ConfigError(f"{config.family}: --enable-lora is not supported yet if values are narrower than keys")

@@ -28,7 +28,7 @@ MAX_PATTERNS = 1024
 MAX_ALPHA = 1e6
 
 ALL_LINEAR = "all-linear"
-MERGE = "PEFT's merge_and_unload makes a model of it that can be served"
+MERGE = "PEFT's merge_and_unload merges it into a servable model"
 
 
 _BOOKKEEPING = words(
@@ -50,12 +50,7 @@ _PROMPTS = (
 )
 # Initializations that leave the base model's weights unchanged. Others move a part of them into the adapter.
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-_REASONS = {
-    "lora_bias": f"pairs of matrices have no biases here; {MERGE}",
-    "use_dora": f"rows of weights have no norms of an adapter's here; {MERGE}",
-    "modules_to_save": f"an adapter with whole layers of its own is not served; {MERGE}",
-    "trainable_token_indices": f"embeddings have no adapters here; {MERGE}",
-}
+_MERGEABLE = frozenset({"lora_bias", "use_dora", "modules_to_save", "trainable_token_indices"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +149,7 @@ def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
     an unsupported config."""
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise ConfigError(f"{called} holds no adapter: it has no {CONFIG_NAME}")
+        raise ConfigError(f"{called} is not an adapter: it has no {CONFIG_NAME}")
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise ConfigError(f"{called}: {CONFIG_NAME} is longer than {MAX_CONFIG_BYTES} bytes")
     try:
@@ -164,7 +159,7 @@ def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
         message = error.message.removeprefix("config.json: ").removeprefix(f"{CONFIG_NAME}: ")
         raise ConfigError(f"{called}: {CONFIG_NAME}: {message}") from None
     except RecursionError:
-        raise ConfigError(f"{called}: {CONFIG_NAME} is nested too deep") from None
+        raise ConfigError(f"{called}: {CONFIG_NAME} is nested too deeply") from None
 
 
 def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
@@ -172,7 +167,7 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
     kind = raw.get("peft_type")
     if kind != "LORA":
         instead = "" if kind in _PROMPTS or not isinstance(kind, str) else f"; {MERGE}"
-        raise _refused("peft_type", kind, f"only LORA is served{instead}")
+        raise _unsupported("peft_type", kind, f"only LORA is{instead}")
     _refuse_unknown(raw)
     layers = raw.get("layers_to_transform")
     parameters = tuple(sorted(set(_list_of(str, raw.get("target_parameters"), "target_parameters"))))
@@ -194,23 +189,23 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
     )
 
 
-def _refused(key: str, value: Any, reason: str) -> ConfigError:
-    return ConfigError(f"{CONFIG_NAME}: {key} = {repr(value)[:80]} is not supported: {reason}")
+def _unsupported(key: str, value: Any, advice: str = "") -> ConfigError:
+    return ConfigError(f"{CONFIG_NAME}: {key} = {repr(value)[:80]} is not supported{advice and '; '}{advice}")
 
 
 def _refuse_unknown(raw: Mapping[str, Any]) -> None:
     if raw.get("bias") not in (None, "none"):
-        raise _refused("bias", raw["bias"], f"an adapter has no biases of the model here; {MERGE}")
+        raise _unsupported("bias", raw["bias"], MERGE)
     beginning = raw.get("init_lora_weights")
     if not any(beginning is value or (type(value) is str and beginning == value) for value in _HARMLESS_INITS):
-        raise _refused(
+        raise _unsupported(
             "init_lora_weights",
             beginning,
             "its base model has other weights; PEFT's path_initial_model_for_weight_conversion writes one that fits",
         )
     for key, value in raw.items():
         if key not in _READ | _BOOKKEEPING and value:
-            raise _refused(key, value, _REASONS.get(key, "nobody here obeys it"))
+            raise _unsupported(key, value, MERGE if key in _MERGEABLE else "")
 
 
 def _alpha(raw: Mapping[str, Any], key: str, default: float) -> float:
@@ -237,14 +232,14 @@ def _patterns(raw: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any
     """Return each expression of a key's object, with an object of its value alone."""
     found = raw.get(key) or {}
     if not isinstance(found, Mapping) or None in found.values():
-        raise ConfigError(f"{CONFIG_NAME}: {key} must give a number for each expression, not {repr(found)[:80]}")
+        raise ConfigError(f"{CONFIG_NAME}: {key} must map expressions to numbers, not {repr(found)[:80]}")
     return [(name, {name: found[name]}) for name in _expressions(list(found), key, _END)]
 
 
 def _targets(raw: Mapping[str, Any], *, needed: bool) -> str | tuple[str, ...]:
     found = _modules(raw, "target_modules")
     if not found and needed:
-        raise ConfigError(f"{CONFIG_NAME}: target_modules names no module")
+        raise ConfigError(f"{CONFIG_NAME}: target_modules is empty")
     return ALL_LINEAR if isinstance(found, str) and found.lower() == ALL_LINEAR else found
 
 
@@ -276,10 +271,9 @@ def _expressions(patterns: Sequence[str], key: str, used: str) -> Sequence[str]:
             _compiled(used.format(pattern))
             ways += count_ways(used.format(pattern))
         except (re.error, OverflowError, RecursionError) as error:
-            raise ConfigError(f"{CONFIG_NAME}: {key}: {pattern[:80]!r} is no regular expression: {error}") from None
+            raise ConfigError(f"{CONFIG_NAME}: {key}: {pattern[:80]!r} is not a regular expression: {error}") from None
         if ways > MAX_WAYS:
             raise ConfigError(
-                f"{CONFIG_NAME}: {key}: {pattern[:80]!r} may search for too long; repeat fewer parts, and none that"
-                " repeats a part itself"
+                f"{CONFIG_NAME}: {key}: {pattern[:80]!r} may backtrack too long; use fewer repeats, and no nested ones"
             )
     return patterns

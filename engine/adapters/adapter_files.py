@@ -59,16 +59,16 @@ _WRAPPED = ".base_layer"
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _REFUSED = (
-    ("lm_head", "the head has no adapters here"),
-    *((name, "embeddings have no adapters here") for name in ("embed_tokens", "wte", "wpe")),
+    ("lm_head", "adapters of the head are not supported"),
+    *((name, "adapters of embeddings are not supported") for name in ("embed_tokens", "wte", "wpe")),
     *(
-        (name, "convolutions have no adapters here")
+        (name, "adapters of convolutions are not supported")
         for name in ("conv.conv", "conv1d", "q_conv1d", "k_conv1d", "v_conv1d")
     ),
 )
 _REFUSED_PARTS = (
-    ("lora_embedding", "embeddings have no adapters here"),
-    ("modules_to_save", "an adapter with whole layers of its own is not served"),
+    ("lora_embedding", "adapters of embeddings are not supported"),
+    ("modules_to_save", "adapters with whole layers are not supported"),
 )
 
 _DIGEST_TAG = b"pillion.adapter.1"
@@ -226,7 +226,7 @@ def _why_none(tensor: str) -> str:
     """Return why a tensor that is not of a pair is unsupported."""
     reason = next((f"{reason}; {MERGE}" for part, reason in _REFUSED_PARTS if part in tensor), None)
     # PEFT saves adapted embeddings and heads themselves, too.
-    return reason or _why_refused(tensor) or "no adapter has such a one"
+    return reason or _why_refused(tensor) or "adapters have no such tensor"
 
 
 def _place(projection: Projection) -> tuple[str, int, int]:
@@ -274,8 +274,8 @@ class AdapterFiles:
         config = self.config
         if config.turned and not FAMILIES[model.family].turned:
             raise self._error(
-                f"{CONFIG_NAME}: fan_in_fan_out = True is not supported: it says that weights lie as [inputs, outputs],"
-                f" as those of a {model.family} model do not; PEFT reads it as false"
+                f"{CONFIG_NAME}: fan_in_fan_out = True is not supported: it means weights of the layout [inputs,"
+                f" outputs], which {model.family} models do not have; PEFT treats it as false"
             )
         if config.parameters and FAMILIES[model.family].turned:
             raise self._error(
@@ -328,7 +328,7 @@ class AdapterFiles:
         # Floats without sign are ordered like their bits.
         largest = int((part.view(kind) & (np.iinfo(kind).max >> 1)).max(initial=0))
         if largest >= ones:
-            raise self._error(f"{name} holds NaN or infinite numbers")
+            raise self._error(f"{name} contains NaN or infinities")
         self._largest[name] = max(self._largest[name], largest)
 
     def check_changes(self, pairs: Iterable[AdapterPair]) -> None:
@@ -468,7 +468,7 @@ class AdapterFiles:
             pickled = next((name for name in _PICKLED if (self.folder / name).exists()), None)
             if pickled is not None:
                 raise self._error(
-                    f"{pickled} is pickled, and a pickle may run any program; if you trust it, PEFT converts it: "
+                    f"{pickled} is pickled, and a pickle may run arbitrary code; if you trust it, PEFT converts it: "
                     f"PeftModel.from_pretrained(base, FOLDER).save_pretrained(FOLDER) writes {TENSORS_NAME}"
                 )
             raise self._error(f"it has no {TENSORS_NAME}")
@@ -487,7 +487,7 @@ class AdapterFiles:
         header.pop("__metadata__", None)
         for name, about in header.items():
             if about["dtype"] not in TYPES:
-                raise self._error(f"{name} is {about['dtype']}; only {', '.join(TYPES)} are read")
+                raise self._error(f"{name} is {about['dtype']}; only {', '.join(TYPES)} are supported")
         return {
             name: _Tensor(about["dtype"], tuple(about["shape"]), after + begin, end - begin)
             for name, about in header.items()

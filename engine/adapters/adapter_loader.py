@@ -81,7 +81,7 @@ class AdapterLoader:
         bringing = self._bringing.get(digest)
         if bringing is None:
             if len(self._bringing) >= MAX_PENDING_FETCHES:
-                raise Overloaded(f"{MAX_PENDING_FETCHES} adapters are on their way to this worker already")
+                raise Overloaded(f"{MAX_PENDING_FETCHES} adapters are already being fetched by this worker")
             bringing = self._bringing[digest] = asyncio.create_task(self._bring(digest))
             bringing.add_done_callback(lambda task: self._on_fetched(digest, task))
         # Shielded: the transfer continues if one of its waiters is cancelled.
@@ -125,16 +125,16 @@ class AdapterLoader:
             async with asyncio.timeout(TRANSFER_TIMEOUT_S), self._transfers:
                 await self._transfer(digest)
         except TimeoutError:
-            raise Unavailable(f"adapter {digest[:12]} did not come within {TRANSFER_TIMEOUT_S:g} s") from None
+            raise Unavailable(f"adapter {digest[:12]} was not fetched within {TRANSFER_TIMEOUT_S:g} s") from None
         except (ConfigError, InvalidRequest, OSError) as error:
-            raise Unavailable(f"adapter {digest[:12]} cannot be had on this machine: {error}") from None
+            raise Unavailable(f"adapter {digest[:12]} is unavailable on this machine: {error}") from None
         except PillionError:
             raise
         except Exception:
-            log.exception("adapter %s could not be brought", digest[:12])
-            raise Unavailable(f"adapter {digest[:12]} could not be brought; the worker's log says why") from None
+            log.exception("adapter %s could not be fetched", digest[:12])
+            raise Unavailable(f"adapter {digest[:12]} could not be fetched; the worker's log says why") from None
         self._transferred.add()
-        log.info("adapter %s came from another machine", digest[:12])
+        log.info("adapter %s was fetched from another machine", digest[:12])
 
     async def _transfer(self, digest: str) -> None:
         async with contextlib.aclosing(self._node.read_adapter(digest, TRANSFER_TIMEOUT_S)) as pieces:

@@ -166,6 +166,6 @@ def _read(process: subprocess.Popen[bytes], size_bytes: int) -> Bytes:
     while rest:
         count = process.stdout.readinto(rest)  # type: ignore[attr-defined]
         if not count:
-            raise OSError("its answer is not whole")
+            raise OSError("its answer is incomplete")
         rest = rest[count:]
     return found

@@ -36,7 +36,7 @@ def row_slots(batch: StepBatch, max_adapters: int) -> Int32:
     slots = batch.adapters
     assert slots is not None
     if len(slots) != batch.num_seqs or slots.min() < -1 or slots.max() >= max_adapters:
-        raise Internal(f"a step of {batch.num_seqs} sequences names adapter slots {slots.tolist()}")
+        raise Internal(f"a step of {batch.num_seqs} sequences has adapter slots {slots.tolist()}")
     return np.repeat(slots, np.diff(batch.query_starts)).astype(np.int32, copy=False)
 
 

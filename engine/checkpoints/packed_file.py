@@ -66,7 +66,7 @@ class PackedWriter:
     def finish(self) -> None:
         header = json.dumps({"tensors": self._tensors, "numbers": self._numbers, "bytes": self._end}).encode()
         if len(header) + len(_MAGIC) + 8 > _HEADER_BYTES:
-            raise ConfigError("a model of so many tensors has no room in a packed file's header")
+            raise ConfigError("too many tensors for a packed file's header")
         self._file.truncate(self._end)
         self._file.seek(0)
         self._file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
@@ -86,7 +86,7 @@ def write_packed(path: Path) -> Iterator[PackedWriter]:
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
-        raise ConfigError(f"packed weights cannot be kept in {path.parent}: {error.strerror or error}") from None
+        raise ConfigError(f"packed weights cannot be stored in {path.parent}: {error.strerror or error}") from None
     finally:
         draft.unlink(missing_ok=True)
 
@@ -101,7 +101,7 @@ class PackedFile:
         try:
             with path.open("rb") as file:
                 if others_could_write(os.fstat(file.fileno())):
-                    raise ValueError("others could have written it")
+                    raise ValueError("other users could have written it")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header = self._read_header()
             self.numbers: dict[str, int] = {name: int(value) for name, value in header["numbers"].items()}

@@ -98,7 +98,7 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     folder = Path(record.folder)
     config = load_config(folder)
     if passed := unused_keys(read_json(folder / "config.json")):
-        progress(f"keys of config.json without effect here are passed over: {', '.join(passed)}")
+        progress(f"ignored keys of config.json: {', '.join(passed)}")
     if flags.tokenizer:
         origin = folder_of(flags.tokenizer, "main", TOKENIZER_PATTERNS, "--tokenizer")
         folder = _with_tokenizer(folder, origin, record.vocab_size, progress)
@@ -360,7 +360,7 @@ def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
     check_counts(load_config(folder), weight_files(folder))
     indexes = [path.name for path in index_files(folder)]
     if indexes and (folder / SINGLE_NAME).is_file():
-        log.warning("%s: %s is read, as transformers does, and not what %s names", folder, SINGLE_NAME, indexes[0])
+        log.warning("%s: using %s like transformers, and not the files of %s", folder, SINGLE_NAME, indexes[0])
     if (folder / "tokenizer.json").is_file():
         return folder
     digest = hashlib.sha256(json.dumps([str(folder), _stamps(folder)]).encode()).hexdigest()[:32]

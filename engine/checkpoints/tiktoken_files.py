@@ -98,7 +98,7 @@ def _named_tokens(source: Path, first: int) -> Iterator[tuple[str, bool]]:
         for number, token in (read_json(source / "tokenizer_config.json").get("added_tokens_decoder") or {}).items()
     }
     if min(named, default=first) < first:
-        raise ConfigError(f"{source}: tokenizer_config.json names token {min(named)}, which {VOCABULARY_NAME} has too")
+        raise ConfigError(f"{source}: tokenizer_config.json names token {min(named)}, also in {VOCABULARY_NAME}")
     model = read_json(source / "config.json") if (source / "config.json").is_file() else {}
     count = model.get("vocab_size", (model.get("text_config") or {}).get("vocab_size", 0))
     for number in range(first, max(count, max(named, default=0) + 1)):

@@ -55,7 +55,7 @@ def load_draft(
         # Only its sizes are used; the backend sets the version.
         layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
         if layout.state_bytes:
-            raise ConfigError("its layers carry states, and no such model drafts; choose one of attention alone")
+            raise ConfigError("its layers have states, which draft models must not; choose one with attention only")
         most_block_tokens = GPU_BLOCK_TOKENS if resolve_device(flags) == "cuda" else 0
         blocks = draft_blocks(main.backend.layout, layout, most_block_tokens)
         flags = replace(flags, max_model_len=longest, block_size=flags.block_size * blocks)

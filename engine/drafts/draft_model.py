@@ -45,8 +45,8 @@ def draft_blocks(main: KVLayout, draft: KVLayout, most_tokens: int = 0) -> int:
         if 2 * blocks * unit - gcd(slot, blocks * unit) <= slot:
             return blocks
     raise ConfigError(
-        f"the draft model's KV has {unit // draft.block_size} bytes a token, the model's {slot // main.block_size}: it"
-        " does not fit into the model's blocks; choose a draft model with fewer layers or KV heads"
+        f"the draft model's KV has {unit // draft.block_size} bytes per token, the model's {slot // main.block_size}:"
+        " it does not fit into the model's blocks; choose a draft model with fewer layers or KV heads"
     )
 
 

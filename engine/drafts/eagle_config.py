@@ -60,9 +60,9 @@ def load_eagle_config(folder: Path, main: ModelConfig) -> EagleConfig:
     # ``speculators`` omits transformers' defaults, which may differ from the family's.
     layer = parse_config({**DEFAULTS[kind], **layer_keys})
     if layer.quantization is not None:
-        raise ConfigError(f"its weights are quantized ({layer.quantization.words}); plain ones are served")
+        raise ConfigError(f"its weights are quantized ({layer.quantization.words}); only plain ones are supported")
     if layer.num_layers != 1:
-        raise ConfigError(f"it has {layer.num_layers} layers; heads of one layer are served")
+        raise ConfigError(f"it has {layer.num_layers} layers; only heads of one layer are supported")
     if layer.vocab_size != main.vocab_size:
         raise ConfigError(f"it was made for a vocabulary of {layer.vocab_size} tokens, the model has {main.vocab_size}")
     state_size = size(head, "target_hidden_size", layer.hidden_size)
@@ -91,11 +91,15 @@ def _parts(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(f"config.json: transformer_layer_config must be an object, not {layer!r}")
         return dict(raw), layer
     if "draft_vocab_size" not in raw:
-        raise ConfigError("it is no EAGLE-3 head: config.json has neither speculators_model_type nor draft_vocab_size")
+        raise ConfigError(
+            "it is not an EAGLE-3 head: config.json has neither speculators_model_type nor draft_vocab_size"
+        )
     head = {key: raw[key] for key in _OF_HEAD if key in raw}
     options = head.pop("eagle_config", None) or {}
     if not isinstance(options, dict) or options.get("use_aux_hidden_state") is False:
-        raise ConfigError(f"config.json has eagle_config = {options!r}; heads that read three states are served")
+        raise ConfigError(
+            f"config.json has eagle_config = {options!r}; only heads that read three states are supported"
+        )
     refuse_unknown_head_keys(options)
     return {**head, **options}, {key: value for key, value in raw.items() if key not in _OF_HEAD}
 

@@ -83,9 +83,9 @@ class _Tensors:
                 continue
             own, kinds = self._files[name], ("I64", "I32") if name == "d2t" else FLOATS
             if own.header.dtype not in kinds:
-                raise ConfigError(f"its {own.name} is {own.header.dtype}; only {', '.join(kinds)} are read")
+                raise ConfigError(f"its {own.name} is {own.header.dtype}; only {', '.join(kinds)} are supported")
             if own.header.shape != shape:
-                raise ConfigError(f"its {own.name} is {list(own.header.shape)}, config.json wants {list(shape)}")
+                raise ConfigError(f"its {own.name} is {list(own.header.shape)}, but config.json requires {list(shape)}")
 
     def has(self, name: str) -> bool:
         return name in self._files
@@ -94,7 +94,7 @@ class _Tensors:
         """Return a float tensor in the head's type."""
         tensor = self.ids(name).to(self._dtype)
         if not finite(tensor):
-            raise ConfigError(f"its {self._files[name].name} holds NaN or infinite numbers")
+            raise ConfigError(f"its {self._files[name].name} contains NaN or infinities")
         return tensor
 
     def ids(self, name: str) -> torch.Tensor:

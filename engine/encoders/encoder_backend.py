@@ -36,7 +36,7 @@ class EncoderBackend(HostBackend):
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         if (batch.context_lens != np.diff(batch.query_starts)).any():
-            raise Internal("an encoder's text was cut into steps")
+            raise Internal("an encoder's text was split into steps")
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         self.check_step(pool, batch)

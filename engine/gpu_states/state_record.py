@@ -50,7 +50,7 @@ class StateRecord:
     def check(self, states: StateSlots | None, num_seqs: int) -> None:
         """Raise Internal unless each of a step's sequences has slots in the pool."""
         if states is None:
-            raise Internal("a step of a model with states names no slots for them")
+            raise Internal("a step of a model with states has no slots for them")
         shape, most = (num_seqs, self._pages), len(self.step.pool)
         for name, slots, least in (("read", states.reads, -1), ("written", states.writes, 0)):
             if slots.shape != shape or slots.dtype != np.int32:

@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path.parent} is no model folder: it has no {path.name}") from None
+        raise ConfigError(f"{path.parent} is not a model folder: it has no {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
@@ -46,7 +46,7 @@ def vocabulary_ids(raw: Mapping[str, Any], key: str, vocab_size: int, place: str
     value = raw.get(key)
     items = value if isinstance(value, list) else [] if value is None else [value]
     if len(items) > MAX_IDS:
-        raise ConfigError(f"{place}: {key} has {len(items)} ids; at most {MAX_IDS} are read")
+        raise ConfigError(f"{place}: {key} has {len(items)} ids; the limit is {MAX_IDS}")
     for item in items:
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < MAX_TOKENS:
             raise ConfigError(f"{place}: {key} must name tokens of the vocabulary, from 0 on, not {item!r}")

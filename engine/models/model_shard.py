@@ -85,7 +85,7 @@ class ModelShard:
         inner += [config.moe.intermediate_size] if config.moe is not None else []
         least = min(*inner, config.vocab_size)
         if least <= (size - 1) * UNIT:
-            raise ConfigError(f"--tensor-parallel-size {size} is too much to share {least} values in units of {UNIT}")
+            raise ConfigError(f"--tensor-parallel-size {size} is too large for {least} values in units of {UNIT}")
         shares, heads = _heads_of_ranks(size, config.num_heads, config.num_kv_heads, "KV heads")
         for count in config.kv_head_counts:
             if not all(_fits(each, config.num_heads // count) for each in heads):
@@ -100,7 +100,7 @@ class ModelShard:
             keys, states = _heads_of_ranks(size, config.linear.heads, config.linear.key_heads, of_states)
         elif config.linear is not None and config.hidden_size <= (size - 1) * PIECE_CHANNELS:
             raise ConfigError(
-                f"--tensor-parallel-size {size} is too much to share {config.hidden_size} channels of convolutions in"
+                f"--tensor-parallel-size {size} is too large for {config.hidden_size} channels of convolutions in"
                 f" units of {PIECE_CHANNELS}"
             )
         return cls(

@@ -313,10 +313,10 @@ def _gemma4(model: GgufModel, config: Config) -> Config:
             if model.get(key) not in (None, size):
                 raise ConfigError(f"its heads have {size} values, and gemma4.{key} is another number")
     if model.get("rope.scaling.type") not in (None, "none", "linear"):
-        raise ConfigError(f"gemma4.rope.scaling.type is {model.get('rope.scaling.type')!r}, which is not read")
+        raise ConfigError(f"gemma4.rope.scaling.type is {model.get('rope.scaling.type')!r}, which is not supported")
     tensors = {tensor.name: tensor for tensor in model.tensors}
     if len(set(slides)) < 2:
-        raise ConfigError("gemma4.attention.sliding_window_pattern has layers of one kind, which is not read")
+        raise ConfigError("gemma4.attention.sliding_window_pattern has layers of one kind, which is not supported")
     if _ROPE_FACTORS not in tensors:
         raise ConfigError(f"it lacks the tensor {_ROPE_FACTORS}")
     local, full, factors = slides.index(True), slides.index(False), tensors[_ROPE_FACTORS].numbers()
@@ -672,7 +672,7 @@ def read_config(model: GgufModel) -> dict[str, Any]:
     name = model.architecture
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"GGUF files of the architecture {name!r} are not read ({known} are): use the model's folder")
+        raise ConfigError(f"GGUF architecture {name!r} is not supported ({known} are): use the model's folder")
     row = ARCHITECTURES[name]
     keys = {key: ours for key, ours in {**_KEYS, **row.keys}.items() if key not in row.others}
     _refuse_unread(model, {*keys, *_OTHER_KEYS, *_IDLE_KEYS, *row.others})
@@ -720,7 +720,7 @@ def _refuse_unread(model: GgufModel, read: set[str]) -> None:
             continue
         if value in _NEUTRAL[own] if own in _NEUTRAL else not np.any(value):
             continue
-        raise ConfigError(f"its metadata have {key} = {value!r:.80}, which is not read: use the model's folder")
+        raise ConfigError(f"its metadata has {key} = {value!r:.80}, which is not supported: use the model's folder")
 
 
 def _one(key: str, value: Any) -> Any:
@@ -729,7 +729,7 @@ def _one(key: str, value: Any) -> Any:
         return value
     found = set(value.tolist())
     if len(found) != 1:
-        raise ConfigError(f"layers have different values of {key}, which is not read")
+        raise ConfigError(f"layers have different values of {key}, which is not supported")
     return found.pop()
 
 
@@ -796,7 +796,7 @@ def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
                 f"{names[found['stem']]}{found['suffix'] or ''}" if found and found["stem"] in names else ""
             )
         if not known or (layer is None) != known.startswith(("model.", "lm_head")) or len(parts) not in (1, 2):
-            raise ConfigError(f"its tensor {place} is not read in the architecture {model.architecture}")
+            raise ConfigError(f"its tensor {place} is not supported in the architecture {model.architecture}")
         name = family.in_files(known if layer is None else f"model.layers.{layer}.{known}")
         change = row.changes.get(own)
         if row.shifted_norms and own.endswith("norm.weight") and not own.startswith("ssm_"):

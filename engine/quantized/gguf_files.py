@@ -82,7 +82,7 @@ def _naming_file(source: Path) -> Iterator[None]:
         raise ConfigError(f"{source}: {error.message}") from None
     except Exception as error:  # noqa: BLE001  (numpy, struct and the gguf package raise errors of many kinds)
         raise ConfigError(
-            f"{source} cannot be read as GGUF; it may be damaged, or cut short: {first_line(error)}"
+            f"{source} cannot be read as GGUF; it may be damaged or truncated: {first_line(error)}"
         ) from None
 
 
@@ -155,7 +155,7 @@ def _quantized(tensor: FolderTensor) -> Any:
         assert isinstance(matrix, QuantizedMatrix)
         for numbers in (matrix.scales, matrix.offsets):
             if numbers is not None and not bool(numbers.isfinite().all()):
-                raise ConfigError(f"{first.name} holds scales that are NaN or infinite")
+                raise ConfigError(f"{first.name} contains NaN or infinite scales")
         if tensor.rows is not None:
             matrix = matrix.rows(torch.from_numpy(tensor.rows))
         ordered = matrix if tensor.columns is None else reorder_inputs(matrix, torch.from_numpy(tensor.columns))

@@ -104,7 +104,7 @@ def read_gguf(parts: Sequence[Path]) -> GgufModel:
     if count > 1 and count != len(parts):
         raise ConfigError(f"it is part {metadata.get('split.no', 0) + 1} of {count}, and {len(parts)} were found")
     if len({tensor.name for tensor in tensors}) < len(tensors):
-        raise ConfigError("it has two tensors of one name")
+        raise ConfigError("it has duplicate tensor names")
     _check_counts(metadata, len(tensors))
     return GgufModel(metadata, tensors)
 
@@ -121,12 +121,12 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
     with path.open("rb") as file:
         cursor = GgufCursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     if cursor.skip(4) != b"GGUF":
-        raise ConfigError("it is no GGUF file")
+        raise ConfigError("it is not a GGUF file")
     version = cursor.number(4)
     if int.from_bytes(version.to_bytes(4, "big"), "little") in _VERSIONS:
-        raise ConfigError("it is in big-endian byte order, which is not read")
+        raise ConfigError("it is in big-endian byte order, which is not supported")
     if version not in _VERSIONS:
-        raise ConfigError(f"it has the version {version}, which is not known; it may be damaged, or cut short")
+        raise ConfigError(f"it has the version {version}, which is not known; it may be damaged or truncated")
     num_tensors, entries = cursor.number(10), cursor.number(10)
     cursor.need(entries, _MIN_ENTRY_BYTES)
     cursor.need(num_tensors, _MIN_TENSOR_BYTES)
@@ -187,7 +187,7 @@ class GgufCursor:
         if count * size > left:
             raise ConfigError(
                 f"its header counts {count:,} items of {size} bytes or more where {left:,} bytes are left;"
-                " it may be damaged, or cut short"
+                " it may be damaged or truncated"
             )
 
     def skip(self, size: int) -> bytes:
@@ -237,4 +237,4 @@ class GgufCursor:
         else:
             self.place = place
             return found
-        raise ConfigError("its header ends within a text; it may be damaged, or cut short")
+        raise ConfigError("its header ends within a text; it may be damaged or truncated")

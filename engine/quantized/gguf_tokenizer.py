@@ -59,7 +59,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
     tokens = _tokens(metadata)
     ids = {token: index for index, token in enumerate(tokens)}
     if len(ids) < len(tokens):
-        raise ConfigError("its vocabulary has two tokens of one text")
+        raise ConfigError("its vocabulary has duplicate tokens")
     types = metadata.get("tokenizer.ggml.token_type")
     types = [1] * len(tokens) if types is None else types.tolist()
     if kind == "llama":
@@ -68,7 +68,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
         pre = _pre_tokenizer("gemma4" if kind == "gemma4" else metadata.get("tokenizer.ggml.pre") or "default")
         parts = _bpe(metadata, ids, pre)
     else:
-        raise ConfigError(f"its tokenizer is of the kind {kind!r}, which is not read: use the model's folder")
+        raise ConfigError(f"its tokenizer is of the kind {kind!r}, which is not supported: use the model's folder")
     specials = {name: tokens[number] for name, number in _special_ids(metadata, kind, len(tokens)).items()}
     ends = _ends(metadata, tokens, ids, specials)
     adds = {name: metadata.get(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")}

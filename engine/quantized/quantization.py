@@ -184,7 +184,7 @@ def checked_pattern(pattern: str, key: str) -> str:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"config.json: quantization_config: {key}: {pattern} is no regular expression: {error}"
+            f"config.json: quantization_config: {key}: {pattern} is not a regular expression: {error}"
         ) from None
     return pattern
 

@@ -246,7 +246,7 @@ def _stored(
 ) -> dict[str, torch.Tensor]:
     """Quantize a matrix [N, K], or stacked experts [experts, N, K]."""
     if not bool(weight.isfinite().all()):
-        raise ConfigError(f"{name} holds NaN or infinite numbers")
+        raise ConfigError(f"{name} contains NaN or infinities")
     *lead, columns = weight.shape
     matrix = quantize_matrix(weight.reshape(-1, columns), kind, group_of(columns, group), pool)
     return {part: tensor.view(*lead, -1) for part, tensor in stored_tensors(name, matrix).items()}

@@ -110,7 +110,7 @@ class Rank:
     @property
     def _backend(self) -> ShareBackend:
         if self._loaded is None:
-            raise Internal("a rank has to load before all else")
+            raise Internal("a rank must load first")
         return self._loaded.backend
 
     def _on_load(self, payload: bytearray, descriptors: list[int]) -> bytes:

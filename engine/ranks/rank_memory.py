@@ -59,7 +59,7 @@ class RankMemory:
         magic, *numbers = self._bytes[: 8 * (1 + len(_FIELDS))].view(np.int64).tolist()
         self.ranks, self.max_tokens, self.row_bytes, self.logit_bytes = numbers
         if magic != _MAGIC or min(numbers) < 1 or size != _total(*numbers):
-            raise ConfigError("this is no memory of ranks")
+            raise ConfigError("this is not the memory of ranks")
         self._words: npt.NDArray[np.int64] = self._bytes[_PAGE_BYTES : _partials_at(self.ranks)].view(np.int64)
 
     @classmethod

@@ -85,7 +85,7 @@ class RankLink:
     ) -> None:
         """Send a message; the receiver gets duplicates of the descriptors. Raises Internal for a message too long."""
         if len(payload) > MAX_MESSAGE_BYTES:
-            raise Internal(f"a message of {len(payload)} bytes to a rank; {MAX_MESSAGE_BYTES} are the most")
+            raise Internal(f"a message of {len(payload)} bytes to a rank; the limit is {MAX_MESSAGE_BYTES}")
         rest = memoryview(_HEADER.pack(kind, len(payload)) + payload)
         if descriptors:
             rest = rest[self._try(select.POLLOUT, limit_ms, socket.send_fds, self._sock, [rest], descriptors) :]
@@ -102,7 +102,7 @@ class RankLink:
             descriptors += came
         kind, size = _HEADER.unpack(header)
         if size > MAX_MESSAGE_BYTES:
-            raise Internal(f"a message of {size} bytes from a rank; {MAX_MESSAGE_BYTES} are the most")
+            raise Internal(f"a message of {size} bytes from a rank; the limit is {MAX_MESSAGE_BYTES}")
         payload = bytearray(size)
         view = memoryview(payload)
         while view:
@@ -158,7 +158,7 @@ def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]
     sizes = [tokens, tokens, seqs + 1, seqs, seqs * width, samples, tokens * has_rope, seqs * has_adapters]
     sizes += [seqs * pages, seqs * pages, 2 * copies]
     if len(payload) != _STEP.size + 4 * sum(sizes):
-        raise Internal(f"a step of {len(payload)} bytes, {_STEP.size + 4 * sum(sizes)} were promised")
+        raise Internal(f"a step of {len(payload)} bytes; expected {_STEP.size + 4 * sum(sizes)}")
     words = np.frombuffer(payload, np.int32, offset=_STEP.size)
     ends = [*accumulate(sizes)]
     parts = [words[end - size : end] for size, end in zip(sizes, ends, strict=True)]

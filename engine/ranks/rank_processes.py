@@ -256,7 +256,7 @@ class RankProcesses:
         for rank in self._ranks:
             rank.thread.join(KILL_TIMEOUT_S)
             if rank.alive:
-                log.error("%s, process %d, does not end", self.name_of(rank.rank), rank.pid)
+                log.error("%s, process %d, does not exit", self.name_of(rank.rank), rank.pid)
         self._memory.close()
 
     def pids(self) -> list[int]:

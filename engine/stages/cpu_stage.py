@@ -47,7 +47,7 @@ class StageShare(_Backend):
     def join(self, link: StageLink) -> None:
         """Own the link to adjacent stages from now on. Raises Internal for another model's row size."""
         if link.rows.row_bytes != self.model.plan.hidden.stride:
-            raise Internal("the stages have memory for rows of another length")
+            raise Internal("the stages have memory for rows of another size")
         self.link = link
 
     def check(self, batch: StepBatch) -> None:

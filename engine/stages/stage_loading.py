@@ -57,13 +57,14 @@ def check_stages(flags: WorkerFlags, device: str, prepared: PreparedModel) -> No
     config = load_config(prepared.folder)
     if config.kv_sources or config.token_inputs is not None:
         raise ConfigError(
-            f"{config.family}: --pipeline-parallel-size {size} is not there for layers that share keys and"
+            f"{config.family}: --pipeline-parallel-size {size} is not supported for layers that share keys and"
             " values, or have embeddings of their own"
         )
     latents = config.latents
     if latents is not None and not all(latents.selecting):
         raise ConfigError(
-            f"{config.family}: --pipeline-parallel-size {size} is not there for layers that share a selection of tokens"
+            f"{config.family}: --pipeline-parallel-size {size} is not supported for layers that share a selection of"
+            " tokens"
         )
     StagePlace.of(0, size, flags.tensor_parallel_size).shard(config)
     if sys.platform != "linux":

@@ -34,7 +34,7 @@ class StageRows:
         self.stages, self.ranks, self.max_tokens, self.row_bytes = stages, ranks, max_tokens, row_bytes
         size = (stages - 1) * ranks * stages * max_tokens * row_bytes
         if os.fstat(descriptor).st_size != size:
-            raise ConfigError("this is no memory of these stages")
+            raise ConfigError("this is not the memory of these stages")
         found: Bytes = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         self._slots = found.reshape(stages - 1, ranks, stages, max_tokens * row_bytes)
 

@@ -44,5 +44,5 @@ def layers_of_stage(layers: int, stage: int, stages: int) -> range:
     """Return the layers of a stage. Shares differ by at most one layer; larger ones come last, because the last layer
     of a prefill step ends with its KV. Raises ConfigError for more stages than layers."""
     if stages > layers:
-        raise ConfigError(f"--pipeline-parallel-size {stages} is too much to share {layers} layers")
+        raise ConfigError(f"--pipeline-parallel-size {stages} is too large for {layers} layers")
     return range(stage * layers // stages, (stage + 1) * layers // stages)

@@ -92,7 +92,7 @@ class StagedBackend(RankedCalls):
         """Begin a step on all stages; returns when the first one has computed its layers. Raises Internal for a step
         that samples or copies slots."""
         if copies or len(batch.sample_rows):
-            raise Internal("a worker of several stages chooses no tokens")
+            raise Internal("a worker of several stages does not sample")
         # An invalid step fails here, before other processes see it.
         self.own.check(batch)
         processes, began_s = self.ranks, time.monotonic()
@@ -115,7 +115,7 @@ class StagedStep:
     number: int
 
     def choose(self, rows: SamplingRows) -> None:
-        raise Internal("a worker of several stages chooses no tokens")
+        raise Internal("a worker of several stages does not sample")
 
     def wait(self) -> Sampled:
         """Wait until all stages have written their KV. Raises BackendLost."""

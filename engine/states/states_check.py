@@ -17,7 +17,7 @@ def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
     """Raise ConfigError if a worker's flags ask for something that models with states do not support yet."""
     found = next(_refused(flags, device), None)
     if found is not None:
-        raise ConfigError(f"{config.family}: {found} is not there yet for models whose layers have states")
+        raise ConfigError(f"{config.family}: {found} is not supported yet for models whose layers have states")
 
 
 def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:

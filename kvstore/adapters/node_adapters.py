@@ -98,7 +98,7 @@ class NodeAdapters:
         """Count one adapter in ``reading`` within the block. Raises InvalidRequest for an invalid digest, Overloaded
         beyond MAX_READS."""
         if not is_adapter_digest(digest):
-            raise InvalidRequest(f"{digest[:80]!r} is no digest of an adapter")
+            raise InvalidRequest(f"{digest[:80]!r} is not an adapter's digest")
         if self.reading >= MAX_READS:
             raise Overloaded(f"{self._node_id} reads {MAX_READS} adapters already")
         self.reading += 1

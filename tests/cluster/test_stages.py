@@ -146,7 +146,7 @@ def check_end(loaded: Loaded) -> None:
     assert readings[names.STAGE_WAIT, ("1",)] > 0, "the second stage waits for the first rows"
     sequences = Sequences(SLOTS, BLOCK)
     (number,) = sequences.add()
-    with pytest.raises(Internal, match="chooses no tokens"):
+    with pytest.raises(Internal, match="does not sample"):
         backend.launch(sequences.step([(number, PROMPT[:BLOCK])]), (), NO_ROWS)
     lost: list[str] = []
     processes.watch(lost.append)

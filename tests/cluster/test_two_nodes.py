@@ -196,7 +196,7 @@ def test_an_adapters_files_come_from_the_other_host(folder: pathlib.Path, monkey
             shutil.rmtree(there / ADAPTERS / digests["red"])
             check("red", "again")
             assert kept(there) == set(digests.values())
-            assert "came from another machine" in cluster.logs()
+            assert "was fetched from another machine" in cluster.logs()
         all_idle(cluster, "kv-a", "kv-b")
 
 

@@ -9,10 +9,10 @@ import torch
 # ``folder``, ``file`` and ``name`` stand for where the tensor is, each escaped; a change to None takes it away.
 CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
     "missing": (lambda _: None, r"{folder} lacks {name}, which a \S+ model needs"),
-    "another shape": (lambda tensor: tensor[:-1].clone(), r"{file}: {name} is \[.*\], config\.json wants \["),
+    "another shape": (lambda tensor: tensor[:-1].clone(), r"{file}: {name} is \[.*\], but config\.json requires \["),
     "another type": (
         lambda tensor: tensor.to(torch.int16),
-        r"{file}: {name} is I16; only F64, F32, F16, BF16 are read",
+        r"{file}: {name} is I16; only F64, F32, F16, BF16 are supported",
     ),
-    "no numbers": (lambda tensor: tensor.fill_(torch.nan), r"{file}: {name} holds NaN or infinite numbers in float32"),
+    "no numbers": (lambda tensor: tensor.fill_(torch.nan), r"{file}: {name} contains NaN or infinities in float32"),
 }

@@ -128,6 +128,6 @@ class Int8Layout:
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
         order = found_in(f"{stem(name)}.weight_format", get)
         if order is not None and int(order):
-            raise ConfigError(f"{stem(name)}.weight_format is {int(order)}; only rows in their order, 0, are read")
+            raise ConfigError(f"{stem(name)}.weight_format is {int(order)}; only row order, 0, is supported")
         scales = finite(f"{stem(name)}.SCB", get(f"{stem(name)}.SCB")) / 127
         return QuantizedMatrix(coding="int8", codes=get(name).view(torch.uint8), scales=scales[:, None], group=shape[1])

@@ -103,7 +103,7 @@ class CodesLayout:
         coding = "fp8_e4m3" if fp8 else "int8"
         # The last code of either sign is NaN.
         if fp8 and bool(((codes.view(torch.uint8) & 127) == 127).any()):
-            raise ConfigError(f"{name} holds NaN")
+            raise ConfigError(f"{name} contains NaN")
         scale = f"{name}_scale_inv" if found_in(f"{name}_scale_inv", get) is not None else f"{name}_scale"
         scales = _scales(scale, get, shape, scheme, 2 * largest(coding))
         zeros = found_in(f"{name}_zero_point", get)

@@ -61,7 +61,7 @@ def found_in(name: str, get: Get) -> torch.Tensor | None:
 def unstacked_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the shape [N, K]. Raises ConfigError for stacked experts, which this layout lacks."""
     if len(shape) != 2:
-        raise ConfigError(f"{name}: stacked experts are not read in this format")
+        raise ConfigError(f"{name}: stacked experts are not supported in this format")
     return shape[0], shape[1]
 
 
@@ -101,7 +101,7 @@ def finite(name: str, values: torch.Tensor, most: float = 1.0) -> torch.Tensor:
     """Cast to float32. Raises ConfigError if a value, times ``most``, is not finite."""
     wide = values.float()
     if not bool((wide.abs() * most).isfinite().all()):
-        raise ConfigError(f"{name} holds NaN or infinite numbers")
+        raise ConfigError(f"{name} contains NaN or infinities")
     return wide
 
 

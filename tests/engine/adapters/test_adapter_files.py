@@ -65,13 +65,13 @@ def test_a_good_one(adapter, model_folder):
     [
         (
             {"peft_type": "IA3"},
-            "peft_type = 'IA3' is not supported: only LORA is served; PEFT's merge_and_unload",
+            "peft_type = 'IA3' is not supported; only LORA is; PEFT's merge_and_unload",
         ),
-        ({"peft_type": "PREFIX_TUNING"}, r"peft_type = 'PREFIX_TUNING' is not supported: only LORA is served"),
-        ({"use_dora": True}, "use_dora = True is not supported: rows of weights have no norms of an adapter's here"),
-        ({"bias": "lora_only"}, "bias = 'lora_only' is not supported: an adapter has no biases of the model here"),
-        ({"lora_bias": True}, "lora_bias = True is not supported: pairs of matrices have no biases here; PEFT's merge"),
-        ({"modules_to_save": ["lm_head"]}, "PEFT's merge_and_unload makes a model of it that can be"),
+        ({"peft_type": "PREFIX_TUNING"}, r"peft_type = 'PREFIX_TUNING' is not supported; only LORA is"),
+        ({"use_dora": True}, "use_dora = True is not supported; PEFT's merge_and_unload"),
+        ({"bias": "lora_only"}, "bias = 'lora_only' is not supported; PEFT's merge_and_unload"),
+        ({"lora_bias": True}, "lora_bias = True is not supported; PEFT's merge"),
+        ({"modules_to_save": ["lm_head"]}, "PEFT's merge_and_unload merges it into a"),
         (
             {"target_parameters": ["q_proj.weight", "k_proj.weight"]},
             "model.layers.0.self_attn.k_proj.weight as a target",
@@ -85,10 +85,10 @@ def test_a_good_one(adapter, model_folder):
         ({"use_qalora": True}, "use_qalora"),
         (
             {"fan_in_fan_out": True},
-            "fan_in_fan_out = True is not supported: it says that weights lie as [inputs, outputs]",
+            "fan_in_fan_out = True is not supported: it means weights of the layout [inputs, outputs]",
         ),
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
-        ({"a_key_of_next_year": 3}, "a_key_of_next_year = 3 is not supported: nobody here obeys it"),
+        ({"a_key_of_next_year": 3}, "a_key_of_next_year = 3 is not supported"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16' is not supported"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights"),
         ({"r": 0}, "r must be a whole number above 0, not 0"),
@@ -98,25 +98,25 @@ def test_a_good_one(adapter, model_folder):
         ({"lora_alpha": "much"}, "lora_alpha must be a number"),
         ({"use_rslora": "yes"}, "use_rslora must be true or false"),
         ({"rank_pattern": {"q_proj": 0}}, "q_proj must be a whole number above 0"),
-        ({"rank_pattern": ["q_proj"]}, "rank_pattern must give a number"),
-        ({"rank_pattern": {"(": 4}}, "rank_pattern: '(' is no regular expression"),
-        ({"rank_pattern": {"(?i)q_proj": 8}}, "rank_pattern: '(?i)q_proj' is no regular expression"),
-        ({"layers_to_transform": [0], "layers_pattern": "(?i)layers"}, "layers_pattern: '(?i)layers' is no regular"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern must map expressions"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern: '(' is not a regular expression"),
+        ({"rank_pattern": {"(?i)q_proj": 8}}, "rank_pattern: '(?i)q_proj' is not a regular expression"),
+        ({"layers_to_transform": [0], "layers_pattern": "(?i)layers"}, "layers_pattern: '(?i)layers' is not a regular"),
         ({"rank_pattern": {str(n): 4 for n in range(1025)}}, "rank_pattern has more than 1024 expressions"),
-        ({"target_modules": r"(.*\.?)*!"}, "may search for too long"),
-        ({"exclude_modules": r"(.*\.?)*!"}, "may search for too long"),
-        ({"rank_pattern": {r"(.*\.?)*!": 4}}, "may search for too long"),
-        ({"alpha_pattern": {r"(.*\.?)*!": 4}}, "may search for too long"),
-        ({"layers_to_transform": [0], "layers_pattern": "(a*)*b"}, "may search for too long"),
+        ({"target_modules": r"(.*\.?)*!"}, "may backtrack too long"),
+        ({"exclude_modules": r"(.*\.?)*!"}, "may backtrack too long"),
+        ({"rank_pattern": {r"(.*\.?)*!": 4}}, "may backtrack too long"),
+        ({"alpha_pattern": {r"(.*\.?)*!": 4}}, "may backtrack too long"),
+        ({"layers_to_transform": [0], "layers_pattern": "(a*)*b"}, "may backtrack too long"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be"),
         ({"lora_alpha": float("inf")}, "lora_alpha must be a finite number"),
         ({"lora_alpha": 1e300}, "lora_alpha must be at most"),
         ({"lora_alpha": 10**400}, "lora_alpha is too large"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, "q_proj must be a finite number"),
-        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern must give a number"),
-        ({"target_modules": None}, "target_modules names no module"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern must map expressions"),
+        ({"target_modules": None}, "target_modules is empty"),
         ({"target_modules": [3]}, "target_modules must be a list of str"),
-        ({"target_modules": "("}, "target_modules: '(' is no regular expression"),
+        ({"target_modules": "("}, "target_modules: '(' is not a regular expression"),
         ({"target_modules": "a" * 5000}, "more than 4096 characters"),
         ({"layers_to_transform": "first"}, "layers_to_transform must be a list of int"),
         ({"r": 5}, "_proj.lora_A.weight is [4, 64]; rank and model want [5, 64]"),
@@ -152,11 +152,10 @@ def test_a_config_that_is_nested_deep(depth, adapter, model_folder):
             "qkv_proj, which a llama model does not have",
         ),
         (lambda t: {}, "holds no tensors"),
-        (lambda t: t | {Q_B: t[Q_B] * float("nan")}, "q_proj.lora_B.weight holds NaN or infinite numbers"),
-        (lambda t: t | {Q_A: t[Q_A] * float("inf")}, "q_proj.lora_A.weight holds NaN or infinite numbers"),
-        (lambda t: t | {Q_A: (t[Q_A] * float("inf")).bfloat16()}, "holds NaN or infinite numbers"),
-        (lambda t: t | {Q_A: (t[Q_A] * float("inf")).half()}, "holds NaN or infinite numbers"),
-        # The scale is 2, and the rank 4.
+        (lambda t: t | {Q_B: t[Q_B] * float("nan")}, "q_proj.lora_B.weight contains NaN or infinities"),
+        (lambda t: t | {Q_A: t[Q_A] * float("inf")}, "q_proj.lora_A.weight contains NaN or infinities"),
+        (lambda t: t | {Q_A: (t[Q_A] * float("inf")).bfloat16()}, "contains NaN or infinities"),
+        (lambda t: t | {Q_A: (t[Q_A] * float("inf")).half()}, "contains NaN or infinities"),
         (
             lambda t: t | {Q_B: torch.full_like(t[Q_B], 1e30)},
             "q_proj.lora_B.weight times its scale up to 2e+30: they may",
@@ -165,20 +164,20 @@ def test_a_config_that_is_nested_deep(depth, adapter, model_folder):
         (lambda t: t | {Q_A: torch.full_like(t[Q_A], 1e30), Q_B: t[Q_B] * 0}, "numbers up to 1e+30"),
         (lambda t: t | {Q_A: torch.full_like(t[Q_A], 3e38).bfloat16()}, "numbers up to 3e+38"),
         (lambda t: t | {Q_A: t[Q_A] * 0 + 400, Q_B: t[Q_B] * 0 - 400}, "may change weights by more than 1000000"),
-        (lambda t: t | {Q_A: t[Q_A].double()}, "q_proj.lora_A.weight is F64; only F32, F16, BF16 are read"),
-        (lambda t: t | {"other.weight": t[Q_A]}, "it has a tensor other.weight: no adapter has such a one"),
-        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q_A]}, "no adapter has such a one"),
-        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_B.bias"): t[Q_A]}, "no adapter has such a one"),
+        (lambda t: t | {Q_A: t[Q_A].double()}, "q_proj.lora_A.weight is F64; only F32, F16, BF16 are supported"),
+        (lambda t: t | {"other.weight": t[Q_A]}, "it has a tensor other.weight: adapters have no such tensor"),
+        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q_A]}, "adapters have no such tensor"),
+        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_B.bias"): t[Q_A]}, "adapters have no such tensor"),
         (
             lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": t[Q_A]},
-            "embed_tokens.lora_embedding_A: embeddings have no adapters here",
+            "embed_tokens.lora_embedding_A: adapters of embeddings are not supported",
         ),
-        (lambda t: t | module_of(t, "lm_head"), "is for lm_head, which cannot be served: the head has no adapters"),
+        (lambda t: t | module_of(t, "lm_head"), "is for lm_head, which cannot be served: adapters of the head"),
         (
             lambda t: {"base_model.model.lm_head.base_layer.weight": t[Q_A], **t},
-            "lm_head.base_layer.weight: the head has no adapters here; PEFT's merge_and_unload makes",
+            "lm_head.base_layer.weight: adapters of the head are not supported; PEFT's merge_and_unload merges",
         ),
-        (lambda t: t | module_of(t, "model.embed_tokens"), "embeddings have no adapters here"),
+        (lambda t: t | module_of(t, "model.embed_tokens"), "adapters of embeddings are not supported"),
         (lambda t: t | module_of(t, "model.layers.0.mlp.gate"), "mlp.gate, which a llama model does not have"),
         (lambda t: t | module_of(t, "model.layers.1.mlp.experts"), "experts, which a llama model does not have"),
         (lambda t: t | module_of(t, "model.layers.1.mlp.experts.3.up_proj"), "which a llama model does not have"),
@@ -229,7 +228,9 @@ def test_pickles_and_missing_files(adapter, model_folder):
     tensors = adapter / "adapter_model.safetensors"
     tensors.rename(adapter / "adapter_model.bin")
     refused(
-        adapter, model_folder, "adapter_model.bin is pickled, and a pickle may run any program; if you trust it, PEFT"
+        adapter,
+        model_folder,
+        "adapter_model.bin is pickled, and a pickle may run arbitrary code; if you trust it, PEFT",
     )
     (adapter / "adapter_model.bin").unlink()
     refused(adapter, model_folder, "it has no adapter_model.safetensors")
@@ -244,7 +245,7 @@ def test_damaged_files(adapter, model_folder):
     for content in (b"", whole[:-1], whole[:100], b"\xff" * 100):
         tensors.write_bytes(content)
         refused(adapter, model_folder, "adapter_model.safetensors cannot be read")
-    # A header of any length would be read whole.
+    # Headers are read whole, so their length is bounded.
     tensors.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b" " * (MAX_HEADER_BYTES + 1))
     refused(adapter, model_folder, f"its header is longer than {MAX_HEADER_BYTES} bytes")
     for text in ("", "[]", "{", '"LORA"', "{}"):
@@ -272,7 +273,7 @@ def test_harmless_keys(adapter, model_folder):
 def test_the_digest_names_what_an_adapter_means(adapter):
     first = AdapterFiles(adapter).digest()
     tensors = load_file(adapter / "adapter_model.safetensors")
-    # The file's own order and what its header says besides are no part of it.
+    # The order of tensors and the header's metadata are not part of the digest.
     save_file(dict(reversed(tensors.items())), adapter / "adapter_model.safetensors", metadata={"by": "another tool"})
     edit_config(adapter, target_modules=["o_proj", "q_proj"])
     assert AdapterFiles(adapter).digest() == first

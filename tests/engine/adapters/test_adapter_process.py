@@ -30,7 +30,6 @@ def test_jobs_have_limits_and_errors_pass() -> None:
         (greeting, pid, niceness), data = process.run(WITHIN_S, "say")
         assert (greeting, niceness) == ("hello", min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS))
         assert np.array_equal(data.view(np.int64), np.arange(10**6))
-        # It ends although it computes only in bursts.
         assert process.run(WITHIN_S, "compute", 0.01)[0][0] > 0
         with pytest.raises(Overloaded, match="no room"):
             process.run(WITHIN_S, "refuse")
@@ -71,9 +70,9 @@ def test_it_pauses_while_others_need_the_cores() -> None:
     bursts(1, 0.005)
     bursts(CROWDED_BURSTS + 3, 0.0)
     assert pauses == [True] * CROWDED_BURSTS + [False] * 4
-    # What has computed less than a burst, because others did, goes on.
+    # A job that computed less than a burst continues.
     assert pace.pause_s(now + 1, computed + BURST_S / 2) == 0
     assert pace.pause_s(now + 1, computed + BURST_S) == PAUSE_S
-    # After so long a wait for its turn it computes for longer.
+    # After a long wait for its turn it may compute longer.
     assert pace.pause_s(now + 2, computed + BURST_S + LONGEST_BURST_S / 2) == 0
     assert pace.pause_s(now + 2, computed + BURST_S + 2 * LONGEST_BURST_S) == PAUSE_S

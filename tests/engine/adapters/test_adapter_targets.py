@@ -45,7 +45,7 @@ def test_names_of_linear_layers(configs):
     assert kinds(qwen, "experts") == {"experts.gate_up", "experts.down"}
     assert kinds(qwen, "experts.down_proj", "mlp.gate") == {"experts.down", "router"}
     assert kinds(qwen, "gate_proj") == {"experts.gate_up", "shared.gate_up"}
-    # Names of checkpoints, and those of transformers 5.
+    # Names in checkpoints and in transformers 5.
     assert kinds(mixtral, "w1") == kinds(mixtral, "experts.gate_up_proj") == {"experts.gate_up"}
     for wrong in ("proj", "self_attn", "lm_head", "experts"):
         with pytest.raises(ConfigError, match=f"--lora-target-modules: no linear layer of a llama .* called {wrong}"):

@@ -31,7 +31,6 @@ from tests.support.torch_model import BackendDriver
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 BACKENDS = [pytest.param(BackendDriver, id="torch"), pytest.param(CpuDriver, id="cpu", marks=needs_kernels)]
-# All parameters that a class may have for experts and routers, and the linear layers of attention.
 PARAMETERS = ["gate_up_proj", "experts.down_proj", "experts.up_proj", "gate.weight", "router.weight"]
 CONFIG = {
     "r": 3,
@@ -41,7 +40,7 @@ CONFIG = {
     "rank_pattern": {r".*\.gate_up_proj": 5},
     "alpha_pattern": {r".*\.layers\.1\..*\.gate_up_proj": 2},
 }
-# A model of each family whose experts lie in one tensor in transformers' class.
+# A model of each family whose transformers class stacks experts in one tensor.
 MIXTURES = (
     "mixtral",
     "qwen3-moe-some-dense",
@@ -54,7 +53,7 @@ MIXTURES = (
     # Experts' inputs are scaled, and PEFT takes the inputs of their matrices for outputs.
     "llama4",
     "llama4-two-each",
-    # The router reads another norm.
+    # Its router has its own norm.
     "gemma4-moe",
     "qwen2-moe",
     "flex-olmo",
@@ -162,7 +161,7 @@ def test_parameters_beside_states(family, backend, adapted_hybrid):
     torch.testing.assert_close(driver.run_all(number, text, [17, 1]), wanted, atol=1e-3, rtol=1e-3)
 
 
-# What PEFT makes of "all-linear": parameters, or the routers and gates that are linear layers in a family's class.
+# What PEFT makes of "all-linear": parameters, or the linear routers and gates of a class.
 ALL_LINEAR = (
     "mixtral",
     "qwen3-moe-some-dense",
@@ -269,7 +268,6 @@ def test_one_step_mixes_adapters_and_the_base(family, make, tmp_path):
     found = driver.step(*pieces)
     for slot, count, logits in zip(slots, lengths, found, strict=True):
         torch.testing.assert_close(logits, wanted[slot][count - 1], atol=TOLERANCE, rtol=TOLERANCE)
-    # The sequences go on, each by one token.
     going = [(number, count) for (number, _), count in zip(pieces, lengths, strict=True) if count < 40]
     found = driver.step(*((number, text[count : count + 1]) for number, count in going))
     own = [(slot, count) for slot, count in zip(slots, lengths, strict=True) if count < 40]
@@ -376,7 +374,7 @@ def copied(good, folder):
             lambda t: t | {n.replace("base_layer", "9.w1"): x for n, x in t.items() if "base_layer" in n},
             "experts.9.w1, which a mixtral model does not have",
         ),
-        (lambda t: t | {DOWN_A: t[DOWN_A] * float("nan")}, "lora_A.weight holds NaN or infinite numbers"),
+        (lambda t: t | {DOWN_A: t[DOWN_A] * float("nan")}, "lora_A.weight contains NaN or infinities"),
     ],
 )
 def test_malformed_tensors(change, words, good, mixtral, tmp_path):

@@ -14,7 +14,7 @@ from pillion.engine.adapters.pattern_cost import MAX_WAYS, count_ways
         r".*\.layers\.1\.(self_attn|mlp)\.(k_proj|down_proj)",
         r"^(?!.*visual).*(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|gate_up_proj).*",
         r"model\.layers\.(\d+)\.mlp\.(gate|up)_proj",
-        # As Unsloth writes it.
+        # Written by Unsloth.
         r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?(?:k_proj|v_proj|q_proj"
         r"|o_proj|gate_proj|up_proj|down_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:k_proj|q_proj)))",
     ],

@@ -28,10 +28,9 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 TOLERANCE = 2e-4
-# Families whose attention has other modules than ATTENTION have these.
+# Module names of attention that differ from ATTENTION.
 OTHER_NAMES = ("qkv_proj", "c_attn", "query_key_value", "c_proj", "dense", "out_proj")
 BACKENDS = [pytest.param(BackendDriver, id="torch"), pytest.param(CpuDriver, id="cpu", marks=needs_kernels)]
-# A model of each family, and those whose tensors have other shapes or names.
 MODELS = (
     "llama-odd-hidden",
     "llama-mqa-biases",
@@ -48,7 +47,7 @@ MODELS = (
     "gemma3",
     "olmo2",
     "granite",
-    # Neighbours that are rotated, one of two fused layers, MLPs without a gate and beside experts, other names.
+    # Rotated neighbours, one of two fused layers, MLPs without a gate or beside experts, other names.
     "ernie4-5",
     "glm",
     "cohere",
@@ -59,7 +58,7 @@ MODELS = (
     "granitemoeshared",
     "ernie4-5-moe",
     "qwen2-moe",
-    # Modules with names of their own, one matrix of queries, keys and values, and matrices the other way round.
+    # Other module names, fused QKV, transposed matrices.
     "gpt2",
     "opt",
 )
@@ -127,7 +126,7 @@ def check_adapter(folder, flags, adapter, make=BackendDriver, known=None):
     return oracle, driver
 
 
-# Families whose linear layers have names or shapes that no other of these has.
+# Families whose linear layers have unique names or shapes.
 DIFFERENT = (
     "llama-odd-hidden",
     "qwen2-bias",
@@ -169,7 +168,7 @@ def test_attention_of_every_family_on_the_kernels(family, tmp_path):
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **config), CpuDriver)
 
 
-# All linear layers of MLA that have adapters. Where MLPs are targets, PEFT adapts experts, too.
+# Linear layers of MLA with adapters. With MLPs as targets, PEFT also adapts experts.
 LATENT_TARGETS = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
@@ -200,13 +199,13 @@ def test_latents(family, config, make, tmp_path):
     check_adapter(folder, flags, adapter, make)
 
 
-# The linear layers of layers with a state. PEFT has no adapters of ``out_proj`` for models that it calls Mamba's. Where
-# MLPs are targets, PEFT adapts experts, too.
+# Linear layers of layers with states. PEFT has no adapters of ``out_proj`` for models that it counts as Mamba. With
+# MLPs as targets, PEFT also adapts experts.
 MIXERS = ["in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"]
 EACH = ["a_proj", "b_proj", "g_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 MLPS = ["gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "input_linear", "output_linear"]
 HYBRID_CASES = {
-    # Groups of rows in another order; two pairs within a tile of outputs; names that checkpoints do not have.
+    # Reordered groups of rows; two pairs within a tile of outputs; names that checkpoints do not have.
     "qwen3-next": [*MIXERS, "out_proj", *ATTENTION],
     "olmo-hybrid": [*EACH, *MLPS, *ATTENTION],
     "kimi-linear": [*EACH, *MLPS, "kv_a_proj_with_mqa", *ATTENTION],
@@ -214,10 +213,10 @@ HYBRID_CASES = {
     "lfm2-biases": [*MIXERS, *MLPS, "out_proj", *ATTENTION],
     "lfm3": [*MIXERS, *MLPS, "out_proj", "g_proj", *ATTENTION],
     "jamba": [*MIXERS, *MLPS, "x_proj", *ATTENTION],
-    # PEFT calls Bamba one of Mamba's.
+    # PEFT counts Bamba as Mamba.
     "bamba": [*MIXERS, *MLPS, *ATTENTION],
     "nemotron-h": [*MIXERS, *MLPS, *ATTENTION],
-    # An MLP alone is the last layer but one, and one beside experts.
+    # The second to last layer is an MLP only, one is beside experts.
     "nemotron-h-ends-linear": [*MIXERS, *MLPS, *ATTENTION],
     "qwen3-5": [*MIXERS, *MLPS, "out_proj", *ATTENTION],
     "granite-hybrid": [*MIXERS, *MLPS, "out_proj", *ATTENTION],
@@ -268,7 +267,6 @@ def test_layers_with_states(family, kernels, adapted_hybrid):
 
     driver, text = driver_with(flags, adapter, num_slots=400, make=make), tokens_of(PROMPT_TOKENS, 2)
     assert (wanted[-1] - wanted[0]).std() > 0.3 * wanted[-1].std()
-    # Two texts of each, in steps that have them all.
     numbers = {number: slot for slot in wanted for number in driver.sequences.add(2, adapter=slot)}
     for begin, end in ((0, 17), (17, 18), (18, PROMPT_TOKENS)):
         found = driver.step(*((number, text[begin:end]) for number in numbers))
@@ -280,11 +278,13 @@ def test_convolutions_have_no_adapters(tmp_path):
     folder, flags = make_model(tmp_path / "model", HYBRIDS["lfm2"])
     adapter = make_adapter(folder, tmp_path / "adapter", r=4, target_modules=["in_proj"])
     edit_tensors(adapter, lambda tensors: {name.replace("in_proj", "conv"): one for name, one in tensors.items()})
-    with pytest.raises(ConfigError, match=r"conv\.conv, which cannot be served: convolutions have no adapters here"):
+    with pytest.raises(
+        ConfigError, match=r"conv\.conv, which cannot be served: adapters of convolutions are not supported"
+    ):
         driver_with(flags, adapter)
 
 
-# All linear layers of two ranks, and what makes keys and values of latents alone.
+# All linear layers with two ranks, and only keys and values of latents.
 LATENT_ADAPTERS = ({"r": 6, "lora_alpha": 12}, {"r": 16, "target_modules": ["kv_b_proj"]}, {"r": 3, "lora_alpha": 9})
 
 
@@ -335,8 +335,8 @@ def test_all_linear_layers_of_latents(family, make, adapted_latents):
     [
         ("gpt2", "h.0.attn.q_proj", "h.0.attn.q_proj, which a gpt2 model does not have"),
         ("opt", "layers.0.self_attn.o_proj", "self_attn.o_proj, which a opt model does not have"),
-        ("gpt2", "wte", "wte, which cannot be served: embeddings have no adapters here"),
-        ("gpt2", "lm_head", "lm_head, which cannot be served: the head has no adapters here"),
+        ("gpt2", "wte", "wte, which cannot be served: adapters of embeddings are not supported"),
+        ("gpt2", "lm_head", "lm_head, which cannot be served: adapters of the head are not supported"),
     ],
 )
 def test_modules_that_a_family_does_not_have_are_refused(family, module, words, tmp_path):

@@ -11,7 +11,7 @@ from pillion.engine.models.config_parser import load_config
 from tests.support.families import FAMILIES, FIRST, OF_LATENTS, make_model, tokens_of
 from tests.support.torch_model import BackendDriver
 
-# `make test` runs the families that write latents, and one of each way on after the attention.
+# `make test` runs the families that write latents, and one for each way after attention.
 SHORT = {*OF_LATENTS, "llama-gqa-tied", "gemma4", "cohere", "gpt-oss", "qwen2-moe"}
 CASES = [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in {*FIRST.values(), *OF_LATENTS}]
 

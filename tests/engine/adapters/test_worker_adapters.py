@@ -226,7 +226,6 @@ async def test_adapters_are_packed_by_one_process_that_gives_way_to_steps(cache:
         assert pid != os.getpid()
         assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)
         await here.quiet()
-    # The process is gone when its worker is closed.
     assert not psutil.pid_exists(pid)
 
 
@@ -283,10 +282,10 @@ async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path
         await node.keep_adapter(pieces_of(open_files(folder / digest), digest), WITHIN_S)
         assert await node.missing_adapters([digest, other]) == (other,)
         await check(await here.ask(1, digest), digest)
-        # Kept twice, it stays.
+        # A second copy changes nothing.
         await node.keep_adapter(pieces_of(open_files(folder / digest), digest), WITHIN_S)
         for wrong in ("sql", "../" + "a" * 61) * 20:
-            # A call that is refused while it still sends has no clearer error.
+            # A call refused while it still sends has no clearer error.
             with pytest.raises(PillionError):
                 await node.keep_adapter(pieces_of(open_files(folder / other), wrong), WITHIN_S)
             with pytest.raises(InvalidRequest):
@@ -339,7 +338,6 @@ async def test_files_come_by_way_of_the_node_from_another_one(cache: pathlib.Pat
             adapters_of(other).root = tmp_path / "elsewhere"
 
             async def addresses() -> dict[str, str]:
-                # One of the nodes that the registry names is gone.
                 return {"kvnode-0": kvnode.address, "gone": f"unix:{folder}/no.sock", "kvnode-1": other.address}
 
             adapters_of(kvnode).addresses = addresses

@@ -117,7 +117,7 @@ def test_edits_know_their_history() -> None:
     assert [edit.row for edit in rows.edits] == [1, 2, 3]
     assert [edit.seen.tolist() for edit in rows.edits] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
     assert [edit.answered.tolist() for edit in rows.edits] == [[4, 5], [4, 5, 6], [4, 5, 6, 7]]
-    # Two tokens are generated; with min_tokens 4, the third and fourth must not end the answer and the fifth may.
+    # Two tokens are generated: with min_tokens 4, the third and fourth must not end the answer, and the fifth may.
     assert [sorted(edit.banned.tolist()) for edit in rows.edits] == [[9, 11], [9, 11], []]
     for edit in rows.edits:
         assert dict(zip(edit.biased.tolist(), edit.bias.tolist(), strict=True)) == {8: 1.0, 1: -2.0}
@@ -160,7 +160,7 @@ def test_draft_tokens_are_drawn_as_the_rows_that_judge_them() -> None:
         assert drafting[name].tolist() == judging[name].tolist()
     assert drafting.seeds.tolist() == judging.seeds.tolist()
     assert drafting.positions.tolist() == judging.positions.tolist()
-    # Tokens that are only drafted are in no penalty, and nothing is reported.
+    # Penalties ignore draft tokens, and nothing is reported.
     assert [edit.answered.tolist() for edit in drafting.edits] == [[4], [4]]
     assert drafting.logprobs.tolist() == [-1, -1, -1]
     stream.drop_proposed()
@@ -188,7 +188,6 @@ def test_bad_words_see_the_answer_and_its_drafts() -> None:
     assert [sorted(edit.banned.tolist()) for edit in rows.edits] == [[7, 8], [7, 9], [7, 10]]
     assert stream.reads_history
     assert not sequence(1, [1], bad_words_token_ids=((7,),)).reads_history
-    # The tokens of a prompt are none of the answer's.
     fresh = sequence(1, [1, 2, 3], bad_words_token_ids=words)
     assert build_sampling(StepPlan((ScheduledChunk(fresh, 2, 1, 1),)), None).edits[0].banned.tolist() == [7]
 
@@ -221,7 +220,6 @@ def test_allowed_tokens_are_masks_of_their_rows() -> None:
     assert there.tolist() == [True, True, True, False]
     wanted = [mask_of([1, 2], 64), some, mask_of([40], 64), mask_of([10, 11], 64)]
     assert bits.tolist() == [one.tolist() for one in wanted]
-    # What is drawn is among them, whatever the parameters.
     logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     chosen = sample(logits, build_sampling(plan, None)).token_ids
     assert set(chosen[1:3]) <= {3, 40}

@@ -36,12 +36,12 @@ MODELS = {
 }
 
 DTYPES = ("float32", "bfloat16")
-# KV of the model's type, and of either type of 8 bits with windows and soft caps.
+# KV of the model's type, and 8-bit KV of both types with windows and soft caps.
 MODELS_AND_KV = [*product(MODELS, DTYPES, ["auto"]), ("gemma2", "bfloat16", "fp8"), ("gemma2", "float32", "int8")]
 EACH_MODEL_AND_KV = pytest.mark.parametrize(
     ("folder", "prepared", "kv"), MODELS_AND_KV, indirect=["folder", "prepared"]
 )
-# Long texts in each of them take a while: this one has KV in 8 bits, windows and soft caps.
+# Only one model runs long texts, which are slow: 8-bit KV, windows and soft caps.
 LONG_TEXTS = pytest.mark.parametrize(
     ("folder", "prepared", "kv"),
     [

@@ -101,7 +101,6 @@ def test_weights_are_packed_once(tmp_path):
     assert torch.equal(first.linear("lm_head").data, again.linear("lm_head").data)
     assert other.linear("lm_head").data.dtype == torch.uint8
     assert len(list(ModelCache().make("packed").iterdir())) == 2
-    # What older versions of the packer left of any model is removed by the next one that packs.
     packed = ModelCache().packed_weights(prepared.fingerprint, "cpu")
     others = packed.parent
     for name in ("abc-cpu-0.weights", "abc-gpu_float16-1.weights", "abc-cpu-9.weights.tmp", "abc-cpu-999.weights"):
@@ -158,7 +157,7 @@ def test_what_the_kernels_cannot_run_runs_on_torch_and_says_so(tmp_path, caplog,
     loaded = load_model(DecodeFlags(model=str(folder), dtype="float32", **flags), 1)
     assert loaded.operators == "torch"
     assert "all operators run on torch" in caplog.text
-    # A processor without kernels is a reason of its own.
+    # A processor without kernels is a separate reason.
     assert why in caplog.text or "no kernels for this processor" in caplog.text
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs .*the CPU kernels"):
         load_model(DecodeFlags(model=str(folder), dtype="float32", kv_cache_dtype="fp8", **flags), 1)
@@ -191,7 +190,7 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path, monkeypa
         assert is_ready(replace(flags, tensor_parallel_size=size))
         make_ready(replace(flags, tensor_parallel_size=size), lines.append)
         assert not any("compiling" in line or "packing" in line for line in lines)
-    # With adapters, neither the first worker nor its first step with one compiles.
+    # With adapters, neither the first worker nor its first step compiles.
     make_ready(replace(flags, enable_lora=True), lines.append)
     assert any("compiling CPU kernels" in line for line in lines)
     lines.clear()
@@ -231,7 +230,7 @@ def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
 def test_files_that_others_could_have_written_are_refused(path):
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o620)
-    with pytest.raises(ConfigError, match="others could have written it"):
+    with pytest.raises(ConfigError, match="other users could have written it"):
         PackedFile(path)
 
 

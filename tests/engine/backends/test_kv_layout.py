@@ -49,7 +49,7 @@ def test_each_layer_has_a_place_of_its_own_size(dtype, row):
     assert [layout.place(layer).offset for layer in (0, 1, 3)] == [0, 4 * local, 4 * local + 2 * wide]
     assert [layout.place(layer).piece_bytes for layer in (0, 1, 3)] == [local, wide, local]
     assert layout.block_bytes >= 8 * local + 2 * wide
-    # Where values are no codes, a slot is a whole number of pieces of each size.
+    # Slots of values that are not codes are whole numbers of pieces of each size.
     assert dtype == "int8" or layout.block_bytes % wide == 0 == layout.block_bytes % local
     assert layout.rows_and_pieces == (0, 0)
     with pytest.raises(Internal, match="layer 2 has no place"):
@@ -94,7 +94,7 @@ def test_blocks_of_layers_that_differ_are_not_divided_over_gpus(monkeypatch):
 
 
 def test_adapters_where_values_are_keys_are_refused():
-    with pytest.raises(ConfigError, match="--enable-lora is not there yet where values are keys"):
+    with pytest.raises(ConfigError, match="--enable-lora is not supported yet if values are keys"):
         check_adapters(dataclasses.replace(parse_config(SHAPE), values_are_keys=True))
 
 
@@ -102,7 +102,9 @@ def test_adapters_where_values_are_keys_are_refused():
 def test_what_layers_that_share_do_not_go_with_is_refused(tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES["gemma4"])
     prepared = prepare(flags)
-    with pytest.raises(ConfigError, match="gemma4_text: --pipeline-parallel-size 2 is not there for layers that share"):
+    with pytest.raises(
+        ConfigError, match="gemma4_text: --pipeline-parallel-size 2 is not supported for layers that share"
+    ):
         check_stages(PrefillFlags(model=str(folder), pipeline_parallel_size=2), "cpu", prepared)
 
 

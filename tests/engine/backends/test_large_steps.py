@@ -24,7 +24,6 @@ from pillion.errors import ConfigError
 from tests.support.cpu_model import CpuDriver, needs_kernels
 from tests.support.torch_model import BackendDriver
 
-# Texts of one step are shorter than this together.
 LONGEST = 2 * MAX_STEP_TOKENS
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 96, "intermediate_size": 320, "num_attention_heads": 6, "head_dim": 32},
@@ -43,7 +42,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
 }
-# These nine texts fill the largest step.
 MOST = (32_768, *(4096,) * 8)
 
 
@@ -95,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize(
     "make",
     [
-        # To follow torch's operators, torch imports its compiler, which takes long.
+        # Tracing torch's operators imports torch's compiler, which is slow.
         pytest.param(BackendDriver, marks=pytest.mark.long, id="torch"),
         pytest.param(CpuDriver, marks=needs_kernels, id="cpu"),
     ],
@@ -147,7 +145,7 @@ def by_transformers(folder: pathlib.Path, texts: list[list[int]], follows: int) 
             for name, shape in {"llama": {}, "experts": MODELS["experts"]}.items()
             for kernels, make, marks in (("torch", BackendDriver, ()), ("cpu", CpuDriver, needs_kernels))
         ),
-        # One layer, because a text of 32,768 tokens attends for long.
+        # One layer only: attention over 32,768 tokens is slow.
         pytest.param(
             CpuDriver,
             {"num_hidden_layers": 1},
@@ -171,7 +169,6 @@ def test_a_large_step_computes_what_transformers_computes(
         begin += len(text)
     found = driver.step(*zip(numbers, texts, strict=True), sample=starts)
     assert (found - wanted).abs().max() < 2e-3 * wanted.std()
-    # What follows reads the KV that the step has written.
     assert (driver.step((numbers[0], [7])) - wanted_after).abs().max() < 2e-3 * wanted.std()
 
 

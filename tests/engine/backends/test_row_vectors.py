@@ -18,7 +18,7 @@ from tests.support.torch_model import BackendDriver
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-# What makes the last row differs: its norm, factors after it, and what the layer before it computes.
+# Families whose last row differs: its norm, factors after it, or the previous layer.
 LONG = (
     "llama-gqa-tied",
     "qwen3-qk-norm",
@@ -61,7 +61,7 @@ def test_a_rows_vector_is_the_last_hidden_state_whole_and_in_chunks(own_cache, t
     model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval()
     text = tokens_of(PROMPT_TOKENS, 1)
     with torch.inference_mode():
-        # Llama 4's model within is not the one that transformers calls so.
+        # Llama 4's inner model is not transformers' ``base_model``.
         within = model.model if model.base_model is model else model.base_model
         wanted = within(torch.tensor([text])).last_hidden_state[0, -1].numpy()
     driver = driver_of(prepared, kernels)
@@ -71,13 +71,12 @@ def test_a_rows_vector_is_the_last_hidden_state_whole_and_in_chunks(own_cache, t
     assert np.abs(alone - wanted).max() <= TOLERANCE * max(1.0, float(np.abs(wanted).max()))
     half = len(text) // 2
     driver.step((cut[0], text[:half]), sample=())
-    # A step that samples rows, one of them twice, gives logits of these alone beside the vectors.
+    # A step that samples rows, one of them twice, gives only their logits beside the vectors.
     rows = [last, 2, 2, 0, 1, last]
     batch = dataclasses.replace(driver.sequences.step([(driver.sequences.add()[0], text)], rows), pooled=3)
     logits = driver.backend.forward(batch).clone()
     assert (len(logits), torch.equal(logits[1], logits[2]), torch.equal(logits[0], logits[1])) == (3, True, False)
     assert np.abs(driver.backend._read_vectors(batch)[2] - alone).max() <= (0.0 if kernels == "cpu" else TOLERANCE)
-    # The step gives the vector of one row twice, and that of a row of another text.
     row = 2 + len(text) - half - 1
     beside, *twice = vectors(driver, (other[0], text[3:5]), (cut[0], text[half:]), of=[1, row, row])
     assert beside.tobytes() != alone.tobytes()

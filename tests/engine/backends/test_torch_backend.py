@@ -72,7 +72,7 @@ def test_a_row_that_is_sampled_several_times_is_computed_once(driver, monkeypatc
     once = driver.step((number, [5, 6, 7, 8]), sample=[1, 3])
 
     def counted(*args, **options):
-        # The last one without a name is the rows whose logits are computed.
+        # The last argument without a name is the rows whose logits are computed.
         computed.append(len(args[-1]))
         return run(*args, **options)
 

@@ -22,7 +22,7 @@ from tests.support.hybrids import HYBRIDS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-# A model of each kind, and of its second file a tensor that other kinds do not have.
+# A model of each kind, and a tensor of its second file that other kinds do not have.
 KINDS = {
     "dense": ("llama-mqa-biases", "model.layers.1.self_attn.v_proj.bias"),
     "experts": ("qwen3-moe", "model.layers.1.mlp.experts.3.up_proj.weight"),
@@ -90,7 +90,7 @@ def test_a_shard_that_is_cut_short_is_named(shards: Callable[[str], pathlib.Path
     folder = shutil.copytree(shards("mistral4"), tmp_path / "model")
     file = folder / "two.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=rf"{re.escape(str(file))} \(.* bytes\) is cut short"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(file))} \(.* bytes\) is truncated"):
         TorchBackend(prepare(ModelFlags(model=str(folder), dtype="float32")), 16, 0)
     file.unlink()
     with pytest.raises(ConfigError, match=r"two\.safetensors"):

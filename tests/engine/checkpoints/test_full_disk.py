@@ -51,7 +51,6 @@ def kernels(root: Path) -> None:
 @pytest.mark.parametrize("make", [record, folder, packed, kernels])
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, make: Callable[[Path], None]) -> None:
     with mounted_disk(tmp_path / "disk", DISK_BYTES) as disk:
-        # The folders of the cache are there.
         disk.leave(4096)
         for _ in range(2):
             with pytest.raises(ConfigError, match="No space left"):
@@ -65,5 +64,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """Its locks, too, whatever the reason is."""
     (tmp_path / "locks").mkdir()
     os.symlink("missing/folder", tmp_path / "locks" / "models-d")
-    with pytest.raises(ConfigError, match="cannot be written: No such file or directory; PILLION_CACHE names another"):
+    with pytest.raises(
+        ConfigError, match="cannot be written: No such file or directory; set PILLION_CACHE to another folder"
+    ):
         ModelCache(tmp_path).folder("d", lambda into: None, print)

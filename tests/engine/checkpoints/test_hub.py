@@ -94,7 +94,6 @@ def test_the_files_of_a_model_are_brought(tmp_path: pathlib.Path) -> None:
     with hub() as (url, sent), pillion_commands(HF_ENDPOINT=url, HF_HOME=str(tmp_path)) as pillion:
         done = pillion("prepare", "some/model")
         assert sorted(sent) == ["config.json", "model.safetensors", "tokenizer.json"]
-        # What the hub has is no model.
         assert (done.returncode, "from the hub" in done.stderr) == (2, False), done.stderr
         missing = {
             ("some/other",): "there is no such repository, or it is private (then set HF_TOKEN)",

@@ -220,16 +220,16 @@ def test_dtype_auto_is_one_of_two():
 
 
 def test_bad_paths_are_refused_in_one_line(folder, tmp_path):
-    assert "no model named" in refused(flags(""))
-    assert "no hub id" in refused(flags("no-such-model"))
-    assert "no hub id" in refused(flags(tmp_path / "nothing"))
+    assert "no model given" in refused(flags(""))
+    assert "nor a hub id" in refused(flags("no-such-model"))
+    assert "nor a hub id" in refused(flags(tmp_path / "nothing"))
     plain = tmp_path / "notes.txt"
     plain.write_text("hello")
     assert "not a GGUF" in refused(flags(plain))
     assert "config.json" in refused(flags(tmp_path))
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + b"\1" * 64)
-    assert "it may be damaged, or cut short" in refused(flags(broken))
+    assert "it may be damaged or truncated" in refused(flags(broken))
     edit_json(folder / "config.json", model_type="mamba")
     assert "'mamba' is not supported" in refused(flags(folder))
 
@@ -282,10 +282,13 @@ def test_a_hub_folder_is_served_under_its_id(monkeypatch, folder):
         (lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}), r"model.norm.weight is \[3\]"),
         (lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "is I8"),
         (lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[77].fill_(torch.nan), r"1.mlp.up.*NaN"),
-        (lambda tensors: tensors["model.norm.weight"][3:5].copy_(torch.tensor([1, -1]) / 0), r"model.norm.* infinite"),
+        (
+            lambda tensors: tensors["model.norm.weight"][3:5].copy_(torch.tensor([1, -1]) / 0),
+            r"model.norm.* infinities",
+        ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.full((64,), 1e300, dtype=torch.float64)}),
-            "infinite numbers in float32",
+            "NaN or infinities in float32",
         ),
     ],
 )
@@ -305,14 +308,14 @@ def test_a_damaged_weight_file_is_refused(folder):
     path = folder / "model.safetensors"
     for content in (b"\1" * 100, path.read_bytes()[:20_000], b""):
         path.write_bytes(content)
-        words = rf"model.safetensors \({len(content):,} bytes\) is cut short, or no safetensors file: "
+        words = rf"model.safetensors \({len(content):,} bytes\) is truncated, or not a safetensors file: "
         with pytest.raises(ConfigError, match=words):
             TorchBackend(prepare(flags(folder)), 16, 0)
     path.unlink()
-    assert refused(flags(folder)).endswith("safetensors or GGUF only")
+    assert refused(flags(folder)).endswith("only safetensors and GGUF weights are supported")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     said = refused(flags(folder))
-    assert "and pytorch_model.bin is a pickle, which may run any program. If you trust it, convert it once" in said
+    assert "and pytorch_model.bin is a pickle, which may run arbitrary code. If you trust it, convert it once" in said
 
 
 def test_sharded_weights(folder):
@@ -367,7 +370,7 @@ def test_a_pool_that_does_not_fit_is_refused(folder):
     backend.warm_up(40)
     assert not any(memory)
     backend.close()
-    memory.clear()  # Raises BufferError while somebody still holds the memory.
+    memory.clear()  # BufferError if the memory is still referenced.
 
 
 def test_a_failed_conversion_leaves_nothing_behind(tmp_path):
@@ -396,7 +399,7 @@ def test_one_models_conversion_waits_for_no_other(tmp_path, monkeypatch):
         assert (made / "whole").is_file()
         assert half_made.is_dir(), "a draft was removed under its maker"
         assert not lines
-        # Whoever wants the same model waits, says so once, and gives up at last.
+        # A second process waits for the same model, says so once, and finally gives up.
         with pytest.raises(ConfigError, match="too long"):
             cache.folder("slow", lambda into: None, lines.append)
         assert lines == ["waiting for another process that prepares the same model"]
@@ -459,7 +462,7 @@ def test_any_complete_set_of_files_that_one_index_names_is_read(folder, stem):
     split_in_two(folder, stem)
     save_file({"other": torch.zeros(1)}, folder / "other.safetensors")
     assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
-    # An index that is not complete counts for nothing beside one that is.
+    # A complete index wins over an incomplete one.
     (folder / "a.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "nowhere.safetensors"}}))
     assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
     (folder / f"{stem}.safetensors.index.json").unlink()
@@ -484,7 +487,7 @@ def test_each_start_names_the_keys_that_are_passed_over(folder):
     for _ in range(2):
         lines = []
         prepare(flags(folder), lines.append)
-        assert "keys of config.json without effect here are passed over: maker, new_option" in lines
+        assert "ignored keys of config.json: maker, new_option" in lines
 
 
 def test_a_key_of_the_config_may_be_ignored(folder, monkeypatch):
@@ -514,7 +517,7 @@ def test_the_file_goes_before_an_index_beside_it_as_in_transformers(folder, capl
     whole = BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "nowhere.safetensors"}}))
     assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
-    assert f"model.safetensors is read, as transformers does, and not what {INDEX} names" in caplog.text
+    assert f"using model.safetensors like transformers, and not the files of {INDEX}" in caplog.text
 
 
 def test_the_end_of_the_tokenizers_config_ends_a_text_too(folder):
@@ -542,14 +545,14 @@ def tokenizer_of(folder) -> Tokenizer:
         ("config.json", "eos_token_id", [1, 10**9], "eos_token_id must name tokens of the vocabulary, from 0 on, not"),
         ("config.json", "eos_token_id", "x", "eos_token_id must name tokens of the vocabulary, from 0 on, not"),
         ("config.json", "bos_token_id", 10**9, "bos_token_id must name tokens of the vocabulary, from 0 on, not"),
-        ("config.json", "eos_token_id", [1] * 10**6, "eos_token_id has 1000000 ids; at most 1024 are read"),
+        ("config.json", "eos_token_id", [1] * 10**6, "eos_token_id has 1000000 ids; the limit is 1024"),
         (
             "generation_config.json",
             "eos_token_id",
             -5,
             "config.json: eos_token_id must name tokens of the vocabulary, from 0 on, not",
         ),
-        ("generation_config.json", "eos_token_id", [1] * 10**6, "eos_token_id has 1000000 ids; at most 1024 are read"),
+        ("generation_config.json", "eos_token_id", [1] * 10**6, "eos_token_id has 1000000 ids; the limit is 1024"),
         ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers must be at most 4096, not 1000000000"),
     ],
 )

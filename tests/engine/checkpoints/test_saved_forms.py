@@ -43,7 +43,7 @@ Read = tuple[ModelConfig, dict[str, torch.Tensor]]
 OF_CLASSES = {"save_original_format": False}
 HEADS = {"lm_head", "score"}
 CASES = {**FAMILIES, **HYBRIDS}
-# The first case of each family whose classes have names of their own.
+# The first case of each family whose classes have different names.
 NAMED = [
     next(case for case, settings in CASES.items() if settings.get("model_type", "llama") == name)
     for name, family in ROWS.items()
@@ -70,7 +70,7 @@ def read(folder: pathlib.Path) -> Read:
 def check(folder: pathlib.Path, wanted: Read, *, has_head: bool = True) -> None:
     """Asserts that a folder has the config and the tensors, and a head where it should."""
     (config, tensors), (wanted_config, wanted_tensors) = read(folder), wanted
-    # transformers calls a Mistral with layers of several kinds a Ministral when it loads it.
+    # transformers loads a Mistral with layers of several kinds as Ministral.
     assert {config.family, wanted_config.family} in ({config.family}, {"mistral", "ministral"})
     assert dataclasses.replace(config, family=wanted_config.family) == wanted_config
     assert tensors.keys() - HEADS == wanted_tensors.keys() - HEADS
@@ -90,7 +90,7 @@ def saved(model: Any, root: pathlib.Path, shards: bool = False) -> Iterator[path
         yield folder
 
 
-# In both tests the first form is the one whose logits are compared with transformers' elsewhere.
+# Other tests compare the logits of the first form with transformers'.
 @parametrized(CASES)
 def test_a_text_model(name: str, tmp_path: pathlib.Path) -> None:
     first, _ = make_model(tmp_path / "first", CASES[name])
@@ -108,7 +108,7 @@ def test_a_text_model(name: str, tmp_path: pathlib.Path) -> None:
             assert torch.equal(read(form)[1]["score"], classifier.score.weight)
 
 
-# The first case of each family: what a head is depends on its classes alone.
+# The first case of each family: heads depend only on the classes.
 @parametrized(
     {settings.get("model_type", "llama"): case for case, settings in reversed(CASES.items())}.values(),
     short=("llama-gqa-tied", "gpt2"),
@@ -170,7 +170,7 @@ def both_ways(model: Any, root: pathlib.Path) -> tuple[pathlib.Path, pathlib.Pat
     return straight, turned, file
 
 
-@pytest.mark.parametrize("inner", [48, 64, 32])  # With 64 the down projection is square, with 32 gate and up are.
+@pytest.mark.parametrize("inner", [48, 64, 32])  # The down projection is square with 64, gate and up with 32.
 def test_experts_either_way_round(inner: int, tmp_path: pathlib.Path) -> None:
     """Published files of Qwen3-VL have experts' inputs as rows, and those that transformers 5 saves have outputs."""
     model = whole_model("qwen3_vl_moe", moe_intermediate_size=inner)

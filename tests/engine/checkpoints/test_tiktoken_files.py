@@ -17,7 +17,6 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.checkpoints.tiktoken_files import has_vocabulary, write_tokenizer
 from pillion.errors import ConfigError
 
-# Texts in the pieces into which they are split.
 TEXTS = (
     ["Hello", ",", " world", "!", "\n\n", "It's", " the", " the", " ", " there"],
     ["中文", "English", "混合", " Pascal", "，", "北京市"],

@@ -12,7 +12,7 @@ def test_a_stage_has_a_line_when_it_begins_and_one_from_time_to_time() -> None:
     assert lines == ["converting weights"]
     for amount in (10, 15, 50, 25, 100):
         report.add(amount)
-    # Nothing is said of the end, which the next stage follows.
+    # The end is not reported; the next stage follows it.
     assert lines == ["converting weights", "converting weights: 12 %", "converting weights: 50 %"]
 
 

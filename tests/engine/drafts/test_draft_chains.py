@@ -60,7 +60,6 @@ class CheckedPasses:
             text = chunk.chain.sequence.tokens(0, chunk.chain.sequence.num_tokens).tolist()
             assert len(found) == chunk.draft_tokens
             sampling = chunk.chain.sequence.sampling
-            # A penalty changes what is drafted.
             if sampling is not None and not sampling.frequency_penalty:
                 assert found.tolist() == greedy(text, chunk.draft_tokens), (
                     "a draft token came of other KV than that of its text"
@@ -93,12 +92,11 @@ def test_many_draft_tokens_end_with_the_longest_text() -> None:
 def test_a_good_draft_saves_steps_and_is_found_again() -> None:
     harness = SchedulerHarness(slots=80, budget=64, draft=drafting())
     harness.submit(prompt(1, 21), 40)
-    # Without drafts there are 40 steps. Draft tokens do not grow the table, so some steps have fewer than three.
+    # 40 steps without drafts. Draft tokens do not grow the table, so some steps have fewer than three.
     assert harness.run_all() <= 24
     assert harness.draft_hits == 0
     harness.submit(prompt(1, 21), 12)
     harness.run_all()
-    # The last token of the text is always computed.
     assert harness.draft_hits == 5
 
 
@@ -118,7 +116,7 @@ def test_a_prompt_is_caught_up_with_within_the_budget() -> None:
         before = len(passes.first_passes)
         plans.append(harness.step())
         drafted = sum(passes.first_passes[before:])
-        # A draft token's own few tokens are the step's that brought them.
+        # A step also brings a draft token's own few tokens.
         assert plans[-1].num_tokens + drafted <= 16 + 3 * (DRAFT_TOKENS + 1)
         while harness.answer():
             pass
@@ -137,7 +135,7 @@ def test_no_step_runs_ahead_while_a_draft_catches_up() -> None:
         asked = len(passes.first_passes)
         harness.answered_step()
         if asked > 0 and not passes.drafted:
-            # The draft token that was asked for is not there yet, and the next step asks again.
+            # The requested draft token has not arrived, so the next step asks again.
             assert not scheduler.may_run_ahead
     assert passes.drafted
     harness.run_all()
@@ -159,7 +157,6 @@ def test_drafts_wait_while_prompts_fill_the_steps() -> None:
 
 
 def test_slots_of_drafts_go_before_a_stream_is_preempted() -> None:
-    # Two streams of 10 blocks each fit exactly beside nothing else.
     harness = SchedulerHarness(slots=20, budget=32, draft=drafting())
     harness.submit(prompt(1, 15), 25)
     harness.submit(prompt(2, 15), 25)
@@ -215,7 +212,7 @@ def test_texts_that_the_draft_model_cannot_read_are_not_drafted_for() -> None:
 
 @pytest.mark.parametrize(
     ("came", "kept"),
-    # One that was expected is computed anew, for its logits; the last draft token has no KV; a grammar forced others.
+    # An expected token is recomputed for its logits; the last draft token has no KV; a grammar forced others.
     [([], 9), ([4], 9), ([4, 5], 10), ([4, 5, 6, 1], 11), ([4, 9], 10), ([9, 5, 6], 9), ([8], 9)],
 )
 def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
@@ -239,7 +236,7 @@ def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
 )
 def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int) -> None:
     slots, budget, seqs = shape
-    # With its own 17 blocks a pool can always serve the longest sequence of ARRIVE.
+    # 17 blocks of its own can always serve the longest sequence of ARRIVE.
     harness = SchedulerHarness(
         slots=max(slots, 17),
         budget=max(budget, seqs),
@@ -300,6 +297,5 @@ def test_no_prompt_is_caught_up_with_for_a_stream_that_ends_before_that_pays() -
         harness.submit(prompt(1, 90), answer_tokens)
         harness.run_all()
         read.append(sum(count for count in harness.passes.first_passes if count > 2 * DRAFT_TOKENS))
-    # The prompt's last token is not after what a step computes.
     assert read[0] == 0
     assert read[1] >= 90

@@ -48,7 +48,7 @@ def test_kills_lose_no_token(tmp_path: pathlib.Path) -> None:
         wait_for("all slots back", cluster.idle)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             for seed, role in enumerate(("decode", "kvnode"), 1):
-                # A step gives a stream five tokens at most, so neither is over at half of the fewest steps.
+                # A step gives a stream at most five tokens, so neither stream ends within half of the fewest steps.
                 cluster.arm(TOKENS // 5 // 2, signal.SIGKILL, point=AMID_STEPS, victim=role)
                 streams = [pool.submit(answer, cluster, seed) for _ in range(2)]
                 cluster.struck()

@@ -51,7 +51,6 @@ class CountingDrafter(OracleDrafter):
 def seconds(harness: TimedHarness, streams: int, length: int = 60) -> float:
     for seed in range(streams):
         harness.submit(prompt(seed % 4, 6), length, seed=seed)
-    # The harness's own clock moves between two steps, too, which is no part of the machine.
     began = harness.now
     steps = harness.run_all()
     return harness.now - began - 0.01 * steps
@@ -108,7 +107,7 @@ def test_steps_of_more_decodes_than_configured_draft_token_nothing() -> None:
     assert control.shares(streams[:3], [9, 2, 0], 100) == [4, 2, 0]
     control.observe(scheduled, StepCost(), 0.0)
     assert control.shares(streams, [9] * 4, 100) == [0] * 4
-    # A look-up is cheap, but a draft model's passes are not, and nobody would use their draft tokens.
+    # A look-up is cheap; a draft model's passes are not, and their draft tokens would not be used.
     assert [stream for stream, _ in control.due_for_probe(streams, slow=False)] == streams
     assert control.due_for_probe(streams, slow=True) == []
     control.observe(scheduled[:3], StepCost(), 0.0)
@@ -171,7 +170,7 @@ def test_a_full_batch_that_nothing_is_worth_drafting_for_is_seldom_thought_about
         harness.submit(prompt(seed % 4, 6), length, seed=seed)
     steps = harness.run_all()
     assert not harness.drafted
-    # Each decision computes the shares twice: as they can be in this step, and as they could be at best.
+    # Each decision computes the shares twice: possible in this step, and possible at best.
     assert len(decisions) < 2 * steps / 3
     assert drafter.asked < 16 * length / 16 / 2
 
@@ -192,7 +191,6 @@ def test_found_draft_tokens_are_made_where_they_are_enough_to_pay(found: int, to
     scheduled = speculate(KnowsSome(), control, StepCost(), [ScheduledChunk(one, 2, 1, 1) for one in streams], 100)
     assert max(chunk.count for chunk in scheduled) == tokens
     if found == 1:
-        # The text that comes judges what no step did.
         made, right = streams[0].draft_tokens.pop_probe(np.array([1, 2, 3, 7, 7, 7], np.int32))
         assert made == right > 0
 

@@ -42,7 +42,7 @@ def layout(layers: int, heads: int = 2, head_dim: int = 16, dtype: str = "float3
 
 @pytest.mark.parametrize(
     ("layers", "blocks"),
-    # 30 layers in 30, 6 and 4 of them, and one that leaves 2 of 30 over.
+    # 30 layers in groups of 30, 6 and 4, and one that leaves a remainder of 2.
     [(30, 1), (6, 5), (4, 5), (14, 1), (1, 30)],
 )
 def test_as_many_tokens_as_fit(layers: int, blocks: int) -> None:
@@ -52,7 +52,7 @@ def test_as_many_tokens_as_fit(layers: int, blocks: int) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="fewer layers or KV heads"):
         draft_blocks(layout(30), layout(31))
-    with pytest.raises(ConfigError, match="4096 bytes a token, the model's 3968"):
+    with pytest.raises(ConfigError, match="4096 bytes per token, the model's 3968"):
         draft_blocks(layout(31, 1), layout(32, 1))
 
 
@@ -115,7 +115,7 @@ def test_the_passes_are_greedy(
     draw = np.random.default_rng(1)
     texts = [draw.integers(2, 250, length).tolist() for length in (70, 9, 30)]
     chains = [chain_of(text, slots, shape) for text, slots in zip(texts, ([11, 3, 5], [7], [2]), strict=True)]
-    # The first text has caught up with 50 tokens; the second draft tokens less, the third nothing.
+    # The first text has read all 50 tokens; the second has fewer draft tokens, the third none.
     assert draft.run(DraftPlan((DraftChunk(chains[0], 0, 50, 0),))) is not None
     scheduled = (DraftChunk(chains[0], 50, 20, 4), DraftChunk(chains[1], 0, 9, 2), DraftChunk(chains[2], 0, 30, 0))
     draft_tokens = draft.run(DraftPlan(scheduled))
@@ -125,7 +125,6 @@ def test_the_passes_are_greedy(
         assert len(found) == count
         if count:
             assert not first_difference(oracle.greedy(text, count), found.tolist(), 1e-3)
-    # Only the blocks of these slots were written.
     rows = torch.frombuffer(memory, dtype=torch.uint8).view(num_slots, -1)
     touched = [at for at in range(num_slots) if not rows[at].view(torch.float32).isnan().all()]
     assert touched == [2, 3, 5, 7, 11]
@@ -147,7 +146,7 @@ def test_another_tokenizer_is_refused_by_its_ids(
         ConfigError, match=r"draft model .*other: its tokenizer differs .* in 1 ids, the first of them 258"
     ):
         load_draft(flags(folders[0]), config, main, 1, 256, load_model)
-    # A file that is written otherwise and means the same is no difference.
+    # Another form of the same file is no difference.
     text = json.loads((folders[0] / "tokenizer.json").read_text())
     (folders[1] / "tokenizer.json").write_text(json.dumps(text, indent=3))
     config = replace(config, model=str(folders[1]))
@@ -165,5 +164,5 @@ def test_a_missing_draft_model_is_named_and_a_hybrid_one_refused(
     with pytest.raises(ConfigError, match="--speculative-config: draft model /nowhere: "):
         load_draft(flags(folders[0]), config, main, 1, 256, load_model)
     config = replace(config, model=str(make_model(tmp_path / "hybrid", HYBRIDS["lfm2"])[0]))
-    with pytest.raises(ConfigError, match=r"draft model .*hybrid: its layers carry states, and no such model drafts"):
+    with pytest.raises(ConfigError, match=r"draft model .*hybrid: its layers have states, which draft models must not"):
         load_draft(flags(folders[0]), config, main, 1, 256, load_model)

@@ -113,7 +113,6 @@ async def test_draft_tokens_come_of_the_drafts_own_blocks_which_are_found_again(
         assert answer.token_ids == greedy(prompt(1, 30), 60)
         assert len(workers.decode_backend.steps) < 45
         await workers.quiet()
-        # The draft's blocks are beside the model's, under a root of their own.
         root = request_root(NAMESPACE, cache_salt=ROOT.hex())
         hashes = chain_hashes(root, [*prompt(1, 30), *answer.token_ids], BLOCK)
         ticket = await workers.node.open_ticket(workers.session.epoch, hashes[:-32], len(hashes) // 32)
@@ -171,7 +170,6 @@ async def test_a_fenced_worker_drafts_again_in_its_new_epoch(monkeypatch: pytest
 
 
 async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Drafts do not come back.
     monkeypatch.setattr(draft_chains, "PAUSE_S", math.inf)
     node = {"decode_reserve_percent": 0}
     async with drafting(monkeypatch, slots=64, node=node) as (workers, draft), connected(workers) as connection:
@@ -188,17 +186,16 @@ async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: p
         first = await workers.ticket(prompt(1, 40))
         answer = await connection.submit(submit_of(1, first, prompt(1, 40), 60))
         await until("a step that waits", main.waiting.is_set)
-        # What that step's plan has asked for moves no more slots hereafter.
         await answered(workers)
         recalls = recalls_of(heartbeats, monkeypatch)
         books = await workers.node.status()
         held = books.leased_blocks + books.pinned_blocks
-        # More than is free beside stream and draft, and no more than beside the stream.
+        # More than stream and draft leave free, but not more than the stream alone does.
         wanted = (64 - held + 4) * BLOCK
         asked = asyncio.create_task(workers.ticket(prompt(3, wanted)))
         await until("a prompt that waits", lambda: len(workers.kvnode.pool.waiting) == 1)
         await until("the node's recall at the worker", lambda: recalls)
-        # A few steps, each of which waits for the node, bring the slots to it. The stream is not over then.
+        # The slots are recalled in a few steps, each of which waits for the node. The stream still runs then.
         last_step, goes_on = len(main.steps) + 4, threading.Event()
 
         def few_steps(batch: StepBatch) -> None:
@@ -236,7 +233,7 @@ async def test_a_cancelled_stream_leaves_no_draft(monkeypatch: pytest.MonkeyPatc
         for key in range(1, 6):
             ticket = await workers.ticket(prompt(key, 30))
             answer = await connection.submit(submit_of(key, ticket, prompt(key, 30), 900))
-            # The first of them is gone before its draft's ticket has come. One that is worth no draft ends by itself.
+            # The first ends before its draft's ticket arrives. One without useful drafts ends by itself.
             passes = len(draft.steps) + (key > 1)
             await until("passes", lambda: len(draft.steps) >= passes or answer.over.is_set())  # noqa: B023
             await connection.cancel(key)
@@ -272,7 +269,7 @@ async def test_a_failing_draft_model_is_no_stream_s_end(monkeypatch: pytest.Monk
         answer = await finished(workers, connection, 1, prompt(1, 30), 20)
         assert answer.token_ids == greedy(prompt(1, 30), 20)
         draft.before_step = lambda batch: None
-        # Logits that are no numbers draft nothing.
+        # NaN logits draft nothing.
         draft.broken = answer.token_ids[3]
         again = await finished(workers, connection, 2, prompt(1, 30), 20)
         assert again.token_ids == answer.token_ids

@@ -57,7 +57,6 @@ def test_right_draft_tokens_save_steps() -> None:
     for harness in (plain, drafting):
         harness.submit(prompt(1, 9), 33)
     assert plain.run_all() == 33
-    # A block of four at a time: draft tokens do not grow the table.
     assert drafting.run_all() <= 12
     assert len(drafting.records[1].token_ids) == 33
 
@@ -150,14 +149,14 @@ def looked_up(drafter: Drafter, text: list[int], most: int) -> list[int]:
     ("text", "drafted"),
     [
         ([1, 2, 3, 4, 5, 9, 1, 2, 3], [4, 5, 9, 1]),
-        # The longer match wins over the later one, the later one among equals.
+        # The longer match wins, and the later one of equal length.
         ([7, 1, 2, 30, 8, 1, 2, 40, 7, 1, 2], [30, 8, 1, 2]),
         ([1, 2, 30, 1, 2, 40, 1, 2], [40, 1, 2]),
-        # One token in common is not enough; nothing in common is nothing.
+        # One common token is not enough.
         ([1, 2, 3, 9, 3], []),
         ([1, 2, 3], []),
         ([5], []),
-        # It may run into its own end.
+        # A match may overlap its continuation.
         ([6, 6, 6, 6], [6]),
     ],
 )

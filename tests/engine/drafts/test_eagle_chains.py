@@ -42,10 +42,10 @@ def head_of(harness: SchedulerHarness) -> FakeHead:
 def test_a_good_head_saves_steps_from_the_first_token_on() -> None:
     harness = SchedulerHarness(slots=80, budget=64, draft=heading())
     harness.submit(prompt(1, 21), 40)
-    # Without draft tokens there are 40 steps. Draft tokens do not grow the table, so some steps have fewer than three.
+    # 40 steps without drafts. Draft tokens do not grow the table, so some steps have fewer than three.
     assert harness.run_all() <= 22
     assert head_of(harness).contexts[0] >= 21
-    # Its blocks are found by nobody: the second prompt's states begin after its cached prefix.
+    # Its blocks cannot be found: the second prompt's states begin after its cached prefix.
     harness.submit(prompt(1, 21), 12)
     before = len(head_of(harness).contexts)
     harness.run_all()
@@ -136,7 +136,6 @@ def test_a_failed_pass_ends_drafting_for_its_sequences_alone() -> None:
 )
 def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int) -> None:
     slots, budget, seqs = shape
-    # With its own 17 blocks a pool can always serve the longest sequence of ARRIVE.
     slots = max(slots, 17)
     harness = SchedulerHarness(
         slots=slots, budget=max(budget, seqs), max_num_seqs=seqs, max_loras=2, draft=heading(most_tokens)

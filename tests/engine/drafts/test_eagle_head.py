@@ -134,7 +134,7 @@ def test_draft_tokens_are_the_reference_s(kind: str, kernels: str, main: pathlib
     backend = loaded.backend
     assert isinstance(backend, HostBackend)
     assert isinstance(head.backend, CpuEagle if kernels == "cpu" else TorchEagle)
-    # Seven layers of the model's KV hold seven blocks of a head's one layer, less those that no slot's end cuts.
+    # The KV of seven layers holds seven blocks of a head's single layer, minus blocks across slot ends.
     assert shape.block_size == BLOCK * 7
     pool_for(backend, head)
     head.backend.warm_up(8)
@@ -143,7 +143,7 @@ def test_draft_tokens_are_the_reference_s(kind: str, kernels: str, main: pathlib
     texts = [draw.integers(2, 250, length).tolist() for length in (150, 40)]
     first = text_of(backend, shape, texts[0], [*range(12)], [20, 21])
     second = text_of(backend, shape, texts[1], [12, 13, 14], [22])
-    # A prompt in two steps, with passes between them; and one whose first tokens were computed elsewhere.
+    # A prompt in two steps with passes between them, and one whose first tokens were computed elsewhere.
     first.run(0, 70)
     assert draft_tokens_of(head, DraftChunk(first.chain, 0, 70, 0)) == [[]]
     first.run(70, 149)
@@ -151,7 +151,7 @@ def test_draft_tokens_are_the_reference_s(kind: str, kernels: str, main: pathlib
     second.run(25, 39)
     found = draft_tokens_of(head, DraftChunk(first.chain, 70, 79, 4), DraftChunk(second.chain, 0, 14, 2))
     assert found == [reference.draft_tokens(texts[0], 4), reference.draft_tokens(texts[1], 2, begin=25)]
-    # The next tokens are others than were drafted: the states of draft tokens are overwritten.
+    # Other tokens follow than were drafted: states of draft tokens are overwritten.
     for token in (7, 9):
         first.chain.sequence.append(token)
     first.run(149, 151)
@@ -236,9 +236,9 @@ BAD_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"vocab_size": 300}, "a vocabulary of 300 tokens, the model has 258"),
     "hidden": ({"hidden_size": 32}, "states of 32 values, the model's have 64"),
     "kind": ({"model_type": "gemma2"}, "its layer is of the kind 'gemma2'"),
-    "two layers": ({"num_hidden_layers": 2}, "it has 2 layers; heads of one layer are served"),
+    "two layers": ({"num_hidden_layers": 2}, "it has 2 layers; only heads of one layer are supported"),
     "option": ({"alibi": True}, "config.json has alibi = True"),
-    "inner": ({"intermediate_size": 96}, r"mlp.gate_proj.weight is \[128, 64\], config.json wants \[96, 64\]"),
+    "inner": ({"intermediate_size": 96}, r"mlp.gate_proj.weight is \[128, 64\], but config.json requires \[96, 64\]"),
 }
 
 
@@ -258,11 +258,11 @@ def test_a_config_that_does_not_fit_is_refused(name: str, main: pathlib.Path, tm
     [
         ({"d2t": None}, "it lacks d2t"),
         ({"fc.weight": None, "norm.weight": None}, "it lacks fc.weight, norm.weight"),
-        ({"fc.weight": torch.zeros(64, 128)}, r"its fc.weight is \[64, 128\], config.json wants \[64, 192\]"),
+        ({"fc.weight": torch.zeros(64, 128)}, r"its fc.weight is \[64, 128\], but config.json requires \[64, 192\]"),
         ({"layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}, "it holds layers.1.mlp.up_proj.weight, which an EAGLE-3"),
         ({"d2t": torch.full((200,), 100)}, "d2t names tokens outside of the vocabulary of 258"),
-        ({"d2t": torch.zeros(200)}, "its d2t is F32; only I64, I32 are read"),
-        ({"norm.weight": torch.full((64,), float("nan"))}, "its norm.weight holds NaN"),
+        ({"d2t": torch.zeros(200)}, "its d2t is F32; only I64, I32 are supported"),
+        ({"norm.weight": torch.full((64,), float("nan"))}, "its norm.weight contains NaN"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
@@ -278,9 +278,9 @@ def test_weights_that_do_not_fit_are_refused(
 
 def test_what_is_no_head_is_refused(main: pathlib.Path, tmp_path: pathlib.Path) -> None:
     loaded = on("torch", main)
-    with pytest.raises(ConfigError, match=r"it is no EAGLE-3 head: config.json has neither"):
+    with pytest.raises(ConfigError, match=r"it is not an EAGLE-3 head: config.json has neither"):
         load(loaded, main, main)
-    with pytest.raises(ConfigError, match="nowhere is no folder here, and no hub id"):
+    with pytest.raises(ConfigError, match="nowhere is neither a local folder nor a hub id"):
         load(loaded, main, pathlib.Path("/nowhere"))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="neither speculators_model_type nor draft_vocab_size"):

@@ -55,7 +55,6 @@ async def test_a_prompt_that_is_found_is_drafted_for_by_its_tail(monkeypatch: py
         assert len(workers.decode_backend.steps) < 45
         assert head.contexts[0] >= 30
         await workers.quiet()
-        # The prompt's blocks are found, and so are not computed here.
         before = len(head.contexts)
         again = await finished(workers, connection, 2, prompt(1, 30), 20)
         assert again.token_ids == answer.token_ids[:20]

@@ -40,7 +40,7 @@ def answers(folder: pathlib.Path, draft: pathlib.Path | None) -> list[list[int]]
         **options,
     ) as llm:
         outputs = llm.generate([text for text in TEXTS for _ in SETTINGS], SETTINGS * len(TEXTS), use_tqdm=False)
-        # The second round finds prompts and drafts of the first one.
+        # The second round finds prompts and drafts of the first.
         again = llm.generate([text for text in TEXTS for _ in SETTINGS], SETTINGS * len(TEXTS), use_tqdm=False)
     found = [answer.token_ids for output in outputs for answer in output.outputs]
     assert found == [answer.token_ids for output in again for answer in output.outputs]
@@ -55,7 +55,6 @@ def test_no_answer_changes(family: str, tmp_path: pathlib.Path) -> None:
     main = with_quiet_layers(base, tmp_path / "main", 1, 0.05)
     plain = answers(main, None)
     assert answers(main, first_layers(main, tmp_path / "draft", 1)) == plain
-    # Another family with the same tokenizer.
     assert answers(main, save_model(tmp_path / "random", seed=3, num_hidden_layers=1)) == plain
 
 

@@ -17,7 +17,7 @@ from tests.engine.drafts.test_offline_draft_models import TEXTS
 from tests.support.cpu_model import needs_kernels
 
 pytestmark = pytest.mark.usefixtures("prepared_here", "forked_ranks")
-# The last one follows a grammar, which refuses most draft tokens.
+# A grammar that refuses most draft tokens.
 SHAPE = StructuredOutputs(regex="[a-z ]{20,40}")
 SETTINGS = [*PLAIN_SETTINGS, SamplingParams(temperature=0.9, seed=8, max_tokens=40, structured_outputs=SHAPE)]
 
@@ -39,7 +39,7 @@ def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> 
 @needs_kernels
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_answer_changes(ranks: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # So that the machine's speed does not decide whether anything is drafted.
+    # Drafts even if they are not faster.
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = save_model(tmp_path / "main", num_hidden_layers=6)

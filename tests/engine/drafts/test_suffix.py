@@ -84,7 +84,7 @@ def test_earlier_answers(answers: list[list[int]], text: list[int]) -> None:
     least = MIN_MATCH_TOKENS
     true = [i for i in range(len(tokens) - 1, least - 2, -1) if tokens[i - least + 1 : i + 1] == end]
     expected = true if len(text) >= least else []
-    # Others may have the same hash: what they have in common is counted after this.
+    # Other places may have the same hash: compare the tokens.
     same = [place for place in found if tokens[max(0, place - least + 1) : place + 1] == end]
     assert same == expected[: len(same)]
     assert len(same) == min(len(expected), 32) or len(found) == 32

@@ -125,7 +125,6 @@ def test_a_padding_token_within_a_text_is_not_counted(tmp_path: pathlib.Path) ->
     model = loaded(make_encoder(tmp_path, "roberta"))
     oracle = AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
     text = [5, 1, 7, 1, 1, 9]
-    # Without a mask the oracle's other tokens see it, as those of a text that a client sent do.
     wanted = oracle(torch.tensor([text]), attention_mask=torch.ones(1, 6)).last_hidden_state[0].numpy()
     assert np.abs(rows_of(model, text) - wanted).max() < TOLERANCE * max(1.0, float(np.abs(wanted).max()))
 
@@ -148,7 +147,7 @@ def test_a_text_in_two_steps_is_a_defect(tmp_path: pathlib.Path) -> None:
     backend: Any = loaded(make_encoder(tmp_path, "bert")).backend
     batch = batch_of([some(5)])
     batch.context_lens[0] = 9
-    with pytest.raises(Internal, match="cut into steps"):
+    with pytest.raises(Internal, match="split into steps"):
         backend._run(torch.empty(0), batch)
 
 
@@ -172,7 +171,7 @@ POOLER = "bert.pooler.dense.weight"
             lambda t: t.update({POOLER: t[POOLER][:9].contiguous()}),
             r"model\.safetensors: bert\.pooler\.dense\.weight is \[9,",
         ),
-        (lambda t: t[POOLER].fill_(float("inf")), r"model\.safetensors: bert\.pooler\.dense\.weight holds NaN or"),
+        (lambda t: t[POOLER].fill_(float("inf")), r"model\.safetensors: bert\.pooler\.dense\.weight contains NaN or"),
         (lambda t: t.update({POOLER: t[POOLER].int()}), r"model\.safetensors: bert\.pooler\.dense\.weight is I32"),
         (
             lambda t: t.update({"bert.more": torch.zeros(2)}),

@@ -18,7 +18,7 @@ from tests.support.text_streams import wait_until_texts_reach
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
-# A step has place for two of the longest texts.
+# A step has room for two of the longest texts.
 FLAGS = ("--dtype", "float32", "--kv-pool-bytes", "16MiB", "--max-num-batched-prefill-tokens", "64")
 TEXTS = [byte_prompt(seed, 20 + 5 * seed) for seed in range(15)]
 
@@ -38,6 +38,6 @@ def test_every_text_of_an_encoder_is_answered_once_after_a_kill(tmp_path: pathli
             found = client.embed(TEXTS)
             cluster.struck()
             assert [one.prompt_token_ids for one in found] == TEXTS
-            # Each text is computed whole, so its bits depend on nothing that runs beside it.
+            # Each text is computed whole, so its bits do not depend on other texts.
             assert [one.outputs.embedding for one in found] == [one.outputs.embedding for one in before]
         wait_for("all slots back", cluster.idle)

@@ -59,7 +59,7 @@ def test_vectors_are_the_oracles_alone_and_together(tmp_path: pathlib.Path, name
     codec = save_words(folder)
     pooled_by(folder, mode)
     oracle = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    # The third text alone is longer than a step of so many tokens.
+    # The third text alone exceeds a step of 16 tokens.
     with offline(folder, max_num_batched_tokens=16) as llm:
         found = llm.embed(TEXTS)
         for text, one in zip(TEXTS, found, strict=True):
@@ -71,7 +71,7 @@ def test_vectors_are_the_oracles_alone_and_together(tmp_path: pathlib.Path, name
         vectors = [one.outputs.embedding for one in found]
         assert [llm.embed(text)[0].outputs.embedding for text in reversed(TEXTS)] == vectors[::-1]
         assert [one.outputs.embedding for one in llm.embed(TEXTS * 5)] == vectors * 5
-        # Every place of the positions is a text's.
+        # A text may use all positions.
         longest = [5] * 100
         assert len(llm.embed({"prompt_token_ids": longest})[0].outputs.embedding) == 48
         with pytest.raises(InvalidRequest, match=r"inputs\[1\]: .* 101 tokens, however you requested 102 tokens"):

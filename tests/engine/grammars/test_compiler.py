@@ -47,7 +47,6 @@ def test_a_tokenizer_that_was_read_ahead_is_taken_until_its_file_changes(tmp_pat
     assert loaded._tokenizer is first
     path.write_text(path.read_text() + "\n")
     assert read_tokenizer(path, VOCAB_SIZE, (EOS,)) is not first
-    # What cannot be read is said by the worker that needs it.
     path.write_text("{}")
     read_ahead(json.dumps([str(path), VOCAB_SIZE, [EOS]]))
 
@@ -153,7 +152,7 @@ def test_ends_that_do_not_stop_the_stream_come_last(compiler: GrammarCompiler) -
     state.take([65, 65])
     follow(state)
     assert state.completes
-    # This grammar allows the empty answer alone, so only its end can be chosen.
+    # This grammar allows only the empty answer, so only EOS is allowed.
     assert allowed(started(compiler, 'start: ""', (), frozenset())) == [EOS]
 
 
@@ -203,7 +202,7 @@ LONG = 'start: "\'" /[a-z]{1500,2000}/ "\'"'
 def test_a_long_answer_is_followed_anew_as_often_as_that_helps(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A mask looks at six places after every other letter, of which an answer takes one.
+    # A mask looks at six places after every other letter; an answer takes one of them.
     text = 'start: "-" /(a[a-z]|b[a-y]|c[a-x]|d[a-w]|e[a-v]|f[a-u]){700,900}/ "-"'
     monkeypatch.setitem(compiler_module.PARSER_LIMITS, "max_lexer_states", 2600)
     state, first = started(compiler, text), None

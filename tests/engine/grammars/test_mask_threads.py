@@ -20,7 +20,6 @@ from tests.support.fake_backend import VOCAB_SIZE
 from tests.support.fake_grammar import NumberMatcher, place
 from tests.support.grammars import follow
 
-# A number whose first token is chosen freely.
 FREE = next(kind for kind in range(9) if place(kind, [])[1])
 
 
@@ -119,7 +118,7 @@ def test_behind_a_late_mask_others_get_theirs(threads: MaskThreads, woken: Woken
     wait_for("the first job's begin", lambda: GatedMatcher.begun)
     others = [state_of(NumberMatcher(FREE), threads) for _ in range(20)]
     masks = [other.place_masks((), 1) for other in others]
-    # The step that finds masks missing has another thread started.
+    # The step that lacks masks has another thread started.
     wait_for("another thread", lambda: not late.follow() and masks[-1].wait(0))
     check_that_all_come(masks)
     for other in others:
@@ -192,7 +191,7 @@ def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThread
     state.take([place(FREE, [])[1][0]])
     sample.place_masks((), 1)
     wait_for("the parallel sample's begin", lambda: GatedMatcher.begun)
-    # Another thread has the grammar until the gate opens, which this wait would outlast.
+    # Another thread holds the grammar until the gate opens, longer than this wait.
     masks = state.place_masks((), 1)
     with ThreadPoolExecutor(1) as waiting:
         assert result_of("the wait's end", waiting.submit(masks.wait, 2 * WITHIN_S)) is False
@@ -201,7 +200,6 @@ def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThread
 def test_a_long_queue_has_more_threads(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_threads.os, "cpu_count", lambda: 3)
     threads = MaskThreads()
-    # No job counts as slow.
     monkeypatch.setattr(mask_threads.MaskJob, "is_slow", lambda self, limit_ms=0: False)
     states = [state_of(held(gate), threads) for _ in range(4 * MAX_QUEUED_MASKS)]
     masks = [state.place_masks((), 1) for state in states]

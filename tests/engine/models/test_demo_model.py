@@ -23,10 +23,10 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-# A token may differ where the oracle's two best logits are this close: fp32 sums in another order move them by 1e-4.
+# Greedy tokens may differ if the oracle's two best logits are this close: fp32 summation order moves them by 1e-4.
 EPSILON = 1e-3
 
-# tests/cluster/test_parity.py has one token, code, other languages and chats, with a whole cluster.
+# tests/cluster/test_parity.py runs one token, code, other languages and chats on a whole cluster.
 PROMPTS = {
     "raw": "Once upon a time, in a small village by the sea, there lived",
     "long": "The quick brown fox jumps over the lazy dog. " * 40,

@@ -28,10 +28,10 @@ from tests.support.torch_model import BackendDriver
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-# Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums.
+# Logits are about 10, so this is a few ulps of fp32 after some layers of sums.
 TOLERANCE = 1e-4
 
-# Families that are served with KV in 8 bits: the mean difference of logits over their standard deviation.
+# Families served with 8-bit KV: mean difference of logits over their standard deviation.
 KV_IN_8_BITS = [
     ("gemma2", "fp8", 0.08),  # windows and soft caps
     ("gemma3", "int8", 0.03),  # norms of heads
@@ -51,14 +51,14 @@ IN_BFLOAT16 = [
     pytest.param("llama4", marks=pytest.mark.long),
     pytest.param("gemma4", marks=pytest.mark.long),
 ]
-# Families whose norms, positions, orders or routers round in other places.
+# Families that round norms, positions, orders or routers in other places.
 IN_BFLOAT16 += [
     pytest.param(name, marks=pytest.mark.long)
     for name in (*("gpt2", "cohere", "glm", "minimax-m2", "deepseek-v2", "axk1", "afmoe", "apertus", "cohere2-moe"),)
 ]
-# Every family runs in chunks and in mixed steps, and those that are no rows greedily, too. What differs less from one
-# family to the next is tried with those that have windows, several rotary tables, layers without one, soft caps or
-# experts, and in ``make test-long`` with all that are no rows, and with latents.
+# All families run in chunks and mixed steps, and, except variants, greedily. Other cases run with families that have
+# windows, several RoPE tables, layers without RoPE, soft caps or experts, and with latents; ``make test-long`` runs
+# them with all families.
 DIFFERENT = ("llama-gqa-tied", "smollm3-nope", "mistral-window", "phi3-longrope-long", "gemma2", "granite", "qwen3-moe")
 on_different_families = pytest.mark.parametrize(
     "on_torch",
@@ -128,7 +128,7 @@ def test_log_probabilities_of_prompts(case):
         check_scores(found, text, case.logits(text))
 
 
-# Splits at the edges of blocks of 16 and of texts; all of them take a while, for families that are near others too.
+# Splits at the edges of blocks of 16 and of texts. All of them are slow for similar families.
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 68, 69]
 SPLITS = [
     *(pytest.param(name, EDGES, id=f"{name}-edges") for name in DIFFERENT),
@@ -145,7 +145,7 @@ SPLITS = [
 def test_every_split_point(case, splits):
     text = tokens_of(PROMPT_TOKENS, 2)
     wanted = case.logits(text)
-    assert wanted.std() > 0.5  # Flat logits would prove nothing.
+    assert wanted.std() > 0.5
     drivers = [case.driver(block_size, num_slots=1500) for block_size in case.block_sizes]
     for split in splits:
         driver = drivers[split % 2]
@@ -168,11 +168,10 @@ def test_many_chunks_and_single_tokens(case):
 def test_a_familys_logits(case):
     text = tokens_of(PROMPT_TOKENS, 2)
     wanted = case.logits(text)
-    assert wanted.std() > 0.5  # Flat logits would prove nothing.
+    assert wanted.std() > 0.5
     driver = case.driver(32, num_slots=20)
     one, other = driver.sequences.add(2)
     close(driver.run_all(one, text, [33, 1, 2]), wanted)
-    # A piece of a prompt beside a single token, and the other way round.
     driver.step((other, text[:40]), sample=[])
     beside = driver.sequences.add()[0]
     close(driver.step((beside, text[:20]), (other, text[40:41])), wanted[[19, 40]])
@@ -218,7 +217,7 @@ def test_greedy_continuation(case):
 def test_texts_within_the_original_length_have_their_own_frequencies_beside_longer_ones(case):
     """The original length is 32 tokens and the served one 70."""
     short, long = tokens_of(31, 4), tokens_of(PROMPT_TOKENS, 2)
-    # The longer text first: transformers then goes back to the frequencies of training.
+    # The longer text first: transformers then returns to the frequencies of training.
     wanted_long = case.logits(long)
     with torch.inference_mode():
         wanted = case.model(torch.tensor([short])).logits[0].float()
@@ -289,7 +288,7 @@ def test_layers_that_see_others_keys_run_for_sampled_rows_alone(on_torch, monkey
     text, driver = tokens_of(PROMPT_TOKENS, 2), on_torch.driver()
     (number,) = driver.sequences.add()
     driver.step((number, text[:40]), sample=())
-    assert attended == [0, 1]  # The third layer only writes.
+    assert attended == [0, 1]
     driver.step((number, text[40:]))
     assert attended[2:] == [0, 1, 2, 2, 1]
     operations = dataclasses.replace(on_torch, kernels="cpu").driver().backend.model.plan.operations
@@ -374,5 +373,5 @@ def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(rounded_models, n
         (number,) = driver.sequences.add()
         ours += float((driver.run_all(number, text, [32, 1]) - exact).abs().mean())
         theirs += float((rounded - exact).abs().mean())
-    # Torch rounds where transformers does; the kernels keep float32 wherever nothing asks for less.
+    # Torch rounds like transformers; the kernels keep float32 where possible.
     assert ours < (1.25 if runs_on == "torch" else 1.0) * theirs

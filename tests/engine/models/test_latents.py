@@ -23,7 +23,7 @@ from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver
 
-# As in the config of DeepSeek V3.
+# The config of DeepSeek V3.
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
@@ -81,7 +81,7 @@ V3 = {
     "v_head_dim": 128,
     "vocab_size": 129_280,
 }
-# As in the config of Kimi K2, as far as it differs.
+# Changes of Kimi K2's config to it.
 K2 = {"num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1, "n_routed_experts": 384}
 
 
@@ -120,7 +120,6 @@ def test_long_texts_with_rows_as_wide_as_deepseeks(own_cache, tmp_path, dtype, n
         one, two, three = driver.sequences.add(3)
         found = driver.run_all(one, text, [1030, 1, 1, 40])
         assert float((found - wanted).abs().mean() / wanted.std()) < near
-        # The same bits in other steps (I6).
         driver.step((three, other), sample=[])
         assert torch.equal(driver.run_all(two, text, [900, 129, 1, 1, 1]), found)
         driver.check_among_others(driver.sequences.add()[0], text, [600, 400, 60, 1], found, [three])
@@ -177,10 +176,10 @@ def enlarge_keys(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-# Groups of 16 divide all inputs; the 48 outputs of latents and rotated key are no whole number of blocks of 32.
+# Groups of 16 divide all inputs; the 48 outputs of latents and rotated key are not a multiple of 32.
 FEW = {**FAMILIES["deepseek-v3"], "q_lora_rank": 32}
 PLAIN_QUERIES = FAMILIES["deepseek-v2"]
-# Formats with models in turns: DeepSeek's own, and those whose inputs have an order or groups have offsets.
+# Formats in turn by model: DeepSeek's own, and those with reordered inputs or group offsets.
 QUANTIZED = [
     ("deepseek-fp8", FEW),
     *(

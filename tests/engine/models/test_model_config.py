@@ -41,18 +41,18 @@ BASE = {
     "max_position_embeddings": 256,
 }
 INNER = {**BASE, "model_type": "gemma3_text"}
-# transformers has no values for these keys.
+# Keys without defaults in transformers.
 REQUIRED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    # With their own values other keys would count for nothing in models this small.
+    # Keys whose defaults would have no effect in such a small model.
     "lfm2": {"block_multiple_of": 1},
     "falcon_h1": {"mamba_d_ssm": None},
-    # The rank of its own is a 16th of the hidden size, which is less than a vector here, and no layer would attend.
+    # The default rank is a 16th of the hidden size, less than a vector here, and no layer would attend.
     "jamba": {"mamba_dt_rank": 16, "attn_layer_period": 2, "attn_layer_offset": 1},
     "nemotron_h": {"n_groups": 1},
 }
-# Without a number of KV heads transformers takes these families' own default number of query heads.
+# Families with a default number of KV heads in transformers, not that of query heads.
 OWN_KV_HEADS = ("qwen2", "qwen3", "exaone4", "helium", "dots1", "exaone_moe", "qwen2_moe")
 GEMMA4 = {
     "num_hidden_layers": 4,
@@ -115,7 +115,7 @@ def test_an_unknown_architecture_is_refused_by_name_with_those_near_it():
         ({"quantization_config": {"zero_point": True}}, "an unnamed method"),
         ({"quantization": {"group_size": 64, "bits": 4}}, "mlx, 4 bits"),
         ({name: {"group_size": 64, "bits": 4} for name in ("quantization", "quantization_config")}, "mlx, 4 bits"),
-        # What a family does not know, it does not leave out.
+        # A family rejects keys that it does not know.
         ({"residual_scaling": 0.5}, "residual_scaling = 0.5"),
         ({"sliding_window": 8}, "sliding_window = 8"),
         ({"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers = 1"),
@@ -183,7 +183,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     given = {key: shape[key] for key in required if not name.startswith("gemma")} | {"model_type": name}
     given |= REQUIRED.get(name, {})
     if name == "lfm2":
-        given["block_auto_adjust_ff_dim"] = False  # It is another width where it is adjusted.
+        given["block_auto_adjust_ff_dim"] = False  # Adjusted widths differ.
     latents = "kv_lora_rank" in FAMILIES[name].defaults
     if latents or name in OWN_KV_HEADS:
         given["num_key_value_heads"] = given["num_attention_heads"]
@@ -191,11 +191,11 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     theirs.allow_global_per_layer_attribute_access = True  # Gemma 4's layers differ.
     for key in ("vocab_size", "hidden_size", "max_position_embeddings"):
         assert getattr(ours, key) == getattr(theirs, key), key
-    # Llama 4 has another key for the width of MLPs where there are experts elsewhere, GPT-2 and OPT have their own.
+    # Llama 4's MLP width has another key beside experts; GPT-2 and OPT have their own keys.
     widths = [key for key in ("intermediate_size_mlp", "n_inner", "ffn_dim") if hasattr(theirs, key)]
     wanted = getattr(theirs, *widths or ["intermediate_size"])
     assert ours.intermediate_size == (wanted or 4 * theirs.hidden_size)
-    assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OPT has no key for it.
+    assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OPT has no such key.
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.num_layers, ours.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
     row = theirs.kv_lora_rank + theirs.qk_rope_head_dim if latents else getattr(theirs, "head_dim", None)
@@ -242,7 +242,7 @@ def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, t
     assert saved == plain
 
 
-# The defaults of these classes make no model of theirs, either, or positions that no published one has.
+# Classes whose defaults make no model of transformers', or positions that no published model has.
 NO_DEFAULT = {
     "deepseek_v2": "num_experts_per_tok must be",
     "dots1": "n_routed_experts must be",
@@ -379,7 +379,7 @@ def test_published_configs_of_mimo_have_keys_of_their_own():
 def test_names_that_phi3_had_for_longrope(name):
     config = parse_config({**BASE, "model_type": "phi3", "rope_scaling": {"type": name, **SETS}})
     assert config.ropes[0].kind == "longrope"
-    assert config.ropes[0].original_max_position == 4096  # The family's own says more than the scaling's.
+    assert config.ropes[0].original_max_position == 4096  # The family's own key wins over that of the scaling.
 
 
 def test_old_gemma3_has_other_keys_for_its_two_rotary_embeddings():
@@ -395,7 +395,7 @@ def test_old_gemma3_has_other_keys_for_its_two_rotary_embeddings():
     assert config == parse_config({**base, **new})
     assert [rope.kind for rope in config.ropes] == ["linear", "default"]
     assert config.layer_ropes == (1, 1, 1, 0) * 3
-    assert config.max_position_embeddings == 256  # Said as stretched already.
+    assert config.max_position_embeddings == 256  # Already stretched.
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -406,24 +406,24 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
     base = {**BASE, **REQUIRED.get(name, {}), "model_type": name, "num_key_value_heads": 4, "num_hidden_layers": 4}
     base |= {key: value for key, value in options.items() if key in fields and name != "nemotron_h"}
     if name in ("mellum", "lfm3"):
-        base["layer_types"] = ["sliding_attention"] * 5  # No layer has a window by itself.
+        base["layer_types"] = ["sliding_attention"] * 5  # The default has no windows.
     if name == "qwen2_moe":
-        base["max_window_layers"] = 2  # Every other layer has no window, the second one for instance.
+        base["max_window_layers"] = 2  # Every other layer has no window.
     if name == "mimo_v2_flash":
         base["num_key_value_heads"] = 2  # Layers with a window have twice as many.
     if name == "gpt_oss":
-        base["max_position_embeddings"] = 2**20  # Its embedding is scaled to 2**17 tokens by itself.
+        base["max_position_embeddings"] = 2**20  # By default its embedding is scaled to 2**17 tokens.
     if name == "cohere2_moe":
-        # A softmax is of the chosen experts alone; without an MLP beside them nothing is averaged, and without dense
-        # layers before the others nothing is said of these.
+        # Softmax is over the chosen experts only; without a shared MLP nothing is averaged, and without leading dense
+        # layers their key is absent.
         base |= {"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "first_k_dense_replace": 1}
         base["sliding_window_pattern"] = 3
     if name == "deepseek_v2":
-        base["topk_method"] = "group_limited_greedy"  # The other one knows no groups.
+        base["topk_method"] = "group_limited_greedy"  # The other method has no groups.
     if name.startswith("gemma4"):
         base |= GEMMA4 | (GEMMA4_TEXT if name == "gemma4_text" else {})
     plain = parse_config(base)
-    # The length before scaling means something only beside scaling, and the first embedding has no other key.
+    # The original length matters only with scaling, and the first embedding has no other key.
     of_text = {"bos_token_id", "eos_token_id"}
     ignored = {*BOOKKEEPING, *of_text, "rope_parameters", "original_max_position_embeddings"}
     others = {"mlp_only_layers": [1], "rotary_dim": 8}
@@ -694,7 +694,7 @@ def test_partial_rotation_is_whole_rotation_of_reordered_heads():
 
 
 def test_files_that_are_not_a_config_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no model folder"):
+    with pytest.raises(ConfigError, match="not a model folder"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):

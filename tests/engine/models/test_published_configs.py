@@ -20,13 +20,13 @@ from pillion.engine.models.rope import make_rope
 from pillion.errors import ConfigError
 from tests.support.published_configs import REFUSED, SERVED
 
-# transformers lists this model of text among those of pictures alone.
+# transformers registers this text model only for images.
 MODEL_FOR_CAUSAL_LM_MAPPING.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
 def frequencies_of_transformers(parsed: ModelConfig, text: dict[str, Any]) -> list[torch.Tensor]:
     """Returns the frequencies of each kind of layer in transformers' model of a config; none for learned positions."""
-    # transformers writes into the objects of a config that it is given.
+    # transformers modifies the config objects that it gets.
     text = deepcopy({key: value for key, value in text.items() if key != "quantization_config"})
     made = AutoConfig.for_model(**{**text, "model_type": parsed.family})
     module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__module__]
@@ -87,9 +87,9 @@ def test_what_a_key_of_a_published_config_may_not_say(name: str, change: dict[st
         parse_config({**SERVED[name], **change})
 
 
-# A model may have 0 or a negative number under these keys: 0 turns off what the key is about.
+# Keys that may be 0 or negative, which turns them off.
 _SIGNED = {"mscale", "mscale_all_dim", "llama_4_scaling_beta", "attn_scale", "router_jitter_noise", "alpha"}
-# Errors name these keys as other families spell them.
+# Errors use other families' names of these keys.
 _SPELLED = {"rotary_pct": "partial_rotary_factor"}
 
 

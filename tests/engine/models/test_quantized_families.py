@@ -28,12 +28,12 @@ from tests.support.torch_model import BackendDriver
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.long, needs_kernels]
 
-# The flag and type of KV in 8 bits, in turns.
+# Flag and type of 8-bit KV, in turns.
 KV = (("int8", "int8"), ("fp8", "fp8_e4m3"))
 TOLERANCE = 1e-4
-# Rows of KV that lie between two codes may get either of them, which is less than this share of what rounding changes.
+# KV rows between two codes may get either; their share of all rounding differences is below this.
 MOST_TURNED = 0.2
-# Three answers have a prompt of so many tokens, of which a part is computed before; neither ends with a block.
+# Three answers have a prompt of so many tokens with a cached part; neither ends with a block.
 PROMPT, PREFIX = 50, 37
 
 
@@ -54,22 +54,22 @@ def quantized(folder: pathlib.Path, flags: ModelFlags, kind: str) -> tuple[Prepa
         groups = codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
         groups = groups if offsets is None else groups + offsets[..., None]
         name, weight = module if module in names else f"{module}.weight", groups.flatten(-2)
-        # gpt-oss has the matrices of experts transposed, and GPT-2 all but the head, some of which are square.
+        # gpt-oss has transposed expert matrices, and GPT-2 all but the head; some are square.
         square = name in names and ROWS[load_config(folder).family].turned
         turned = square or (name in names and weight.shape != names[name].shape)
         values[name] = weight.mT.contiguous() if turned else weight
     wide, config = folder.parent / kind, json.loads((folder / "config.json").read_text())
     wide.mkdir()
-    # The prepared folder lacks what Pillion does not read, such as the constants of Apertus' activation.
+    # The prepared folder lacks unused tensors, such as the constants of Apertus' activation.
     values = names | values
-    # The head is in 8 bits and the embedding is not.
+    # The head is 8-bit, the embedding is not.
     (wide / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     save_file(values, wide / "model.safetensors", metadata={"format": "pt"})
     return prepared, AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
 
 
 def close(got, wanted):
-    assert wanted.std() > 0.5  # Flat logits would prove nothing.
+    assert wanted.std() > 0.5
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 

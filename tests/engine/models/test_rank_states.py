@@ -18,7 +18,7 @@ from pillion.engine.models.state_layout import state_layout
 from pillion.kernels.state_pieces import CHUNK
 from pillion.kvstore.memory.shards import Shards
 
-# Published sizes, of fewer layers: Qwen3-Next-80B, Granite 4.0 H Small, whose heads share one group, and LFM2-8B.
+# Published sizes with fewer layers: Qwen3-Next-80B, Granite 4.0 H Small (one shared group of heads), LFM2-8B.
 QWEN = {
     "model_type": "qwen3_next",
     "vocab_size": 1024,
@@ -99,7 +99,7 @@ def test_ranks_with_a_shard_each_write_bytes_that_count(raw: dict[str, Any], siz
         shard = ModelShard.of(config, rank, size)
         layout = rank_layout(whole, config, shard, divided=True)
         assert (layout.version, layout.state_shards) == (f"rows-1/ranks-{size}", size)
-        # All ranks agree on the pages, of which few more are needed than one process needs.
+        # All ranks agree on the number of pages, hardly more than one process needs.
         assert layout.state_pages <= 1.1 * whole.state_pages + 1
         (part,) = (part for part in shards.gathered() if part.shard == rank)
         assert part.width_bytes == part.shard_pitch, "the rank's bytes lie together"
@@ -115,6 +115,6 @@ def test_ranks_over_one_pool_write_the_pieces_of_one_process(raw: dict[str, Any]
     assert all(replace(part, state_layout=whole.state_layout) == whole for part in parts)
     every = [pieces_of(config, part) for part in parts]
     assert set.union(*every) == pieces_of(config, whole)
-    # Ranks that have a key, or a group, in common write what is kept of it.
+    # Ranks that share a key or group write its state.
     if raw is not GRANITE:
         assert sum(map(len, every)) == len(pieces_of(config, whole))

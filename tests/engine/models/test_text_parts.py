@@ -23,7 +23,6 @@ from tests.support.hybrids import StateDriver
 from tests.support.text_parts import WHOLE, as_published, whole_model
 from tests.support.torch_model import BackendDriver
 
-# These are near others.
 LONG = set(WHOLE) - {"qwen2_vl", "glm4v", "internvl", "idefics3"}
 
 
@@ -43,7 +42,7 @@ def test_a_text_has_the_logits_of_the_whole_model(name, tmp_path, own_cache):
     model, text = saved(tmp_path, name), tokens_of(40, 2)
     text = [token for token in text if token > 8]
     with torch.inference_mode():
-        # In transformers the whole models of Cohere's do without the factor of their text models.
+        # Cohere's whole models in transformers ignore the logit scale of their text models.
         factor = getattr(model.config.text_config, "logit_scale", 1.0)
         wanted = model(torch.tensor([text])).logits[0].float() * factor
     carries = parse_config(json.loads((tmp_path / "config.json").read_text())).linear is not None
@@ -98,12 +97,12 @@ def test_damaged_weights_are_named_by_their_file_and_tensor(name, tmp_path, own_
     tensors = load_file(file)
     prefixes = ("model.language_model.", "language_model.", "model.text_model.", "model.layers.")
     part = max(part for part in tensors if part.startswith(prefixes) and re.search(r"layers\.1\..*weight", part))
-    # How a damage is told does not depend on the model; which name is told does.
+    # Detection of damage does not depend on the model; its name in the error does.
     for change in CHANGES if name not in LONG else ("missing", "no numbers"):
         alter, words = CHANGES[change]
         damaged = {**tensors, part: alter(tensors[part].clone())}
         save_file({key: one for key, one in damaged.items() if one is not None}, file, metadata={"format": "pt"})
-        # What is missing has the name that it would have without what sees.
+        # A missing tensor has its name without the vision prefix.
         shown = ".*" + re.escape(part[part.index("layers.") :]) if change == "missing" else re.escape(part)
         expected = words.format(folder=re.escape(str(tmp_path)), file=re.escape(str(file)), name=shown)
         with pytest.raises(ConfigError, match=expected):

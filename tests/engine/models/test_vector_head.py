@@ -128,12 +128,12 @@ def labelled(folder: pathlib.Path) -> None:
         (changed(lambda t: t.pop("score.weight")), r"lacks score\.weight, which a llama model needs"),
         (
             changed(lambda t: t.update({"score.weight": t["score.weight"][:, :9].contiguous()})),
-            r"model\.safetensors: score\.weight is \[2, 9\], config\.json wants \[2, 64\]",
+            r"model\.safetensors: score\.weight is \[2, 9\], but config\.json requires \[2, 64\]",
         ),
-        (labelled, r"model\.safetensors: score\.weight is \[2, 64\], config\.json wants \[5, 64\]"),
+        (labelled, r"model\.safetensors: score\.weight is \[2, 64\], but config\.json requires \[5, 64\]"),
         (
             changed(lambda t: t["score.weight"].__setitem__((0, 3), float("nan"))),
-            r"model\.safetensors: score\.weight holds NaN or infinite numbers",
+            r"model\.safetensors: score\.weight contains NaN or infinities",
         ),
         (changed(lambda t: t.update({"score.bias": torch.zeros(2)})), r"model\.safetensors holds score\.bias, which"),
     ],

@@ -31,7 +31,7 @@ def computed(components: Components) -> int:
 
 async def ask(components: Components, tokens: list[int], **options: Any) -> tuple[list[int], Delta]:
     deltas = [delta async for delta in components.client.generate(tokens, **ASKED | options)]
-    # The last delta does not wait until the node has the answer's blocks.
+    # The last delta does not wait for the answer's blocks to reach the node.
     await components.proven()
     return [token for delta in deltas for token in delta.token_ids], deltas[-1]
 
@@ -53,13 +53,13 @@ async def test_turns_copy_what_their_histories_left(kernels: str, tmp_path: path
                 before = computed(components)
                 answer, last = await ask(components, text)
                 assert not first_difference(oracle.greedy(text, 9), answer, 1e-3)
-                # All but the answer's last token have their KV: those in whole blocks, and those that were copied.
+                # All but the answer's last token have KV, in whole blocks or copied.
                 assert computed(components) - before == 1 + 5
                 assert last.timings.cached_tokens == (len(text) - 6) // 16 * 16
             before = computed(components)
             await ask(components, text, cache_salt="another's")
             assert computed(components) - before == len(text)
-            # A warmed prompt, which has no answer, leaves its partial block as well.
+            # A warmed prompt, without an answer, also leaves its partial block.
             prompt = byte_prompt(9, 45)
             await ask(components, prompt, max_tokens=0)
             before = computed(components)
@@ -68,7 +68,6 @@ async def test_turns_copy_what_their_histories_left(kernels: str, tmp_path: path
             await components.proven()
 
 
-# Kinds of requests that hold slots in different ways.
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"n": 3, "seed": 5, "temperature": 0.9},
@@ -78,7 +77,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"stop": ("e", "Q"), "seed": 8, "temperature": 1.0, "max_tokens": 60},
     {"structured_outputs": StructuredOutputs(regex="[a-z]{20}"), "ignore_eos": False, "max_tokens": 30},
 )
-# Each kind comes with each of nine prompts, three salts, and with and without a cancellation.
+# Each kind with nine prompts and three salts, with and without a cancellation.
 REQUESTS = 84
 
 

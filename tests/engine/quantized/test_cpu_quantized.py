@@ -28,7 +28,7 @@ MODELS = {
     "llama": {"hidden_size": 64, "intermediate_size": 112},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
-# The coding, the group, whether there are offsets, and whether inputs are in an order of their own.
+# The coding, the group, offsets or not, and reordered inputs or not.
 KINDS = (
     ("uint4", 32, True, False),
     ("int4", 16, False, True),
@@ -98,7 +98,6 @@ def test_logits_are_those_of_the_widened_model(quantized_checkpoint, tmp_path, m
     else:
         plain = widened.run_all(widened.sequences.add()[0], text, [])
         assert (found - wanted).abs().mean() <= (plain - wanted).abs().mean()
-    # A prompt that was cut into other batches has logits with the same bits.
     again = driver.run_all(driver.sequences.add()[0], text, [])
     assert torch.equal(found, again)
     weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "cpu"))

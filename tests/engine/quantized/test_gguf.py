@@ -31,7 +31,7 @@ SHORT, LONG = [1.0, 1.25, 1.5, 1.75], [1.0, 2.0, 4.0, 8.0]
 PHI3_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHORT, "long_factor": LONG}
 GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 16}
 
-# Overrides of a tiny model, and the metadata that llama.cpp's converter writes for them beside the sizes.
+# Overrides of a tiny model, and the metadata that llama.cpp's converter writes beside sizes.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {"rope.dimension_count": 16}),
     "qwen2": ({}, {}),
@@ -69,7 +69,7 @@ VOCABULARY = {
     "tokenizer.ggml.scores": [0.0] * 258,
 }
 
-# Types that gguf's package makes, and those whose blocks are random bytes under sane scales: where these float16 are.
+# Types written by gguf's package, and types of random bytes under sane scales: offsets of these float16.
 MADE = ("Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1")
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
@@ -198,10 +198,10 @@ def check_logits(model: Any, prepared: Any) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path):
     model, prepared = prepared_from(tmp_path / "a.gguf", name, tmp_path)
-    assert prepared.eos_token_ids == (1, 2)  # <|im_end|> is in the vocabulary and in the chat template.
+    assert prepared.eos_token_ids == (1, 2)  # <|im_end|> is in the vocabulary and the chat template.
     plain = load_config(tmp_path / "model")
     eps = load_config(prepared.folder).rms_norm_eps
-    assert eps == pytest.approx(plain.rms_norm_eps)  # A GGUF file has it in float32.
+    assert eps == pytest.approx(plain.rms_norm_eps)  # GGUF stores it as float32.
     assert (
         dataclasses.replace(load_config(prepared.folder), eos_token_ids=(1,), rms_norm_eps=plain.rms_norm_eps) == plain
     )
@@ -214,7 +214,7 @@ def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path):
 def test_matrices_that_are_quantized_stay_so_and_are_those_of_transformers(name, kinds, tmp_path, monkeypatch):
     """Weights equal those of transformers bit by bit, where llama's rows have another order, Gemma's norms are stored
     with 1 added, and experts stand one by one."""
-    wide = kinds != MADE  # Blocks of the K types have 256 inputs.
+    wide = kinds != MADE  # K types have blocks of 256 inputs.
     sizes_of = {"hidden_size": 256, "intermediate_size": 512} if wide else {}
     if name == "qwen3moe":
         inner = 256 if wide else 64
@@ -303,14 +303,14 @@ def test_layers_with_a_window_are_those_that_the_metadata_name(tmp_path):
 
 
 def test_files_that_cannot_be_read_are_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"qwen2\.expert_count = 8, which is not read"):
+    with pytest.raises(ConfigError, match=r"qwen2\.expert_count = 8, which is not supported"):
         read_config(read(tmp_path, "qwen2", expert_count=8))
     with pytest.raises(ConfigError, match=r"lack llama\.expert_used_count"):
         read_config(read(tmp_path, expert_count=8))
-    with pytest.raises(ConfigError, match=r"'falcon' are not read .llama, qwen2"):
+    with pytest.raises(ConfigError, match=r"'falcon' is not supported .llama, qwen2"):
         read_config(read(tmp_path, "falcon"))
     write_gguf(tmp_path / "b.gguf", "falcon", {}, {})
-    with pytest.raises(ConfigError, match=r"b\.gguf: .*'falcon' are not read"):
+    with pytest.raises(ConfigError, match=r"b\.gguf: .*'falcon' is not supported"):
         prepare(ModelFlags(model=str(tmp_path / "b.gguf")))
     for key, value in {
         "attention.head_count_kv": [2, 4],
@@ -327,8 +327,8 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path):
         read_config(GgufModel({"llama.context_length": 1}, []))
 
 
-# Keys of an architecture that llama.cpp's loader reads for all or for those in the table (src/llama-model.cpp,
-# src/models/), with values that change numbers. Those of the classes of training, of files and of labels are left out.
+# Keys of an architecture that llama.cpp's loader reads for all or for the listed ones (src/llama-model.cpp,
+# src/models/), with values that change numbers. Keys of training, files and labels are omitted.
 READ_BY_LLAMA_CPP = {
     **dict.fromkeys(("attention.causal", "rope.scaling.finetuned"), False),
     **dict.fromkeys(("embedding_length_out", "nextn_predict_layers", "expert_group_count", "vocab_size"), 3),
@@ -342,7 +342,7 @@ READ_BY_LLAMA_CPP = {
     **dict.fromkeys(("expert_count", "expert_used_count", "expert_weights_scale", "leading_dense_block_count"), 2),
 }
 NO_EFFECT = {"rope.scaling.finetuned"}
-# Keys that files of an architecture have to have.
+# Required keys of each architecture.
 NEEDED: dict[str, dict[str, Any]] = {
     "llama": {"expert_count": 4, "expert_used_count": 1},
     "deepseek2": {"attention.key_length": 48, "attention.value_length": 24, "rope.dimension_count": 16},
@@ -376,7 +376,7 @@ def test_no_metadata_that_llama_cpp_reads_are_dropped(name, tmp_path):
 
 def test_a_tensor_that_is_not_known_is_refused(tmp_path, converted):
     small_file(tmp_path / "a.gguf", more={"blk.0.attn_sinks.weight": np.zeros(4, np.float32)})
-    with pytest.raises(ConfigError, match=r"a\.gguf: its tensor blk\.0\.attn_sinks\.weight is not read"):
+    with pytest.raises(ConfigError, match=r"a\.gguf: its tensor blk\.0\.attn_sinks\.weight is not supported"):
         converted(tmp_path / "a.gguf")
 
 
@@ -428,7 +428,7 @@ def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path, converted):
     content = bytearray((tmp_path / "a.gguf").read_bytes())
     content[place.data_offset : place.data_offset + 2] = np.array([np.nan], np.float16).tobytes()
     (tmp_path / "a.gguf").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"a.gguf: blk.0.attn_v.weight holds scales that are NaN"):
+    with pytest.raises(ConfigError, match=r"a.gguf: blk.0.attn_v.weight contains NaN or infinite scales"):
         converted(tmp_path / "a.gguf")
 
 
@@ -437,7 +437,7 @@ def test_a_file_that_ends_early_is_refused(tmp_path, converted):
     content = (tmp_path / "a.gguf").read_bytes()
     for length in (len(content) - 100, len(content) // 2):
         (tmp_path / "a.gguf").write_bytes(content[:length])
-        with pytest.raises(ConfigError, match=r"a\.gguf: its header counts .* it may be damaged, or cut short"):
+        with pytest.raises(ConfigError, match=r"a\.gguf: its header counts .* it may be damaged or truncated"):
             converted(tmp_path / "a.gguf")
 
 
@@ -445,7 +445,7 @@ def test_rows_that_are_no_whole_blocks_are_refused(tmp_path, converted):
     small_file(tmp_path / "a.gguf")
     content = (tmp_path / "a.gguf").read_bytes()
     name = b"blk.0.attn_v.weight"
-    # After the name: the number of dimensions, and the first of them, which is the length of a row.
+    # After the name: the number of dimensions, and the first of them, the row length.
     at = content.index(name) + len(name) + 4
     (tmp_path / "a.gguf").write_bytes(content[:at] + (60).to_bytes(8, "little") + content[at + 8 :])
     with pytest.raises(ConfigError, match=r"a.gguf: the rows of blk.0.attn_v.weight have 60 numbers"):

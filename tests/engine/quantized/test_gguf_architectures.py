@@ -418,7 +418,7 @@ GLM = {key: value for key, value in DEEPSEEK.items() if key not in LATENTS} | {
     "partial_rotary_factor": 0.5,
 }
 V2_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32.0, "beta_slow": 1.0}
-# A model of transformers, the options that its files can say, what the converter changes, and the metadata it writes.
+# A transformers model, options that its files can express, changes of the converter, and its metadata.
 CASES: dict[str, Rules] = {
     "llama-mixtral": (
         "mixtral",
@@ -644,7 +644,7 @@ def prepared_from(case: str, folder: pathlib.Path, kind: str = "") -> tuple[Any,
     model_type, options, change, keys = CASES[case]
     save_model(folder / "model", model_type=model_type, marks=("ab",), **options)
     perturb_vectors(folder / "model")
-    # transformers writes sizes of some layers otherwise.
+    # transformers writes sizes of some layers differently.
     config = {
         "num_global_key_value_heads": None,
         **json.loads((folder / "model" / "config.json").read_text()),
@@ -671,7 +671,7 @@ def check(model: Any, prepared: Any) -> None:
     driver = BackendDriver(prepared)
     with torch.inference_mode():
         wanted = model(torch.tensor([text])).logits[0]
-    # The driver carries no states from step to step.
+    # The driver does not carry states from step to step.
     chunks = [33] if load_config(prepared.folder).linear is None else []
     found = driver.run_all(driver.sequences.add()[0], text, chunks)
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)

@@ -16,7 +16,7 @@ from pillion.kernels.cpu.quantized.quantized_packing import packed_kind
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.support.examples import examples
 
-# Where the float16 numbers of a block begin. All other bytes may be anything.
+# Offsets of a block's float16 numbers. Other bytes may have any value.
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
@@ -60,7 +60,7 @@ def check_panels(matrix: QuantizedMatrix, wanted: torch.Tensor) -> None:
     assert ((found - wanted).abs() <= lost).all(), kind
 
 
-# The least and the largest float16 numbers, those at the end of subnormal ones, and scales that models have.
+# The smallest and largest float16 numbers, the limits of subnormal ones, and typical scales.
 SCALES = (2**-24, 3 * 2**-24, 1023 * 2**-24, 2**-14, 1.2345e-4, 3.3e-3, 0.0171, 1.7, 65504.0)
 
 
@@ -74,7 +74,6 @@ def test_panels_of_the_cpu_kernels_round_no_scale(kind):
         halves = np.roll(np.array(SCALES, np.float16), shift)
         data[..., at : at + 2] = halves.view(np.uint8).reshape(-1, 1, 2)
     if kind == "MXFP4":
-        # Its scales are exponents of two.
         data[..., 0] = np.linspace(1, 250, len(SCALES))[:, None]
     matrix = read_blocks(layout, torch.from_numpy(data.reshape(len(SCALES), -1)))
     offsets = None if matrix.offsets is None else matrix.offsets.double()

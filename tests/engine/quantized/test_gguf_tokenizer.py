@@ -23,10 +23,10 @@ RECORDED = json.loads((pathlib.Path(__file__).with_name("llama_cpp_tokens.json")
 TEXTS, BPE, SPM = RECORDED["texts"], RECORDED["bpe"], RECORDED["spm"]
 ROWS = {name: row for row in RECORDED["rows"] for name in row["files"]}
 MOST_TOKENS = 1000
-# llama.cpp rewrites these kinds' expressions without combining marks and capitals; ours are the models' own.
+# Kinds whose expressions llama.cpp rewrites without combining marks and capitals; Pillion uses the models' own.
 REWRITTEN = ("tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "youtu")
 MARKS_OR_CAPITALS = ("e\u0301a\u0308", "word\u0301s", "CamelCase")
-# Names that llama.cpp splits by programs, or for models that are not read.
+# Names split by code in llama.cpp, or of unsupported models.
 NOT_READ = frozenset(["kimi-k2", "superbpe", "afmoe", "chameleon", "whitespace", "granite-embed-multi-97m"])
 
 
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_llama_cpp(name: str) -> None:
             continue
         found = codec.encode(text, add_special_tokens=False).ids
         assert found == wanted, text
-        # Behind each special token a SentencePiece text gets a space.
+        # A SentencePiece text gets a space after each special token.
         if not name.startswith("spm") or name == "spm-noprefix" or text == TEXTS[0]:
             assert codec.decode(found, skip_special_tokens=False) == text
     assert (codec.encode("a").ids != codec.encode("a", add_special_tokens=False).ids) == row["bos"]
@@ -112,7 +112,7 @@ def test_merges_by_score_are_those_of_transformers() -> None:
         assert ours.encode(text).ids == theirs.encode(text, add_special_tokens=False).ids, text
 
 
-# Keys of tokenizers that change nothing here, each with what it is for.
+# Tokenizer keys without effect, with their purpose.
 NO_EFFECT = {
     "REMOVE_EXTRA_WS": "Unigram",
     "PRECOMPILED_CHARSMAP": "Unigram",
@@ -146,15 +146,15 @@ def test_no_key_of_a_tokenizer_is_dropped(name: str) -> None:
     if name in ("LIST", "MERGES", "SCORES", "TOKEN_TYPE"):
         value = metadata[key][::-1]
     plain = read_tokenizer(metadata)
-    with contextlib.suppress(ConfigError):  # Another model has other keys.
+    with contextlib.suppress(ConfigError):
         assert (read_tokenizer(metadata | {key: value}) == plain) == (name in NO_EFFECT)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "of the kind 'bert', which is not read"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, "two tokens of one text"),
+        ({"tokenizer.ggml.model": "bert"}, "of the kind 'bert', which is not supported"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "duplicate tokens"),
         ({"tokenizer.ggml.tokens": []}, "no vocabulary"),
         ({"tokenizer.ggml.token_type": np.array([1])}, "token_type has 1 items"),
         ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),

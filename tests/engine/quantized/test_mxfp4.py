@@ -104,7 +104,7 @@ def test_logits_of_two_ranks(folders, wanted):
         (f"{EXPERTS}_blocks", lambda tensor: None, "gate_up_proj_blocks is missing"),
         (f"{EXPERTS}_blocks", lambda tensor: tensor[..., :8], r"gate_up_proj_blocks is \[5, 192, 2, 8\]"),
         (f"{EXPERTS}_scales", lambda tensor: tensor.float(), "gate_up_proj_scales is F32, not U8"),
-        (f"{EXPERTS}_scales", lambda tensor: tensor.fill_(255), "gate_up_proj_scales holds NaN"),
+        (f"{EXPERTS}_scales", lambda tensor: tensor.fill_(255), "gate_up_proj_scales contains NaN"),
         (f"{EXPERTS}_bias", lambda tensor: None, "lacks model.layers.0.mlp.experts.gate_up_proj_bias"),
     ],
 )

@@ -58,8 +58,8 @@ def test_a_matrix_is_read_as_it_was_written(coding, columns, groups):
         ({"a.offsets": torch.zeros(6, 5)}, "a.offsets is F32"),
         ({"a.scales": None}, "a.scales is missing beside a.codes"),
         ({"a.codes": None, "a.fp4": torch.zeros(6, 4, dtype=torch.uint8)}, r"a.fp4 is U8 \[6, 4\].*codes of \[6, 10\]"),
-        ({"a.scales": torch.full((6, 2), torch.nan)}, "a.scales holds NaN"),
-        ({"a.offsets": torch.full((6, 2), torch.inf)}, "a.offsets holds NaN or infinite"),
+        ({"a.scales": torch.full((6, 2), torch.nan)}, "a.scales contains NaN"),
+        ({"a.offsets": torch.full((6, 2), torch.inf)}, "a.offsets contains NaN or infinit"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_by_name(change, words):

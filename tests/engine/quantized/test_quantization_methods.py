@@ -36,7 +36,7 @@ def with_group(weights, **changes):
         ),
         (PACKED, "compressed-tensors, 4 bits in groups of 128"),
         (AUTO_ROUND, "auto-round, 4 bits in groups of 64"),
-        # These are AutoRound's exports in the formats of other producers, whose names they bear.
+        # AutoRound's exports to other producers' formats, with their names.
         ({**AUTO_ROUND, **EXPORTED, "quant_method": "gptq", "damp_percent": 0.01}, "gptq, 4 bits in groups of 64"),
         ({**AUTO_ROUND, **EXPORTED, "quant_method": "awq", "zero_point": False}, "awq, 4 bits in groups of 64"),
         ({**AUTO_ROUND, "model_free": True}, "auto-round, 4 bits in groups of 64"),
@@ -99,7 +99,7 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
     found = parsed({**PACKED, "format": "int-quantized", "config_groups": {"group_0": group}})
     assert (found.schemes[0][1].row_codes, found.schemes[0][1].activations) == (row_codes, activations)
     assert found.quantizes_inputs == bool(row_codes)
-    # Rows meet no whole numbers where weights are in groups.
+    # Row quantization is ignored for weights in groups.
     grouped = parsed({**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": made}}})
     assert (grouped.quantizes_inputs, grouped.activations) == (False, {"int8"})
 
@@ -118,7 +118,7 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ({"quant_method": "auto-round", "bits": 4, "act_bits": 8}, "act_bits = 8"),
         ({"quant_method": "auto-round", "bits": 4, "rotation_config": {"a": 1}}, "rotation_config"),
         ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": 8}}, "extra_config must give an object"),
-        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"(": {}}}, "no regular expression"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"(": {}}}, "not a regular expression"),
         ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": {"super_bits": 6}}}, "super_bits"),
         ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor", "data_type": "int"}, "numbers of type int"),
         ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor", "data_type": "mx_fp", "bits": 8}, "8 bits"),
@@ -129,9 +129,9 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the format marlin"),
         ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 8}}, "adapter"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": 8}}, "dynamic must give an object"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, r"dynamic: \( is no regular expression"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a{4294967295}": {}}}, "is no regular expression"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(" * 5000: {}}}, "is no regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, r"dynamic: \( is not a regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a{4294967295}": {}}}, "is not a regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(" * 5000: {}}}, "is not a regular expression"),
         ({"quant_method": "hqq"}, "quantized by hqq are not supported"),
         ({"quant_method": "aqlm", "bits": 2}, "quantized by aqlm, 2 bits"),
         ({"quant_method": "mxfp4", "bits": 3}, "bits = 3"),
@@ -156,7 +156,7 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ({**PACKED, "moe_sparsity_config": {"method": "prune"}}, "moe_sparsity_config"),
         ({**PACKED, "config_groups": {}}, "at least one group"),
         ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 must have a list of targets"),
-        ({**PACKED, "config_groups": {"group_0": {**GROUP, "targets": ["re:("]}}}, "no regular expression"),
+        ({**PACKED, "config_groups": {"group_0": {**GROUP, "targets": ["re:("]}}}, "not a regular expression"),
         (with_group({"num_bits": 3, "group_size": 128}), "3 bits of type int"),
         ({"quant_method": "pillion", "row_codes": "static"}, "row_codes must be dynamic or grouped, not 'static'"),
         (with_group({"num_bits": 4, "type": "float", "group_size": 32}), "4 bits of type float"),

@@ -38,7 +38,6 @@ from tests.support.torch_model import BackendDriver
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-# A model of each family, and those whose tensors have other shapes or names.
 MODELS = (
     "llama-odd-hidden",
     "llama-mqa-biases",
@@ -56,9 +55,8 @@ MODELS = (
     "olmo2",
     "granite",
 )
-# Formats whose rows are rounded to int8.
 ROUNDED_ROWS = ("w8a8",)
-# Formats whose scales are powers or whose numbers are few enough that float32 holds each product exactly.
+# Other formats' scales are powers of two, or their codes so few that float32 holds each product exactly.
 INEXACT = {"bnb-int8", "nf4-nested", "w8a16-packed", "w8a8-asymmetric"}
 
 
@@ -178,7 +176,6 @@ def test_the_kernels_and_torch_round_rows_alike(dtype, plain_folder, tmp_path):
     ours, theirs, unrounded = (driver.run_all(driver.sequences.add()[0], text, [17]) for driver in drivers)
     if dtype == "float32":
         assert (ours - theirs).abs().mean() < 0.4 * (theirs - unrounded).abs().mean()
-    # A prompt that was cut into other batches has logits with the same bits.
     assert torch.equal(drivers[0].run_all(drivers[0].sequences.add()[0], text, [1] * 20), ours)
 
 

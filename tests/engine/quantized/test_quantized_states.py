@@ -30,8 +30,8 @@ def formats() -> dict[str, Producer]:
     }
 
 
-# Files have the rows of Qwen3-Next in groups of keys, and those of OLMo-Hybrid a part each. Codes of 4 bits fill whole
-# words with outputs, of which some models' rates have too few.
+# Files group Qwen3-Next's rows by keys, and store OLMo-Hybrid's parts separately. 4-bit codes fill whole words with
+# outputs; some models' rates have too few.
 SHORT = (("qwen3-next", "fp8"), ("lfm2", "awq"), ("granite-hybrid", "gptq-act-order"), ("olmo-hybrid", "int8"))
 IN_WORDS = ("lfm2", "lfm2-moe", "qwen3-next", "granite-hybrid", "falcon-h1", "nemotron-h")
 ALL = [*((name, kind) for name in HYBRIDS for kind in ("fp8", "int8"))]
@@ -48,11 +48,11 @@ def test_logits_are_those_of_the_widened_model(tmp_path, name, kind):
     prepared, exact = (prepare(ModelFlags(model=str(folder), dtype="float32")) for folder in (few, wide))
     text, oracle = tokens_of(TOKENS, 7), StateDriver(exact)
     wanted = oracle.run_all(oracle.sequences.add()[0], text, [])
-    assert wanted.std() > 0.5  # Flat logits would prove nothing.
+    assert wanted.std() > 0.5
     widened = StateDriver(prepared)
     close(widened.run_all(widened.sequences.add()[0], text, [17]), wanted)
     close(on_kernels(prepared, text), wanted)
-    # Factors of the parts of Falcon-H1's matrices widen these.
+    # Multipliers of the parts of Falcon-H1's matrices widen these.
     assert (linear_kinds(prepared) <= PLAIN_TYPES.keys()) == name.startswith("falcon")
 
 
@@ -71,7 +71,7 @@ def test_plain_checkpoints_are_quantized(tmp_path, name, kind):
     text, widened = tokens_of(TOKENS, 7), StateDriver(prepared)
     wanted = widened.run_all(widened.sequences.add()[0], text, [17])
     found = on_kernels(prepared, text)
-    if kind == "int8-dynamic":  # A row's values may be rounded to the next code on one of both sides.
+    if kind == "int8-dynamic":  # A row's values on a boundary may round to either code.
         assert (found - wanted).abs().mean() < 0.01 * wanted.std()
     else:
         close(found, wanted)

@@ -20,7 +20,7 @@ def test_damaged_numbers_of_rounded_rows_are_refused(tmp_path, monkeypatch):
     prepared = prepare(ModelFlags(model=folder, dtype="float32", quantization="int8-dynamic"))
     weights = load_cpu_weights(prepared, load_config(prepared.folder), lambda line: None)
     assert weights.linear("layers.0.o").kind == quantized_packing.INT8_DOTS
-    # Sums of more products than this leave 32 bits.
+    # Sums of more products exceed 32 bits.
     monkeypatch.setattr(quantized_packing, "MAX_DOT_INPUTS", weights.linear("layers.0.o").depth - 16)
     with pytest.raises(ConfigError, match="do not fit together"):
         weights.linear("layers.0.o")

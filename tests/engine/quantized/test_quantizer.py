@@ -55,7 +55,7 @@ def test_no_group_is_worse_than_rounded_to_nearest(weight, kind):
     found = quantize_matrix(weight, kind, 32)
     error = (found.dequantize(torch.float32).double() - weight.double()).square().sum(1)
     plain = (rounded_to_nearest(weight, kind) - weight.double()).square().sum(1)
-    # float16 rounds scales and offsets by 2^-12 of them, or by 2^-25; a matrix loses little by it.
+    # float16 rounds scales and offsets by 2^-12 of them, or by 2^-25, which changes a matrix little.
     rounding = 32 * (weight.double().abs().amax(1) * 2**-10 + CODE_RANGES[kind].most * 2**-24).square()
     assert bool((error <= plain * (1 + 1e-4) + rounding).all())
     rounding = 32 * (weight.double().abs().amax(1) * 2**-22).square()
@@ -68,7 +68,7 @@ def test_constants_are_float16_where_the_matrix_hardly_loses_by_it():
         found = quantize_matrix(weight, kind, 32)
         for constants in (found.scales, found.offsets):
             assert constants is None or torch.equal(constants.half().float(), constants)
-    # Steps of a millionth lie between two float16 numbers, and so do offsets of 5 and a bit.
+    # Steps of a millionth lie between two float16 numbers, and so do offsets slightly above 5.
     for hard in (weight * 1e-6, weight * 1e-3 + 5):
         found = quantize_matrix(hard, "int4", 32)
         assert not torch.equal(found.scales.half().float(), found.scales)
@@ -186,7 +186,7 @@ def test_what_cannot_be_quantized_is_refused_by_name(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"][3, 3] = torch.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"model.layers.1.self_attn.o_proj.weight holds NaN"):
+    with pytest.raises(ConfigError, match=r"model.layers.1.self_attn.o_proj.weight contains NaN"):
         quantized(folder, "int4")
 
 

@@ -59,7 +59,7 @@ def test_an_abort_is_seen_by_all_and_ends_the_checks():
 def test_other_memory_is_refused(size):
     descriptor = os.memfd_create("other")
     os.ftruncate(descriptor, size)
-    with pytest.raises(ConfigError, match="this is no memory of ranks"):
+    with pytest.raises(ConfigError, match="this is not the memory of ranks"):
         RankMemory.open(descriptor)
     os.close(descriptor)
 
@@ -67,6 +67,6 @@ def test_other_memory_is_refused(size):
 def test_memory_of_another_length_is_refused():
     mine = RankMemory.create(CONFIG, 2, 50)
     os.ftruncate(mine.fd, os.fstat(mine.fd).st_size + 4096)
-    with pytest.raises(ConfigError, match="this is no memory of ranks"):
+    with pytest.raises(ConfigError, match="this is not the memory of ranks"):
         RankMemory.open(os.dup(mine.fd))
     mine.close()

@@ -106,9 +106,9 @@ def test_a_message_larger_than_a_sockets_buffer_arrives(pair: tuple[RankLink, Ra
 def test_a_message_has_a_largest_size(pair: tuple[RankLink, RankLink], monkeypatch: pytest.MonkeyPatch) -> None:
     pair[0].send(RankMessage.STEP, b"12345")
     monkeypatch.setattr(rank_messages, "MAX_MESSAGE_BYTES", 4)
-    with pytest.raises(Internal, match="4 are the most"):
+    with pytest.raises(Internal, match="the limit is 4"):
         pair[0].send(RankMessage.STEP, b"12345")
-    with pytest.raises(Internal, match="4 are the most"):
+    with pytest.raises(Internal, match="the limit is 4"):
         pair[1].receive()
 
 

@@ -31,7 +31,6 @@ from tests.support.workers import BLOCK, connected, running_workers, submit_of
 
 TOKENS = [(position * 7) % 95 for position in range(30)]
 UNAVAILABLE = 14
-# Other tests start programs.
 FORKED = pytest.mark.usefixtures("forked_ranks")
 PAIRS = (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2, dtype=torch.float32)),)
 
@@ -65,7 +64,7 @@ async def test_a_worker_of_three_ranks_says_what_one_says() -> None:
         pids = backend.ranks.pids()
         assert len(pids) == 2
         assert not gone(pids)
-        # No step runs: nobody would miss the rank before the next one.
+        # No step runs, so only the next one would notice.
         os.kill(pids[1], signal.SIGKILL)
         reason = await within("the decode worker to fail", workers.decode.wait_failed())
         assert reason == "rank 2 ended with status -9"
@@ -104,7 +103,7 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
         assert answer.last is not None
         assert answer.last.error is not None
         assert answer.last.error.code == UNAVAILABLE
-        # What was said before is right: the stream goes on after it elsewhere.
+        # Earlier tokens are right: the stream continues elsewhere.
         assert answer.token_ids == greedy(TOKENS, len(answer.token_ids))
         assert len(answer.token_ids) >= len(said)
         with pytest.raises(BackendLost):
@@ -144,7 +143,6 @@ def check_adapters(backend: RankedAheadBackend, packed: list[RankedAdapter]) -> 
     assert list(backend.adapters._dropped) == [packed[0].number + 1]
     packed.clear()
     take(backend, AdapterWeights("0" * 63 + "3", 2, {fake_ranks.LAYER: PAIRS}))
-    # Those of before are dropped in the ranks now, and this one is with the next.
     assert list(backend.adapters._dropped) == [3]
 
 
@@ -210,7 +208,7 @@ def test_no_rank_outlives_rank_0() -> None:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
-        # Ctrl-C reaches the whole process group, and is rank 0's to answer.
+        # Ctrl-C reaches the whole process group; only rank 0 handles it.
         os.kill(pids[0], signal.SIGINT)
         os.kill(pids[1], signal.SIGSTOP)
         wait_for("it to stop", lambda: psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED)

@@ -94,7 +94,7 @@ def test_heads_with_states_and_their_channels_belong_to_ranks(config: ModelConfi
     ("shape", "words"),
     [
         ({"heads": 3, "head_dim": 16, "key_heads": 3, "key_dim": 16}, "3 heads over 3 keys in layers with states"),
-        ({}, "too much to share 144 channels of convolutions in units of 64"),
+        ({}, "too large for 144 channels of convolutions in units of 64"),
     ],
 )
 def test_states_that_do_not_divide_are_refused(config: ModelConfig, shape: dict[str, int], words: str) -> None:
@@ -137,7 +137,7 @@ def test_shapes_that_do_not_divide_are_refused(config: ModelConfig, heads: int, 
 def test_narrow_mlps_are_refused(config: ModelConfig) -> None:
     moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=32, normalize=True, layers=(True,) * 2)
     narrow = replace(shaped(config, 8, 8), moe=moe, num_layers=2)
-    with pytest.raises(ConfigError, match="too much to share 32 values in units of 32"):
+    with pytest.raises(ConfigError, match="too large for 32 values in units of 32"):
         ModelShard.of(narrow, 0, 2)
 
 

@@ -68,7 +68,7 @@ def test_a_rows_vector_is_the_last_hidden_state_at_every_rank(flags_of: Any, nam
     (alone,) = vectors(group, driver, (whole[0], TEXT), of=[last])
     assert np.abs(alone - wanted).max() <= TOLERANCE * max(1.0, float(np.abs(wanted).max()))
     driver.step((cut[0], TEXT[:30]), sample=())
-    # A step that samples rows gives logits of these alone beside the vectors.
+    # A step that samples rows gives only their logits beside the vectors.
     other = driver.sequences.add()
     parts = [(other[0], TEXT[3:8]), (cut[0], TEXT[30:])]
     ends = [4, 4 + len(TEXT) - 30]
@@ -109,5 +109,5 @@ def test_a_classifier_of_two_ranks_gives_its_labels(tmp_path: Any) -> None:
 def test_stages_of_a_model_without_a_head_are_refused(tmp_path: Any) -> None:
     folder = make_classifier(tmp_path / "labels", 3)
     flags = PrefillFlags(model=str(folder), pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="which GPUs and stages need so far"):
+    with pytest.raises(ConfigError, match="which GPUs and stages require"):
         load_model(flags, 1)

@@ -47,7 +47,7 @@ def shuffled(count, seed=2):
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-# Of 192 inputs: as they lie; in an order that stays within four heads; in one that crosses them.
+# Orders of 192 inputs: unchanged, within four heads, across heads.
 ORDERS = {
     "plain": None,
     "within": torch.cat([shuffled(64, seed) + 64 * seed for seed in range(3)]),

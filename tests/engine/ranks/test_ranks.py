@@ -39,15 +39,14 @@ MODELS = FAMILIES | {
         "head_dim": 16,
         "intermediate_size": 160,
     },
-    # Ranks of latents have some of the heads each, and all latents.
+    # Ranks split the heads and share all latents.
     "latents-six-heads": {**FAMILIES["youtu"], "num_attention_heads": 6, "num_key_value_heads": 6},
     # Four ranks share two KV heads, whose keys a norm over the whole projection counts once.
     "olmo2-wide": {"model_type": "olmo2", "num_key_value_heads": 2, "tie_word_embeddings": False},
 }
-# All families by two ranks. By four: biases and one KV head for all, multipliers, a norm over projections, heads of
-# which a part rotates, and experts.
-# Convolutions whose channels are shared out unevenly, without and with gates of heads beside them; heads with keys;
-# four ranks that share two groups, whose results are normed together.
+# All families with two ranks. With four: biases and one KV head for all, multipliers, a norm over projections, partial
+# RoPE, and experts. Convolutions with uneven shares of channels, without and with gates of heads; heads with keys; four
+# ranks that share two groups with a common norm.
 WITH_STATES = {
     "lfm2": {**HYBRIDS["lfm2"], "hidden_size": 192},
     "lfm3": {**HYBRIDS["lfm3"], "hidden_size": 192},
@@ -66,7 +65,7 @@ BY_FOUR = ["llama-mqa-biases", "granite", "olmo2-wide", "phi3-partial-rope", "mi
 CASES = [
     *(pytest.param(name, 2, marks=pytest.mark.long if name in BY_ROWS else ()) for name in MODELS),
     *((name, 4) for name in BY_FOUR),
-    # Some layers have two KV heads, and others one.
+    # Some layers have two KV heads, others one.
     pytest.param("gemma4-keys", 4, marks=pytest.mark.long),
 ]
 TEXT = tokens_of(70, 2)
@@ -241,7 +240,7 @@ def in_turn(group, batch, order):
         futures[rank] = group.threads.submit(group.backends[rank].forward, batch)
         missing = set(order) - set(futures)
         if missing:
-            # All that are there sleep until the first one that is not says that it has come.
+            # All present ranks sleep until the first missing one arrives.
             asleep = functools.partial(group.memory.sleepers, min(missing))
             wait_for("all ranks that are there sleep", lambda asleep=asleep: asleep() == len(futures))
     results = [result_of(f"the step of rank {rank}", futures[rank]) for rank in sorted(order)]

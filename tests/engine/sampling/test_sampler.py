@@ -64,7 +64,6 @@ def test_greedy_is_the_argmax(vocab_size: int) -> None:
         RowParameters(temperature=100.0, top_k=1, seed=3),
     ):
         assert chosen(logits, *[params] * 5) == wanted
-    # Greedy rows in a batch with drawn rows take another path.
     assert chosen(logits, *[RowParameters(temperature=0.0)] * 4, RowParameters())[:4] == wanted[:4]
 
 
@@ -144,7 +143,7 @@ def test_what_may_be_drawn_is_what_transformers_leaves(
     wide = logits[None].double()
     unsure = ours != (warp(wide, params)[0].numpy() > -np.inf)
     if unsure.any():
-        # Only a token at whose edge the mass is p, or the ratio min_p, to within fp32 rounding may be judged otherwise.
+        # Only a token on the edge of mass p or ratio min_p, within fp32 rounding, may be judged differently.
         before_p = warp(wide, replace(params, top_p=1.0, min_p=0.0))[0].softmax(-1).numpy()
         edge = before_p[unsure].max()
         mass = before_p[before_p > edge].sum()
@@ -158,7 +157,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
     assert kept(logits, RowParameters(top_p=0.5)).tolist() == [True, True, True, True, False]
     assert kept(logits, RowParameters(top_p=0.3)).tolist() == [True, False, False, False, False]
     assert kept(logits, RowParameters(top_k=5)).all()
-    # All logits are equal: there is no short head, and each token may win.
+    # Equal logits: no short head, and each token may win.
     flat = torch.zeros(50_000)
     assert kept(flat, RowParameters(top_k=3)).all()
     assert len({*chosen(flat.expand(20, -1), *[RowParameters(top_k=3, top_p=0.5, seed=n) for n in range(20)])}) > 10
@@ -272,7 +271,6 @@ def test_logits_that_are_not_numbers_neither_raise_nor_win(
     for entry in sampled.logprobs:
         assert entry is not None
         assert np.isfinite([entry.logprob, *entry.top_logprobs]).all()
-    # The other row is not affected.
     assert sampled.token_ids[1] == sample(logits[1:], rows_of([params])).token_ids[0]
 
 

@@ -54,7 +54,7 @@ def test_banned_ids_are_as_transformers_min_new_tokens() -> None:
         torch.zeros(1, 5, dtype=torch.long), logits.clone()
     )
     assert torch.equal(after(logits, RowParameters(banned=ends)), wanted)
-    # A tokenizer may have end tokens without a logit in the model.
+    # End tokens of a tokenizer may lack a logit.
     assert torch.equal(after(logits, RowParameters(banned=[*ends, VOCAB, 99_999])), wanted)
 
 

@@ -52,7 +52,6 @@ def test_masked_rows_race_among_what_is_allowed(
         RowParameters(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed + row, position=row)
         for row in range(4)
     ]
-    # The last row has no mask.
     allowed[3] = True
     kept = np.where(allowed, logits.numpy(), -np.inf)
     wanted = [

@@ -59,7 +59,7 @@ def test_an_idle_adapter_gives_way_the_least_recently_used_first() -> None:
     for adapter in (1, 2, 1, 3, 2):
         harness.submit(prompt(1, 5), 2, adapter=adapter)
         run_out(harness)
-    # 3 came for 2, and 2 for 1.
+    # 3 replaced 2, and 2 replaced 1.
     assert harness.adapters.ready == ("2", "3")
     assert harness.evicted_adapters == 2
 
@@ -131,7 +131,7 @@ def test_a_stream_that_is_stopped_while_its_adapter_loads_leaves_nothing_behind(
     harness.cancel(first)
     waiting = harness.submit(prompt(1, 5), 5, adapter=2)
     steps(harness, 2)
-    # The slot is not given away before the loader has answered.
+    # The slot stays reserved until the loader has answered.
     assert harness.loading == ["1"]
     assert not ended(harness, waiting)
     harness.load()

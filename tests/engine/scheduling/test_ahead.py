@@ -74,7 +74,7 @@ def test_a_stop_id_voids_the_row_after_it() -> None:
         while harness.answer():
             pass
     assert len(harness.out) == 1
-    # The last run of blocks is still to be committed; then the ticket's release waits.
+    # The last run of blocks is still uncommitted; then the ticket's release waits.
     harness.receive_flush()
     while harness.answer():
         pass
@@ -253,7 +253,7 @@ def test_a_landing_that_fails_fails_who_was_in_it_and_nobody_else() -> None:
         harness.answer()
     harness.submit(prompt(2, 9), 5)
     harness.breaks = "landing"
-    # The one that breaks carries the first stream alone; the next one, under way by then, both.
+    # The failing step carries only the first stream; the next one, already under way, both.
     harness.step()
     assert harness.records[1].end is not None
     assert harness.records[2].end is None
@@ -342,7 +342,7 @@ ARRIVE = st.tuples(
     st.sampled_from([0, 0, 1]),
     st.sampled_from([-1, -1, 0, 1, 2]),
     st.sampled_from([0, 0, 1]),
-    # The number of its adapter; 3 cannot be loaded.
+    # The adapter's number; 3 fails to load.
     st.sampled_from([0, 0, 0, 1, 2, 3]),
     FLOW,
 )
@@ -376,7 +376,6 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
         adapter = adapter if harness.max_loras else 0
         harness.submit(prompt(text, ends[1]), 0, chunks=ends, adapter=adapter, flow=flow)
     elif kind == "cancel":
-        # An end that was decided is told first: its owner hears it before it could cancel.
         harness.receive_flush()
         alive = [seq_id for seq_id, record in harness.records.items() if record.end is None and not record.cancelled]
         if alive:
@@ -422,7 +421,6 @@ def test_any_history_with_a_step_under_way(
     crowd: int,
 ) -> None:
     slots, budget, max_num_seqs = shape
-    # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
     harness = AheadHarness(
         slots=slots,
         budget=max(budget, max_num_seqs),

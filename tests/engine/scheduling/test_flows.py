@@ -48,7 +48,7 @@ def test_a_lone_request_beside_a_flood_waits_for_no_answer(make: MakeHarness) ->
     for number in range(3):
         lone = harness.submit(prompt(9, 6), 5, flow=THREE)
         assert lone is not None
-        # The next step has its prompt; where steps run ahead, it lands with the one after it.
+        # The next step has its prompt; if steps run ahead, it lands with the one after it.
         steps(harness, 2)
         assert harness.records[lone].token_ids, f"request {number} had no token"
         while not ended(harness, [lone]):
@@ -70,7 +70,6 @@ def test_who_gives_up_its_place_computes_nothing_again() -> None:
         computed += harness.answered_step().num_tokens
         waited.update(s.seq_id for s in harness.scheduler.queues.preempted)
     assert waited == {crowd[-1]: 5}, "the newest one, as long as the other has its place"
-    # Each token but the last one of an answer is computed.
     assert computed == sum(len(one.prompt) + len(one.token_ids) - 1 for one in harness.records.values())
     harness.check_answers()
 
@@ -168,7 +167,7 @@ def test_nobody_saves_up_by_being_away_or_by_asking_little() -> None:
         if not half or ended(harness, half[-1:]):
             half.append(harness.submit([len(half), *prompt(7, 5)], 10, flow=HALF))
         steps(harness, 1)
-    # The one that asked one by one now floods too, and gets no more than its share of what comes.
+    # The tenant that sent single requests now floods too, and gets only its share of new ones.
     before = started(harness, crowd)
     owners = dict.fromkeys(harness.flood(HALF, 40, tokens=16), HALF) | dict.fromkeys(crowd, ONE)
     start = served(harness, owners)
@@ -204,7 +203,7 @@ def test_what_is_more_urgent_than_usual_goes_before_other_tenants() -> None:
     """A tenant needs a permission for that. It is aged as everywhere: who came early enough goes first."""
     for early_s, first in ((0.0, "urgent"), (PRIORITY_AGING_S + 1, "usual")):
         harness = SchedulerHarness(slots=400, budget=8, max_num_seqs=8)
-        # The urgent one's tenant has had more.
+        # The urgent request's tenant has had more.
         harness.submit(prompt(9, 30), 40, flow=ONE)
         steps(harness, 5)
         usual = harness.submit(prompt(2, 20), 2, flow=THREE)
@@ -233,7 +232,7 @@ def test_the_victim_is_of_the_tenant_that_had_most() -> None:
 def test_answers_to_one_prompt_are_charged_for_it_once() -> None:
     harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=8)
     harness.submit(prompt(1, 10), 6, flow=ONE, parallel_seeds=(1, 2))
-    # Another one stays, so that the account of the first stays too.
+    # Another request keeps the account of the first.
     harness.submit(prompt(2, 5), 60, flow=THREE)
     flows = harness.scheduler.queues.flows
     while FLOWS[ONE].key in flows.accounts:

@@ -73,7 +73,6 @@ def test_a_long_prompt_waits_in_proportion_to_its_own_length_at_most() -> None:
     for number in range(400):
         if harness.records[long].end is not None:
             break
-        # More comes than can be served.
         harness.submit(prompt(100 + number, 12), 1)
         served(harness)
     end = harness.records[long].end
@@ -122,8 +121,8 @@ def test_a_patient_prompt_tail_is_not_starved_by_a_stream_of_urgent_ones() -> No
     harness.check_answers()
     progress = {i: record.end.progress for i, record in harness.records.items() if record.end and record.end.progress}
     before = [m.arrived_s for m in progress.values() if m.first_step_s < progress[patient].first_step_s]
-    # Three times as much comes as can be served. Yet it competes only with those that came within a level of aging, and
-    # the class of a begun one, after it.
+    # The load is three times the capacity. But the request competes only with those that came within a level of aging,
+    # and, once begun, those of its class.
     assert len(before) > 20
     assert max(before) <= 2 * PRIORITY_AGING_S
 
@@ -155,7 +154,7 @@ def test_who_gives_way_to_a_later_one_does_not_run_in_that_step() -> None:
     harness.submit(prompt(0, 8), 40)
     patient = harness.submit(prompt(1, 10), 40, priority=1)
     harness.now = 3 * PRIORITY_AGING_S
-    # After the patient one in queue order, so the step has planned that one already when these ask for memory.
+    # They come after the patient one in queue order, so the step has planned it before they ask for memory.
     later = [harness.submit(prompt(seed, 8), 40) for seed in (2, 3)]
     assert patient is not None
     ids = served(harness)
@@ -190,7 +189,7 @@ def test_a_preempted_stream_comes_back_before_new_ones() -> None:
         harness.submit(prompt(seed, 15), 20)
     while SequenceState.RESUMING not in states(harness):
         served(harness)
-    # Its memory comes when the other one ends; a prompt that arrives meanwhile gets in line behind it.
+    # Its memory comes when the other one ends; a new prompt queues behind it.
     while SequenceState.PREEMPTED not in states(harness):
         served(harness)
         if harness.now < 3:

@@ -137,7 +137,7 @@ def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
         parent.state, kept = state, parent.state
         assert copy_partial_block(parent, child) is None
         parent.state = kept
-    # Nor from one that came back and has not computed its prompt again.
+    # Nor from one that resumed and has not recomputed its prompt.
     parent.num_computed, kept_tokens = 8, parent.num_computed
     assert copy_partial_block(parent, child) is None
     parent.num_computed = kept_tokens
@@ -149,7 +149,7 @@ def test_parallel_samples_of_a_prompt_of_two_steps_compute_nothing_again() -> No
     harness.submit(prompt(1, 30), 9, parallel_seeds=(5, 6, 7))
     ran, hurried = 0, False
     while harness.scheduler.sequences:
-        # The node's answer comes while the next step runs, so the parallel samples begin while a run is under way.
+        # The node answers during the next step, so the parallel samples begin while a step is running.
         late = len(harness.unsent)
         ran += harness.step().num_tokens
         hurried = hurried or any(outcome.hurry for outcome in harness.unsent[late:])
@@ -203,7 +203,7 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
     for step in range(4):
         now = step / 100
         for outcome in outcomes:
-            # The node takes nothing and has nothing, but for the parallel sample's ticket, at last.
+            # The node refuses everything until the last parallel sample's ticket.
             for order in outcome.commits:
                 scheduler.committed(order.seq_id, (), "no", now)
             if outcome.lease_blocks:

@@ -40,7 +40,7 @@ def test_the_next_turn_computes_what_is_new(length: int) -> None:
     assert ran == length + 5
     history = prompt(1, length) + harness.records[first].token_ids
     _, ran = ask(harness, history + prompt(2, 3), 4)
-    # The last token of the answer has no KV yet; nothing is copied where the others end with a block.
+    # The answer's last token has no KV yet; other answers end with a block, so nothing is copied.
     assert ran == 1 + 3 + 3
     assert harness.copies == ((length + 5) % BLOCK > 0)
     harness.settle()
@@ -51,13 +51,13 @@ def test_only_what_agrees_is_copied() -> None:
     harness = harness_of()
     first, _ = ask(harness, prompt(1, 5), 7)
     history = prompt(1, 5) + harness.records[first].token_ids
-    # 11 tokens have KV, the last 3 of them in a partial block. Of those 2 agree.
+    # 11 tokens have KV, the last 3 of them in a partial block; 2 of these match.
     _, ran = ask(harness, [*history[:10], 96, 96, 96], 2)
     assert (ran, harness.copies) == (3 + 1, 1)
-    # The prompt's last token is computed, because its logits are needed.
+    # The prompt's last token is computed for its logits.
     _, ran = ask(harness, history[:10], 2)
     assert (ran, harness.copies) == (1 + 1, 2)
-    # One that parts before the block has none of it.
+    # A prompt that differs before the block reuses none of it.
     _, ran = ask(harness, [*history[:8], 96, 95], 2)
     assert (ran, harness.copies) == (2 + 1, 2)
     harness.settle()
@@ -117,8 +117,8 @@ def test_memory_comes_first() -> None:
     for number in range(4):
         ask(harness, prompt(number, 5), 1)
     assert harness.partial_blocks.kept_blocks == 4
-    # It needs nearly all slots. The node asks for those that it lacks, and the decode that grows takes the rest before
-    # it is preempted.
+    # It needs nearly all slots. The node recalls those that it lacks, and the growing decode takes the rest before it
+    # is preempted.
     assert harness.submit(prompt(9, 36), 9) is None
     harness.scheduler.recall(2, harness.now)
     harness.receive_flush()
@@ -138,7 +138,7 @@ def test_a_turn_that_goes_before_its_copy_is_made_leaves_nothing() -> None:
     history = prompt(1, 6) + harness.records[first].token_ids
     gone = harness.submit(history, 3)
     assert gone is not None
-    # What is promised is kept, however short memory is.
+    # Promised slots are kept, however short memory is.
     harness.scheduler.recall(60, harness.now)
     harness.scheduler.check_integrity()
     harness.cancel(gone)
@@ -170,7 +170,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
                 prompt(text, length), most, parallel_seeds=tuple(range(1, 1 + parallel_samples if most else 1))
             )
         elif kind == "turn" and records:
-            # A conversation goes on, perhaps after a part of its answer, and with other words.
+            # A conversation continues, perhaps after a part of its answer, with other words.
             which, kept, new, most = numbers
             before = records[which % len(records)]
             text = (before.prompt + before.token_ids)[: len(before.prompt) + kept] + prompt(5 + new % 2, new)

@@ -16,7 +16,6 @@ from tests.support.drafts import speculative
 from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
-# The number of its tenant's flow.
 FLOW = st.sampled_from([0, 0, 1, 2, 3])
 ARRIVE = st.tuples(
     st.just("arrive"),
@@ -26,10 +25,10 @@ ARRIVE = st.tuples(
     st.integers(-1, 1),
     st.integers(0, 5),
     st.sampled_from([0, 0, 0, 1, 3]),
-    # The number of its grammar; with -1 it has none.
+    # The grammar's number, or -1 for none.
     st.sampled_from([-1, -1, 0, 1, 2]),
     st.sampled_from([0, 0, 1]),
-    # The number of its adapter; 3 cannot be loaded.
+    # The adapter's number; 3 fails to load.
     st.sampled_from([0, 0, 0, 1, 2, 3]),
     FLOW,
 )
@@ -38,7 +37,7 @@ CANCEL = st.tuples(st.just("cancel"), st.integers(0, 30))
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 ANSWER = st.tuples(st.just("answer"), st.integers(1, 4))
 LOAD = st.tuples(st.sampled_from(["load", "load", "preload"]), st.integers(1, 3))
-# So many streams of one tenant run or wait before anything else happens.
+# Streams of one tenant that run or wait at the start.
 CROWD = st.integers(0, 5)
 SHAPES = st.tuples(st.integers(12, 60), st.integers(4, 24), st.integers(1, 4))
 
@@ -67,7 +66,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
                 flow=flow,
             )
         elif kind == "cancel" and harness.records:
-            # An end that was decided is told first: its owner hears it before it could cancel.
+            # Ends already decided are reported first, before their owner could cancel.
             harness.receive_flush()
             line_up = [i for i, s in harness.records.items() if s.end is None and not s.cancelled]
             if line_up:
@@ -106,7 +105,7 @@ def test_any_history(
     crowd: int,
 ) -> None:
     slots, budget, max_num_seqs = shape
-    # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
+    # 17 blocks of its own can always serve the longest sequence of ARRIVE, 64 tokens.
     harness = SchedulerHarness(
         slots=max(slots, 17),
         budget=64 + budget if whole_prompts else max(budget, max_num_seqs),

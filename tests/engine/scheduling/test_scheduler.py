@@ -27,7 +27,7 @@ def test_a_step_is_decodes_then_prompt_tails_filled_exactly() -> None:
     harness.step()
     second, third = harness.submit(prompt(2, 11), 20), harness.submit(prompt(3, 30), 20)
     plan = harness.step()
-    # One decode, a short prompt tail whole, and of the long one what is left, cut in the middle of a block.
+    # One decode, a whole short prompt tail, and the rest of the budget of the long one, cut within a block.
     assert [(chunk.sequence.seq_id, chunk.count) for chunk in plan.scheduled] == [(first, 1), (second, 11), (third, 4)]
     assert [chunk.samples for chunk in plan.scheduled] == [True, True, False]
     plan = harness.step()
@@ -67,7 +67,7 @@ def test_generated_text_is_committed_too() -> None:
     harness.finish()
     assert first is not None
     tokens = prompt(1, 10) + harness.records[first].token_ids
-    # 20 tokens have their KV, the 21st has none: five blocks.
+    # 20 tokens have KV, the 21st has none: five blocks.
     assert harness.ledger.status().committed_blocks == 20 // BLOCK
     again = harness.submit([*tokens, 1], 3)
     assert again is not None
@@ -119,7 +119,7 @@ def test_blocks_of_a_stream_may_wait_and_those_of_prefill_ranges_may_not() -> No
             orders += harness.unsent[0].commits
             hurried.append(harness.unsent[0].hurry)
             harness.answer()
-    # The prompt's two whole blocks, the block in which it ends and one of the answer; of 18 tokens with KV no more.
+    # Two whole blocks of the prompt, the block in which it ends, and one of the answer; 18 tokens with KV need no more.
     runs = [(len(one.slots), one.may_wait) for one in orders if one.seq_id == stream]
     assert runs == [(2, True), (1, True), (1, True)]
     assert not any(one.may_wait for one in orders if one.seq_id == prefill_range)
@@ -135,7 +135,7 @@ def test_a_stream_that_ends_hurries_the_run_that_waits() -> None:
             pass
     outcomes: list[Outcome] = []
     for _ in range(4):
-        # Nothing is answered: the first block of the answer is on its way when the stream ends.
+        # Nothing is answered: the answer's first block is being committed when the stream ends.
         seen = len(harness.unsent)
         harness.step()
         outcomes += harness.unsent[seen:]
@@ -151,7 +151,7 @@ def test_one_preemption_is_waited_for_before_the_next() -> None:
         assert harness.submit(prompt(seed, 11), 40) is not None
     run_steps(harness, 4)
     # All sixteen slots are leased, each stream has filled its four blocks and needs a fifth, and the last commits are
-    # not answered: the memory of the one that gives way is on its way, and that has to do.
+    # unanswered. The preempted stream's memory is on its way, which must suffice.
     for _ in range(8):
         harness.step()
         while harness.unsent and not harness.unsent[0].commits:

@@ -27,7 +27,7 @@ def test_who_is_preempted_amid_a_prompt_finds_no_more_than_is_scored() -> None:
     harness.receive_flush()
     while harness.answer():
         pass
-    # All ten blocks are at the node; those of twenty tokens are used.
+    # The node has all ten blocks; those of twenty tokens are used.
     assert harness.scheduler.sequences[seq_id].num_computed == 20
     harness.finish()
     harness.check_answers()
@@ -37,7 +37,6 @@ def test_who_computes_again_scores_nothing_twice() -> None:
     harness = SchedulerHarness(slots=64, budget=10)
     seq_id = harness.submit(prompt(1, 40), 3, scored=True)
     assert seq_id is not None
-    # Nothing of it is committed, so nothing is found again.
     harness.scheduler.sequences[seq_id].may_commit = False
     harness.step()
     harness.step()

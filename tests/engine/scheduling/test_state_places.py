@@ -31,14 +31,14 @@ def kept(of: StatePlaces, ends: range) -> list[int]:
         (28, {}, [24]),
         (30, {"known_blocks": 3}, [12, 28]),
         (30, {"known_blocks": 7}, [28]),
-        # Places of the client's are those of the last whole block before them.
+        # The client's places round down to whole blocks.
         (30, {"kept_tokens": (13, 3, 20, 30)}, [12, 20, 28]),
         (30, {"kept_tokens": (13,), "num_computed": 12, "known_blocks": 5}, [20, 28]),
         (28, {"is_prefill": True, "kept_tokens": (9, 29)}, [8]),
-        # What is behind the last whole block, or was found, is no place.
+        # Places beyond the last whole block, or already found, are dropped.
         (30, {"known_blocks": 9}, [28]),
         (30, {"known_blocks": 3, "num_computed": 12}, [28]),
-        # A range's end is kept when it ends; behind it, it has no place.
+        # The end of a range is kept separately; later places are dropped.
         (28, {"is_prefill": True}, []),
         (28, {"is_prefill": True, "known_blocks": 3}, [12]),
         (28, {"is_prefill": True, "known_blocks": 7}, []),

@@ -28,7 +28,6 @@ from tests.support.examples import examples
 from tests.support.fake_backend import kv_of
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
-# Makes what the harness takes as its draft model, or as its head.
 MakeDraft = Callable[[], Callable[[npt.NDArray[np.int64]], tuple[DraftShape, DraftPasses]]]
 
 

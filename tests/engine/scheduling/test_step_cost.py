@@ -153,16 +153,14 @@ def test_late_steps_have_some_tokens_of_tails_in_all() -> None:
 def test_it_reacts_within_a_few_steps() -> None:
     budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
     run(budget, machine, decodes(16, 500), 4000, 30)
-    # The machine becomes twice as slow, for instance because somebody else computes on it too.
+    # The machine slows down by half, for instance because of other programs.
     machine.slow = 2.0
     late = run(budget, machine, decodes(16, 500), 4000, 12)
     assert max(late[3:]) <= 0.036
-    # Contexts become long.
     machine.slow = 1.0
     run(budget, machine, decodes(16, 500), 4000, 20)
     late = run(budget, machine, decodes(16, 8000), 120_000, 12)
     assert max(late[3:]) <= 0.036
-    # And it grows back.
     late = run(budget, machine, decodes(4, 100), 0, 20)
     assert np.median(late[10:]) == pytest.approx(0.030, rel=0.1)
 
@@ -183,7 +181,7 @@ def test_a_target_that_cannot_be_met_still_serves_prompt_tails() -> None:
     found = run(budget, SimulatedMachine(), decodes(16, 500), 0, 10)
     assert budget.room(decodes(16, 500), 0).at(0) == MIN_TAIL_TOKENS
     assert found[-1] > 0.001
-    # The hard limit stands above all: the decodes leave nothing, the prompt tail gets nothing.
+    # The hard limit wins: decodes leave nothing for the prompt tail.
     assert budget.room(decodes(250, 500), 0).at(0) == 6
 
 
@@ -353,7 +351,7 @@ def test_prompts_share_the_time_with_streams(
     if target_s < found < most_s:
         assert (found - plain_s) / plain_s == pytest.approx(BACKLOG_WEIGHT * (waiting - 0.5) / streams)
     assert 0 <= step_s(waiting + more) - found <= BACKLOG_WEIGHT * more / streams * plain_s * (1 + 1e-9) + 1e-12
-    # Nothing is to be gained where a step has no fixed cost.
+    # Nothing is gained if steps have no fixed cost.
     assert seconds_beside(plain_s, AUTO_TARGET_STEPS, waiting, streams, 0.0, longest_s) == target_s
 
 
@@ -389,7 +387,7 @@ def test_the_longest_prompt_is_in_no_line(tails: list[tuple[int, int]], more: tu
     assert model.line_s(line[:1]) == 0.0
     assert model.line_s([*line, added]) >= model.line_s(line) - 1e-9
     if line:
-        # However long the added one is, the line is what else waits.
+        # The added prompt's length does not count, only the waiting ones.
         assert model.line_s([*line, (0, 1_000_000)]) == pytest.approx(
             sum(model.line_s([one, (0, 10**6)]) for one in line)
         )
@@ -504,7 +502,7 @@ def test_no_target_holds_back_a_prompt_where_nobody_decodes() -> None:
         trained(machine, budget, (500,))
         assert budget.room([], 0, 3).at(0) == 256
         assert budget.room(decodes(1, 500), 0, 1).at(0) < 248
-        # The only stream has no chunk in this step, and waits for it all the same.
+        # The only stream has no chunk in this step, but waits for it.
         assert budget.room([], 0, 1, streams=1).at(0) < 248
 
 
@@ -524,7 +522,7 @@ def test_even_steps_take_equally_long_wherever_they_are_in_a_prompt(even: bool) 
             start += counts[-1]
     assert counts[0] == 256
     assert (max(seconds) / min(seconds) < 1.15) == even
-    # A prompt that is too long for that has steps that are not too short.
+    # Prompts too long for that get steps that are not too short.
     assert budget.room([], 1_000_000).at(1_000_000) == (64 if even else 256)
 
 

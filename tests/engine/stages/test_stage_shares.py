@@ -41,7 +41,7 @@ def test_the_processes_of_a_stage_follow_one_another():
 @pytest.mark.parametrize(
     ("kind", "flags", "words"),
     [
-        (PrefillFlags, {"pipeline_parallel_size": 3}, "3 is too much to share 2 layers"),
+        (PrefillFlags, {"pipeline_parallel_size": 3}, "3 is too large for 2 layers"),
         (PrefillFlags, {"cpu_kernels": "torch"}, "2 needs the CPU kernels: --cpu-kernels torch"),
         (DecodeFlags, {}, "2 needs a prefill worker: a decode step would wait"),
     ],
@@ -73,7 +73,7 @@ def test_stages_need_linux(tmp_path, monkeypatch):
 def test_memory_of_another_size_is_refused():
     rows = StageRows.create(3, 2, 8, 64)
     assert rows.slot(1, 1, 4).size == 8 * 64
-    with pytest.raises(ConfigError, match="no memory of these stages"):
+    with pytest.raises(ConfigError, match="not the memory of these stages"):
         StageRows(os.dup(rows.fd), 3, 2, 9, 64)
     rows.close()
 

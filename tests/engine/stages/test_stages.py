@@ -79,7 +79,6 @@ def pool_after(backend, prepared):
         ("mixtral", 2, "float32", "auto"),
         ("deepseek-v3", 3, "float32", "fp8"),
         ("deepseek-v32", 2, "bfloat16", "auto"),
-        # Each stage goes on from what its own layers have written, while the other one still reads what stood before.
         ("qwen3-next", 2, "bfloat16", "auto"),
     ],
 )

@@ -28,7 +28,7 @@ from tests.support.oracle import Oracle, first_difference
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-# Logits are of the order of 10; transformers' chunks of the delta rule round otherwise than its tokens.
+# Logits are about 10; transformers rounds chunks of the delta rule differently from single tokens.
 TOLERANCE = 1e-3
 SOME = ("lfm2", "qwen3-next", "granite-hybrid")
 SLOTS = 200
@@ -102,7 +102,7 @@ def close(got, wanted):
 def test_logits_of_a_text_in_chunks_and_token_by_token(case):
     text = tokens_of(PROMPT_TOKENS, 2)
     wanted = case.logits(text)
-    assert wanted.std() > 0.5  # Flat logits would prove nothing.
+    assert wanted.std() > 0.5
     driver = case.driver(4, num_slots=600)
     for chunks in ([33, 1, 2], [1] * (PROMPT_TOKENS - 1), []):
         (number,) = driver.sequences.add()
@@ -213,7 +213,7 @@ def test_models_in_bfloat16_are_near(made, name):
 def test_kv_in_8_bits(made, name, kv):
     """Near transformers' logits, with states in float32 whose bits do not depend on how a text was cut."""
     case, text = made(name, "cpu"), tokens_of(PROMPT_TOKENS, 2)
-    # In 8 bits, blocks of 16 tokens are too small for the pieces of these states.
+    # 8-bit blocks of 16 tokens are too small for the pieces of these states.
     driver = case.driver(32, num_slots=400, kv_cache_dtype=kv)
     wanted, layout, plain = case.logits(text), driver.backend.layout, kv_layout(case.prepared, 32)
     assert layout.block_bytes < 0.35 * plain.block_bytes
@@ -249,7 +249,7 @@ def test_states_that_could_leave_the_pool_are_refused(made):
     batch = driver.batch((number, [4]))
     reads, writes = batch.states.reads, batch.states.writes
     for wrong, words in (
-        (None, "names no slots"),
+        (None, "no slots for"),
         (StateSlots(reads, writes + 40), "leaves the pool"),
         (StateSlots(reads, writes - 41), "leaves the pool"),
         (StateSlots(reads + 40, writes), "leaves the pool"),

@@ -22,7 +22,7 @@ from tests.support.oracle import Oracle, first_difference
 PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(9, 3)]
 TOKENS = 32
 GREEDY = SamplingParams(temperature=0, logprobs=1, max_tokens=TOKENS, ignore_eos=True)
-# Hot samples follow the noise, which a draft token has too, more than the model, so that some draft tokens are right.
+# Hot samples follow the noise, shared with draft tokens, more than the model, so some draft tokens are right.
 SETTINGS = [
     GREEDY,
     SamplingParams(temperature=6.0, seed=5, max_tokens=TOKENS, ignore_eos=True, n=2),
@@ -67,7 +67,7 @@ def test_no_answer_changes(
     own_cache: None,
     prepared_here: None,
 ) -> None:
-    # So that the machine's speed does not decide whether anything is drafted.
+    # Drafts even if they are not faster.
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = make_model(tmp_path / "main", HYBRIDS[name])[0]
@@ -83,7 +83,7 @@ def test_no_answer_changes(
         method = "eagle3" if draft == "head" else "draft_model"
         found = outputs_of(main, kernels, 2, method=method, model=str(folders[draft]))
         assert said(found) == said(plain) * 2
-        # In any company the CPU kernels give the same bits, and torch nearly the same ones.
+        # The CPU kernels' bits do not depend on other rows; torch's nearly do not.
         bits = pytest.approx(chances(plain) * 2, abs=0.0 if kernels == "auto" else 1e-3)
         assert chances(found) == bits
         timings = [output.timings for output in found if output.timings is not None]

@@ -45,7 +45,7 @@ def folder(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_refusals(folder: str, flags: WorkerFlags, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"lfm2: {words}.* not there yet"):
+    with pytest.raises(ConfigError, match=f"lfm2: {words}.* not supported yet"):
         load_model(replace(flags, model=folder), 1)
 
 
@@ -57,7 +57,7 @@ def test_stages_with_a_gpu_each_are_refused(folder: str, monkeypatch: pytest.Mon
         check_states(flags, "cuda", config)
     monkeypatch.setattr(gpu_devices, "device_count", lambda: 2)
     with pytest.raises(
-        ConfigError, match="lfm2: --pipeline-parallel-size 2 with a GPU for each stage is not there yet"
+        ConfigError, match="lfm2: --pipeline-parallel-size 2 with a GPU for each stage is not supported yet"
     ):
         check_states(stages, "cuda", config)
 
@@ -70,7 +70,7 @@ def test_states_are_part_of_the_layout(folder: str, kernels: str) -> None:
     assert layout.state_bytes == 2 * 2 * 64 * 4
     assert layout.working_pages == 3
     assert (loaded.operators == "torch") == (kernels == "torch")
-    # Other layouts of states share no blocks (I2).
+    # Different layouts of states share no blocks (I2).
     assert layout.version == ("rows-1" if kernels == "torch" else "lanes16-1/pieces-1")
     loaded.backend.warm_up(40)
     loaded.backend.close()

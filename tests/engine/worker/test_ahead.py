@@ -83,7 +83,7 @@ async def test_a_prompt_is_prefilled_and_answered_while_the_host_does_not_know_t
         await workers.release(ticket)
         assert answer.token_ids == greedy(tokens, 60)
         assert decode.steps[0] == 1, "the decode worker had but the last token to compute"
-        # All but the first token, or some fewer: a decode that has to wait for a slot lands first.
+        # All but the first token, or slightly fewer: a decode that waits for a slot lands first.
         assert 30 < decode.resolved <= 59
         assert decode.most_under_way == 2
         assert workers.prefill_backend.most_under_way == 2  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ async def test_an_epoch_ends_only_when_every_step_has_landed(gone: str) -> None:
                 assert go.wait(WITHIN_S), f"waited {WITHIN_S:g} s for the test to let the step go"
 
         decode.before_step = hang
-        # They need a slot in different steps, so that one of them at least can always run.
+        # They need slots in different steps, so at least one can always run.
         texts = {key: prompt(key, 8 + key) for key in range(1, 4)}
         answers = await start_together(workers, connection, texts, max_tokens=900)
         await until("a step ahead of one that does not end", lambda: stuck.is_set() and len(decode.under_way) == 2)

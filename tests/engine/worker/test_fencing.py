@@ -31,7 +31,7 @@ from tests.support.workers import Answer, Workers, answered_first, connected, ru
 
 UNAVAILABLE = 14
 PROMPT = list(range(20))
-# Node and workers count a silence of this long.
+# The silence that node and workers tolerate.
 SHORT = {"heartbeat_timeout_ms": 300}
 # Longer than SHORT: the node counts silence in real time.
 WARM_UP_S = 1.0
@@ -81,7 +81,7 @@ async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None
         await workers.release(ticket, other)
         await workers.quiet()
         assert (await workers.node.status()).quarantined_blocks == 0
-        # Once more: what was first attached is still what ends it all.
+        # A second one changes nothing: the first attachment still ends it all.
         await returned(worker, fence(workers, worker))
         await workers.decode.stop(0.0)
         await until("the worker's end at the node", lambda: len(workers.kvnode.pool.ledger.holders) == 2)
@@ -120,7 +120,7 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
         await until("a step at the gate", workers.decode_backend.waiting.is_set)
         old = fence(workers, worker)
         await lost(answer)
-        # The step may still store: nothing of it is free, and nobody else is let in.
+        # The step may still store: none of its slots is free, and no new request is admitted.
         late = await connection.submit(submit_of(2, ticket, PROMPT))
         await lost(late)
         books = await workers.node.status()
@@ -137,7 +137,7 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
 async def test_it_leaves_the_registry_and_enters_it_again() -> None:
     with running_redis() as redis:
         registry = patient(Registry(redis.url, 5000))
-        # What it does not take out itself would stay for a minute.
+        # Slots that it does not return itself would stay for a minute.
         flags = {"redis_url": redis.url, "heartbeat_timeout_ms": 60_000}
         async with running_workers(decode=flags) as workers:
 
@@ -167,7 +167,7 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
     async with running_workers(decode=SHORT) as workers, connected(workers) as connection:
         worker, backend = workers.decode.worker, workers.decode_backend
         asked, asking, sent = asyncio.Event(), asyncio.Event(), list[int]()
-        # The last block has room for three more tokens then: outcomes that are held back ask for slots in vain.
+        # The last block then has room for three more tokens: held outcomes ask for slots in vain.
         backend.hold_after = 22
         real, publish = worker.node.heartbeat, worker.epoch._steps._on_outcome
 
@@ -186,7 +186,6 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 500))
         await until("a step at the gate", backend.waiting.is_set)
         monkeypatch.setattr(worker.node, "heartbeat", unanswered)
-        # The answer to the question before it has come by then.
         await asked.wait()
         await until("the term's end", lambda: not worker.epoch._steps._may_publish())
         received = len(sent)
@@ -260,7 +259,7 @@ async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest
             return adopted
 
         monkeypatch.setattr(worker.node, "adopt", late)
-        # Short: one call leases all it needs.
+        # Short: one call leases all slots.
         ticket = await workers.ticket(PROMPT[:3])
         answer = await connection.submit(submit_of(1, ticket, PROMPT[:3]))
         await answered.wait()
@@ -292,11 +291,11 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
         assert worker.epoch.over
         with pytest.raises(Unavailable):
             worker.check_open()
-        # The node fences a worker so when its silence has lasted for the limit.
+        # The node fences a worker like this after a silence as long as the limit.
         fence(workers, worker)
         await returned(worker, old)
         worker.check_open()
-        # What was committed stands, all of the prompt under this ticket: a new one leaves a token to compute.
+        # Commits stand, all of the prompt under this ticket: a new ticket leaves one token to compute.
         other = await workers.ticket(PROMPT)
         again = await connection.submit(submit_of(2, other, PROMPT))
         await again.ended()
@@ -384,11 +383,11 @@ async def test_the_nodes_recall_reaches_the_free_slots(monkeypatch: pytest.Monke
         backend.gate.set()
         await until("a token of each", lambda: backend.waiting.is_set() and all(a.token_ids for a in answers))
         await workers.release(*tickets)
-        # Slots of streams that end go to the free slots, and stay there for others as long as nobody recalls them.
+        # Slots of ended streams become free slots until they are recalled.
         for key in (2, 3, 4):
             await connection.cancel(key)
         assert not returned
-        # Else the stream could take all of them before the node's word and their return have come through.
+        # Otherwise the stream could take all of them before the recall and their return.
         answered_first(workers)
         waiting = asyncio.create_task(workers.node.open_ticket(workers.session.epoch, b"", pool.ledger.num_slots))
         asked = 0
@@ -429,7 +428,7 @@ async def test_a_worker_that_warms_up_is_no_silent_one(monkeypatch: pytest.Monke
         return heartbeat(pool, epoch)
 
     def noted(ledger: Ledger, epoch: int) -> Any:
-        # A busy machine may be late with a later heartbeat.
+        # A later heartbeat may be late on a busy machine.
         if not beats[epoch]:
             fenced_unheard.append(epoch)
         return fence(ledger, epoch)

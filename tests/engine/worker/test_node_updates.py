@@ -84,7 +84,6 @@ async def test_what_nobody_waits_for_goes_with_what_somebody_waits_for(urgent: O
         updates.put(urgent)
         await settled()
         assert node.calls[0] == ("commit", (1, 2, *(one.ticket_id for one in urgent.commits)))
-        # The next ones gather again.
         before = len(node.calls)
         updates.put(Outcome(commits=[order(3, may_wait=True)]))
         await settled()

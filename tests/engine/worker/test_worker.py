@@ -72,7 +72,7 @@ async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
 
 
 async def test_the_registry_shows_the_worker_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its goodbye is a call to Redis, too.
+    # Deregistration also calls Redis.
     monkeypatch.setattr(registry_module, "REGISTRY_DEADLINE_MS", 30_000)
     with running_redis() as redis:
         url = redis.url
@@ -160,7 +160,7 @@ async def test_a_registry_that_is_late_takes_nothing_from_the_time_until_a_worke
         answer = await connection.submit(submit_of(1, await workers.ticket(PROMPT), PROMPT, 900))
         await until("a token", lambda: answer.token_ids)
         with monkeypatch.context() as patch:
-            # To the worker it is as if it had been told long ago, and the registry had answered only now.
+            # For the worker, it is as if the registry had answered late.
             now = loop.time
             patch.setattr(loop, "time", lambda: now() - 2 * grace_s)
 

@@ -474,7 +474,7 @@ async def test_names_are_fixed_without_the_flag(made):
         ),
         (
             {"enable_lora": True, "lora_modules": ("a=nowhere",)},
-            "--lora-modules a: lora_path: nowhere holds no adapter",
+            "--lora-modules a: lora_path: nowhere is not an adapter",
         ),
         ({"enable_lora": True, "lora_modules": ("toy=nowhere",)}, "'toy' is the name of a model"),
         ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "two adapters are called 'a'"),

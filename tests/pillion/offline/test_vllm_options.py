@@ -42,7 +42,7 @@ def llm(folder: pathlib.Path) -> Iterator[LLM]:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported: set tensor_parallel_size"),
         ({"runner": "draft"}, "LLM.embed"),
         ({"seed": "7"}, "seed '7' is no int"),
-        ({"tokenizer": "/nowhere/at all"}, "--tokenizer /nowhere/at all is no folder here"),
+        ({"tokenizer": "/nowhere/at all"}, "--tokenizer /nowhere/at all is neither a local folder nor a hub id"),
         ({"quantization": "AWQ"}, "quantization='awq': .* has plain weights; leave the option out, or choose int8"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder: pathlib.Path, tmp
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 10**6, "content": "<far>"})
     tokenizer["model"]["vocab"]["<far>"] = 10**6
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match="--tokenizer has the token id 1000000, and the model has"):
+    with pytest.raises(ConfigError, match="--tokenizer has the token id 1000000, but the model has"):
         LLM(str(folder), tokenizer=str(tmp_path), **SMALL)
 
 

@@ -89,7 +89,7 @@ def test_what_no_request_could_ask_for_is_refused_by_its_name(
     tmp_path: pathlib.Path, said: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
-    with pytest.raises(ConfigError, match=f"generation_config.json: {words}.*; --generation-config none leaves it out"):
+    with pytest.raises(ConfigError, match=f"generation_config.json: {words}.*; --generation-config none ignores it"):
         chosen(tmp_path)
     with pytest.raises(ConfigError, match=f"--override-generation-config: {words}"):
         override_of(json.dumps(said))

@@ -179,7 +179,7 @@ def test_prefill_workers_alone_have_stages() -> None:
     [
         ({"prefill_workers": 0}, "2 needs --prefill-workers"),
         ({"cpu_kernels": "torch"}, "2 needs the CPU kernels: --cpu-kernels torch"),
-        ({"pipeline_parallel_size": 3}, "3 is too much to share 2 layers"),
+        ({"pipeline_parallel_size": 3}, "3 is too large for 2 layers"),
     ],
 )
 @needs_kernels

@@ -53,9 +53,9 @@ def refusal(*argv: str) -> str:
             [f"--internal-tls-{name}=/no.pem" for name in ("cert", "key", "ca")],
             "--internal-tls-cert, --internal-tls-key, --internal-tls-ca: TLS: /no.pem: No such file",
         ),
-        (["--also-model", "b=/no/model"], "--also-model: /no/model is no file or folder here"),
+        (["--also-model", "b=/no/model"], "--also-model: /no/model is neither a local file or folder"),
         (["--disk-path", "/proc/pillion"], "--disk-path /proc/pillion: No such file"),
-        (["--lora-modules", "x=/nope", "--enable-lora"], "--lora-modules x: /nope holds no adapter"),
+        (["--lora-modules", "x=/nope", "--enable-lora"], "--lora-modules x: /nope is not an adapter"),
         (["--lora-modules", "a=b", "--lora-modules", "a=c", "--enable-lora"], "two adapters are called 'a'"),
         (["--object-url", "https://bucket"], "--object-url does not begin with s3://"),
         (["--record-path", "redis"], "--record-path redis needs --record-key-file"),
@@ -116,7 +116,7 @@ def test_no_flag_that_names_a_path_is_forgotten() -> None:
 
 def test_a_model_that_is_not_there(model: str) -> None:
     said = refusal("serve", f"{model}-not")
-    assert said.startswith(f"--model: {model}-not is no file or folder here")
+    assert said.startswith(f"--model: {model}-not is neither a local file or folder")
     assert said.endswith(f"; did you mean {model}?")
     assert refusal("serve", "demoo").endswith("; did you mean demo?")
 

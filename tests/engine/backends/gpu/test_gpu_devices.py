@@ -13,7 +13,7 @@ from pillion.engine.backends.gpu import gpu_devices as devices
         ("", 2, "2,0,1,3"),
         ("3, 1,0,2", 1, "1,3,0,2"),
         ("GPU-aa,GPU-bb,GPU-cc,GPU-dd", 3, "GPU-dd,GPU-aa,GPU-bb,GPU-cc"),
-        # The driver stops at what it does not know, and so has counted four.
+        # The driver stops at the first unknown id, after four.
         ("0,1,2,3,-1,5", 1, "1,0,2,3"),
     ],
 )

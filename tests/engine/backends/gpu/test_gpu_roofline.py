@@ -37,7 +37,7 @@ from tests.support.hybrids import HYBRIDS
 GB = 10**9
 H100 = DeviceRates(bytes_per_s=3.35e12, operations_per_s=989e12, memory_bytes=80 * GB)
 A10 = DeviceRates(bytes_per_s=600e9, operations_per_s=125e12, memory_bytes=24 * GB)
-# Shapes of Hugging Face's configs, and their numbers of parameters without embeddings.
+# Shapes of Hugging Face configs, and their parameters without embeddings.
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -95,7 +95,7 @@ def test_the_weights_of_known_models_are_counted(tmp_path: pathlib.Path) -> None
         (H100, "1b", "auto", 8192),
         (H100, "8b", "auto", 8192),
         (H100, "8b", 25.0, 8192),
-        # A target of seconds allows more, up to the bound; 0 leaves streams only the budget itself.
+        # A target of seconds allows more, up to the bound; with 0, streams get only the budget.
         (H100, "70b", "auto", 512),
         (H100, "70b", 1500.0, 4096),
         (H100, "8b", 0.0, 512),
@@ -145,7 +145,7 @@ class DriverAttributes:
 @pytest.mark.parametrize(
     ("capability", "processors", "clock_mhz", "memory_mhz", "bits", "terabytes", "teraflops"),
     [
-        # These are NVIDIA's data sheets: H100 SXM, A100 80 GB, A10, L40S, and one that is newer than all in the table.
+        # NVIDIA's data sheets: H100 SXM, A100 80 GB, A10, L40S, and one newer than the table.
         ((9, 0), 132, 1830, 2619, 5120, 3.35, 989),
         ((8, 0), 108, 1410, 1593, 5120, 2.04, 312),
         ((8, 6), 72, 1695, 6251, 384, 0.600, 125),
@@ -226,7 +226,6 @@ def test_the_first_step_beside_streams_keeps_to_what_is_expected(tmp_path: pathl
     beside = decodes(16, 1000)
     assert blind.room(beside, 0).at(0) == 48
     assert knowing.room(beside, 0).at(0) == pytest.approx(1.5 * cost.plain_s(16, 16_000) / cost.token_s, rel=0.1)
-    # Where the target allows it, an eighth of the budget.
     generous = TokenBudget(8192, target_s=10.0, expected=cost)
     assert generous.room(beside, 0).at(0) == 1024 - 16
     assert generous.room([], 0).at(0) == 8192
