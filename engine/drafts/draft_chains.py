@@ -164,7 +164,6 @@ class DraftChains:
         self._passes = passes
         self._block_manager = block_manager
         self._free_slots = block_manager.free_slots
-        # Negative, to differ from the ids of sequences.
         self._ids = itertools.count(-1, -1)
         # Existing chains by chain id, and unclosed chains by sequence id.
         self.chains: dict[int, DraftChain] = {}

@@ -32,7 +32,6 @@ _MAX_NESTED = 4
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
 _COUNT = struct.Struct("<Q")
-# Plain tensor types. numpy has no BF16, which is read as uint16.
 _PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 PLAIN_TYPES = frozenset(_PLAIN)
 # Tensor types by number: name, values per block, bytes per block. The gguf package has the rarer ones.

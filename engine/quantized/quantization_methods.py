@@ -189,7 +189,6 @@ def _modelopt(raw: Raw) -> Quantization:
 
 
 def _mxfp4(raw: Raw) -> Quantization:
-    # ``dequantize`` is about transformers' loading, not the files.
     refuse_unknown(raw, "quant_method modules_to_not_convert dequantize", "quantization_config")
     scheme = MatrixScheme(layout="mxfp4", kind="fp4", bits=4, group=32)
     return Quantization(method="mxfp4", schemes=((ANY_MODULE, scheme),))

@@ -79,7 +79,6 @@ def quantize_matrix(
     levels = CODE_RANGES[kind]
     step = max(1, _PIECE_WEIGHTS // columns)
     pieces = range(0, rows, step)
-    # Two results: with float32 scales and offsets, and with float16 ones.
     codes = torch.empty(2, rows, columns, dtype=torch.uint8)
     scales, offsets = torch.zeros(2, 2, rows, columns // group)
     errors = torch.zeros(2, len(pieces), dtype=torch.float64)

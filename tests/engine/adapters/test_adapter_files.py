@@ -1,4 +1,4 @@
-"""What is no adapter, or one that nobody here serves, is refused by name; the digest names what an adapter means."""
+"""Adapter files: rejected by name if invalid or unsupported; the digest covers what changes results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refused(adapter, model_folder, words, max_rank=0):
     assert "\n" not in error.value.message
 
 
-def test_a_good_one(adapter, model_folder):
+def test_a_valid_adapter(adapter, model_folder):
     pairs = check(adapter, model_folder, max_rank=4)
     assert {pair.projection.layer for pair in pairs} == {f"layers.{n}.{part}" for n in (0, 1) for part in ("qkv", "o")}
     assert {pair.rank for pair in pairs} == {4}
@@ -132,7 +132,7 @@ def test_configs(changes, words, adapter, model_folder):
 
 
 @pytest.mark.parametrize("depth", [300, 900, 100_000])
-def test_a_config_that_is_nested_deep(depth, adapter, model_folder):
+def test_a_deeply_nested_config(depth, adapter, model_folder):
     config = adapter / "adapter_config.json"
     config.write_text(config.read_text().replace('"use_dora": false', f'"use_dora": {"[" * depth}{"]" * depth}'))
     refused(adapter, model_folder, "adapter_config.json")
@@ -195,14 +195,14 @@ def module_of(tensors, module):
 
 
 def test_weights_of_modules_as_parameters(adapter, model_folder):
-    """PEFT has a pair for a module's weight under the same names, whether it is named as a module or as a parameter."""
+    """PEFT uses the same tensor names for a module's weight as a module or as a parameter."""
     edit_config(adapter, target_modules=["o_proj"], target_parameters=["q_proj.weight"], alpha_pattern={"weight": 2})
     pairs = check(adapter, model_folder)
     assert {pair.projection.layer.split(".")[2]: pair.scale for pair in pairs} == {"qkv": 0.5, "o": 2.0}
 
 
-def test_parameters_of_a_model_with_turned_matrices(adapter, tmp_path):
-    """PEFT takes the outputs of such a matrix for its inputs."""
+def test_parameters_of_a_model_with_transposed_matrices(adapter, tmp_path):
+    """PEFT swaps inputs and outputs of transposed matrices."""
     folder = make_model(tmp_path / "gpt2", FAMILIES["gpt2"])[0]
     refused(
         edit_config(adapter, target_parameters=["c_fc.weight"]), folder, "target_parameters is not supported for gpt2"
@@ -213,7 +213,7 @@ def test_a_rank_above_the_bound(adapter, model_folder):
     refused(adapter, model_folder, "_proj has rank 4, and --max-lora-rank is 3", max_rank=3)
 
 
-def test_layers_that_the_flag_does_not_name(adapter, model_folder):
+def test_layers_not_named_by_the_flag(adapter, model_folder):
     files, model = AdapterFiles(adapter), load_config(model_folder)
     for targets in (["self_attn.q_proj", "o_proj"], ["qkv_proj", "0.self_attn.o_proj", "1.self_attn.o_proj"]):
         assert files.pairs(model, 4, targets) == files.pairs(model, 4)
@@ -255,14 +255,14 @@ def test_damaged_files(adapter, model_folder):
     refused(adapter, model_folder, "is longer than 1048576 bytes")
 
 
-def test_large_changes_that_leave_room_are_served(adapter, model_folder):
-    """What counts is the change of a weight and no single number: large numbers that make small changes are served."""
+def test_large_weights_with_a_small_product_are_served(adapter, model_folder):
+    """Only the change of a weight counts: large factors with a small product are accepted."""
     edit_tensors(adapter, lambda t: t | {Q_A: torch.full_like(t[Q_A], 1e5), Q_B: torch.full_like(t[Q_B], 1e-5)})
     assert len(check(adapter, model_folder)) == 4
 
 
 def test_harmless_keys(adapter, model_folder):
-    """What trained the adapter changes nothing."""
+    """Training-only keys change nothing."""
     before = AdapterFiles(adapter).digest()
     changes = {"lora_dropout": 0.3, "fan_in_fan_out": False, "init_lora_weights": "eva", "eva_config": {"rho": 2}}
     edit_config(adapter, **changes, base_model_name_or_path="elsewhere", a_key_of_next_year=None)
@@ -287,15 +287,15 @@ def test_the_digest_names_what_an_adapter_means(adapter):
 
 
 def test_images_have_another_prefix(adapter, model_folder):
-    """Models of text and images have their decoder under another name, by which expressions match."""
+    """The decoder of a vision-language model has another prefix, which expressions match."""
     edit_tensors(adapter, lambda t: {n.replace("model.layers", "model.language_model.layers"): x for n, x in t.items()})
     edit_config(adapter, target_modules=r"model\.language_model\.layers\.\d+\.self_attn\.(q|o)_proj")
     assert len(check(adapter, model_folder)) == 4
 
 
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "qwen3-moe-some-dense"])
-def test_random_adapters_of_every_projection_are_good(family, tmp_path):
-    """The benchmarks' adapters have one name for each projection, though checkpoints have several for some."""
+def test_random_adapters_of_every_projection_are_valid(family, tmp_path):
+    """The benchmarks' adapters have one name per projection; checkpoints split some."""
     folder = make_model(tmp_path / "model", FAMILIES[family])[0]
     adapter = random_adapter_folder(load_config(folder), tmp_path / "adapter", 1, 4)
     projections = {one for one in modules(load_config(folder)).values() if not one.exact}
@@ -303,7 +303,7 @@ def test_random_adapters_of_every_projection_are_good(family, tmp_path):
 
 
 def test_dense_layers_among_experts(tmp_path):
-    """A mixture of experts with some dense layers takes adapters for these and for attention."""
+    """Adapters of MoE models cover dense layers and attention."""
     folder = make_model(tmp_path / "moe", FAMILIES["qwen3-moe-some-dense"])[0]
     config = load_config(folder)
     dense = [index for index, has_experts in enumerate(config.moe.layers) if not has_experts]

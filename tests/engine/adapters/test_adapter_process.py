@@ -1,4 +1,4 @@
-"""The process that reads adapters: what it answers, what ends it, and how it gives way to others."""
+"""The process that packs adapters: answers, limits, and pauses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_jobs_have_limits_and_errors_pass() -> None:
 
 
 def test_it_pauses_while_others_need_the_cores() -> None:
-    """It pauses only then, and once at the beginning of each job, because nothing else shows whether they do."""
+    """It pauses only while others need the cores, and once before each job to measure that."""
     pace, now, computed, pauses = WorkPace(), 100.0, 50.0, []
 
     def bursts(count: int, waited_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The store of adapters: copies by digest that are whole or not there, in bounded space."""
+"""The store of adapters: complete copies by digest, in bounded space."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_copy_outlives_its_source(store, sources, model, tmp_path):
     assert folders(tmp_path) == sorted([kept.digest, other.digest])
 
 
-def test_what_is_refused_leaves_nothing(store, sources, model, tmp_path):
+def test_rejected_adapters_leave_nothing(store, sources, model, tmp_path):
     bad = edit_tensors(
         shutil.copytree(sources[0], tmp_path / "bad"), lambda t: {n: x * float("nan") for n, x in t.items()}
     )
@@ -66,7 +66,7 @@ def test_what_is_refused_leaves_nothing(store, sources, model, tmp_path):
 
 
 def test_a_source_that_changes_while_it_is_copied(store, sources, model, tmp_path, monkeypatch):
-    """What was checked is what was copied, whenever the folder was overwritten."""
+    """The checked bytes are the copied ones, whenever the source changes."""
     source = shutil.copytree(sources[0], tmp_path / "source")
     copy = adapter_store._copy
 
@@ -92,7 +92,7 @@ def test_files_behind_links_lie_inside_of_the_allowed_folder(store, sources, mod
     assert store.add(source, model).digest == AdapterFiles(sources[0]).digest()
 
 
-def test_a_link_or_pipe_that_takes_a_files_place_is_not_read(store, sources, model, tmp_path, monkeypatch):
+def test_a_link_or_pipe_that_replaces_a_file_is_not_read(store, sources, model, tmp_path, monkeypatch):
     source = shutil.copytree(sources[0], tmp_path / "source")
     copy, swaps = adapter_store._copy, [lambda file: file.symlink_to(sources[1] / file.name), os.mkfifo]
 
@@ -147,7 +147,7 @@ def test_an_adapter_that_is_too_large_is_refused(store, sources, model, monkeypa
         store.add(sources[0], model)
 
 
-def test_what_nobody_used_for_long_makes_room(sources, model, tmp_path):
+def test_least_recently_used_adapters_are_evicted(sources, model, tmp_path):
     size = sum((sources[0] / name).stat().st_size for name in ADAPTER_FILES)
     store = AdapterStore(tmp_path / "cache", 2 * size + size // 2)
     first, second = (store.add(source, model) for source in sources[:2])
@@ -160,7 +160,7 @@ def test_what_nobody_used_for_long_makes_room(sources, model, tmp_path):
     assert folders(tmp_path) == sorted([first.digest, third.digest])
 
 
-def test_drafts_of_dead_writers_are_removed(store, sources, model, tmp_path):
+def test_temporary_folders_of_dead_writers_are_removed(store, sources, model, tmp_path):
     draft = tmp_path / "cache" / "adapters" / "dead.tmp"
     fresh = draft.with_name("fresh.tmp")
     for folder in (draft, fresh):

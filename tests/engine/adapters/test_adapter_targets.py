@@ -1,4 +1,4 @@
-"""Which linear layers the names of --lora-target-modules mean, and what has room for adapters then."""
+"""Linear layers named by --lora-target-modules, and backends' room for their adapters."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_parts_of_fused_layers(configs):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
-def test_backends_have_room_for_the_named_layers_alone(kernels, tmp_path):
+def test_backends_have_room_for_the_named_layers_only(kernels, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES["llama-gqa-tied"])
     prepared = prepare(flags)
     backend = BackendDriver(prepared).backend if kernels == "torch" else cpu_backend(prepared, threads=1)

@@ -1,4 +1,4 @@
-"""Adapters on the CPU kernels beside torch: mixed steps of each kind of layer, and bits that depend on no other row."""
+"""Adapters on the CPU kernels against torch: mixed steps for each kind of layer, and bits independent of other rows."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def model_of(kind: str, folder) -> ModelFlags:
     ],
 )
 def test_mixed_steps_are_those_of_torch(kind, tmp_path):
-    """Widths that fill no tile, norms after products, experts beside dense layers and beside an MLP with a gate, a
-    matrix for each head, inputs in another order, also in each expert."""
+    """Widths without full tiles, norms after products, experts beside dense layers and beside a gated MLP, per-head
+    matrices, reordered inputs, also per expert."""
     prepared, text = prepare(model_of(kind, tmp_path)), tokens_of(20, 3)
     backend = cpu_backend(prepared, threads=2)
     found = mixed_steps(with_adapters(CpuDriver(prepared, backend=backend), experts=True), text)
@@ -78,7 +78,7 @@ def test_bfloat16_is_close_on_each_instruction_set(llama, kernels):
 
 @pytest.mark.parametrize("kind", ["llama", "youtu"])
 def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(kind, llama, tmp_path):
-    """I6: a stream with an adapter, and one without beside streams that have one; also where heads have matrices."""
+    """I6: for streams with and without adapters in one batch, also with per-head matrices."""
     text = tokens_of(150, 1)
     if kind != "llama":
         flags = make_model(tmp_path / "model", {**FAMILIES[kind], "max_position_embeddings": 512})[1]
@@ -144,7 +144,7 @@ def test_steps_with_slots_that_do_not_exist_are_refused(llama):
 
 
 def test_the_process_that_packs_imports_neither_torch_nor_the_compiler():
-    """It runs beside each worker, and starts in a moment."""
+    """It runs beside each worker and must start quickly."""
     program = "import sys, pillion.engine.adapters.adapter_process_main, pillion.engine.adapters.cpu_adapter_form;"
     program += "print({'torch', 'llvmlite', 'transformers', 'grpc'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Adapters of experts' matrices, their routers and gates beside transformers with PEFT in float32."""
+"""Adapters of experts, routers and gates against transformers with PEFT in float32."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ DRIVERS = {"torch": BackendDriver, "cpu": CpuDriver}
 
 
 def cases(names, short=SHORT):
-    """Each model on each backend, of which those in ``short`` run every time."""
+    """Each model on each backend; only those in ``short`` run every time."""
     found = []
     for name in names:
         for backend in DRIVERS:
@@ -104,7 +104,7 @@ def mixtral(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted(own_cache, tmp_path_factory):
-    """Makes a family's model and an adapter of it, once for both backends, with what is expected of a text."""
+    """Make a family's model and adapter, once for both backends, with the expected logits."""
 
     @functools.lru_cache(maxsize=1)
     def make(family):
@@ -118,8 +118,7 @@ def adapted(own_cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted_hybrid(own_cache, tmp_path_factory):
-    """Makes a model with states and an adapter of it, once for both backends, with the logits of both, token by
-    token."""
+    """Make a model with states and its adapter, once for both backends, with both models' logits token by token."""
 
     @functools.lru_cache(maxsize=1)
     def make(family):
@@ -187,7 +186,7 @@ def test_all_linear(family, backend, tmp_path):
 @pytest.mark.parametrize("parameters", [["gate_up_proj"], ["down_proj"], ["layers.1.mlp.experts.down_proj"]])
 @pytest.mark.parametrize("stabilized", [True, False])
 def test_one_parameter_is_wrapped_once(parameters, stabilized, mixtral, tmp_path):
-    """PEFT's names of tensors do not say which parameter they are for: this follows from the config."""
+    """PEFT's tensor names do not tell the parameter; the config does."""
     folder, flags = mixtral
     config = {"r": 4, "lora_alpha": 3, "target_modules": [], "target_parameters": parameters}
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", use_rslora=stabilized, **config))
@@ -195,7 +194,7 @@ def test_one_parameter_is_wrapped_once(parameters, stabilized, mixtral, tmp_path
 
 @pytest.mark.parametrize("make", BACKENDS)
 def test_experts_that_were_trained_one_by_one(make, mixtral, tmp_path):
-    """Earlier classes have a module for each expert; PEFT joins their pairs when it loads them, and so does Pillion."""
+    """Older classes have a module per expert; PEFT stacks their pairs when loading, and so does Pillion."""
     folder, flags = mixtral
     config, generator = load_config(folder), torch.Generator().manual_seed(3)
     shapes = {"w1": (128, 64), "w2": (64, 128), "w3": (128, 64)}
@@ -221,8 +220,8 @@ def test_experts_that_were_trained_one_by_one(make, mixtral, tmp_path):
 
 @pytest.mark.parametrize("inner", [128, 64])
 def test_pairs_of_the_other_orientation(inner, tmp_path):
-    """Releases of PEFT before 0.19.1 take the outputs of a parameter [experts, outputs, inputs] for its inputs, which
-    nothing but the release shows where it has as many of them."""
+    """PEFT before 0.19.1 swaps inputs and outputs of parameters [experts, outputs, inputs]; for square matrices only
+    the version tells."""
     folder, flags = make_model(tmp_path / "model", {**FAMILIES["mixtral"], "intermediate_size": inner})
     config = {"r": 4, "target_modules": [], "target_parameters": ["down_proj"]}
     first, other = (make_adapter(folder, tmp_path / name, **config) for name in ("first", "other"))
@@ -247,7 +246,7 @@ def test_pairs_of_the_other_orientation(inner, tmp_path):
 
 @pytest.mark.parametrize("family", ["gpt-oss", "llama4"])
 def test_square_matrices(family, tmp_path):
-    """Only what is known of a class tells outputs from inputs: Llama 4's does not say that its matrices are turned."""
+    """Only the class tells outputs from inputs: Llama 4's does not mark its matrices as transposed."""
     folder, flags = make_model(tmp_path / "model", {**FAMILIES[family], "intermediate_size": 64})
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **CONFIG))
 
@@ -255,7 +254,7 @@ def test_square_matrices(family, tmp_path):
 @pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("family", ["qwen3-moe-some-dense", "gpt-oss", "deepseek-v3"])
 def test_one_step_mixes_adapters_and_the_base(family, make, tmp_path):
-    """Prompts of 1, 2 and many tokens in one step, with adapters of several ranks, one of attention alone, and none."""
+    """Prompts of 1, 2 and many tokens in one step, with adapters of several ranks, one for attention only, and none."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     configs = [CONFIG, {**CONFIG, "r": 9, "rank_pattern": {}}, {"r": 4, "target_modules": ["o_proj"]}]
     adapters = [make_adapter(folder, tmp_path / str(at), seed=at, **config) for at, config in enumerate(configs)]
@@ -276,7 +275,7 @@ def test_one_step_mixes_adapters_and_the_base(family, make, tmp_path):
 
 
 def test_many_rows_are_mixed_in_parts(tmp_path, monkeypatch):
-    """Each part finds the adapters of its own rows."""
+    """Each part uses its own rows' adapters."""
     prepared, text = prepare(make_model(tmp_path / "model", FAMILIES["qwen2-moe"])[1]), tokens_of(20, 3)
     wanted = mixed_steps(with_adapters(BackendDriver(prepared), experts=True), text)
     monkeypatch.setattr("pillion.engine.models.layers.MAX_MIXED_ROWS", 4)
@@ -308,7 +307,7 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(tmp_path):
 @pytest.mark.parametrize("producer", ["gptq-act-order", "nf4"])
 @pytest.mark.parametrize("make", BACKENDS)
 def test_quantized_experts(producer, make, tmp_path):
-    """Quantized weights may have the inner values of each expert in an order of its own."""
+    """Quantized experts may have reordered inputs."""
     folder, _ = make_model(tmp_path / "model", FAMILIES["qwen3-moe"])
     few, wide = quantize_folder(folder, tmp_path / "quantized", PRODUCERS[producer](16))
     adapter = make_adapter(wide, tmp_path / "adapter", **CONFIG)
@@ -411,7 +410,7 @@ def check_files(adapter, model_folder):
 
 
 def test_ranks_are_those_of_an_expert(good, mixtral):
-    """The rank that is bounded is that of one expert's pair, not that of all together."""
+    """The rank limit applies to one expert's pair."""
     files, config = AdapterFiles(good), load_config(mixtral[0])
     assert {pair.rank for pair in files.pairs(config, 4)} == {2, 4}
     with pytest.raises(ConfigError, match=r"experts\.gate_up_proj has rank 4, and --max-lora-rank is 3"):
@@ -429,7 +428,7 @@ def test_the_digest_covers_parameters(good, tmp_path):
 @given(data=st.data())
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_files_of_any_shape_are_read_or_refused(data, good, mixtral, tmp_path):
-    """Whatever is left out, renamed or of another shape, the answer is an adapter that fits, or one line."""
+    """Any missing, renamed or misshapen tensor gives a fitting adapter or a one-line error."""
     tensors = load_file(good / "adapter_model.safetensors")
     adapter = copied(good, tmp_path / "adapter")
     name = data.draw(st.sampled_from(sorted(tensors)))

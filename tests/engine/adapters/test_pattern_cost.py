@@ -1,4 +1,4 @@
-"""Expressions of adapters' configs are weighed: what may search for long is refused, what people write is not."""
+"""Cost of expressions in adapter configs: those that may backtrack for long are rejected, common ones are not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pillion.engine.adapters.pattern_cost import MAX_WAYS, count_ways
         r"|o_proj|gate_proj|up_proj|down_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:k_proj|q_proj)))",
     ],
 )
-def test_what_people_write(pattern):
+def test_common_expressions(pattern):
     assert count_ways(pattern) <= MAX_WAYS
 
 
@@ -41,5 +41,5 @@ def test_what_people_write(pattern):
         "(?:" * 20 + "a?" + "){2}" * 20,
     ],
 )
-def test_what_may_take_long(pattern):
+def test_expressions_that_may_backtrack(pattern):
     assert count_ways(pattern) > MAX_WAYS

@@ -1,4 +1,4 @@
-"""Adapters beside transformers with PEFT in float32: a model of each family, every kind of config, mixed steps."""
+"""Adapters against transformers with PEFT in float32: a model of each family, all kinds of configs, mixed steps."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def llama(tmp_path_factory):
 
 
 def take(backend, folder, prepared):
-    """An adapter as a worker's process reads and packs it for the backend."""
+    """Read and pack an adapter for the backend like a worker's process."""
     digest = AdapterFiles(folder).digest()
     about, data = LoadedModel(prepared, backend).adapter_reader(16).packed(folder, digest)
     return backend.adapters.take(digest, about, data)
@@ -106,15 +106,15 @@ def driver_with(flags, *adapters, num_slots=64, make=BackendDriver):
 
 
 def expected(folder, adapter):
-    """PEFT's model, and the logits of a text with its adapter and without one."""
+    """Return PEFT's model, and a text's logits with and without the adapter."""
     oracle, text = adapted_model(folder, adapter), tokens_of(PROMPT_TOKENS, 2)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return oracle, logits_of(oracle, text), logits_of(plain, text)
 
 
 def check_adapter(folder, flags, adapter, make=BackendDriver, known=None):
-    """Logits of a text in chunks, and greedy tokens; the adapter must matter. ``known``: what is expected, if another
-    case has found it."""
+    """Compare a text's logits in chunks, and greedy tokens; the adapter must change them. ``known``: expected logits
+    from another case."""
     (oracle, wanted, plain), text = known or expected(folder, adapter), tokens_of(PROMPT_TOKENS, 2)
     driver = driver_with(flags, adapter, make=make)
     (number,) = driver.sequences.add(adapter=0)
@@ -192,7 +192,7 @@ LATENT_TARGETS = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_
     ],
 )
 def test_latents(family, config, make, tmp_path):
-    """Rotated neighbours are in another order than in checkpoints, in queries and in the row that has the key."""
+    """Rotated pairs have another order than in checkpoints, in queries and the row with the key."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     targets = [*LATENT_TARGETS, *(["wq_b", "wk", "weights_proj"] if family == "deepseek-v32" else [])]
     adapter = make_adapter(folder, tmp_path / "adapter", target_modules=targets, **config)
@@ -227,8 +227,8 @@ SHORT_HYBRIDS = [("qwen3-next", "torch"), ("olmo-hybrid", "cpu")]
 
 @pytest.fixture(scope="module")
 def adapted_hybrid(own_cache, tmp_path_factory):
-    """Makes a model with states and an adapter of it, once for all backends, with the logits of each slot. The oracle
-    goes token by token, because its chunks round otherwise."""
+    """Make a model with states and its adapter, once for all backends, with the logits of each slot. The oracle runs
+    token by token, because its chunks round differently."""
 
     @functools.lru_cache(maxsize=1)
     def make(family):
@@ -290,7 +290,7 @@ LATENT_ADAPTERS = ({"r": 6, "lora_alpha": 12}, {"r": 16, "target_modules": ["kv_
 
 @pytest.fixture(scope="module")
 def adapted_latents(own_cache, tmp_path_factory):
-    """Makes a model and its adapters, once for all backends, with a text's logits of each slot."""
+    """Make a model and its adapters, once for all backends, with a text's logits of each slot."""
 
     @functools.lru_cache(maxsize=1)
     def make(family):
@@ -318,7 +318,7 @@ def adapted_latents(own_cache, tmp_path_factory):
     ],
 )
 def test_all_linear_layers_of_latents(family, make, adapted_latents):
-    """Adapters of kv_b_proj, which runs as two products for each head, in steps with others and with none."""
+    """Adapters of kv_b_proj, which runs as two products per head, mixed with other and no adapters."""
     flags, adapters, wanted = adapted_latents(family)
     driver, text = driver_with(flags, *adapters, num_slots=100, make=make), tokens_of(PROMPT_TOKENS, 2)
     numbers = {driver.sequences.add(adapter=slot)[0]: slot for slot in (1, -1, 0, 2, 1)}
@@ -366,7 +366,7 @@ def test_fused_projections_with_a_list_of_targets(tmp_path):
 
 @pytest.mark.parametrize("make", BACKENDS)
 def test_an_mlp_beside_experts_whose_results_have_a_gate(make, tmp_path):
-    """The gate multiplies what the adapter adds, too."""
+    """The gate also scales the adapter's result."""
     folder, flags = make_model(tmp_path / "model", FAMILIES["qwen2-moe"])
     config = {"r": 4, "target_modules": ["gate_proj", "up_proj", "down_proj"]}
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **config), make)

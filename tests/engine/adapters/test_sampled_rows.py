@@ -1,4 +1,4 @@
-"""Adapters on the rows that go on after the last layer's attention, in every family that torch operators compute."""
+"""Adapters on the rows that continue after the last attention, for each family on torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for
 
 @pytest.mark.parametrize("family", sorted(CASES, key=lambda case: case.values[0]))
 def test_a_prompt_in_one_step_ends_as_one_token_at_a_time(family, tmp_path):
-    """A step of one row has nothing to leave out after its attention, so it shows what each row's adapter adds."""
+    """A step of one row drops no rows after attention, so it is the reference."""
     prepared = prepare(make_model(tmp_path / "model", FAMILIES[family])[1])
     driver, config = BackendDriver(prepared), load_config(prepared.folder)
     driver.backend.bind_adapters(2, 16)

@@ -1,4 +1,4 @@
-"""Adapters at real workers and a real KV node: files on this machine and on others, loading, and what goes wrong."""
+"""Adapters on real workers with a real KV node: local and remote files, loading and failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LORA = {"enable_lora": True, "max_loras": 2}
 
 
 def adapters_of(node: KVNode) -> NodeAdapters:
-    """What the node has for adapters."""
+    """Return the node's adapters."""
     return node.adapters
 
 
@@ -49,7 +49,7 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
 
 
 def store(root: pathlib.Path, number: int) -> str:
-    """Put the adapter of that number into a model cache. Returns its digest."""
+    """Store adapter ``number`` in a model cache; return its digest."""
     draft = root / "draft"
     draft.mkdir(parents=True)
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
@@ -64,7 +64,7 @@ def store(root: pathlib.Path, number: int) -> str:
 
 
 class AdapterLine:
-    """A connection to running workers; the tickets of its requests are held until all is over."""
+    """Connection to running workers; holds its requests' tickets until the end."""
 
     def __init__(self, workers: Workers, connection: Connection) -> None:
         self.workers = workers
@@ -144,7 +144,7 @@ async def test_files_come_from_the_nodes_machine_once(cache: pathlib.Path, tmp_p
         await here.quiet()
 
 
-async def test_an_adapter_that_nobody_has_is_a_retryable_error_by_name(cache: pathlib.Path) -> None:
+async def test_a_missing_adapter_is_a_retryable_error_by_name(cache: pathlib.Path) -> None:
     digest = "ab" * 32
     async with line() as here:
         code, retryable, message = await failure(await here.ask(1, digest))
@@ -177,8 +177,8 @@ async def test_a_defect_on_the_way_ends_its_stream_with_an_error(
         await here.quiet()
 
 
-async def test_files_of_another_content_are_not_kept(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """And a copy that was damaged on this machine is dropped, so that the next request gets a good one."""
+async def test_files_with_another_digest_are_not_kept(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A copy damaged on this machine is dropped, so the next request gets a good one."""
     elsewhere = tmp_path / "elsewhere"
     digest, other = store(elsewhere, 1), store(elsewhere, 2)
     good, bad = elsewhere / ADAPTERS / digest, elsewhere / ADAPTERS / other
@@ -200,7 +200,7 @@ async def test_files_of_another_content_are_not_kept(cache: pathlib.Path, tmp_pa
         await here.quiet()
 
 
-async def test_loading_holds_up_nobody_and_a_stream_may_leave_meanwhile(cache: pathlib.Path) -> None:
+async def test_loading_blocks_no_stream_and_may_be_cancelled(cache: pathlib.Path) -> None:
     digest = store(cache, 1)
     async with line() as here:
         here.workers.decode_backend.packing.clear()
@@ -246,7 +246,7 @@ async def test_a_killed_packing_process_costs_its_adapter_an_error_and_is_starte
         await here.quiet()
 
 
-async def test_a_packing_that_takes_too_long_is_an_error_by_name(cache: pathlib.Path) -> None:
+async def test_packing_timeouts_are_errors_by_name(cache: pathlib.Path) -> None:
     first, second = (store(cache, number) for number in range(2))
     async with line() as here:
         backend = here.workers.decode_backend
@@ -273,7 +273,7 @@ async def test_a_worker_without_adapters_and_a_name_that_is_no_digest() -> None:
 
 
 async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """As gateways bring it; what is no adapter, or breaks off, leaves nothing behind."""
+    """Files sent by gateways; invalid or incomplete ones leave nothing."""
     digest, other = store(tmp_path / "gateway", 1), store(tmp_path / "gateway", 2)
     folder = tmp_path / "gateway" / ADAPTERS
     async with line() as here:
@@ -328,7 +328,7 @@ async def test_a_node_with_a_full_disk_keeps_what_is_used(cache: pathlib.Path, t
         await here.quiet()
 
 
-async def test_files_come_by_way_of_the_node_from_another_one(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_files_are_fetched_from_another_node(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
     digest = store(tmp_path / "elsewhere", 1)
     async with line() as here:
         folder, kvnode = here.workers.folder, here.workers.kvnode

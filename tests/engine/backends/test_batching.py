@@ -1,5 +1,5 @@
-"""Batches and sampling parameters made of plans: rows, positions, histories and seeds of decodes, drafts and
-parallel samples."""
+"""Batches and sampling parameters made of plans: rows, positions, histories and seeds of decodes, drafts and parallel
+samples."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_parameters_and_their_defaults() -> None:
 
 
 def test_edits_know_their_history() -> None:
-    """Prompt 1 2 3, answer 4 5, drafts 6 7: each row sees the tokens before the one it chooses."""
+    """Prompt 1 2 3, answer 4 5, drafts 6 7: each row sees the tokens before the one it samples."""
     params = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {8: 1.0, 1: -2.0}, "min_tokens": 4}
     stream = with_drafts(sequence(1, [1, 2, 3, 4, 5], prompt=3, **params), [6, 7])
     plain = sequence(2, [1, 2], repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
@@ -138,7 +138,7 @@ def test_only_histories_that_a_row_needs_are_gathered() -> None:
 
 
 def test_drafts_are_judged_as_single_steps_would_choose() -> None:
-    """Each row of a chunk with drafts chooses the token of a step without drafts (I6)."""
+    """Each row of a chunk with drafts samples the token of a step without drafts (I6)."""
     params = {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 2}
     history, logits = [1, 2, 3, 4], torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     drafted = with_drafts(sequence(1, history, prompt=3, **params), [5, 6])
@@ -181,7 +181,7 @@ def test_runs_of_adapters_cover_each_row_once(most):
 
 
 def test_bad_words_see_the_answer_and_its_drafts() -> None:
-    """Prompt 1 2, answer 3 4, drafts 5 6: a word is banned where its last token would complete it in the answer."""
+    """Prompt 1 2, answer 3 4, drafts 5 6: a word is banned if its last token would complete it in the answer."""
     words = ((7,), (3, 4, 8), (4, 5, 9), (5, 6, 10), (2, 3, 11), (1, 2, 3, 4, 12))
     stream = with_drafts(sequence(1, [1, 2, 3, 4], prompt=2, bad_words_token_ids=words), [5, 6])
     rows = build_sampling(StepPlan((ScheduledChunk(stream, 3, 3, 3),)), None)
@@ -193,8 +193,7 @@ def test_bad_words_see_the_answer_and_its_drafts() -> None:
 
 
 def test_allowed_tokens_are_masks_of_their_rows() -> None:
-    """A parallel sample has its parent's mask, a grammar's mask is narrowed, and one that takes none of the tokens
-    decides."""
+    """A parallel sample has its parent's mask, and a grammar's mask is narrowed unless nothing would be left."""
     some = mask_of([3, 40], 64)
     plain, parent = sequence(1, [1, 2]), sequence(2, [1, 2, 3], allowed_token_ids=(3, 40))
     other = sequence(3, [5, 6], allowed_token_ids=(9,))

@@ -1,4 +1,4 @@
-"""The backend of CPU kernels: the same bits whatever the batch, and no step that could leave its memory."""
+"""The CPU kernels' backend: bits independent of the batch, and no step outside of its memory."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def text_of(count: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("width", [32, 576, 1536, 2048, 4096, 8192])
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
 def test_rows_lie_in_all_sets_of_the_first_cache(width, dtype):
-    """Rows that a power of two separates would displace one another from a cache of 64 sets of lines."""
+    """Rows at distances of a power of two would evict each other from a cache of 64 sets."""
     stride = Buffer("x", width, dtype).stride
     assert 0 <= stride - width * np.dtype(dtype).itemsize <= 64
     assert len({row * stride // 64 % 64 for row in range(64)}) == 64
 
 
 def test_buffers_of_one_name_have_one_size():
-    """Kernels would write after the end of the smaller one."""
+    """Kernels would write beyond the smaller one."""
     workspace, narrow = Workspace(), Buffer("x", 48, "float32")
     workspace.reserve("tokens", 13)
     assert len(workspace.array(narrow)) == len(workspace.array(narrow)) == 64 * narrow.stride
@@ -98,13 +98,13 @@ def test_buffers_of_one_name_have_one_size():
 
 
 def test_the_sampler_gets_logits_without_a_copy(llama):
-    """It edits them in place, for which rows must follow one another in memory."""
+    """It edits them in place, so rows must be contiguous."""
     logits = cpu_backend(llama).model.plan.logits
     assert logits.stride == logits.width * 4
 
 
 def test_float32_models_keep_weights_that_are_bfloat16(folder, tmp_path, monkeypatch):
-    """A matrix, and all experts of a layer, stay bfloat16 where no value is lost, and the logits keep their bits."""
+    """Matrices and experts without loss in bfloat16 stay bfloat16, with the same logits bit by bit."""
     shutil.copytree(folder, tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(path).items()}
@@ -128,7 +128,7 @@ def test_float32_models_keep_weights_that_are_bfloat16(folder, tmp_path, monkeyp
 
 @LONG_TEXTS
 def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(prepared, kv):
-    """Logits depend on the text before them and on nothing else, which makes migrated streams exact."""
+    """Logits depend only on their own text, which makes migrated streams exact."""
     text = text_of(600, 1)
     alone = CpuDriver(prepared, num_slots=400, backend=cpu_backend(prepared, kv_cache_dtype=kv))
     wanted = alone.run_all(alone.sequences.add()[0], text, [])
@@ -143,7 +143,7 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(prepared, 
 
 @pytest.mark.parametrize("kernels", ["avx512", "avx2"])
 def test_other_instruction_sets_agree(llama, kernels):
-    """Kernels of lesser instruction sets, which leave features of this processor unused."""
+    """Kernels of older instruction sets than this processor's."""
     try:
         backend = cpu_backend(llama, kernels=kernels)
     except ConfigError as error:
@@ -155,7 +155,7 @@ def test_other_instruction_sets_agree(llama, kernels):
     assert (found - wanted).abs().mean() < 0.02 * wanted.std()
 
 
-def test_what_is_written_is_the_batch_and_nothing_else(prepared):
+def test_only_the_batch_is_written(prepared):
     driver = CpuDriver(prepared, num_slots=12)
     pool = np.frombuffer(driver.memory, np.uint8).reshape(12, -1)
     batch = driver.sequences.step([(driver.sequences.add()[0], text_of(40, 2))])
@@ -181,7 +181,7 @@ def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(prepared, leng
     assert torch.equal(driver.step((shared, [11, 12, 13])), first)
 
 
-def test_a_row_that_is_wanted_several_times(llama):
+def test_a_row_selected_several_times(llama):
     driver = CpuDriver(llama)
     one, two = driver.sequences.add(2)
     once = driver.step((one, [5, 6, 7, 8]), sample=[1, 3])
@@ -202,7 +202,7 @@ def test_steps_that_sample_nothing_and_steps_that_grow(llama):
 
 
 def test_a_step_after_one_for_which_there_was_no_memory(llama, monkeypatch):
-    """The old buffers are gone and the new ones failed: no kernel may run on the old addresses."""
+    """After a failed allocation no kernel may use the freed buffers."""
     driver = CpuDriver(llama, num_slots=100)
     (number,) = driver.sequences.add()
     driver.step((number, text_of(20, 1)))
@@ -224,7 +224,7 @@ def test_a_step_after_one_for_which_there_was_no_memory(llama, monkeypatch):
 
 
 def broken(batch: StepBatch):
-    """Batches with one fault each, and a word of the error."""
+    """Batches with one fault each, and a part of the error."""
     far = np.array([10**6], np.int32)
     yield dataclasses.replace(batch, token_ids=np.concatenate((batch.token_ids[:-1], far))), "vocabulary"
     yield dataclasses.replace(batch, token_ids=batch.token_ids - 1000), "vocabulary"
@@ -254,7 +254,7 @@ def test_a_batch_that_could_leave_its_memory_is_refused(llama):
     assert driver.backend.forward(batch).shape == (1, 258)
 
 
-def test_texts_end_where_the_model_does(own_cache, tmp_path):
+def test_texts_end_at_the_models_length(own_cache, tmp_path):
     folder = save_model(tmp_path / "model")
     prepared = prepare(ModelFlags(model=str(folder), dtype="float32", max_model_len=48))
     driver = CpuDriver(prepared)
@@ -295,7 +295,7 @@ def test_int8_weights_are_close(llama):
 
 @pytest.mark.parametrize("kernels", ["avx512_bf16", "avx512", "avx2"])
 def test_kv_in_8_bits_is_close(llama, kernels):
-    """On each instruction set, in half the bytes or less; other layouts share no blocks (I2)."""
+    """On each instruction set, in at most half the bytes; other layouts share no blocks (I2)."""
     text, plain = text_of(120, 7), CpuDriver(llama)
     wanted = plain.run_all(plain.sequences.add()[0], text, [50])
     layouts = {(plain.backend.layout.version, plain.backend.layout.dtype)}

@@ -1,4 +1,4 @@
-"""Packed weights are made once, mapped by all workers and refused when damaged; and the choice of a backend."""
+"""Packed weights are made once, mapped by all workers and rejected if damaged; and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def own_models(tmp_path, monkeypatch):
-    """A model cache with the compiled kernels of all tests and nothing else."""
+    """Return a model cache with only the compiled kernels of all tests."""
     monkeypatch.setenv("PILLION_CACHE", model_cache(tmp_path / "cache"))
 
 
@@ -47,7 +47,7 @@ def path(tmp_path):
     return tmp_path / "x.weights"
 
 
-def test_what_is_written_is_read(path):
+def test_packed_weights_round_trip(path):
     file = PackedFile(path)
     for name, tensor in TENSORS.items():
         assert torch.equal(file.tensors[name], tensor)
@@ -114,7 +114,7 @@ def test_weights_are_packed_once(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="not Linux")
 def test_two_processes_share_the_pages(path):
-    """The mapped pages belong to the file: they are clean and shared, not private to a process."""
+    """Mapped pages are the file's: clean and shared, not private."""
     program = f"""
 from pathlib import Path
 from pillion.engine.checkpoints.packed_file import PackedFile
@@ -132,7 +132,7 @@ print(fields["Private_Dirty"].split()[0], fields["Rss"].split()[0])
 
 
 @needs_kernels
-def test_a_worker_says_what_runs_where(tmp_path, caplog):
+def test_a_worker_logs_its_backend(tmp_path, caplog):
     caplog.set_level(logging.INFO, "pillion.worker")
     folder = save_model(tmp_path / "model")
     loaded = load_model(DecodeFlags(model=str(folder), dtype="float32"), 2)
@@ -151,7 +151,7 @@ def test_a_worker_says_what_runs_where(tmp_path, caplog):
         ({}, {"block_size": 8}, "blocks of a multiple of 16"),
     ],
 )
-def test_what_the_kernels_cannot_run_runs_on_torch_and_says_so(tmp_path, caplog, overrides, flags, why):
+def test_unsupported_models_run_on_torch_with_a_log(tmp_path, caplog, overrides, flags, why):
     caplog.set_level(logging.INFO, "pillion.worker")
     folder = save_model(tmp_path / "model", **overrides)
     loaded = load_model(DecodeFlags(model=str(folder), dtype="float32", **flags), 1)
@@ -205,7 +205,7 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path, monkeypa
 
 @needs_kernels
 def test_backends_share_no_blocks(tmp_path):
-    """Backends with another layout of the pool or other weights have other namespaces (I2)."""
+    """Backends with another pool layout or weights have other namespaces (I2)."""
     folder = str(save_model(tmp_path / "model"))
     kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}, {"quantization": "int4"}]
     kinds += [{"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int8", "quantization": "int8"}]
@@ -216,7 +216,7 @@ def test_backends_share_no_blocks(tmp_path):
 @pytest.mark.parametrize("name", ["lm_head", "layers.0.o", "layers.1.gate_up"])
 @pytest.mark.parametrize("number", ["pairs", "depth", "num_matrices", "matrix_bytes"])
 def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
-    """Kernels trust these numbers and would leave their memory."""
+    """Kernels trust these sizes and would leave their memory."""
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
     load_cpu_weights(prepared, load_config(prepared.folder), lambda line: None)
     weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "cpu"))
@@ -235,7 +235,7 @@ def test_files_that_others_could_have_written_are_refused(path):
 
 
 def test_a_server_without_llvm_runs_on_torch(tmp_path):
-    """llvmlite has no build for every system: nothing that torch needs may import it."""
+    """llvmlite does not exist for every system, so torch's backend must not import it."""
     folder = str(save_model(tmp_path / "model"))
     program = f"""
 import sys

@@ -1,4 +1,4 @@
-"""Where a block has the keys and values of each layer, in models whose layers differ."""
+"""Places of each layer's keys and values in a block, for models whose layers differ."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_layer_has_a_place_of_its_own_size(dtype, row):
 
 
 def test_attention_over_places_of_several_sizes():
-    """Each layer's attention is that over a pool that has only this layer."""
+    """Each layer's attention equals that over a pool with only this layer."""
     texts, generator = Sequences(40, 4), torch.Generator().manual_seed(1)
     slots = torch.full((40, MIXED.block_bytes // 4), torch.nan)
     pools = {layer: torch.full((40, 1, 2, *shape), torch.nan) for layer, shape in ((0, (2, 4, 16)), (1, (1, 4, 48)))}
@@ -99,7 +99,7 @@ def test_adapters_where_values_are_keys_are_refused():
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_what_layers_that_share_do_not_go_with_is_refused(tmp_path):
+def test_flags_unsupported_with_shared_layers_are_refused(tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES["gemma4"])
     prepared = prepare(flags)
     with pytest.raises(
@@ -108,7 +108,7 @@ def test_what_layers_that_share_do_not_go_with_is_refused(tmp_path):
         check_stages(PrefillFlags(model=str(folder), pipeline_parallel_size=2), "cpu", prepared)
 
 
-def test_what_the_cpu_kernels_lack_is_told():
+def test_the_cpu_kernels_name_missing_features():
     config = parse_config(SHAPE)
     three = tuple(LayerHeads(count, 16) for count in (1, 2, 4))
     assert "3 different numbers of KV heads" in unsupported(dataclasses.replace(config, layer_heads=three), 16)

@@ -1,4 +1,4 @@
-"""Steps of up to --max-num-batched-tokens 65,536 tokens: what they compute, and what they take of memory."""
+"""Steps of up to --max-num-batched-tokens 65,536 tokens: results and memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MOST = (32_768, *(4096,) * 8)
 
 @pytest.fixture(autouse=True)
 def own_models(own_cache: pathlib.Path) -> None:
-    """Prepared models go to a cache of the tests' own."""
+    """Cache prepared models in a folder of the tests."""
 
 
 def prepared_model(folder: pathlib.Path, dtype: str, shape: dict[str, Any], longest: int = 4096) -> PreparedModel:
@@ -56,13 +56,13 @@ def prepared_model(folder: pathlib.Path, dtype: str, shape: dict[str, Any], long
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
-    """Returns the storages of tensors; packed weights have none that Python can see."""
+    """Return the storages of tensors; packed weights have none visible to Python."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
     return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of all storages that torch's operators return and that still live."""
+    """Tracks the bytes of live storages returned by torch's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,10 +98,10 @@ class LiveBytes(TorchDispatchMode):
         pytest.param(CpuDriver, marks=needs_kernels, id="cpu"),
     ],
 )
-def test_a_step_takes_no_more_memory_than_is_told(
+def test_a_step_takes_no_more_memory_than_estimated(
     make: Any, shape: dict[str, Any], dtype: str, tmp_path: pathlib.Path
 ) -> None:
-    """The estimate is what a start says, refuses by, and keeps from the KV pool."""
+    """The start reports the estimate, rejects by it, and reserves it beside the KV pool."""
     prepared, tokens = prepared_model(tmp_path / "model", dtype, shape), 2048
     driver = make(prepared, num_slots=200)
     numbers = driver.sequences.add(4)
@@ -126,7 +126,7 @@ def sampled_rows(length: int) -> list[int]:
 
 
 def by_transformers(folder: pathlib.Path, texts: list[list[int]], follows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns transformers' logits of some positions of each text, and those of the token that ``follows`` the
+    """Return transformers' logits of some positions of each text, and those of the token ``follows`` after the
     first."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
@@ -186,7 +186,7 @@ def test_many_rows_of_a_mixture_of_experts_are_computed_in_parts(
 
 @pytest.fixture
 def memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], None]:
-    """Makes the system say how many MiB are free, and what limit the process has."""
+    """Set the system's free MiB and the process's limit."""
 
     def says(free_mib: int, limit: str) -> None:
         (tmp_path / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:  {free_mib * 1024} kB\n")
@@ -197,7 +197,7 @@ def memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return says
 
 
-def test_a_budget_for_which_memory_does_not_suffice_is_refused(
+def test_a_budget_beyond_memory_is_refused(
     memory: Callable[[int, str], None], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prepared = prepared_model(tmp_path / "model", "float32", MODELS["llama"])

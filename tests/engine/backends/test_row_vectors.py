@@ -1,5 +1,5 @@
-"""Vectors of a step's rows against transformers' last hidden states. The CPU kernels give the same bits whole, in
-chunks and among others; torch's own products depend on how many rows there are."""
+"""Vectors of a step's rows against transformers' last hidden states. On the CPU kernels their bits do not depend on
+chunks or other rows; torch's products depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def driver_of(prepared: Any, kernels: str) -> BackendDriver:
 
 
 def vectors(driver: BackendDriver, *parts: tuple[int, list[int]], of: list[int]) -> np.ndarray:
-    """Runs one step; returns the vectors of these rows, which are not sampled beside."""
+    """Run one step; return the vectors of these rows, which are not sampled."""
     batch = driver.sequences.step(parts, of)
     batch = dataclasses.replace(batch, pooled=len(of))
     driver.backend.forward(batch)

@@ -1,4 +1,4 @@
-"""The torch backend beside its forward pass: copies of blocks, sampled rows, misuse."""
+"""The torch backend except its forward pass: copies of blocks, sampled rows, misuse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def driver(request, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("length", [37, 32, 5])
 def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(driver, length):
-    """Two answers over shared blocks get the logits that each gets over blocks of its own."""
+    """Two answers over shared blocks have the same logits as over separate ones."""
     prompt = [7 * i % 250 for i in range(length)]
     alone, shared = driver.sequences.add(2)
     driver.step((alone, prompt))
@@ -44,9 +44,9 @@ def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(driver, length
     assert torch.equal(driver.step((parallel_sample, [3])), driver.step((other, [3])))
 
 
-def test_what_a_replay_computes_anew_is_as_near_as_is_promised(driver):
-    """KV that was written token by token is written as a chunk (I6). In float32 the same tokens are drawn; in bfloat16
-    torch's products round by the number of rows, and logits are near."""
+def test_a_replay_recomputes_kv_as_precisely_as_promised(driver):
+    """KV written token by token is rewritten as a chunk (I6): the same tokens in float32, close logits in bfloat16,
+    where torch's products depend on the number of rows."""
     text = [7 * i % 250 for i in range(60)]
     alone, again = driver.sequences.add(2)
     driver.step((alone, text[:40]), sample=[])
@@ -59,7 +59,7 @@ def test_what_a_replay_computes_anew_is_as_near_as_is_promised(driver):
         assert sample(one_by_one, rows) == sample(at_once, rows)
 
 
-def test_the_start_says_what_bfloat16_on_torch_does_not_promise(driver, caplog):
+def test_the_start_warns_about_bfloat16_on_torch(driver, caplog):
     prepared = driver.prepared
     flags = DecodeFlags(model=str(prepared.folder), dtype=prepared.dtype, cpu_kernels="torch", component_id="decode-0")
     load_model(flags, 1)

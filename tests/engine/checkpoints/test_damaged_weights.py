@@ -1,4 +1,4 @@
-"""Damaged weights of each kind of model are refused with the file that has them and the tensor's name."""
+"""Damaged weights of each kind of model are rejected with the file and the tensor's name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHORT = ("stacked experts", "latents", "decays")
 
 @pytest.fixture(scope="module")
 def shards(own_cache: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
-    """Makes each model once, in two files."""
+    """Make each model once, in two files."""
     made: dict[str, pathlib.Path] = {}
 
     def make(family: str) -> pathlib.Path:

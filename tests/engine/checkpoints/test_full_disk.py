@@ -1,4 +1,4 @@
-"""The model cache on a disk that is full: one sentence, nothing half-made, and a later try works."""
+"""The model cache on a full disk: a one-line error, nothing partial, and a later retry works."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def packed(root: Path) -> None:
 
 
 def kernels(root: Path) -> None:
-    """Its failures are warnings, and cost another compilation."""
+    """The cache of compiled kernels; its failures are only warnings."""
     cache = CodeCache(root)
     cache.write({"0" * 64: bytes(9000)})
     if cache.read("0" * 64) is None:
@@ -49,7 +49,7 @@ def kernels(root: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [record, folder, packed, kernels])
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, make: Callable[[Path], None]) -> None:
     with mounted_disk(tmp_path / "disk", DISK_BYTES) as disk:
         disk.leave(4096)
         for _ in range(2):
@@ -61,7 +61,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, make: Callable[[
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """Its locks, too, whatever the reason is."""
+    """The cache or its locks, for any reason."""
     (tmp_path / "locks").mkdir()
     os.symlink("missing/folder", tmp_path / "locks" / "models-d")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Which GGUF files are a model, by their names."""
+"""Selection of a model's GGUF files by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_any_part_stands_for_all(tmp_path: pathlib.Path) -> None:
 
 
 def test_parts_are_found_beside_a_link(tmp_path: pathlib.Path) -> None:
-    """The hub's cache has links to files that are named by their digests."""
+    """The hub's cache links to files named by digest."""
     (tmp_path / "blobs").mkdir()
     for name in PARTS:
         (tmp_path / "blobs" / name[:7]).write_bytes(b"GGUF")

@@ -1,4 +1,4 @@
-"""Models of the hub, with the hub's real client, against an HTTP server that speaks what the client asks of a hub."""
+"""Hub models, with the real client against a fake HTTP hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = {
 
 @contextlib.contextmanager
 def hub(files: Mapping[str, bytes] = FILES) -> Iterator[tuple[str, list[str]]]:
-    """A hub with one repository, "some/model"; yields its URL and the paths of files that were sent."""
+    """Run a hub with the repository "some/model"; yield its URL and the paths of sent files."""
     sent: list[str] = []
 
     class HubHandler(http.server.BaseHTTPRequestHandler):
@@ -90,7 +90,7 @@ def hub(files: Mapping[str, bytes] = FILES) -> Iterator[tuple[str, list[str]]]:
             thread.join()
 
 
-def test_the_files_of_a_model_are_brought(tmp_path: pathlib.Path) -> None:
+def test_the_files_of_a_model_are_fetched(tmp_path: pathlib.Path) -> None:
     with hub() as (url, sent), pillion_commands(HF_ENDPOINT=url, HF_HOME=str(tmp_path)) as pillion:
         done = pillion("prepare", "some/model")
         assert sorted(sent) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -107,7 +107,7 @@ def test_the_files_of_a_model_are_brought(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_repository_of_one_gguf_model_is_read(tmp_path: pathlib.Path) -> None:
-    """Parts in a folder, beside other files of llama.cpp. The download is found again while the hub does not answer."""
+    """Parts in a folder beside other files of llama.cpp. The download is reused while the hub is down."""
     names = [f"Q4_0/m-0000{number}-of-00002.gguf" for number in (1, 2)]
     for number, name in enumerate(names):
         write_part(tmp_path / name.rpartition("/")[2], number, 2)
@@ -123,7 +123,7 @@ def test_a_repository_of_one_gguf_model_is_read(tmp_path: pathlib.Path) -> None:
         assert "m-00001-of-00002.gguf: its metadata lack" in again.stderr, again.stderr
 
 
-def test_of_several_gguf_models_one_is_asked_for(tmp_path: pathlib.Path) -> None:
+def test_several_gguf_models_need_a_choice(tmp_path: pathlib.Path) -> None:
     files = dict.fromkeys(("m-Q4_0.gguf", "m-Q8_0.gguf", "mmproj.gguf"), b"GGUF")
     with hub(files) as (url, sent), pillion_commands(HF_ENDPOINT=url, HF_HOME=str(tmp_path)) as pillion:
         done = pillion("prepare", "some/model")
@@ -134,7 +134,7 @@ def test_of_several_gguf_models_one_is_asked_for(tmp_path: pathlib.Path) -> None
     )
 
 
-def test_no_network_is_said(tmp_path: pathlib.Path) -> None:
+def test_a_missing_network_is_reported(tmp_path: pathlib.Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pillion_commands(HF_ENDPOINT=url, HF_HOME=str(tmp_path)) as pillion:
         done = pillion("prepare", "some/model")

@@ -1,4 +1,4 @@
-"""Finding, converting and fingerprinting a model, and one-line refusals of models that cannot work."""
+"""Finding, converting and fingerprinting a model, and one-line errors for unsupported ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.torch_model import BackendDriver
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch):
-    """No hub is asked which files a repository has."""
+    """Let no hub be asked for a repository's files."""
     import huggingface_hub
 
     def fail(*_, **__):
@@ -129,7 +129,7 @@ RELEASED = json.loads(pathlib.Path(__file__).with_name("released_fingerprints.js
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_fingerprints_are_those_of_the_last_release(name, tmp_path):
-    """Version 0.2.0 wrote the oracle, of configs without weights. Where one differs, an upgrade loses its cache."""
+    """Version 0.2.0 recorded them, from configs without weights. A difference invalidates users' caches on upgrade."""
     (tmp_path / "config.json").write_text(json.dumps(SERVED[name]))
     assert fingerprint((), load_config(tmp_path), "bfloat16") == RELEASED[name]
 
@@ -151,7 +151,7 @@ def test_norms_of_queries_that_0_2_0_did_not_have_change_the_fingerprint(tmp_pat
 
 
 def test_norms_that_0_2_0_rounded_are_in_the_fingerprint(folder):
-    """They are weights in another type than the model's, of norms that are applied in float32."""
+    """Their weights have another type than the model, and norms are applied in float32."""
     config, files = load_config(folder), (folder / "model.safetensors",)
     wide = dataclasses.replace(config, norm="wide")
 
@@ -177,7 +177,7 @@ def test_max_model_len(folder):
 
 @pytest.mark.parametrize(("kind", "length"), [("dynamic", 4096), ("longrope", 64), ("one set", 8192), ("yarn", 8192)])
 def test_a_model_whose_frequencies_depend_on_the_length_is_served_at_its_original_one(folder, kind, length):
-    """Longer texts change the answers to short ones, so they are asked for, and the start says what they change."""
+    """Longer texts would change answers to short ones, so they are opt-in, and the start warns."""
     rope = {"rope_type": "yarn" if kind == "yarn" else "dynamic" if kind == "dynamic" else "longrope", "factor": 4.0}
     sets = {"short_factor": [1.0] * 8, "long_factor": [1.0 if kind == "one set" else 2.0] * 8}
     rope |= {} if kind == "dynamic" else {"original_max_position_embeddings": 64}
@@ -193,7 +193,7 @@ def test_a_model_whose_frequencies_depend_on_the_length_is_served_at_its_origina
     assert not notes or f"above {length} tokens get other rotary frequencies" in notes[0]
 
 
-def test_float16_weights_run_exactly_in_float32_and_a_loss_is_told(folder):
+def test_float16_weights_run_exactly_in_float32_and_losses_are_reported(folder):
     edit_tensors(
         folder / "model.safetensors", lambda tensors: tensors.update({k: t.half() for k, t in tensors.items()})
     )
@@ -253,7 +253,7 @@ def test_a_hub_id_that_cannot_be_fetched(monkeypatch, tmp_path):
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
-    """Its config is fetched first, and alone."""
+    """Only its config is fetched."""
     edit_json(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 3})
     fetched = []
 
@@ -409,7 +409,7 @@ def test_one_models_conversion_waits_for_no_other(tmp_path, monkeypatch):
 
 
 def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
-    """The type of the file and the type of the arithmetic are independent."""
+    """The file's type and the arithmetic's are independent."""
     exact = BackendDriver(prepare(flags(folder)))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     narrow = save_model(folder.with_name("narrow"))
@@ -426,7 +426,7 @@ def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
 
 
 def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tmp_path):
-    """Mistral's repositories hold all weights a second time, in a format of their own."""
+    """Mistral's repositories have all weights twice, in two formats."""
     listing = ["config.json", "model.safetensors.index.json", "tokenizer.json", "consolidated.safetensors"]
     listing += [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     listing += ["additional_chat_templates/tool_use.jinja", "onnx/model.safetensors", "1_Pooling/config.json"]
@@ -444,7 +444,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def split_in_two(folder, stem: str) -> None:
-    """Parts the weights of a folder in two files, which an index names."""
+    """Split a folder's weights into two files with an index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     places = {name: f"{stem}-{at % 2 + 1:05}-of-00002.safetensors" for at, name in enumerate(sorted(tensors))}
@@ -482,7 +482,7 @@ def test_shards_of_a_variant(folder):
     assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
 
 
-def test_each_start_names_the_keys_that_are_passed_over(folder):
+def test_each_start_names_the_ignored_keys(folder):
     edit_json(folder / "config.json", maker="a", new_option=False)
     for _ in range(2):
         lines = []
@@ -513,7 +513,7 @@ def test_a_key_of_the_config_may_be_ignored(folder, monkeypatch):
     assert "the rope parameter own" in refused(ModelFlags(model="owner/name", ignore_config_key=("new_option",)))
 
 
-def test_the_file_goes_before_an_index_beside_it_as_in_transformers(folder, caplog):
+def test_the_single_file_wins_over_an_index_as_in_transformers(folder, caplog):
     whole = BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "nowhere.safetensors"}}))
     assert BackendDriver(prepare(flags(folder))).greedy([5, 6, 7], 8) == whole
@@ -563,7 +563,7 @@ def test_values_that_would_fail_later_are_refused_at_the_start(folder, file, key
     assert said in refused(flags(folder))
 
 
-def test_experts_that_the_files_have_no_room_for_are_refused_before_they_are_named(folder):
+def test_more_experts_than_the_files_can_hold_are_refused_early(folder):
     config = load_config(folder)
     moe = MoeConfig(num_experts=16_384, experts_per_token=1, intermediate_size=8, normalize=True, layers=(True, True))
     with pytest.raises(ConfigError, match=r"names 2 layers of 16384 experts, and the weights have .* too few"):
@@ -578,12 +578,12 @@ def test_a_tokenizer_that_grows_texts_is_refused(folder):
     assert "tokenizer.json cannot be read: its normalizer makes texts 1,000,000,000,000 times longer" in said
 
 
-def test_a_tokenizer_that_takes_too_much_is_refused(folder, monkeypatch):
+def test_a_tokenizer_that_is_too_large_is_refused(folder, monkeypatch):
     monkeypatch.setattr(convert, "TRIAL_WALL_S", 0.0)
     assert "tokenizer.json cannot be read: it took more than 60 s of computing or" in refused(flags(folder))
 
 
-def test_a_tokenizer_model_alone_says_what_to_do(folder):
+def test_a_tokenizer_model_alone_gives_advice(folder):
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>\x15\0\0\0\0\x18\2")

@@ -1,5 +1,5 @@
-"""The forms in which transformers saves a model have the same tensors: names of published files and of its own classes,
-shards, the model without its head, a classifier, and the text model alone or within another one."""
+"""All forms in which transformers saves a model have the same tensors: names of published files and of its classes,
+shards, without a head, as a classifier, and the text model alone or inside a larger one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parametrized(names: Iterable[str], short: Container[str] = SHORT) -> pytest.
 
 
 def read(folder: pathlib.Path) -> Read:
-    """Reads a folder: its config without what says of a head, and its tensors by the decoder's names."""
+    """Read a folder: its config without the head's keys, and its tensors by the decoder's names."""
     config = load_config(folder)
     with open_checkpoint(folder, config) as checkpoint:
         keys = [key for key in {**decoder_tensors(config), "lm_head": ()} if checkpoint.has(key)]
@@ -68,7 +68,7 @@ def read(folder: pathlib.Path) -> Read:
 
 
 def check(folder: pathlib.Path, wanted: Read, *, has_head: bool = True) -> None:
-    """Asserts that a folder has the config and the tensors, and a head where it should."""
+    """Assert that a folder has the config and the tensors, and a head if expected."""
     (config, tensors), (wanted_config, wanted_tensors) = read(folder), wanted
     # transformers loads a Mistral with layers of several kinds as Ministral.
     assert {config.family, wanted_config.family} in ({config.family}, {"mistral", "ministral"})
@@ -83,7 +83,7 @@ def check(folder: pathlib.Path, wanted: Read, *, has_head: bool = True) -> None:
 
 
 def saved(model: Any, root: pathlib.Path, shards: bool = False) -> Iterator[pathlib.Path]:
-    """Saves a model by the names of published files and by its class's, and with ``shards`` in shards, too."""
+    """Save a model by published names and by its class's, and with ``shards`` also in shards."""
     for number, how in enumerate(({}, OF_CLASSES, {"max_shard_size": "100KB"})[: 3 if shards else 2]):
         folder = root / str(number)
         model.save_pretrained(folder, **how)
@@ -113,9 +113,8 @@ def test_a_text_model(name: str, tmp_path: pathlib.Path) -> None:
     {settings.get("model_type", "llama"): case for case, settings in reversed(CASES.items())}.values(),
     short=("llama-gqa-tied", "gpt2"),
 )
-def test_a_head_that_is_the_embedding_and_one_that_is_not(name: str, tmp_path: pathlib.Path) -> None:
-    """Whichever the case itself does not have: test_a_text_model has that. The classes of some families do not tie the
-    two, whatever a config says, and save both."""
+def test_tied_and_untied_heads(name: str, tmp_path: pathlib.Path) -> None:
+    """The variant not covered by test_a_text_model. Some classes never tie the head and save both."""
     tied = not CASES[name].get("tie_word_embeddings", True)
     first, _ = make_model(tmp_path / "first", {**CASES[name], "tie_word_embeddings": tied})
     model = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
@@ -160,8 +159,8 @@ def test_an_encoder(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def both_ways(model: Any, root: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path, pathlib.Path]:
-    """Saves a model of Qwen3-VL as transformers 5 does and as published files are, and returns both folders and the
-    second one's file."""
+    """Save a Qwen3-VL model like transformers 5 and like published files; return both folders and the second one's
+    file."""
     straight, turned = root / "straight", root / "turned"
     for folder in (straight, turned):
         model.save_pretrained(folder)
@@ -171,8 +170,8 @@ def both_ways(model: Any, root: pathlib.Path) -> tuple[pathlib.Path, pathlib.Pat
 
 
 @pytest.mark.parametrize("inner", [48, 64, 32])  # The down projection is square with 64, gate and up with 32.
-def test_experts_either_way_round(inner: int, tmp_path: pathlib.Path) -> None:
-    """Published files of Qwen3-VL have experts' inputs as rows, and those that transformers 5 saves have outputs."""
+def test_transposed_experts(inner: int, tmp_path: pathlib.Path) -> None:
+    """Published files of Qwen3-VL have experts' inputs as rows; those saved by transformers 5 have outputs."""
     model = whole_model("qwen3_vl_moe", moe_intermediate_size=inner)
     straight, turned, file = both_ways(model, tmp_path)
     _, found = read(straight)
@@ -189,7 +188,7 @@ def test_experts_either_way_round(inner: int, tmp_path: pathlib.Path) -> None:
         read(turned)
 
 
-def test_ranks_of_experts_either_way_round_have_the_same_shares(tmp_path: pathlib.Path) -> None:
+def test_ranks_of_transposed_experts_have_the_same_shares(tmp_path: pathlib.Path) -> None:
     straight, turned, _ = both_ways(whole_model("qwen3_vl_moe"), tmp_path)
     for rank in range(2):
         shares = []

@@ -1,4 +1,4 @@
-"""A checkpoint that holds a head although its config ties the head to the embedding."""
+"""A checkpoint with a head although its config ties the head to the embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.torch_model import BackendDriver
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_the_head_of_the_file_counts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
+def test_the_files_head_wins(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     folder = save_model(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Tokenizers of Moonshot's models beside tiktoken's own arithmetic, which their programs run."""
+"""Tokenizers of Moonshot's models against tiktoken's algorithm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMED = {"2": ("<|end|>", True), "4": ("<|call|>", False)}
 
 
 def learned(count: int) -> dict[bytes, int]:
-    """Ranks of all bytes, from the last to the first, and of ``count`` merges of the texts' most frequent pairs."""
+    """Return ranks of all bytes in reverse order, and of ``count`` merges of the texts' most frequent pairs."""
     ranks = {bytes([byte]): 255 - byte for byte in range(256)}
     pieces = [[bytes([byte]) for byte in piece.encode()] for piece in itertools.chain(*TEXTS)]
     for rank in range(256, 256 + count):
@@ -42,7 +42,7 @@ def learned(count: int) -> dict[bytes, int]:
 
 
 def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """tiktoken's arithmetic: a token as it is, or else the neighbours of the lowest rank together, again and again."""
+    """Apply tiktoken's algorithm: keep a known token, else repeatedly merge the neighbours of the lowest rank."""
     if piece in ranks:
         return [ranks[piece]]
     parts = [bytes([byte]) for byte in piece]
@@ -118,5 +118,5 @@ def test_names_of_tokens_that_have_a_rank_are_refused(tmp_path):
     source = write_source(tmp_path / "source", learned(0), 262)
     config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": {"7": {"content": "<|x|>"}}}
     (source / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"names token 7, which tiktoken\.model has too"):
+    with pytest.raises(ConfigError, match=r"names token 7, also in tiktoken\.model"):
         write_tokenizer(source, tmp_path)

@@ -1,4 +1,4 @@
-"""Lines about long stages of a model's preparation."""
+"""Progress lines of long preparation stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_stage_has_a_line_when_it_begins_and_one_from_time_to_time() -> None:
     assert lines == ["converting weights", "converting weights: 12 %", "converting weights: 50 %"]
 
 
-def test_a_stage_without_work_says_that_it_began() -> None:
+def test_a_stage_without_work_reports_its_start() -> None:
     lines: list[str] = []
     times = iter([0.0, 100.0])
     WorkReport(lines.append, "reading", 0, lambda: next(times)).add(0)

@@ -1,5 +1,5 @@
-"""A draft model's blocks beside those of sequences: draft tokens come of its own KV, its slots go first, none is
-lost."""
+"""A draft model's blocks beside those of sequences: drafts read their own KV, their slots are reclaimed first, and none
+leaks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Pool = npt.NDArray[np.int64]
 
 
 class CheckedPasses:
-    """A draft model with the fake model's arithmetic, whose draft tokens must be those of its whole text: so each row
-    of KV that it reads was written for that text. Seeds shift the main model's tokens, and make draft tokens wrong.
+    """A draft model with the fake model's arithmetic. Checks that its drafts are those of its whole text, so that each
+    KV row that it reads belongs to that text. Seeds shift the main model's tokens and make drafts wrong.
 
-    ``failing``: the passes fail from now on. ``first_passes`` are the tokens of each plan's first pass. The passes are
-    said to take ``pass_s`` each, and ``seconds_to_read`` for each token of the first one; ``drafted_s`` is their sum.
+    ``failing``: passes fail from now on. ``first_passes``: the tokens of each plan's first pass. Each pass takes
+    ``pass_s``, plus ``seconds_to_read`` per token of the first; ``drafted_s`` is their sum.
     """
 
     seconds_to_read = pass_s = 0.0
@@ -82,7 +82,7 @@ def passes_of(harness: SchedulerHarness) -> CheckedPasses:
 
 
 def test_many_draft_tokens_end_with_the_longest_text() -> None:
-    """Draft tokens of several blocks need no slot after the last token that the answer may have."""
+    """Drafts of several blocks need no slots beyond the answer's last possible token."""
     harness = SchedulerHarness(slots=80, budget=64, draft=drafting(draft_tokens=4 * BLOCK))
     for length in (2, 5, 3 * BLOCK, 40):
         harness.submit(prompt(1, 21), length)
@@ -107,7 +107,7 @@ def test_a_wrong_draft_changes_nothing() -> None:
     assert passes_of(harness).drafted
 
 
-def test_a_prompt_is_caught_up_with_within_the_budget() -> None:
+def test_a_prompt_is_read_within_the_budget() -> None:
     harness = SchedulerHarness(slots=200, budget=16, max_num_seqs=3, draft=drafting(16))
     harness.submit(prompt(1, 90), 30)
     harness.submit(prompt(2, 6), 30)
@@ -215,7 +215,7 @@ def test_texts_that_the_draft_model_cannot_read_are_not_drafted_for() -> None:
     # An expected token is recomputed for its logits; the last draft token has no KV; a grammar forced others.
     [([], 9), ([4], 9), ([4, 5], 10), ([4, 5, 6, 1], 11), ([4, 9], 10), ([9, 5, 6], 9), ([8], 9)],
 )
-def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
+def test_expected_tokens_stay_computed(came: list[int], kept: int) -> None:
     harness = SchedulerHarness(slots=60, budget=32, draft=drafting())
     harness.submit(prompt(1, 9), 30)
     (sequence,) = harness.scheduler.sequences.values()
@@ -255,7 +255,7 @@ def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...
 
 
 class DraftingHarness(TimedHarness):
-    """A machine whose steps and passes take their time. ``read_s``: what reading a token takes the draft model."""
+    """A machine whose steps and passes take time. ``read_s``: the draft model's time to read a token."""
 
     def __init__(self, pass_s: float, read_s: float, row_s: float = ROW_S) -> None:
         super().__init__(None, row_s, draft=drafting(256))
@@ -268,8 +268,8 @@ class DraftingHarness(TimedHarness):
 
 
 def staggered_s(harness: TimedHarness, prompt_tokens: int, answer_tokens: int, every: int) -> float:
-    """Return the machine's seconds for 30 requests, of which another one comes after so many steps, 16 at once at most.
-    Half of them have answers that the draft model drafts, the others none."""
+    """Return the machine's seconds for 30 requests that arrive at intervals of steps, at most 16 at once. The draft
+    model drafts half of the answers right, the others never."""
     steps, waiting = 0, [prompt(seed % 4, prompt_tokens + seed % 3) for seed in range(30)]
     while waiting or harness.scheduler.sequences:
         if waiting and steps % every == 0 and len(harness.scheduler.sequences) < 16:
@@ -285,12 +285,12 @@ def staggered_s(harness: TimedHarness, prompt_tokens: int, answer_tokens: int, e
 
 
 @pytest.mark.parametrize("answer_tokens", [6, 12, 40])
-def test_streams_that_come_one_by_one_are_hardly_slower_with_a_draft_model(answer_tokens: int) -> None:
+def test_single_streams_are_hardly_slower_with_a_draft_model(answer_tokens: int) -> None:
     plain, harness = TimedHarness(None), DraftingHarness(0.004, 0.0005)
     assert staggered_s(harness, 100, answer_tokens, 3) < staggered_s(plain, 100, answer_tokens, 3) / 0.97
 
 
-def test_no_prompt_is_caught_up_with_for_a_stream_that_ends_before_that_pays() -> None:
+def test_no_prompt_is_read_for_a_stream_that_ends_before_it_pays() -> None:
     read = []
     for answer_tokens in (8, 150):
         harness = DraftingHarness(0.001, 0.001)

@@ -1,4 +1,4 @@
-"""A draft model in a real cluster: the same tokens as without, through the death of every process that holds its KV."""
+"""A draft model in a real cluster: the same tokens as without, across crashes of every process that holds its KV."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How much is drafted follows what draft tokens cost and how often they are right: on a machine of known costs, steps
-with draft tokens are never much slower than without, and as fast as they can be where draft tokens are right."""
+"""The number of draft tokens follows their cost and acceptance: on a machine of known costs, drafting is never much
+slower than none, and as fast as possible with right drafts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEP_S, ROW_S = 0.008, 0.0015
 
 
 class TimedHarness(SchedulerHarness):
-    """A machine whose steps take a constant and a time for each token."""
+    """A machine whose steps take a constant and a time per token."""
 
     def __init__(self, drafter: Drafter | None, row_s: float = ROW_S, **more: Any) -> None:
         super().__init__(slots=1000, budget=256, max_num_seqs=16, drafter=drafter, **more)
@@ -75,7 +75,7 @@ def test_a_full_batch_of_wrong_draft_tokens_hardly_pays_for_any() -> None:
     assert harness.drafted < 0.05 * harness.tokens
 
 
-def test_free_rows_are_taken_and_dear_ones_left() -> None:
+def test_cheap_rows_are_used_and_expensive_ones_are_not() -> None:
     free, dear = (TimedHarness(OracleDrafter(2), row_s) for row_s in (0.00001, 0.1))
     seconds(free, 8)
     seconds(dear, 8)
@@ -83,7 +83,7 @@ def test_free_rows_are_taken_and_dear_ones_left() -> None:
     assert dear.drafted < 40
 
 
-def test_a_cost_that_is_not_measured_any_more_is_doubted() -> None:
+def test_old_costs_are_measured_again() -> None:
     costs = RowCosts()
     costs.expect(1, 0.010, 0.001)
     for _ in range(20):
@@ -98,7 +98,7 @@ def test_a_cost_that_is_not_measured_any_more_is_doubted() -> None:
     assert costs.curve(np.array([1, 12, 16, 5000])).tolist() == [costs.seconds(rows) for rows in (1, 12, 16, 5000)]
 
 
-def test_steps_of_more_decodes_than_configured_draft_token_nothing() -> None:
+def test_steps_of_more_decodes_than_configured_draft_nothing() -> None:
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=4, disable_by_batch_size=3)
     control = DraftControl.of(config)
     streams = [sequence_of([1, 2, 3]) for _ in range(4)]
@@ -148,7 +148,7 @@ def test_drafts_that_do_not_pay_count_as_probes_as_long_as_the_batch_is_as_full(
 
 
 def count_decisions(monkeypatch: pytest.MonkeyPatch, harness: TimedHarness) -> list[int]:
-    """Return a list that the decodes of each step are added to, for which somebody thinks about draft tokens."""
+    """Return a list that gets the decodes of each step for which drafts are decided."""
     seen: list[int] = []
     shares = harness.control.shares
 
@@ -160,7 +160,7 @@ def count_decisions(monkeypatch: pytest.MonkeyPatch, harness: TimedHarness) -> l
     return seen
 
 
-def test_a_full_batch_that_nothing_is_worth_drafting_for_is_seldom_thought_about(
+def test_drafting_is_seldom_considered_for_a_full_batch_without_gain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter, length = CountingDrafter(1), 100
@@ -176,8 +176,8 @@ def test_a_full_batch_that_nothing_is_worth_drafting_for_is_seldom_thought_about
 
 
 @pytest.mark.parametrize(("found", "tokens"), [(1, 1), (16, 4)])
-def test_found_draft_tokens_are_made_where_they_are_enough_to_pay(found: int, tokens: int) -> None:
-    """All streams look alike until the drafter says for how many of them it knows something."""
+def test_matches_are_drafted_if_enough_of_them_pay(found: int, tokens: int) -> None:
+    """Streams look alike until the drafter counts those with a match."""
 
     class KnowsSome(OracleDrafter):
         def draft(self, wanted: list[tuple[Sequence, int]]) -> list[Int32]:
@@ -195,7 +195,7 @@ def test_found_draft_tokens_are_made_where_they_are_enough_to_pay(found: int, to
         assert made == right > 0
 
 
-def test_a_batch_that_shrinks_is_thought_about_at_once() -> None:
+def test_drafting_is_considered_at_once_if_a_batch_shrinks() -> None:
     harness = TimedHarness(OracleDrafter())
     control = harness.control
     harness.submit(prompt(1, 6), 200)
@@ -224,7 +224,7 @@ def test_the_likelier_draft_token_gets_the_last_token() -> None:
     assert control.shares([bad, good], [9, 9], 5) == [1, 4]
 
 
-def test_acceptance_is_measured_where_a_place_was_reached() -> None:
+def test_acceptance_is_measured_at_reached_places() -> None:
     acceptance = Acceptance(STREAM_FADING)
     for _ in range(50):
         acceptance.judge(4, 2)
@@ -252,8 +252,7 @@ class DearRows(StepCost):
 
 
 def test_a_text_that_can_be_drafted_is_noticed_without_a_row() -> None:
-    """Probes measure what draft tokens would have brought: it takes no draft token to find out that drafts are right or
-    wrong."""
+    """Probes measure what drafts would have brought, without verifying any draft token."""
     for wrong, least, most in ((0, 0.9, 1.0), (1, 0.0, 0.1)):
         control, stream = DraftControl(4), sequence_of(prompt(1, 9))
         for token in answer(prompt(1, 9), 0, 50):

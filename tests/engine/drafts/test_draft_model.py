@@ -1,4 +1,4 @@
-"""A draft model in its model's slots: blocks of any size stay inside them, and its passes are transformers' greedy."""
+"""A draft model in its model's slots: blocks of any size stay inside them, and passes are transformers' greedy ones."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_passes_are_greedy(
     assert draft.seconds_per_token(2) > 0
 
 
-def test_a_failed_pass_is_no_draft_token(loaded: tuple[LoadedModel, DraftShape, DraftModel]) -> None:
+def test_a_failed_pass_drafts_nothing(loaded: tuple[LoadedModel, DraftShape, DraftModel]) -> None:
     _, shape, draft = loaded
     assert draft.run(DraftPlan((DraftChunk(chain_of([500, 1], [3], shape), 0, 2, 1),))) is None
 

@@ -1,5 +1,4 @@
-"""Streams with a draft model over a real node: hits, parallel samples, fences, recalls and grammars; nothing is left
-behind."""
+"""Streams with a draft model over a real node: hits, parallel samples, fences, recalls and grammars; nothing leaks."""
 
 from __future__ import annotations
 
@@ -53,17 +52,16 @@ def as_many_as_fit(control: DraftControl, streams: Sequence[Stream], room: Seque
 
 
 def draft_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much is drafted as there is room for, whatever steps take."""
+    """Draft as much as fits, whatever steps take."""
     monkeypatch.setattr(DraftControl, "shares", as_many_as_fit)
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
 
 
 @contextlib.asynccontextmanager
 async def drafting(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[tuple[Workers, FakeBackend]]:
-    """Workers whose decode worker has a draft model, the fake one; yields them and the draft model's backend.
+    """Yield workers whose decode worker has the fake draft model, and that model's backend.
 
-    A worker counts with the seconds that steps and passes take; those of fakes on a loaded machine may speak against
-    any draft token, so they count for nothing here.
+    Measured times of fakes on a loaded machine could prevent drafting, so they are ignored.
     """
     draft_by_no_clock(monkeypatch)
     monkeypatch.setattr(DraftModel, "seconds_per_token", lambda model, sequences: 0.0)
@@ -87,9 +85,9 @@ async def finished(
 
 
 async def held_amid_draft_tokens(workers: Workers, drafted: Callable[[], bool]) -> None:
-    """Return once there are draft tokens and the decode worker's next step waits at the gate of its backend.
+    """Return once there are draft tokens and the decode worker's next step waits at its backend's gate.
 
-    Until then each step waits for the node, for a stream could else be over before its draft has a ticket.
+    Before that, each step waits for the node: a stream could otherwise end before its draft has a ticket.
     """
     main = workers.decode_backend
     await until("draft_tokens", drafted)
@@ -215,7 +213,7 @@ async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: p
 
 
 def recalls_of(heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each recall is added that the scheduler of the heartbeats' worker will hear of first."""
+    """Return a list that gets each recall before the scheduler of the heartbeats' worker does."""
     recalls: list[int] = []
     hear = heartbeats.on_recall
 
@@ -243,7 +241,7 @@ async def test_a_cancelled_stream_leaves_no_draft(monkeypatch: pytest.MonkeyPatc
         assert not chains.chains
 
 
-async def test_a_node_that_lost_its_blocks_costs_draft_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_blocks_at_the_node_cost_only_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
         answered_first(workers)
         await finished(workers, connection, 1, prompt(1, 30), 20)
@@ -258,7 +256,7 @@ async def test_a_node_that_lost_its_blocks_costs_draft_tokens_alone(monkeypatch:
         await workers.quiet()
 
 
-async def test_a_failing_draft_model_is_no_stream_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_draft_model_ends_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
         answered_first(workers)
 
@@ -276,7 +274,7 @@ async def test_a_failing_draft_model_is_no_stream_s_end(monkeypatch: pytest.Monk
         await workers.quiet()
 
 
-async def test_stopping_in_the_middle_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_midway_returns_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
         answered_first(workers)
         ticket = await workers.ticket(prompt(1, 30))

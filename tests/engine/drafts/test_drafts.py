@@ -1,4 +1,4 @@
-"""Speculative tokens: right draft tokens save steps, wrong ones cost nothing but themselves, and no answer changes."""
+"""Drafts: right ones save steps, wrong ones cost only themselves, and no answer changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.scheduler_harness import ADAPTER_SHIFT, GREEDY, SchedulerHarn
 
 
 class OracleDrafter:
-    """Draft tokens right, but for every ``wrong``-th position."""
+    """Drafts the right tokens, except at every ``wrong``-th position."""
 
     def __init__(self, wrong: int = 0) -> None:
         self.wrong = wrong
@@ -36,7 +36,7 @@ class OracleDrafter:
         return 0.0
 
     def ended(self, sequence: Sequence) -> None:
-        """It keeps nothing."""
+        """Keep nothing."""
 
     def _propose(self, sequence: Sequence, most: int) -> Int32:
         assert sequence.sampling is not None
@@ -99,7 +99,7 @@ def test_draft_tokens_do_not_starve_a_prompt_that_runs_whole() -> None:
     harness.check_answers()
 
 
-def test_a_stop_inside_a_draft_token_ends_the_answer_there() -> None:
+def test_a_stop_within_draft_tokens_ends_the_answer() -> None:
     tokens = answer(prompt(1, 9), 0, 12)
     at = next(i for i in range(3, 12) if tokens[i] not in tokens[:i])
     harness = SchedulerHarness(budget=32, drafter=OracleDrafter())
@@ -160,14 +160,14 @@ def looked_up(drafter: Drafter, text: list[int], most: int) -> list[int]:
         ([6, 6, 6, 6], [6]),
     ],
 )
-def test_looking_back(text: list[int], drafted: list[int]) -> None:
+def test_prompt_lookup(text: list[int], drafted: list[int]) -> None:
     assert looked_up(NGRAM, text, 4) == drafted
     assert looked_up(NGRAM, text, 2) == drafted[:2]
 
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 12))
-def test_a_draft_token_stood_in_the_text_after_the_same_tokens(text: list[int], most: int) -> None:
+def test_drafts_followed_the_same_tokens_earlier_in_the_text(text: list[int], most: int) -> None:
     drafted = looked_up(NGRAM, text, most)
     assert len(drafted) <= most
     if drafted:
@@ -177,13 +177,13 @@ def test_a_draft_token_stood_in_the_text_after_the_same_tokens(text: list[int], 
 
 
 class Eager(OracleDrafter):
-    """Draft tokens more than it may."""
+    """Drafts more tokens than allowed."""
 
     def _propose(self, sequence: Sequence, most: int) -> Int32:
         return np.zeros(most + 3, dtype=np.int32)
 
 
-def test_no_draft_token_is_longer_than_the_bound() -> None:
+def test_drafts_are_bounded() -> None:
     sequence = sequence_of([1, 2, 3])
     sequence.num_computed = 2
     assert sequence.room_for_proposals > 5

@@ -1,4 +1,4 @@
-"""The chains of an EAGLE head: states of the right positions, entries of their own, slots that go first."""
+"""Chains of an EAGLE head: states of the right positions, separate entries, slots reclaimed first."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_wrong_draft_tokens_cost_no_context() -> None:
     assert contexts == sorted(set(contexts))
 
 
-def test_a_prompt_of_several_steps_is_caught_up_with() -> None:
+def test_a_prompt_of_several_steps_is_read() -> None:
     harness = SchedulerHarness(slots=200, budget=16, max_num_seqs=3, draft=heading(16))
     harness.submit(prompt(1, 90), 30)
     harness.submit(prompt(2, 6), 30)
@@ -80,7 +80,7 @@ def test_a_prompt_of_several_steps_is_caught_up_with() -> None:
     assert max(head.contexts) > 90
 
 
-def test_the_oldest_states_go_where_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_states_are_dropped_if_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eagle_chains, "MAX_STATES_TOKENS", 20)
     harness = SchedulerHarness(slots=200, budget=64, draft=heading())
     harness.submit(prompt(1, 90), 40)
@@ -97,7 +97,7 @@ def test_slots_of_a_head_go_before_a_stream_is_preempted() -> None:
     assert harness.preemptions == 0
 
 
-def test_a_recall_closes_chains_which_begin_again_after_it() -> None:
+def test_a_recall_closes_chains_which_restart_later() -> None:
     harness = SchedulerHarness(slots=200, budget=32, draft=heading())
     harness.submit(prompt(1, 15), 200)
     for _ in range(8):

@@ -1,5 +1,4 @@
-"""EAGLE-3 heads over states of real backends: draft tokens are those of a reference, and what does not fit is
-refused."""
+"""EAGLE-3 heads over states of real backends: drafts match a reference, and unsuitable heads are rejected."""
 
 from __future__ import annotations
 
@@ -70,14 +69,14 @@ def greedy_rows(count: int) -> SamplingRows:
 
 @dataclass
 class Text:
-    """One text on the main model, and its head's chain."""
+    """A text on the main model, and its head's chain."""
 
     backend: HostBackend
     chain: EagleChain
     slots: list[int]
 
     def run(self, start: int, end: int, *, keep: bool = True) -> None:
-        """Computes these tokens by the main model, and gives the states to the head."""
+        """Compute these tokens by the main model, and pass the states to the head."""
         tokens = self.chain.sequence.tokens(0, end)
         batch = StepBatch(
             token_ids=tokens[start:],
@@ -101,7 +100,7 @@ def text_of(backend: HostBackend, shape: DraftShape, tokens: Sequence[int], slot
 
 
 def draft_tokens_of(model: DraftModel, *scheduled: DraftChunk) -> list[list[int]]:
-    """Runs a plan as a scheduler does."""
+    """Run a plan like a scheduler."""
     found = model.run(DraftPlan(scheduled))
     assert found is not None
     for chunk, draft_tokens in zip(scheduled, found, strict=True):
@@ -197,7 +196,7 @@ def test_states_are_the_inputs_of_layers_and_change_no_bit(main: pathlib.Path) -
     keeping.close()
 
 
-def test_a_chain_begins_anew_after_a_gap_and_after_too_many_states(
+def test_a_chain_restarts_after_a_gap_and_after_too_many_states(
     main: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eagle_chains, "MAX_STATES_TOKENS", 256)
@@ -276,7 +275,7 @@ def test_weights_that_do_not_fit_are_refused(
         load(on("torch", main), main, folder)
 
 
-def test_what_is_no_head_is_refused(main: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_invalid_heads_are_refused(main: pathlib.Path, tmp_path: pathlib.Path) -> None:
     loaded = on("torch", main)
     with pytest.raises(ConfigError, match=r"it is not an EAGLE-3 head: config.json has neither"):
         load(loaded, main, main)

@@ -1,5 +1,5 @@
-"""Streams with an EAGLE head over a real node: cached prompts, parallel samples, fences and cancels; nothing is left
-behind."""
+"""Streams with an EAGLE head over a real node: cached prompts, parallel samples, fences and cancellations; nothing
+leaks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DRAFT_TOKENS = 3
 
 @contextlib.asynccontextmanager
 async def heading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Workers, FakeHead]]:
-    """Workers whose decode worker has a head, the fake one; yields them and the head."""
+    """Yield workers whose decode worker has the fake head, and the head."""
     draft_by_no_clock(monkeypatch)
     head = FakeHead(FakeBackend(BLOCK, "head"))
     shape = DraftShape(bytes(32), BLOCK, VOCAB_SIZE, 1024, DRAFT_TOKENS, 256, reads_states=True)
@@ -47,7 +47,7 @@ async def heading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Worker
         yield workers, head
 
 
-async def test_a_prompt_that_is_found_is_drafted_for_by_its_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cached_prompt_is_drafted_from_its_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
         answered_first(workers)
         answer = await finished(workers, connection, 1, prompt(1, 30), 60)
@@ -72,7 +72,7 @@ async def test_seeds_and_parallel_samples_get_their_own_tokens(monkeypatch: pyte
         await workers.quiet()
 
 
-async def test_a_fenced_worker_draft_tokens_again_in_its_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fenced_worker_drafts_again_in_its_new_epoch_with_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
         worker = workers.decode.worker
         answered_first(workers)

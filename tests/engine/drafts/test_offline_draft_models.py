@@ -1,4 +1,4 @@
-"""Answers with a draft model are those without: several families, drafts that are often right and never right."""
+"""Answers with a draft model equal those without: several families, drafts often right and never right."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_no_answer_changes(family: str, tmp_path: pathlib.Path) -> None:
     assert answers(main, save_model(tmp_path / "random", seed=3, num_hidden_layers=1)) == plain
 
 
-def test_a_good_draft_draft_tokens_sampled_tokens(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model itself, as its own draft, knows what will be drawn: the draft token has the noise of the draw."""
+def test_a_good_draft_model_drafts_sampled_tokens(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model as its own draft drafts sampled tokens, because drafts use the noise of sampling."""
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = save_model(tmp_path / "main")

@@ -1,5 +1,5 @@
-"""Answers with an EAGLE head are those without, on the CPU kernels: greedy and sampled, parallel samples, penalties,
-grammars, and in a worker of two ranks."""
+"""Answers with an EAGLE head equal those without, on the CPU kernels: greedy, sampled, parallel samples, penalties,
+grammars, and on two ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = [*PLAIN_SETTINGS, SamplingParams(temperature=0.9, seed=8, max_tokens=
 
 
 def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> tuple[list[list[int]], int]:
-    """The tokens of two rounds, and how many were drafted for."""
+    """Return the tokens of two rounds, and how many were drafted."""
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     if head is not None:
         options["speculative_config"] = config

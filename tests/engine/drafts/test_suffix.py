@@ -1,4 +1,4 @@
-"""Suffix decoding against a search written down naively, over the text itself and over earlier answers."""
+"""Suffix decoding against a naive search over the text itself and earlier answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drafter_of(answers: list[list[int]], **changes: float) -> SuffixDrafter:
 
 
 def naive(text: list[int], tokens: list[int], places: list[int], config: SpeculativeConfig) -> tuple[list[int], int]:
-    """What most often follows the longest end of ``text`` at ``places`` of ``tokens``, new to old."""
+    """Return what most often follows the longest suffix of ``text`` at ``places`` of ``tokens``, newest first."""
 
     depth, factor = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor
 
@@ -140,6 +140,6 @@ def test_an_answer_is_remembered_once_it_has_ended() -> None:
     assert looked_up(drafter, [4, 1, 2, 3, 7, 8], 8) == [9, 10]
 
 
-def test_no_answers_are_kept_where_none_are_wanted() -> None:
+def test_no_answers_are_kept_if_disabled() -> None:
     drafter = drafter_of([[5, 6, 7, 8, 9]], suffix_decoding_max_cached_requests=0)
     assert looked_up(drafter, [1, 5, 6, 7], 16) == []

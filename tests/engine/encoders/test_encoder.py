@@ -1,4 +1,4 @@
-"""Encoders against transformers: rows, pairs, padding, classifiers, the same bits in every company, bad files."""
+"""Encoders against transformers: rows, pairs, padding, classifiers, bits independent of other texts, bad files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOLERANCE = 2e-5
 
 
 def make_encoder(folder: pathlib.Path, name: str, labels: int = 0) -> pathlib.Path:
-    """Writes a random encoder, or a classifier of so many labels."""
+    """Write a random encoder, or a classifier of ``labels`` labels."""
     folder.mkdir(parents=True, exist_ok=True)
     kind = "modernbert" if name.startswith("modernbert") else name
     shape = {**SHAPE, "vocab_size": save_tokenizer(folder), **KINDS[name]}
@@ -61,7 +61,7 @@ def loaded(folder: pathlib.Path) -> LoadedModel:
 
 
 def batch_of(texts: list[list[int]], seconds: list[int] | None = None) -> StepBatch:
-    """A step of whole texts, of which all rows are wanted."""
+    """Return a step of whole texts with all rows selected."""
     counts = [len(text) for text in texts]
     starts = np.cumsum([0, *counts]).astype(np.int32)
     return StepBatch(
@@ -90,7 +90,7 @@ def some(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("name", list(KINDS)[:4])
 @torch.inference_mode()
-def test_rows_are_the_oracles_and_have_the_same_bits_in_every_company(tmp_path: pathlib.Path, name: str) -> None:
+def test_rows_are_the_oracles_with_the_same_bits_in_every_batch(tmp_path: pathlib.Path, name: str) -> None:
     model = loaded(make_encoder(tmp_path, name))
     oracle = AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
     longest = model.prepared.max_model_len - 1
@@ -189,7 +189,7 @@ def test_tensors_that_do_not_fit_are_named_with_their_file(
         loaded(folder)
 
 
-def test_old_names_and_what_is_for_other_tasks_are_no_errors(tmp_path: pathlib.Path) -> None:
+def test_old_names_and_tensors_of_other_tasks_are_accepted(tmp_path: pathlib.Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if "LayerNorm" in name]:
             old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
@@ -218,7 +218,7 @@ def test_old_names_and_what_is_for_other_tasks_are_no_errors(tmp_path: pathlib.P
     ],
     ids=str,
 )
-def test_what_an_encoder_cannot_do_is_named(change: dict[str, Any], message: str) -> None:
+def test_unsupported_encoder_options_are_named(change: dict[str, Any], message: str) -> None:
     plain = {"model_type": "bert", **SHAPE, "vocab_size": 260}
     parse_config(plain)
     with pytest.raises(ConfigError, match=message):
@@ -231,7 +231,7 @@ def test_an_encoder_is_not_quantized(tmp_path: pathlib.Path) -> None:
         prepare(ModelFlags(model=str(folder), dtype="float32", quantization="int8"))
 
 
-def test_flags_that_encoders_do_not_obey_are_refused(tmp_path: pathlib.Path) -> None:
+def test_flags_unsupported_by_encoders_are_refused(tmp_path: pathlib.Path) -> None:
     folder = make_encoder(tmp_path, "bert")
     assert prepare(ModelFlags(model=str(folder), dtype="float32")).max_model_len == 101
     for more in ({"enable_lora": True}, {"tensor_parallel_size": 2}):

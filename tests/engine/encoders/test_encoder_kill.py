@@ -1,4 +1,4 @@
-"""An encoder on real processes: the worker that computes a list of texts is killed, and each has its vector once."""
+"""An encoder on real processes: its worker is killed, and each text of a list still gets one vector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders in pillion.LLM beside transformers: vectors of texts, scores of pairs, whole texts longer than a step."""
+"""Encoders in pillion.LLM against transformers: vectors, scores of pairs, texts longer than a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = ["the sea is blue", "land", " ".join(WORDS * 7), "the sea is blue and th
 
 
 def save_words(folder: pathlib.Path) -> PreTrainedTokenizerFast:
-    """Writes a tokenizer of words that joins and marks pairs as BERT's does."""
+    """Write a word tokenizer that joins and marks pairs like BERT's."""
     vocab = {word: n for n, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS])}
     codec = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     codec.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,4 +1,4 @@
-"""The real grammar library behind an answer's state: runs, draft tokens, ends, replay and limits."""
+"""The real grammar library behind an answer's state: forced tokens, drafts, ends, replay and limits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def started(
 
 
 def allowed(state: GrammarState, *drafts: int) -> list[int]:
-    """The tokens that may follow the drafts."""
+    """Return the tokens that may follow the drafts."""
     follow(state)
     masks = state.place_masks(drafts, 1 + len(drafts))
     assert masks.wait(WITHIN_S), f"waited {WITHIN_S:g} s for the masks of {1 + len(drafts)} tokens"
@@ -66,7 +66,7 @@ def allowed(state: GrammarState, *drafts: int) -> list[int]:
 
 
 def walk(state: GrammarState, seed: int) -> list[int]:
-    """A random answer."""
+    """Return a random answer."""
     draws, answer = random.Random(seed), []
     while not (state.completes and not state.forced):
         token = draws.choice(allowed(state))
@@ -136,7 +136,7 @@ def test_draft_tokens_are_cut_where_they_are_refused_forced_or_the_end(compiler:
     assert allowed(state) == before
 
 
-def test_a_grammar_that_cannot_go_back_takes_no_draft_tokens(compiler: GrammarCompiler) -> None:
+def test_a_grammar_without_rollback_takes_no_draft_tokens(compiler: GrammarCompiler) -> None:
     state = started(compiler, 'start: thought "!" /[0-9]+/\nthought[stop="."]: /[a-z ]+/')
     assert state.count_fitting([ord("a") - 32]) == 0
     follow(state)
@@ -144,7 +144,7 @@ def test_a_grammar_that_cannot_go_back_takes_no_draft_tokens(compiler: GrammarCo
 
 
 def test_ends_that_do_not_stop_the_stream_come_last(compiler: GrammarCompiler) -> None:
-    """ignore_eos: the answer goes on as long as it can, and ends where nothing else is left."""
+    """With ignore_eos the answer continues as long as it can."""
     text = "start: /[ab]{1,3}/"
     assert EOS in allowed(started(compiler, text, (65,)))
     state = started(compiler, text, (65,), frozenset())
@@ -157,7 +157,7 @@ def test_ends_that_do_not_stop_the_stream_come_last(compiler: GrammarCompiler) -
 
 
 def mask_of(state: GrammarState) -> list[int] | None:
-    """The tokens that may follow, when they are known; None where the request has failed."""
+    """Return the allowed tokens once known; None if the request has failed."""
     while True:
         wait_for("the answer is followed", state.follow)
         if state.failure is not None:
@@ -171,8 +171,8 @@ GROWING = "start: /(.*a.{14}b)|(.*b.{15}c)/"
 LETTERS = [ord(letter) - 32 for letter in "abc"]
 
 
-def test_a_limit_that_answers_share_is_met_by_none(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llguidance's lexer belongs to all answers of a compiled grammar, and what it has met stays in it."""
+def test_shared_lexer_limits_are_not_reached(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers of a compiled grammar share llguidance's lexer and its cached states."""
     whole, other = started(compiler, GROWING), started(compiler, GROWING)
     expected = []
     draws = random.Random(1)
@@ -199,7 +199,7 @@ def test_a_limit_that_answers_share_is_met_by_none(compiler: GrammarCompiler, mo
 LONG = 'start: "\'" /[a-z]{1500,2000}/ "\'"'
 
 
-def test_a_long_answer_is_followed_anew_as_often_as_that_helps(
+def test_a_long_answer_is_replayed_as_often_as_that_helps(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A mask looks at six places after every other letter; an answer takes one of them.
@@ -221,7 +221,7 @@ def test_a_long_answer_is_followed_anew_as_often_as_that_helps(
 def test_an_error_of_the_library_fails_and_never_ends_an_answer(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llguidance's mask of a matcher with an error allows the end alone."""
+    """llguidance's mask of a failed matcher allows only EOS."""
     monkeypatch.setitem(compiler_module.PARSER_LIMITS, "max_lexer_states", 400)
     for _ in range(3):
         state, length = started(compiler, LONG), 0
@@ -254,7 +254,7 @@ def test_few_answers_have_a_compilation_of_their_own(
 def test_an_answer_so_far_is_followed_in_pieces(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
-    """Between them, others have the grammar, and the interpreter's lock."""
+    """Between pieces, others get the grammar and the GIL."""
     answer = walk(started(compiler, PERSON), 1)
     going = started(compiler, PERSON)
     free = []
@@ -276,7 +276,7 @@ def test_an_answer_so_far_is_followed_in_pieces(
 
 
 def test_what_is_kept_is_bounded_by_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lexer grows with what its answers look at; where one does not grow, its fuel is hardly ever read."""
+    """A lexer grows with its answers; fuel is rarely read if it does not."""
     reads = 0
     fuel = compiled_grammar.TokenMatcher.fuel
 

@@ -1,4 +1,4 @@
-"""Masks that take long, or for ever: who waits for them, and who does not. The grammar is the tests' own."""
+"""Slow and endless masks: who waits for them, with a fake grammar."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FREE = next(kind for kind in range(9) if place(kind, [])[1])
 
 
 class GatedMatcher(NumberMatcher):
-    """Computes masks when ``gate`` is open; ``begun`` counts them."""
+    """Computes masks while ``gate`` is open; ``begun`` counts them."""
 
     gate: threading.Event
     begun = 0
@@ -50,7 +50,7 @@ def check_that_all_come(masks: Sequence[MaskJob]) -> None:
 
 
 class Woken:
-    """Counts how often the step loop was woken."""
+    """Counts wake-ups of the step loop."""
 
     def __init__(self) -> None:
         self.times = threading.Semaphore(0)
@@ -64,7 +64,7 @@ class Woken:
 
 @pytest.fixture(autouse=True)
 def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No mask is overdue because the machine stood still."""
+    """Let no mask be overdue on a stalled machine."""
     monkeypatch.setattr(mask_threads, "MASK_LIMIT_MS", 1000 * WITHIN_S)
     monkeypatch.setattr("pillion.engine.grammars.grammar_state.MASK_LIMIT_MS", 1000 * WITHIN_S)
 
@@ -112,7 +112,7 @@ def test_a_late_mask_is_not_waited_for_and_wakes_the_loop(
     assert allowed.tolist() == place(FREE, [])[1]
 
 
-def test_behind_a_late_mask_others_get_theirs(threads: MaskThreads, woken: Woken, gate: threading.Event) -> None:
+def test_a_late_mask_does_not_delay_others(threads: MaskThreads, woken: Woken, gate: threading.Event) -> None:
     late = state_of(held(gate), threads)
     late.place_masks((), 1)
     wait_for("the first job's begin", lambda: GatedMatcher.begun)
@@ -162,7 +162,7 @@ def test_a_mask_that_never_comes_fails_its_request_alone(
 def test_a_grammar_whose_masks_are_slow_asks_for_them_ahead(
     threads: MaskThreads, woken: Woken, gate: threading.Event
 ) -> None:
-    """No step waits for the next mask then: the stream is not scheduled before it is there."""
+    """No step waits for the next mask: the stream is scheduled once it is ready."""
     state = state_of(held(gate), threads)
     state._grammar.slow = True
     state.take([place(FREE, [])[1][0]])
@@ -184,7 +184,7 @@ def test_a_parallel_sample_begins_where_the_answer_does(threads: MaskThreads, ga
     check_that_all_come([child.place_masks((), 1)])
 
 
-def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThreads, gate: threading.Event) -> None:
+def test_masks_not_yet_started_are_not_waited_for(threads: MaskThreads, gate: threading.Event) -> None:
     grammar = CompiledGrammar(held(gate), VOCAB_SIZE)
     state, sample = GrammarState(grammar, threads), GrammarState(grammar, threads)
     assert sample.follow()

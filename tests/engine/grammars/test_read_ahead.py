@@ -1,4 +1,4 @@
-"""The fork server of a cluster reads what decode workers need for grammars."""
+"""Preloading of grammar data by a cluster's fork server."""
 
 from __future__ import annotations
 

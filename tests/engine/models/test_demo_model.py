@@ -1,4 +1,4 @@
-"""The real demo model, de-quantized once: its tokens are those of transformers."""
+"""The real demo model, dequantized once: its tokens are those of transformers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def exact():
-    """Prepares the model in fp32 in the user's own cache, because converting takes half a minute."""
+    """Prepare the model in fp32 in the user's own cache, because converting takes half a minute."""
     return prepare(ModelFlags(model="demo", dtype="float32"))
 
 
 @pytest.fixture(scope="module")
 def oracle(exact):
-    """What transformers makes of the file by itself, which takes half a minute too and is kept beside it."""
+    """Return transformers' conversion of the file, cached because it takes half a minute."""
     model = AutoModelForCausalLM.from_pretrained(plain_folder("demo", "float32"), dtype=torch.float32)
     return Oracle(model, exact.eos_token_ids)
 

@@ -1,5 +1,5 @@
-"""Random small models of each family against transformers' logits: chunked at every place, paged, mixed; on torch and
-on the CPU kernels."""
+"""Random small models of each family against transformers' logits: all chunk boundaries, paged, mixed; on torch and the
+CPU kernels."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FamilyCase:
 
     @property
     def block_sizes(self) -> tuple[int, int]:
-        """Block sizes to test: the CPU kernels have 16 lanes and need blocks of whole vectors."""
+        """Return block sizes to test: the CPU kernels have 16 lanes and need blocks of whole vectors."""
         return (4, 16) if self.kernels == "torch" else (16, 32)
 
     def driver(self, block_size: int = 16, num_slots: int = 64, kv: str = "auto") -> BackendDriver:
@@ -92,14 +92,14 @@ class FamilyCase:
 
     @torch.inference_mode()
     def logits(self, text: list[int]) -> torch.Tensor:
-        """Returns the logits of each token of a text, padded because some rotary embeddings depend on its length."""
+        """Return the logits of each token of a text, padded because some RoPE variants depend on its length."""
         filled = text + [3] * (PROMPT_TOKENS - len(text))
         return self.model(torch.tensor([filled])).logits[0, : len(text)].float()
 
 
 @pytest.fixture(scope="module")
 def flags_of(own_cache, tmp_path_factory):
-    """Makes a family's model, once; returns the flags with which it is served."""
+    """Make a family's model, once; return its flags."""
     return functools.cache(lambda name: make_model(tmp_path_factory.mktemp("model"), FAMILIES[name])[1])
 
 
@@ -121,7 +121,7 @@ def close(got, wanted):
 
 @on_different_families
 def test_log_probabilities_of_prompts(case):
-    """Two prompts side by side in chunks, of which the second one is shorter."""
+    """Two prompts side by side in chunks, the second one shorter."""
     texts = [tokens_of(PROMPT_TOKENS, 2), tokens_of(PROMPT_TOKENS, 3)[:29]]
     driver = case.driver(num_slots=64)
     for text, found in zip(texts, run_scored(driver.backend, texts, [7, 1, 20]), strict=True):
@@ -204,7 +204,7 @@ def test_mixed_batches(case):
 
 
 def test_greedy_continuation(case):
-    """Compares with transformers' generation over its cache, except if its rotary embedding grows there."""
+    """Compare with transformers' cached generation, except if its RoPE changes there."""
     rope = case.prepared.max_model_len
     if "rope-" in kv_layout(case.prepared, 16).version:
         pytest.skip(f"transformers changes frequencies below {rope} tokens")
@@ -215,7 +215,7 @@ def test_greedy_continuation(case):
 
 @pytest.mark.parametrize("on_torch", ["llama-dynamic-rope-beyond", "phi3-longrope-long"], indirect=True)
 def test_texts_within_the_original_length_have_their_own_frequencies_beside_longer_ones(case):
-    """The original length is 32 tokens and the served one 70."""
+    """The original length is 32 tokens, the served one 70."""
     short, long = tokens_of(31, 4), tokens_of(PROMPT_TOKENS, 2)
     # The longer text first: transformers then returns to the frequencies of training.
     wanted_long = case.logits(long)
@@ -233,7 +233,7 @@ def test_texts_within_the_original_length_have_their_own_frequencies_beside_long
 
 
 def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
-    """In Gemma 3 above 1B the text model's config and tensors are nested in others, whose names changed once."""
+    """Gemma 3 above 1B nests the text model's config and tensors, under two generations of names."""
     folder, flags = make_model(tmp_path / "text", FAMILIES["gemma3"])
     text = tokens_of(PROMPT_TOKENS, 2)
     driver = BackendDriver(prepare(flags))
@@ -254,8 +254,7 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
 
 
 def test_the_text_part_of_gemma_4(tmp_path):
-    """Checkpoints have tensors for keys and values in layers that see those of others, and parts for images and
-    sounds."""
+    """Checkpoints have unused tensors for keys and values of layers that share others', and image and audio parts."""
     folder, flags = make_model(tmp_path / "model", FAMILIES["gemma4"])
     text, found = tokens_of(PROMPT_TOKENS, 2), []
     config = json.loads((folder / "config.json").read_text())
@@ -279,8 +278,8 @@ def test_the_text_part_of_gemma_4(tmp_path):
 
 @needs_kernels
 @pytest.mark.parametrize("on_torch", ["gemma4"], indirect=True)
-def test_layers_that_see_others_keys_run_for_sampled_rows_alone(on_torch, monkeypatch):
-    """In a step that chooses no token, the last two of five layers have nothing to leave."""
+def test_layers_with_shared_keys_run_only_for_sampled_rows(on_torch, monkeypatch):
+    """In a step without sampled rows, the last two of five layers have nothing to store."""
     attended, attend = [], StepAttention.attend
     monkeypatch.setattr(
         StepAttention, "attend", lambda self, layer, *rest: attended.append(layer) or attend(self, layer, *rest)
@@ -300,7 +299,7 @@ def test_layers_that_see_others_keys_run_for_sampled_rows_alone(on_torch, monkey
 
 @pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
 def test_the_names_of_gpt2s_and_opts_own_checkpoints(tmp_path, name, prefix):
-    """They lack the name of the model, and GPT-2's have the mask of each layer."""
+    """They lack the model prefix, and GPT-2's include each layer's mask."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[name])
     text, found = tokens_of(PROMPT_TOKENS, 2), []
     for _ in range(2):
@@ -312,8 +311,8 @@ def test_the_names_of_gpt2s_and_opts_own_checkpoints(tmp_path, name, prefix):
     assert torch.equal(*found)
 
 
-def test_layers_that_only_draft_token_tokens_are_not_read(tmp_path):
-    """GLM-4-MoE's checkpoints have a layer more than the model (multi-token prediction)."""
+def test_mtp_layers_are_not_read(tmp_path):
+    """GLM-4-MoE's checkpoints have one extra layer (multi-token prediction)."""
     text, found = tokens_of(PROMPT_TOKENS, 2), []
     for case, words in (("glm4-moe", ""), ("qwen3-moe", "model.layers.2.eh_proj.weight")):
         folder, flags = make_model(tmp_path / case, FAMILIES[case])
@@ -330,7 +329,7 @@ def test_layers_that_only_draft_token_tokens_are_not_read(tmp_path):
 
 
 def test_the_tensors_of_ax_k1s_published_checkpoints(tmp_path):
-    """They lack the bias where experts are chosen, and have the norm of the sum for dense layers, too."""
+    """They lack the expert bias, and have the norm of the sum also for dense layers."""
     folder, flags = make_model(tmp_path / "model", FAMILIES["axk1"])
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "e_score_correction_bias" not in name}
@@ -345,8 +344,8 @@ def test_the_tensors_of_ax_k1s_published_checkpoints(tmp_path):
 
 @pytest.fixture(scope="module")
 def rounded_models(own_cache, tmp_path_factory):
-    """Makes a family's models, each once: several, if a rounding can choose another expert, which is a matter of luck.
-    Returns each one prepared in bfloat16, and the logits of transformers in float32 and in bfloat16."""
+    """Make a family's models, once each; several if a rounding may change the chosen expert. Return each one prepared
+    in bfloat16, and transformers' logits in float32 and bfloat16."""
 
     def make(name: str) -> list[tuple[PreparedModel, torch.Tensor, torch.Tensor]]:
         found = []

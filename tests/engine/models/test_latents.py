@@ -1,5 +1,4 @@
-"""Models whose blocks hold latents (multi-head latent attention): the shapes of published ones, long texts,
-rows in 8 bits and quantized weights."""
+"""Models with latents (MLA): shapes of published ones, long texts, 8-bit rows and quantized weights."""
 
 from __future__ import annotations
 
@@ -100,7 +99,7 @@ def test_the_shapes_of_published_models(change):
 @pytest.mark.long
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-4), ("bfloat16", 0.06)])
 def test_long_texts_with_rows_as_wide_as_deepseeks(own_cache, tmp_path, dtype, near):
-    """Contexts of several partitions, which items share, in chunks and token by token beside other texts."""
+    """Contexts of several partitions split into items, in chunks and token by token beside other texts."""
     wide = {
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
@@ -137,8 +136,8 @@ def test_long_texts_with_rows_as_wide_as_deepseeks(own_cache, tmp_path, dtype, n
     ],
 )
 def test_rows_in_8_bits(own_cache, tmp_path, monkeypatch, dtype, flag, kind):
-    """Rotated keys are far larger than latents, and cost these nothing: each has a scale. The reference is torch, which
-    rounds rows before it writes them; some that lie between two codes may get either."""
+    """Rotated keys are far larger than latents and have their own scale. The reference is torch with rounded rows;
+    values between two codes may round either way."""
     folder, flags = make_model(tmp_path / "model", FAMILIES["youtu"])
     enlarge_keys(folder)
     prepared, text = prepare(dataclasses.replace(flags, dtype=dtype)), tokens_of(100, 2)
@@ -165,7 +164,7 @@ def test_rows_in_8_bits(own_cache, tmp_path, monkeypatch, dtype, flag, kind):
 
 
 def enlarge_keys(folder):
-    """Makes rotated keys 64 times as large, and rotated queries as much smaller."""
+    """Make rotated keys 64 times as large, and rotated queries as much smaller."""
     config, tensors = load_config(folder), load_file(folder / "model.safetensors")
     latents = config.latents
     for name, tensor in tensors.items():
@@ -200,8 +199,8 @@ QUANTIZED = [
 @needs_kernels
 @pytest.mark.parametrize(("name", "shape"), QUANTIZED)
 def test_quantized_checkpoints(own_cache, tmp_path, name, shape):
-    """The numbers that codes stand for, beside transformers: projections, MLPs and experts stay quantized, and what
-    makes keys and values of latents is widened."""
+    """The dequantized values in transformers are the reference: projections, MLPs and experts stay quantized, and the
+    latents' up-projections are widened."""
     plain, _ = make_model(tmp_path / "plain", shape)
     few, wide = quantize_folder(plain, tmp_path / "few", PRODUCERS[name](16))
     prepared, config = prepare(ModelFlags(model=str(few), dtype="float32")), load_config(few)
@@ -218,8 +217,8 @@ def test_quantized_checkpoints(own_cache, tmp_path, name, shape):
         torch.testing.assert_close(driver.run_all(number, text, [17, 1]), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_latents_are_told_not_to_be_rounded(own_cache, tmp_path):
-    """The product with latents is taken over to queries, which are other rows."""
+def test_rounding_of_latents_is_reported_as_unsupported(own_cache, tmp_path):
+    """The latents' product is absorbed into queries, which are other rows."""
     plain, _ = make_model(tmp_path / "plain", FEW)
     few, _ = quantize_folder(plain, tmp_path / "few", PRODUCERS["w8a8"](16))
     (note,) = precision_notes(prepare(ModelFlags(model=str(few), dtype="float32")))

@@ -1,4 +1,4 @@
-"""The decoder's operations against transformers' modules, bit for bit in bfloat16 where roundings have an order."""
+"""The decoder's operations against transformers' modules, bit for bit in bfloat16 where rounding order matters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_norms(theirs, offset, wide, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_clamped_swiglu(dtype):
-    """gpt-oss has the values of gate and up in turn."""
+    """gpt-oss interleaves gate and up."""
     torch.manual_seed(0)
     theirs = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=48, num_local_experts=1, swiglu_limit=1.5))
     gate, up = (torch.randn(2, 50, 48) * 2).to(dtype)
@@ -46,7 +46,7 @@ def test_clamped_swiglu(dtype):
 
 
 def mixture(hidden: int = 32, inner: int = 48, count: int = 6):
-    """A mixture of transformers and the same of ours, and the number of rows of each call of an expert of ours."""
+    """Return a MoE block of transformers, ours, and the list of row counts of our experts' calls."""
     torch.manual_seed(0)
     config = MixtralConfig(
         hidden_size=hidden, intermediate_size=inner, num_local_experts=count, num_experts_per_tok=2, pad_token_id=None
@@ -90,7 +90,7 @@ def test_a_token_gets_the_same_in_any_batch():
     torch.testing.assert_close(torch.cat([ours(row[None]) for row in rows]), together, atol=1e-5, rtol=1e-5)
 
 
-def test_scores_sum_up_to_one_only_where_they_shall():
+def test_scores_are_normalized_only_if_configured():
     rows, router = torch.randn(9, 8), torch.randn(5, 8)
     normalized, chosen = route(rows, router, mixed(2, True))
     plain, same = route(rows, router, mixed(2, False))
@@ -100,7 +100,7 @@ def test_scores_sum_up_to_one_only_where_they_shall():
     assert (plain.sum(-1) < 1).all()
 
 
-def test_products_of_the_router_are_not_rounded_where_they_shall_be_exact():
+def test_exact_routers_are_not_rounded():
     rows, router = torch.randn(50, 64).bfloat16(), torch.randn(5, 64).bfloat16()
     scores, _ = route(rows, router, dataclasses.replace(mixed(2, False), exact=True))
     assert torch.equal(scores, torch.softmax(rows.float() @ router.float().T, -1).topk(2, -1).values)

@@ -1,4 +1,4 @@
-"""Reading config.json: old and new names, missing keys, options, and refused values."""
+"""Reading config.json: old and new names, missing keys, options, and rejected values."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_defaults_are_those_of_transformers():
 
 
 def test_a_text_part_may_leave_out_what_transformers_has_defaults_for():
-    """LLaVA 1.5's text part says little more than its type."""
+    """LLaVA 1.5's text config has little more than its type."""
     text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32_064}
     found = parse_config({"model_type": "llava", "text_config": text})
     assert (found.hidden_size, found.num_layers, found.num_heads, found.vocab_size) == (4096, 32, 32, 32_064)
@@ -294,7 +294,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert", "gemma3"])
-def test_keys_without_effect_are_passed_over(kind: str) -> None:
+def test_keys_without_effect_are_ignored(kind: str) -> None:
     base = {**BASE, "model_type": kind, "num_key_value_heads": 4, **({"type_vocab_size": 2} if kind == "bert" else {})}
     if kind == "gemma3":
         base = {"model_type": kind, "text_config": {**INNER, "inner_maker": "a"}}
@@ -319,13 +319,13 @@ def test_keys_without_effect_are_passed_over(kind: str) -> None:
         ("is_causal", False),
     ],
 )
-def test_a_key_that_could_change_arithmetic_is_refused_with_the_way_past_it(key: str, value: object) -> None:
+def test_a_key_that_may_change_arithmetic_is_refused_with_advice(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{key} = .*--ignore-config-key {key}$"):
         parse_config({**BASE, key: value})
     assert parse_config(without_keys({**BASE, key: value}, [key])) == parse_config(BASE)
 
 
-def test_keys_are_ignored_wherever_they_stand() -> None:
+def test_keys_are_ignored_at_any_level() -> None:
     rope = {"rope_type": "linear", "factor": 2.0}
     text = {**INNER, "own": True, "rope_scaling": {**rope, "own": 3.0}}
     plain = {"model_type": "gemma3", "text_config": {**INNER, "rope_scaling": rope}}
@@ -348,7 +348,7 @@ def test_which_layers_have_a_window(name):
 
 
 def test_published_configs_of_mimo_have_keys_of_their_own():
-    """They count a window without the query's own token, and name the layers with a window and those with experts."""
+    """Their window excludes the query's own token, and they list the layers with windows and experts."""
     base = {**BASE, "model_type": "mimo_v2_flash", "num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": 16}
     base |= {"v_head_dim": 8, "rms_norm_eps": 1e-5}
     ropes = {
@@ -400,7 +400,7 @@ def test_old_gemma3_has_other_keys_for_its_two_rotary_embeddings():
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
-    """Another value of a field changes what is computed, or is refused: none is silently left out."""
+    """Changing a field changes the model or is rejected: none is silently ignored."""
     options = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "no_rope_layer_interval": 2}
     fields = {field.name: field.default for field in dataclasses.fields(type(AutoConfig.for_model(name)))}
     base = {**BASE, **REQUIRED.get(name, {}), "model_type": name, "num_key_value_heads": 4, "num_hidden_layers": 4}
@@ -624,14 +624,14 @@ def test_gemma_4():
         ),
     ],
 )
-def test_what_gemma_4_refuses(change, words):
+def test_unsupported_options_of_gemma_4(change, words):
     base = {**BASE, "model_type": "gemma4_text", "num_key_value_heads": 2, "head_dim": 16}
     with pytest.raises(ConfigError, match=words):
         parse_config({**base, **change})
 
 
 def test_keys_of_published_configs_that_change_nothing():
-    """These keys stand in configs of Dolly, GPT-2 XL, Galactica and Llama 4."""
+    """Keys in the configs of Dolly, GPT-2 XL, Galactica and Llama 4."""
     dropout = {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "custom_pipelines": {"a": {"b": "c"}}}
     for name, found in (
         ("starcoder2", dropout),
@@ -708,7 +708,7 @@ def test_files_that_are_not_a_config_are_refused(tmp_path):
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_scaling_that_is_added_by_hand_counts(key: str) -> None:
-    """rope_scaling wins, which users add by hand, as model cards tell them, to a config that transformers 5 saved."""
+    """rope_scaling, which model cards tell users to add, wins over the keys of transformers 5."""
     saved = {
         "model_type": "qwen3",
         "hidden_size": 64,

@@ -1,4 +1,4 @@
-"""What a model computes for a token and for a query-key pair, as torch counts it in transformers' model."""
+"""A model's FLOPs per token and query-key pair, as torch counts them in transformers' model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPE: dict[str, Any] = {
 
 
 def counted(config: Any) -> tuple[float, float]:
-    """The operations of a token's products without the head's, and those of a query-key pair in all layers."""
+    """Return the FLOPs of a token without the head, and of a query-key pair in all layers."""
     config._attn_implementation = "eager"
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

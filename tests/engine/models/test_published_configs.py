@@ -1,4 +1,4 @@
-"""Configs as published checkpoints have them: each is served, or refused by what it has that cannot be."""
+"""Configs of published checkpoints: each is supported, or rejected by the unsupported key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL_FOR_CAUSAL_LM_MAPPING.register(Mistral4Config, Mistral4ForCausalLM, exist_
 
 
 def frequencies_of_transformers(parsed: ModelConfig, text: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the frequencies of each kind of layer in transformers' model of a config; none for learned positions."""
+    """Return the RoPE frequencies of each kind of layer in transformers' model; none for learned positions."""
     # transformers modifies the config objects that it gets.
     text = deepcopy({key: value for key, value in text.items() if key != "quantization_config"})
     made = AutoConfig.for_model(**{**text, "model_type": parsed.family})
@@ -82,7 +82,7 @@ def test_a_published_config_is_refused_by_name(name: str) -> None:
         ("Falcon3-7B-Instruct", {"activation": "geglu"}, "activation = 'geglu'"),
     ],
 )
-def test_what_a_key_of_a_published_config_may_not_say(name: str, change: dict[str, Any], words: str) -> None:
+def test_invalid_values_of_published_configs_are_refused(name: str, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config({**SERVED[name], **change})
 
@@ -94,8 +94,7 @@ _SPELLED = {"rotary_pct": "partial_rotary_factor"}
 
 
 def with_numbers(config: dict[str, Any], value: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the config with each of its fractional numbers, and those of the objects within, changed to ``value``, and
-    the number's key."""
+    """Yield the config with each fractional number, also of nested objects, replaced by ``value``, and its key."""
     for key, own in config.items():
         if isinstance(own, dict):
             yield from ((name, {**config, key: changed}) for name, changed in with_numbers(own, value))
@@ -105,7 +104,7 @@ def with_numbers(config: dict[str, Any], value: float) -> Iterator[tuple[str, di
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.0])
 def test_no_number_is_served_that_no_model_has(value: float) -> None:
-    """A number that is not finite, or not above 0, is refused by its key; where it has no effect, it has none."""
+    """A number that is not finite or not above 0 is rejected by its key, or has no effect."""
     taken, named = set(), []
     for config in SERVED.values():
         parsed = parse_config(config)

@@ -1,5 +1,5 @@
-"""Every family once on the CPU kernels with Pillion's own int8 and int4, KV in 8 bits, three answers to one prompt over
-a prefix hit, and a new start after a kill."""
+"""Every family on the CPU kernels with Pillion's own int8 and int4, 8-bit KV, three answers to one prompt over a prefix
+hit, and a restart after a kill."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def family(request, tmp_path):
 
 
 def quantized(folder: pathlib.Path, flags: ModelFlags, kind: str) -> tuple[PreparedModel, torch.nn.Module]:
-    """The model quantized, and transformers' model of the numbers that its codes stand for."""
+    """Return the quantized model, and transformers' model of the dequantized values."""
     prepared = prepare(dataclasses.replace(flags, quantization=kind))
     check_roles(prepared.folder)
     names, values = load_file(folder / "model.safetensors"), load_file(prepared.folder / "model.safetensors")
@@ -83,7 +83,7 @@ def run(driver, text):
 
 
 def check_roles(folder):
-    """Asserts which tensors of a folder are quantized, and that the head has a scale for each output."""
+    """Assert which tensors of a folder are quantized, and that the head has a scale per output."""
     config = load_config(folder)
     others = {
         f"layers.{index}.{tensor.name}"
@@ -104,8 +104,8 @@ def check_roles(folder):
 
 
 def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
-    """Only matrices of linear layers are quantized. The reference of KV is torch, which rounds rows before it writes
-    them, latents and rotated keys apart."""
+    """Only linear layers' matrices are quantized. The KV reference is torch, which rounds rows, latents and rotated
+    keys separately, before writing."""
     name, folder, flags = family
     (prepared, model), text = quantized(folder, flags, "int8"), tokens_of(PROMPT_TOKENS, 2)
     wanted = logits_of(model, [text])[0]
@@ -126,8 +126,8 @@ def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
 
 
 def test_three_answers_over_a_prefix_hit_and_a_new_start(family):
-    """In 4 bits. Someone else has computed whole blocks of the prompt and the begin of one; the answers copy the last
-    block of the prompt, and grow side by side. After a kill the tokens so far are a prompt, computed in other steps."""
+    """In 4 bits. Another request has computed whole blocks of the prompt and part of one; the answers copy the prompt's
+    last block and grow side by side. After a kill, the tokens so far are a prompt, computed in other steps."""
     _, folder, flags = family
     prepared, model = quantized(folder, flags, "int4")
     tails = [tokens_of(PROMPT_TOKENS - PROMPT, seed) for seed in (5, 6, 7)]
@@ -156,7 +156,7 @@ def test_three_answers_over_a_prefix_hit_and_a_new_start(family):
 
 
 def parallel_sample(driver, number):
-    """A sequence that goes on where another one is, with its full blocks and copies of the rest."""
+    """Return a sequence that continues another one, with its full blocks and copies of the rest."""
     other, sources, targets = driver.sequences.parallel_sample(number)
     driver.backend.copy_blocks(sources, targets)
     return other

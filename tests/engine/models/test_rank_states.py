@@ -1,4 +1,4 @@
-"""Where ranks with a GPU each have their parts of a state: each in bytes of its own, all of which come together."""
+"""Shares of a state for ranks with a GPU each: separate bytes that together cover it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def layout_of(config: ModelConfig, block_size: int) -> KVLayout:
 
 
 def pieces_of(config: ModelConfig, layout: KVLayout) -> set[tuple[int, int]]:
-    """The places of all pieces, each of which begins at a cache line."""
+    """Return the places of all pieces, each at a cache line."""
     assert layout.state_layout is not None
     every = [pieces for pieces in layout.state_layout.layers if pieces is not None]
     assert len(every) == sum(state is not None for state in states_of(layers_of(config)))

@@ -62,7 +62,7 @@ class Dense(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def served(own_cache, tmp_path_factory):
-    """A random model's folder, and the logits of TEXT by transformers."""
+    """Return a random model's folder, and transformers' logits of TEXT."""
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
     torch.manual_seed(0)

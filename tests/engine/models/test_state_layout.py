@@ -1,4 +1,4 @@
-"""Where slots have the pieces of a state: none over another, none over a slot's end, a head in one slot if it fits."""
+"""Places of a state's pieces in slots: no overlap, none across a slot's end, a head within one slot if it fits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATES = st.builds(
 
 
 def swapped(state: LayerState) -> LayerState:
-    """A layer's state with rows and columns of its matrices exchanged, as kernels hold them."""
+    """Return a layer's state with transposed matrices, as kernels hold them."""
     heads, rows, columns = state.memory
     return replace(state, memory=(heads, columns, rows), turned=True)
 
@@ -74,7 +74,7 @@ def test_pieces_of_states(states: list[LayerState | None], block_bytes: int, chu
     assert state_layout(turned, block_bytes, chunk) == places
 
 
-def test_matrices_without_whole_pieces_and_slots_without_whole_lines_have_no_places() -> None:
+def test_unaligned_matrices_and_slots_have_no_places() -> None:
     assert state_layout([LayerState((3, 64), (2, 24, 40))], 2**20) is None
     assert state_layout([LayerState((3, 64))], 1056) is None
     assert state_layout([LayerState((3, 64))], 1088) is not None

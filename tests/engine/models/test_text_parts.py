@@ -1,4 +1,4 @@
-"""The text models within models of text and images, beside transformers, which makes and saves the whole models."""
+"""Text models inside vision-language models, against transformers, which makes and saves the whole models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = set(WHOLE) - {"qwen2_vl", "glm4v", "internvl", "idefics3"}
 
 
 def saved(folder, name: str) -> torch.nn.Module:
-    """Saves a random model with a tokenizer as published ones are; returns it."""
+    """Save a random model with a tokenizer like published ones; return it."""
     model = whole_model(name)
     save_model(folder)
     (folder / "model.safetensors").unlink()
@@ -74,7 +74,7 @@ def test_a_rotary_base_that_a_text_config_leaves_out_is_that_of_transformers(nam
     assert {rope.theta for rope in parse_config(raw).ropes} == {wanted}
 
 
-def test_what_is_not_known_is_refused_by_its_name(tmp_path, own_cache):
+def test_unknown_options_are_refused_by_name(tmp_path, own_cache):
     saved(tmp_path, "idefics3")
     tensors = load_file(tmp_path / "model.safetensors")
     other = {"model.text_model.layers.1.self_attn.k_sum.weight": torch.ones(3)}
@@ -109,7 +109,7 @@ def test_damaged_weights_are_named_by_their_file_and_tensor(name, tmp_path, own_
             BackendDriver(prepare(ModelFlags(model=str(tmp_path), dtype="float32")))
 
 
-def test_every_text_model_that_may_stand_within_another_is_of_a_family():
+def test_every_nested_text_model_has_a_family():
     assert set(WHOLE) == set(TEXT_OF)
     kinds = {kind for one in TEXT_OF.values() for kind in one}
     assert set(TEXT_AS) < kinds

@@ -1,4 +1,4 @@
-"""Classifiers' heads against transformers, models without any head, and heads that do not fit their config."""
+"""Classification heads against transformers, models without any head, and heads that do not fit their config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXT = tokens_of(40, 3)
 
 
 def make_classifier(folder: pathlib.Path, labels: int, **shape: Any) -> pathlib.Path:
-    """Writes a random classifier."""
+    """Write a random classifier."""
     save_model(folder, **{**shape, "tie_word_embeddings": False})
     torch.manual_seed(7)
     config = AutoConfig.from_pretrained(folder)
@@ -84,7 +84,7 @@ def test_logits_of_labels_are_the_oracles(tmp_path: pathlib.Path, name: str, ker
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("cpu", marks=needs_kernels)])
 @torch.inference_mode()
-def test_a_model_within_alone_needs_no_head(tmp_path: pathlib.Path, kernels: str) -> None:
+def test_a_base_model_needs_no_head(tmp_path: pathlib.Path, kernels: str) -> None:
     plain = save_model(tmp_path / "plain", model_type="qwen3", tie_word_embeddings=False)
     base = AutoModel.from_pretrained(plain, dtype=torch.float32)
     for path in plain.glob("*.safetensors"):
@@ -96,7 +96,7 @@ def test_a_model_within_alone_needs_no_head(tmp_path: pathlib.Path, kernels: str
     assert vector_of(driver_of(prepared, kernels), TEXT) == pytest.approx(wanted, abs=TOLERANCE)
 
 
-def test_a_worker_says_whether_its_model_chooses_tokens(tmp_path: pathlib.Path) -> None:
+def test_a_worker_reports_whether_its_model_generates(tmp_path: pathlib.Path) -> None:
     folders = (save_model(tmp_path / "plain"), make_classifier(tmp_path / "labels", 2))
     found = []
     for folder in folders:

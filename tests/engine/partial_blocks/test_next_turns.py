@@ -1,4 +1,4 @@
-"""Partial blocks in the real components: a conversation's next turn computes less, and says what transformers says."""
+"""Partial blocks in the real components: a conversation's next turn computes less, with transformers' tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASKED: dict[str, Any] = {"temperature": 0.0, "max_tokens": 9, "ignore_eos": True
 
 
 def computed(components: Components) -> int:
-    """How many tokens of prompts the decode worker has computed."""
+    """Return the decode worker's number of computed prompt tokens."""
     found: int = components.decode.worker._meter.totals()["step_tail_tokens"]
     return found
 
@@ -37,7 +37,7 @@ async def ask(components: Components, tokens: list[int], **options: Any) -> tupl
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-async def test_turns_copy_what_their_histories_left(kernels: str, tmp_path: pathlib.Path) -> None:
+async def test_turns_copy_partial_blocks_of_their_history(kernels: str, tmp_path: pathlib.Path) -> None:
     folder = save_model(tmp_path / "tiny")
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(folder))
     model = {"model": str(folder), "dtype": "float32", "max_model_len": 512}
@@ -82,9 +82,9 @@ REQUESTS = 84
 
 
 @pytest.mark.parametrize("policy", ["disaggregated", "auto"])
-async def test_what_stays_leased_without_a_request_is_named(policy: str, tmp_path: pathlib.Path) -> None:
-    """After requests of every kind, some of them cancelled, a node has given no slot away but for partial blocks, and
-    the worker's metric counts these."""
+async def test_only_partial_blocks_stay_leased_without_a_request(policy: str, tmp_path: pathlib.Path) -> None:
+    """After requests of every kind, some cancelled, only partial blocks hold slots, and the worker's metric counts
+    these."""
     folder = save_model(tmp_path / "tiny")
     model = {"model": str(folder), "dtype": "float32", "max_model_len": 512}
     draw = random.Random(7)

@@ -1,4 +1,4 @@
-"""Models whose matrices are quantized: the CPU kernels against torch, which widens the same matrices."""
+"""Models with quantized matrices: the CPU kernels against torch with the dequantized ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS = (
 
 
 def quantized(weight: torch.Tensor, coding: str, group: int, shifted: bool, ordered: bool) -> QuantizedMatrix:
-    """A matrix [N, K], each of whose groups spans the values of ``coding``."""
+    """Return a matrix [N, K] whose groups each span the values of ``coding``."""
     columns = weight.shape[1]
     order = torch.randperm(columns, generator=torch.Generator().manual_seed(3)) if ordered else None
     weight = weight.float() if order is None else weight.float()[:, order]
@@ -59,7 +59,7 @@ def quantized(weight: torch.Tensor, coding: str, group: int, shifted: bool, orde
 
 @pytest.fixture
 def quantized_checkpoint(monkeypatch, tmp_path):
-    """Checkpoints give quantized matrices, of several kinds in one model; some stay plain."""
+    """Let checkpoints return quantized matrices, of several kinds in one model; some stay plain."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     take = Checkpoint.take_matrix
 
@@ -109,7 +109,7 @@ def test_logits_are_those_of_the_widened_model(quantized_checkpoint, tmp_path, m
 
 @pytest.mark.parametrize("model", MODELS)
 def test_rounded_weights_are_as_near_as_those_of_the_widened_model(quantized_checkpoint, tmp_path, model):
-    """They have offsets in them, so that no sums of inputs are computed."""
+    """They include offsets, so no sums of inputs are computed."""
     folder = str(save_model(tmp_path / model, num_hidden_layers=3, **MODELS[model]))
     prepared, exact = (prepare(ModelFlags(model=folder, dtype=kind)) for kind in ("bfloat16", "float32"))
     try:

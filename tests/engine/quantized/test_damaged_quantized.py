@@ -1,4 +1,4 @@
-"""Damaged and mislabelled checkpoints quantized: each is refused with the name of what is wrong."""
+"""Damaged and mislabelled quantized checkpoints: each is rejected with the faulty name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAKERS = {
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """Folders of one small model by the name of their format, made once."""
+    """Folders of one small model by format, made once."""
     plain, made = make_model(tmp_path_factory.mktemp("plain"), FAMILIES["llama-gqa-tied"])[0], {}
 
     def make(name):
@@ -159,7 +159,7 @@ def state(**changes):
         ("bnb-int8", replace(f"{Q}.weight_format", lambda tensor: tensor + 2), "weight_format is 2"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(name, change, words, quantized, tmp_path):
+def test_invalid_tensors_are_refused_by_name(name, change, words, quantized, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(quantized(name), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused_by_name(name, change, words, quantized, tm
         ("deepseek-fp8", {"weight_block_size": [16, 16]}, "weight_scale_inv is"),
     ],
 )
-def test_a_config_that_says_other_things_than_the_tensors_is_refused(name, change, words, quantized, tmp_path):
+def test_a_config_that_contradicts_its_tensors_is_refused(name, change, words, quantized, tmp_path):
     folder = tmp_path / "mislabelled"
     shutil.copytree(quantized(name), folder)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""GGUF files of each architecture against the models they were made of, and against transformers."""
+"""GGUF files of each architecture against their source models and transformers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def packed_in(kind: str, tensor: np.ndarray) -> np.ndarray:
-    """The blocks of ``tensor``, or random ones for as many numbers of about 0.1."""
+    """Return the blocks of ``tensor``, or random ones for as many numbers of about 0.1."""
     number = gguf.GGMLQuantizationType[kind]
     if kind not in HALVES:
         return gguf.quantize(tensor, number)
@@ -114,7 +114,7 @@ def write_gguf(
 
 
 def gguf_tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
-    """Converts tensors like llama.cpp's converter: other names, and 1 added to Gemma's norms."""
+    """Convert tensors like llama.cpp's converter: other names, and 1 added to Gemma's norms."""
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(known, model.config.num_hidden_layers)
     found = {}
@@ -168,8 +168,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def prepared_from(path, name: str, tmp_path, kinds: tuple[str, ...] = (), **overrides: Any) -> Any:
-    """Saves a random model, in the types ``kinds`` in turn where there are some; returns transformers' model, and ours
-    prepared."""
+    """Save a random model, in the types ``kinds`` in turn if given; return transformers' model, and ours prepared."""
     settings, metadata = FILES[name]
     folder = save_model(tmp_path / "model", **{"model_type": name, **settings, **overrides})
     perturb_vectors(folder)
@@ -212,8 +211,8 @@ def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path):
     ("name", "kinds"), [*((name, MADE) for name in FILES), *((name, tuple(HALVES)) for name in ("llama", "qwen3moe"))]
 )
 def test_matrices_that_are_quantized_stay_so_and_are_those_of_transformers(name, kinds, tmp_path, monkeypatch):
-    """Weights equal those of transformers bit by bit, where llama's rows have another order, Gemma's norms are stored
-    with 1 added, and experts stand one by one."""
+    """Weights equal transformers' bit by bit, for Llama's reordered rows, Gemma's norms with 1 added, and separate
+    experts."""
     wide = kinds != MADE  # K types have blocks of 256 inputs.
     sizes_of = {"hidden_size": 256, "intermediate_size": 512} if wide else {}
     if name == "qwen3moe":
@@ -246,7 +245,7 @@ def test_matrices_that_are_quantized_stay_so_and_are_those_of_transformers(name,
 
 
 def read(path, architecture: str = "llama", tensors: dict[str, np.ndarray] | None = None, **metadata: Any) -> GgufModel:
-    """A model without weights but ``tensors``, and with the metadata that none can lack."""
+    """Return a model with only ``tensors`` and the required metadata."""
     least = {
         "context_length": 100,
         "embedding_length": 64,
@@ -281,7 +280,7 @@ def test_rope_factors_are_not_lost(tmp_path):
     assert found["rope_parameters"]["long_factor"] == [1.0, 2.0, 8.0]
 
 
-def test_the_largest_gemmas_scale_scores_otherwise(tmp_path):
+def test_the_largest_gemmas_scale_scores_differently(tmp_path):
     sizes = {"embedding_length": 4608, "attention__head_count": 32}
     assert read_config(read(tmp_path, "gemma2", block_count=46, **sizes))["query_pre_attn_scalar"] == 144
     for head_dim, wanted in ((128, 128), (256, 256), (None, 144)):
@@ -359,7 +358,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_metadata_that_llama_cpp_reads_are_dropped(name, tmp_path):
-    """Each key changes the config, or is refused by its name."""
+    """Each key changes the config or is rejected by its name."""
     kind = "linear" if name == "gemma4" else "yarn"
     scaled = {"rope.scaling.type": kind, "rope.scaling.factor": 2.0, **NEEDED.get(name, {})}
     factors = {"rope_freqs.weight": np.ones(8, np.float32)} if name == "gemma4" else {}
@@ -386,7 +385,7 @@ SMALL = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, n
 def small_file(
     path, kind: str = "Q4_0", more: dict[str, np.ndarray] | None = None, width: int = 64
 ) -> dict[str, np.ndarray]:
-    """Writes a model of one layer whose matrices are all of one type."""
+    """Write a model of one layer with all matrices of one type."""
     widths = {"hidden_size": width, "intermediate_size": width, "head_dim": width // 4}
     model = LlamaForCausalLM(LlamaConfig(**{**SMALL.to_dict(), **widths}))
     tensors = gguf_tensors(model, "llama") | (more or {})
@@ -397,7 +396,7 @@ def small_file(
 
 @pytest.fixture
 def converted(tmp_path):
-    """Converts the file and returns what it said."""
+    """Convert the file and return its output."""
 
     def convert_file(path):
         lines: list[str] = []
@@ -409,7 +408,7 @@ def converted(tmp_path):
     return convert_file
 
 
-def test_other_types_are_widened_and_the_start_says_so(tmp_path, converted):
+def test_other_types_are_dequantized_with_a_log(tmp_path, converted):
     tensors = small_file(tmp_path / "a.gguf", "TQ2_0", width=256)
     folder, lines = converted(tmp_path / "a.gguf")
     assert "widening 9 tensors of the type TQ2_0 to float32" in lines
@@ -422,7 +421,7 @@ def test_other_types_are_widened_and_the_start_says_so(tmp_path, converted):
     assert torch.equal(found[256:], torch.from_numpy(wanted))
 
 
-def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path, converted):
+def test_nan_scales_are_refused_by_name(tmp_path, converted):
     small_file(tmp_path / "a.gguf")
     place = next(one for one in gguf.GGUFReader(tmp_path / "a.gguf").tensors if one.name == "blk.0.attn_v.weight")
     content = bytearray((tmp_path / "a.gguf").read_bytes())
@@ -441,7 +440,7 @@ def test_a_file_that_ends_early_is_refused(tmp_path, converted):
             converted(tmp_path / "a.gguf")
 
 
-def test_rows_that_are_no_whole_blocks_are_refused(tmp_path, converted):
+def test_rows_of_partial_blocks_are_refused(tmp_path, converted):
     small_file(tmp_path / "a.gguf")
     content = (tmp_path / "a.gguf").read_bytes()
     name = b"blk.0.attn_v.weight"
@@ -480,7 +479,7 @@ def test_a_disk_that_is_full_is_the_system_s_error(tmp_path, monkeypatch) -> Non
 
 
 def test_a_model_in_parts_is_that_in_one_file(tmp_path):
-    """With the same fingerprint: workers of both share blocks."""
+    """The fingerprint is the same, so workers of both share blocks."""
     tensors = small_file(tmp_path / "whole.gguf")
     types = {key: "Q4_0" for key, tensor in tensors.items() if tensor.ndim > 1}
     whole = prepare(ModelFlags(model=str(tmp_path / "whole.gguf"), dtype="float32"))
@@ -511,7 +510,7 @@ def test_neither_transformers_nor_the_gguf_package_is_imported(tmp_path):
 
 
 def test_a_phi3_file_needs_no_padding(tmp_path, monkeypatch) -> None:
-    """transformers' default for Phi-3 is 32000, and a smaller vocabulary has no such row."""
+    """transformers' default for Phi-3 is 32000, beyond a smaller vocabulary."""
     monkeypatch.setattr(f"{__name__}.sizes", sizes_without_padding)
     model, prepared = prepared_from(tmp_path / "a.gguf", "phi3", tmp_path)
     check_logits(model, prepared)

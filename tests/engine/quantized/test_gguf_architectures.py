@@ -1,8 +1,5 @@
-"""GGUF files as llama.cpp's converter makes them of small random models have the logits of transformers.
-
-What the converter changes is written here by its published rules (``conversion/`` of llama.cpp); names of tensors are
-those of gguf's own table.
-"""
+"""GGUF files of small random models have transformers' logits. The changes of llama.cpp's converter are reimplemented
+here from its published rules (``conversion/`` of llama.cpp); tensor names are those of gguf's own table."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ _EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)
 
 
 def interleaved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Queries or keys of a head as LlamaModel.permute has them."""
+    """Return a head's queries or keys in the order of LlamaModel.permute."""
     return tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
@@ -101,7 +98,7 @@ def gpt_oss(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
 
 
 def tiled(tensor: torch.Tensor, dim: int, config: Config, size: int) -> torch.Tensor:
-    """Value heads as _LinearAttentionVReorderBase has them: the first of each key, then the second ones."""
+    """Return value heads in the order of _LinearAttentionVReorderBase: the first of each key, then the second ones."""
     keys = config["linear_num_key_heads"]
     shape = list(tensor.shape)
     parted = tensor.reshape(*shape[:dim], keys, config["linear_num_value_heads"] // keys, size, *shape[dim + 1 :])
@@ -109,7 +106,7 @@ def tiled(tensor: torch.Tensor, dim: int, config: Config, size: int) -> torch.Te
 
 
 def delta_net(name: str, tensor: torch.Tensor) -> Tensors:
-    """What Qwen3NextModel changes of all but fused inputs."""
+    """Apply Qwen3NextModel's changes except those to fused inputs."""
     if name.endswith(".A_log"):
         tensor = -tensor.exp()
     elif ".conv1d." in name:
@@ -151,7 +148,7 @@ def qwen3_next(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
 
 
 def drafting(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
-    """A file with the layer that only drafts tokens."""
+    """A file with the layer for multi-token prediction."""
     if name == "model.norm.weight":
         yield f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight", tensor
     yield from qwen35(name, tensor, config)
@@ -179,7 +176,7 @@ def gemma4(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
 
 
 def base_keys(config: Config) -> Config:
-    """What TextModel.set_gguf_parameters writes."""
+    """Return the keys of TextModel.set_gguf_parameters."""
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     names = {
@@ -257,7 +254,7 @@ def glm_keys(config: Config) -> Config:
 
 
 def old_latent_keys(config: Config) -> Config:
-    """Those of files from before keys and values of latents were stored as one head."""
+    """Return the keys of files from before keys and values of latents were stored as one head."""
     new = latent_keys(config)
     own = {"attention.head_count_kv": config["num_attention_heads"]}
     for kind in ("key", "value"):
@@ -266,7 +263,7 @@ def old_latent_keys(config: Config) -> Config:
 
 
 def dense_latent_keys(config: Config) -> Config:
-    """Those of Youtu, which has no experts."""
+    """Return the keys of Youtu, which has no experts."""
     none = {"n_routed_experts": 0, "n_shared_experts": 0, "routed_scaling_factor": 1.0, "norm_topk_prob": False}
     widths = {
         "moe_intermediate_size": config["intermediate_size"],
@@ -561,7 +558,7 @@ CASES: dict[str, Rules] = {
 
 
 def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Experts of a layer in one tensor for each of their matrices."""
+    """Stack a layer's experts in one tensor per matrix."""
     found, experts = {}, dict[str, dict[int, torch.Tensor]]()
     for name, tensor in tensors.items():
         one = _EXPERT.fullmatch(name)
@@ -587,7 +584,7 @@ def file_tensors(
 
 
 def write(path: pathlib.Path, architecture: str, tensors: dict[str, np.ndarray], keys: Config, kind: str = "") -> None:
-    """Writes a file whose matrices are of the type ``kind``, plain without."""
+    """Write a file whose matrices have the type ``kind``, or plain if empty."""
     writer = gguf.GGUFWriter(path, architecture)
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in keys.items():
@@ -614,7 +611,7 @@ def write(path: pathlib.Path, architecture: str, tensors: dict[str, np.ndarray],
 
 
 def write_plain(path: pathlib.Path, wide: pathlib.Path) -> None:
-    """Writes a file again, with all tensors in float32."""
+    """Rewrite a file with all tensors in float32."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(wide, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -639,7 +636,7 @@ def test_every_architecture_that_is_read_is_tested() -> None:
 
 
 def prepared_from(case: str, folder: pathlib.Path, kind: str = "") -> tuple[Any, Any]:
-    """Returns transformers' model, and what is prepared of its file."""
+    """Return transformers' model, and its prepared file."""
     architecture = architecture_of(case)
     model_type, options, change, keys = CASES[case]
     save_model(folder / "model", model_type=model_type, marks=("ab",), **options)
@@ -687,7 +684,7 @@ def test_the_logits_of_a_file_are_those_of_its_model(case: str, tmp_path: pathli
     ("case", "kind"), [*((case, "Q8_0") for case in CASES), *((case, "MXFP4") for case in ("gpt-oss", "qwen35"))]
 )
 def test_quantized_matrices_stay_so_and_are_those_of_the_file(case: str, kind: str, tmp_path: pathlib.Path) -> None:
-    """The same file with the numbers that its quantized matrices stand for has the same logits."""
+    """A file of the dequantized values has the same logits."""
     prepared = prepared_from(case, tmp_path, kind)[1]
     wide = tmp_path / "wide.gguf"
     write_plain(tmp_path / "a.gguf", wide)

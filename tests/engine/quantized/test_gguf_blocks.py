@@ -42,15 +42,15 @@ def test_block_sizes_are_those_of_gguf():
 
 
 def exact(matrix: QuantizedMatrix, offsets: torch.Tensor | None) -> torch.Tensor:
-    """The matrix in float64, which rounds nothing here, with these offsets."""
+    """Return the matrix in float64, which is exact here, with these offsets."""
     codes = CODINGS[matrix.coding].double()[matrix.codes.int()].unflatten(1, (-1, matrix.group))
     wide = codes * matrix.scales.double()[..., None]
     return (wide if offsets is None else wide + offsets[..., None]).flatten(1)
 
 
 def check_panels(matrix: QuantizedMatrix, wanted: torch.Tensor) -> None:
-    """Panels stand for these numbers. Codes that panels keep 8 lower have offsets 8 scales higher, rounded to float32:
-    to 2**-24 of them, where float16 would round to 2**-12."""
+    """Assert that panels hold these numbers. Codes stored 8 lower have offsets 8 scales higher, rounded to float32 with
+    2**-24 error, where float16 would have 2**-12."""
     kind = packed_kind([matrix], "bf16")
     found = unpack(pack_linear(matrix, kind))[: len(wanted), : wanted.shape[1]]
     lost = torch.zeros(())
@@ -66,8 +66,8 @@ SCALES = (2**-24, 3 * 2**-24, 1023 * 2**-24, 2**-14, 1.2345e-4, 3.3e-3, 0.0171, 
 
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_panels_of_the_cpu_kernels_round_no_scale(kind):
-    """Scales and offsets become float16 where that holds them, and float32 elsewhere: the products of two levels of
-    Q4_K, Q5_K and Q6_K have more bits than float16 keeps."""
+    """Scales and offsets become float16 if exact, else float32: products of two levels in Q4_K, Q5_K and Q6_K exceed
+    float16's precision."""
     layout, generator = BLOCK_LAYOUTS[kind], np.random.default_rng(3)
     data = generator.integers(0, 256, (len(SCALES), 4, layout.block_bytes), np.uint8)
     for shift, at in enumerate(HALVES.get(kind, (0,))):

@@ -156,7 +156,7 @@ def entry(key: str, kind: int, value: bytes) -> bytes:
         ),
     ],
 )
-def test_what_a_header_counts_has_room_in_the_file(written: bytes, said: str, tmp_path: pathlib.Path) -> None:
+def test_counts_of_a_header_fit_into_the_file(written: bytes, said: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(written)
     with pytest.raises(ConfigError, match=said):

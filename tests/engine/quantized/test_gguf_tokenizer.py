@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files against llama.cpp, whose tokens of October 2026 are in llama_cpp_tokens.json, and against
+"""Tokenizers of GGUF files against llama.cpp, whose tokens of October 2026 are in llama_cpp_tokens.json, and
 transformers."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOT_READ = frozenset(["kimi-k2", "superbpe", "afmoe", "chameleon", "whitespace",
 
 
 def metadata_of(name: str) -> dict[str, Any]:
-    """The metadata that the recorded file of this name had."""
+    """Return the recorded metadata of the file ``name``."""
     model, _, kind = name.partition("-")
     vocabulary = BPE if model == "bpe" else SPM
     tokens, types = vocabulary["tokens"], vocabulary["types"]
@@ -49,7 +49,7 @@ def metadata_of(name: str) -> dict[str, Any]:
 
 
 def merges_by_score() -> list[str]:
-    """The pairs of the SentencePiece vocabulary as a list of merges."""
+    """Return the pairs of the SentencePiece vocabulary as a list of merges."""
     scores = dict(zip(SPM["tokens"], SPM["scores"], strict=True))
     pairs = [
         (token[:middle], token[middle:])
@@ -90,7 +90,7 @@ def test_every_kind_that_is_read_was_recorded() -> None:
 
 @pytest.mark.parametrize("kind", GGUF_PRE_TOKENIZER_SPLITS)
 def test_texts_are_split_as_in_transformers(kind: str) -> None:
-    """Where it has the kind, it has the expression of the models' own tokenizers."""
+    """For kinds known to transformers, the expression is that of the models' own tokenizers."""
     ours, theirs = PRE_TOKENIZERS[kind].splits, GGUF_PRE_TOKENIZER_SPLITS[kind]
     assert len(ours) == 1
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in (ours[0], theirs)]
@@ -100,7 +100,7 @@ def test_texts_are_split_as_in_transformers(kind: str) -> None:
 
 
 def test_merges_by_score_are_those_of_transformers() -> None:
-    """For texts without leading spaces, special tokens and tokens of spaces it has the same rules."""
+    """The rules agree for texts without leading spaces, special tokens and tokens of spaces."""
     metadata = metadata_of("spm-phi3") | {"tokenizer.ggml.add_bos_token": False}
     tokens = metadata["tokenizer.ggml.tokens"]
     tokenizer = {"tokenizer_type": "llama", "tokens": tokens, "scores": SPM["scores"], "token_type": [1] * len(tokens)}
@@ -138,7 +138,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("name", [name for name in vars(gguf.Keys.Tokenizer) if not name.startswith("_")])
 def test_no_key_of_a_tokenizer_is_dropped(name: str) -> None:
-    """Each key that the gguf package knows changes what is read, or has a reason why it does not."""
+    """Each key known to the gguf package changes the result, or has a reason why not."""
     key = getattr(gguf.Keys.Tokenizer, name).format(name="tool_use")
     metadata = metadata_of("bpe-llama-bpe" if name in ("PRE", "MERGES") else "spm")
     metadata |= {"tokenizer.ggml.eos_token_id": 2}
@@ -174,14 +174,14 @@ def ends(tokens: list[str], **named: int) -> list[str]:
 
 
 def test_tokens_that_end_a_turn_are_found_by_their_texts() -> None:
-    """As llama.cpp finds them, but for "</s>", which is a mark of HTML in vocabularies that have another end."""
+    """Like llama.cpp, except "</s>", an HTML tag in vocabularies with another end."""
     assert ends(["a", "<|eot_id|>", "<|eom_id|>", "</s>"]) == ["<|eot_id|>", "<|eom_id|>"]
     assert ends(["a", "</s>", "b"], eos=1, eot=2, eom=99) == ["</s>", "b"]
     assert ends(["<|end|>", "<|endoftext|>"]) == ["<|end|>", "<|endoftext|>"]
     assert ends(["<|end|>", "<|return|>", "<|call|>"]) == ["<|return|>", "<|call|>"]
 
 
-def test_what_a_folder_has_of_the_metadata(tmp_path: pathlib.Path) -> None:
+def test_metadata_in_the_converted_folder(tmp_path: pathlib.Path) -> None:
     named = {"eos": 2, "unknown": 0, "padding": 3, "seperator": 4, "mask": 5}
     metadata = metadata_of("bpe-llama-bpe") | {
         **{f"tokenizer.ggml.{name}_token_id": number for name, number in named.items()},
@@ -204,7 +204,7 @@ def test_what_a_folder_has_of_the_metadata(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_token_that_is_marked_as_text_may_end_a_turn() -> None:
-    """Files have such tokens as plain ones, by mistakes of converters."""
+    """Some converters wrongly mark such tokens as plain."""
     metadata = metadata_of("bpe-gpt-2")
     types = metadata["tokenizer.ggml.token_type"].copy()
     types[2] = 1

@@ -1,4 +1,4 @@
-"""Experts in MXFP4: their values and logits are those of transformers' own reading of the same tensors."""
+"""MXFP4 experts: their values and logits match transformers' reading of the same tensors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 @pytest.fixture(scope="module")
 def folders(own_cache, tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
-    """A folder whose experts are random blocks and powers of two, and one with the numbers that transformers makes of
-    them. In the first layer some groups are nearly 0: float16 does not hold their scales."""
+    """Return a folder whose experts are random blocks and powers of two, and one with transformers' values of them.
+    Some groups of the first layer are nearly 0, with scales too small for float16."""
     few, wide = (tmp_path_factory.mktemp(name) / "model" for name in ("few", "wide"))
     make_model(wide, {**FAMILIES["gpt-oss"], "intermediate_size": 96})
     experts_in_mxfp4(wide, few, tiny=EXPERTS)

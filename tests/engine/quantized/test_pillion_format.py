@@ -1,4 +1,4 @@
-"""Pillion's own layout of quantized matrices: what is written is read, and what does not fit together is refused."""
+"""Pillion's own layout of quantized matrices: round trips and rejected mismatches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checked(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("coding", ["int4", "uint4", "int8", "fp4_e2m1"])
 @pytest.mark.parametrize(("columns", "groups"), [(10, 2), (7, 1), (64, 2)])
-def test_a_matrix_is_read_as_it_was_written(coding, columns, groups):
+def test_matrices_round_trip(coding, columns, groups):
     wanted, one = matrix(coding, 6, columns, groups), PillionFormat()
     tensors = stored_tensors("a.weight", wanted)
     assert one.stored("a.weight", (6, columns), headers(tensors)) == tuple(tensors)
@@ -62,7 +62,7 @@ def test_a_matrix_is_read_as_it_was_written(coding, columns, groups):
         ({"a.offsets": torch.full((6, 2), torch.inf)}, "a.offsets contains NaN or infinit"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_by_name(change, words):
+def test_mismatched_tensors_are_refused_by_name(change, words):
     tensors = stored_tensors("a.weight", matrix("uint4")) | change
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with pytest.raises(ConfigError, match=words):

@@ -1,4 +1,4 @@
-"""What a quantization_config says, in words, and what is refused by its name before weights are read."""
+"""Descriptions of quantization_config, and rejections by name before weights are read."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_rounded_activations_are_noted():
         ({"strategy": "token", "dynamic": False}, "", "int8"),
     ],
 )
-def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, activations):
+def test_rows_are_quantized_if_their_scale_needs_no_other_rows(rows, row_codes, activations):
     made = {key: value for key, value in {**ROWS, "type": "int", **rows}.items() if value is not None}
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
     group = {**GROUP, "weights": weights, "input_activations": made}
@@ -168,7 +168,7 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(found, words):
+def test_unsupported_methods_are_refused_by_name(found, words):
     with pytest.raises(ConfigError, match=words) as caught:
         parsed(found)
     assert caught.value.message.startswith("llama: ")

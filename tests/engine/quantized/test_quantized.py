@@ -1,4 +1,4 @@
-"""Checkpoints quantized: every format holds the values that its description gives it, and is served by them."""
+"""Quantized checkpoints: every format holds the values of its specification, and is served by them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_matrices_hold_the_values_of_their_format(family, plain_folder, tmp_path
     ],
 )
 def test_codes_of_two_and_three_bits(name, plain_folder, tmp_path):
-    """They may begin in one word and end in the next, and become codes of 4 bits."""
+    """Codes may span two words, and become 4-bit codes."""
     few, wide = quantize_folder(plain_folder("llama-gqa-tied"), tmp_path, FULL_WORDS[name]())
     assert {"layers.0.qkv.weight", "layers.1.down.weight"} <= same_values(few, wide)
     drivers = [CpuDriver(prepare(ModelFlags(model=str(folder), dtype="float32"))) for folder in (few, wide)]
@@ -107,7 +107,7 @@ def test_codes_of_two_and_three_bits(name, plain_folder, tmp_path):
 
 
 def same_values(few, wide, exact=True):
-    """Compares all tensors of two folders; returns the names of those that the first has quantized."""
+    """Compare all tensors of two folders; return the names quantized in the first."""
     config, quantized = load_config(few), set()
     with open_checkpoint(few, config) as ours, open_checkpoint(wide, load_config(wide)) as theirs:
         for key in decoder_tensors(config):
@@ -120,7 +120,8 @@ def same_values(few, wide, exact=True):
 
 
 def cases():
-    """Every format once, with models in turns: one format of each coding on the CPU kernels, the others on torch."""
+    """Return every format once, with models in turn: one format of each coding on the CPU kernels, the others on
+    torch."""
     for name, family in zip(PRODUCERS, itertools.cycle(MODELS), strict=False):
         if name in ROUNDED_ROWS:
             continue
@@ -144,8 +145,8 @@ def test_logits_and_tokens_are_those_of_the_plain_values(name, family, kernels, 
 
 
 def test_rows_are_rounded_as_compressed_tensors_rounds_them(plain_folder, tmp_path):
-    """A value between two codes may become either, which changes the rest of its text: so there are several texts. The
-    largest value of each row becomes 127.5, of which the kernels round half otherwise than torch does."""
+    """Several texts, because a value between two codes may round either way, which changes the rest of its text. Each
+    row's largest value becomes 127.5, which the kernels and torch round differently."""
     few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, PRODUCERS["w8a8"](16))
     prepared = prepare(ModelFlags(model=str(few), dtype="float32"))
     driver = BackendDriver(prepared)
@@ -165,9 +166,9 @@ def test_rows_are_rounded_as_compressed_tensors_rounds_them(plain_folder, tmp_pa
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernels_and_torch_round_rows_alike(dtype, plain_folder, tmp_path):
-    """Also those of experts. Logits of kernels that round no rows are as far from torch's as unrounded logits are; with
-    rows that are rounded it is 0.15 of that, because the largest value of a row lies between two codes. In bfloat16 so
-    many codes turn that it is 0.97, which tells nothing: only the bits of batches that are cut do."""
+    """Also for experts. Without rounded rows, the kernels' logits are as far from torch's as unrounded ones; with them
+    0.15 of that, because a row's largest value lies between two codes. In bfloat16 it is 0.97, which proves nothing, so
+    only bits across batches are compared."""
     few, wide = quantize_folder(plain_folder("mixtral"), tmp_path, PRODUCERS["w8a8"](16))
     exact, text = prepare(ModelFlags(model=str(few), dtype="float32")), tokens_of(40, 7)
     prepared = prepare(ModelFlags(model=str(few), dtype=dtype))
@@ -185,7 +186,7 @@ def unchanged(name, weight):
 
 @needs_kernels
 def test_rows_of_experts_are_rounded_alike_or_not(plain_folder, tmp_path):
-    """All experts of a layer read the same rows: where one is plain, no expert rounds them."""
+    """A layer's experts read the same rows: if one is plain, none rounds them."""
     rounding = PRODUCERS["w8a8"](16)
 
     def quantize(name, weight):
@@ -225,7 +226,7 @@ def test_heads_and_embeddings_that_are_quantized(name, tied, tmp_path):
 
 
 def test_a_scheme_for_each_group_of_modules(plain_folder, tmp_path):
-    """A name goes before an expression, which goes before a class; a module that is plain in the file stays plain."""
+    """Names win over expressions, which win over classes; modules plain in the file stay plain."""
     four, eight = PRODUCERS["w4a16"](16), PRODUCERS["w8a16-packed"](16)
     special = "model.layers.1.mlp.up_proj"
     floats = compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
@@ -253,7 +254,7 @@ def test_a_scheme_for_each_group_of_modules(plain_folder, tmp_path):
 
 
 def test_layers_with_sizes_of_their_own(plain_folder, tmp_path):
-    """The first pattern decides, as in GPTQModel; what a pattern with a minus names is plain."""
+    """The first pattern wins, as in GPTQModel; patterns with a minus mean plain."""
     four, eight = gptq(), gptq(bits=8, group=32)
 
     def quantize(name, weight):
@@ -268,7 +269,7 @@ def test_layers_with_sizes_of_their_own(plain_folder, tmp_path):
 
 
 def test_modules_of_auto_round_with_sizes_of_their_own(plain_folder, tmp_path):
-    """Names go before expressions; a module of 16 bits is plain in the file."""
+    """Names win over expressions; 16-bit modules are plain in the file."""
     four, eight, two = auto_round(), auto_round(8, group=0, symmetric=False), auto_round(2, group=32)
 
     def quantize(name, weight):
@@ -307,7 +308,7 @@ def test_projections_with_orders_of_their_own_are_widened_together(plain_folder,
     assert "layers.0.gate_up.weight" in quantized
 
 
-def test_biases_of_zeros_that_the_model_does_not_have(plain_folder, tmp_path):
+def test_zero_biases_of_models_without_biases(plain_folder, tmp_path):
     def quantize(name, weight):
         tensors, values = gptq().quantize(name, weight)
         return {**tensors, name.replace(".weight", ".bias"): torch.zeros(len(weight))}, values
@@ -326,7 +327,7 @@ def test_blocks_that_end_in_the_middle_of_a_row(tmp_path):
         assert checkpoint.take_matrix("layers.0.qkv.weight", torch.float32).group == 8
 
 
-def test_what_a_checkpoint_says_of_activations_and_caches_is_told_and_not_done(plain_folder, tmp_path):
+def test_activation_and_cache_schemes_are_reported_but_not_used(plain_folder, tmp_path):
     fp8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     producer = compressed("float-quantized", fp8, num_bits=8, type="float")
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -346,8 +347,8 @@ def test_what_a_checkpoint_says_of_activations_and_caches_is_told_and_not_done(p
     assert "rounds the inputs of quantized layers to fp8" in note
 
 
-def test_rows_in_int8_are_told_where_they_are_not_rounded(plain_folder, tmp_path):
-    """GPUs multiply by the weights alone."""
+def test_unused_row_quantization_is_reported(plain_folder, tmp_path):
+    """GPUs quantize only weights."""
     few, _ = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, PRODUCERS["w8a8"](16))
     prepared = prepare(ModelFlags(model=str(few), dtype="float32"))
     assert not list(precision_notes(prepared, "cpu"))
@@ -355,7 +356,7 @@ def test_rows_in_int8_are_told_where_they_are_not_rounded(plain_folder, tmp_path
     assert "rounds the inputs of quantized layers to int8;" in note
 
 
-def test_all_types_of_rounded_rows_are_told(plain_folder, tmp_path):
+def test_all_types_of_row_quantization_are_reported(plain_folder, tmp_path):
     """Groups of modules may differ."""
     producer = PRODUCERS["w8a8"](16)
     group = producer.config["config_groups"]["group_0"]
@@ -373,7 +374,7 @@ def test_all_types_of_rounded_rows_are_told(plain_folder, tmp_path):
 
 
 def test_the_flag_that_rounds_rows_is_named_where_it_has_no_effect(plain_folder):
-    """Nobody but Pillion made int8-dynamic."""
+    """Only Pillion makes int8-dynamic."""
     flags = ModelFlags(model=str(plain_folder("llama-mqa-biases")), dtype="float32", quantization="int8-dynamic")
     prepared = prepare(flags)
     assert not list(precision_notes(prepared, "cpu"))
@@ -382,8 +383,8 @@ def test_the_flag_that_rounds_rows_is_named_where_it_has_no_effect(plain_folder)
     assert "producer" not in note
 
 
-def test_what_another_file_says_of_the_quantization_is_part_of_the_model(plain_folder, tmp_path):
-    """Quantizers before 2024 wrote a file of their own. Another one of the same folder is another model."""
+def test_a_separate_quantization_file_is_part_of_the_model(plain_folder, tmp_path):
+    """Quantizers before 2024 wrote a separate file. Another such file makes another model."""
     few, _ = quantize_folder(plain_folder("mistral-full"), tmp_path, PRODUCERS["gptq"](16))
     config = json.loads((few / "config.json").read_text())
     said = config.pop("quantization_config")

@@ -1,4 +1,4 @@
-"""Checkpoints quantized whose layers carry a state: every format holds its values, and is served by them."""
+"""Quantized checkpoints of models with states: every format holds its values, and is served by them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_plain_checkpoints_are_quantized(tmp_path, name, kind):
 
 
 def on_kernels(prepared: PreparedModel, text: list[int]) -> torch.Tensor:
-    """Returns the logits of a text, which have the same bits however it is cut, as its states have."""
+    """Return a text's logits, asserting the same bits for all chunkings, also of its states."""
     driver = StateDriver(prepared, num_slots=400, backend=cpu_backend(prepared, threads=2))
     whole, cut = driver.sequences.add(2)
     found = driver.run_all(whole, text, [])
@@ -90,7 +90,7 @@ def on_kernels(prepared: PreparedModel, text: list[int]) -> torch.Tensor:
 
 
 def linear_kinds(prepared: PreparedModel) -> set[str]:
-    """Returns how the matrices of layers with states are packed."""
+    """Return the packed types of matrices in layers with states."""
     weights = load_cpu_weights(prepared, load_config(prepared.folder), print, ModelCache())
     names = [key.removesuffix(".kind") for key in weights.numbers if key.endswith(".kind")]
     return {weights.linear(one).kind for one in names if ".linear." in one or ".conv." in one}

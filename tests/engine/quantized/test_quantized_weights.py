@@ -1,4 +1,4 @@
-"""Packed quantized weights: what a damaged file says of them is not believed."""
+"""Packed quantized weights: sizes in a damaged file are checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantizer: no group is worse than rounded to nearest, and what it writes is served."""
+"""The quantizer: no group is worse than round-to-nearest, and its output can be served."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.torch_model import BackendDriver
 
 
 def rounded_to_nearest(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    """Groups [G, group] rounded to the steps of a range that holds each, computed in float64."""
+    """Round groups [G, group] to the steps of a range that covers each, in float64."""
     wide, levels = weight.double(), CODE_RANGES[kind]
     if levels.offsets:
         low, high = wide.aminmax(dim=1, keepdim=True)
@@ -34,7 +34,7 @@ def rounded_to_nearest(weight: torch.Tensor, kind: str) -> torch.Tensor:
 
 @st.composite
 def matrices(draw: st.DrawFn) -> torch.Tensor:
-    """Groups of normal numbers, some with an outlier, a shift, many zeros, or all alike; of any size."""
+    """Return groups of normal numbers, with outliers, shifts, many zeros, or constants; of any size."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     groups = torch.randn(4, 32, generator=generator)
     kind = draw(st.sampled_from(["normal", "outlier", "shifted", "sparse", "alike"]))
@@ -62,7 +62,7 @@ def test_no_group_is_worse_than_rounded_to_nearest(weight, kind):
     assert float(error.sum()) <= float((plain + rounding).sum()) * 1.011
 
 
-def test_constants_are_float16_where_the_matrix_hardly_loses_by_it():
+def test_scales_are_float16_if_the_error_stays_small():
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     for kind in CODE_RANGES:
         found = quantize_matrix(weight, kind, 32)
@@ -74,7 +74,7 @@ def test_constants_are_float16_where_the_matrix_hardly_loses_by_it():
         assert not torch.equal(found.scales.half().float(), found.scales)
 
 
-def test_the_result_that_lost_takes_no_memory():
+def test_the_worse_result_is_freed():
     found = quantize_matrix(torch.randn(8, 64), "int4", 32)
     for tensor in (found.codes, found.scales, found.offsets):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -144,7 +144,7 @@ def test_linear_layers_are_quantized_and_close_to_the_plain_ones(tmp_path, monke
     assert len(BackendDriver(few).greedy([5, 6, 7], 4)) == 4
 
 
-def test_it_is_made_once_and_again_when_the_source_changes(folder, monkeypatch):
+def test_a_quantized_model_is_remade_only_if_the_source_changes(folder, monkeypatch):
     lines: list[str] = []
     flags = ModelFlags(model=str(folder), dtype="float32", quantization="int4")
     first = prepare(flags, lines.append)
@@ -160,7 +160,7 @@ def test_it_is_made_once_and_again_when_the_source_changes(folder, monkeypatch):
 
 
 def test_texts_of_the_source_are_those_of_the_quantized_model(folder):
-    """A chat template or tokens that end a text may change, or come, without the weights."""
+    """A chat template or end tokens may change without the weights."""
     first = quantized(folder, "int4")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "additional_chat_templates").mkdir()
@@ -174,7 +174,7 @@ def test_texts_of_the_source_are_those_of_the_quantized_model(folder):
     assert again.fingerprint == first.fingerprint, "their KV is the same"
 
 
-def test_what_cannot_be_quantized_is_refused_by_name(folder):
+def test_unquantizable_models_are_refused_by_name(folder):
     few = quantized(folder, "int8")
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,4 @@
-"""--activation-quantization int8: kernels and torch round inputs alike, whatever holds the weights."""
+"""--activation-quantization int8: kernels and torch round inputs alike, for all weight formats."""
 
 from __future__ import annotations
 
@@ -45,15 +45,14 @@ def packed(prepared: PreparedModel) -> CpuWeights:
 
 
 def kinds_of(weights: CpuWeights) -> set[str]:
-    """The kinds of all matrices of layers, but those of routers."""
+    """Return the kinds of all layers' matrices except routers."""
     names = {name.removesuffix(".kind") for name in weights.numbers if name.endswith(".kind")}
     return {weights.linear(name).kind for name in names if name.startswith("layers.") and "router" not in name}
 
 
 def check_alike(prepared: PreparedModel, exact: PreparedModel) -> None:
-    """Logits of the kernels are torch's, but for the largest value of each group, which lies between two codes and
-    falls on either: one in 16 here. Those of the weights alone are farther away. A prompt that was cut into other
-    batches has the same bits."""
+    """Assert that the kernels' logits are torch's, up to each group's largest value, between two codes: one in 16 here.
+    Those with only quantized weights are farther away. Other batches give the same bits."""
     assert prepared.fingerprint != exact.fingerprint
     text = tokens_of(40, 7)
     drivers = [CpuDriver(prepared), BackendDriver(prepared), BackendDriver(exact)]

@@ -1,4 +1,4 @@
-"""What workers of several ranks are refused for, and how ranks share a worker's cores."""
+"""Rejections for workers of several ranks, and ranks' shares of a worker's cores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
         ({"tensor_parallel_size": 4}, "cuda", "4 needs a GPU for each rank, and there are 2"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused_by_name(tmp_path, monkeypatch, flags, device, words):
+def test_unsupported_ranks_are_refused_by_name(tmp_path, monkeypatch, flags, device, words):
     if device == "cuda":
         monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 2)
     named = PrepareFlags(model=str(save_model(tmp_path / "model")), dtype="float32", **flags)

@@ -1,4 +1,4 @@
-"""The memory of ranks: it is handed over by its descriptor, and nothing else is taken for it."""
+"""The memory of ranks: passed by descriptor, and verified."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = parse_config(
 
 
 def test_it_is_opened_by_its_descriptor():
-    """Each part is a part of its own, begins at a cache line and has room for whole panels of a product."""
+    """Parts are separate, aligned to cache lines, and have room for whole panels of a product."""
     mine = RankMemory.create(CONFIG, 3, 50)
     other = RankMemory.open(os.dup(mine.fd))
     assert (other.ranks, other.max_tokens) == (3, 50)

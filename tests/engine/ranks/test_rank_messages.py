@@ -1,4 +1,4 @@
-"""What goes between ranks arrives as it was sent, within its limits."""
+"""Messages between ranks arrive as sent, within their limits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COPIES = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3)
     st.integers(0, 3),
     COPIES,
 )
-def test_a_step_arrives_as_it_is(
+def test_steps_round_trip(
     tokens: int,
     seqs: int,
     width: int,
@@ -81,12 +81,12 @@ def test_a_step_arrives_as_it_is(
 
 
 @pytest.mark.parametrize("payload", [b"", b"\1" * 35, b"\1" * 36, b"\1" * 100])
-def test_bytes_that_are_no_step_are_refused(payload: bytes) -> None:
+def test_invalid_steps_are_refused(payload: bytes) -> None:
     with pytest.raises(Internal, match="a step of"):
         step_from_bytes(bytearray(payload))
 
 
-def test_descriptors_come_along(pair: tuple[RankLink, RankLink]) -> None:
+def test_descriptors_are_passed(pair: tuple[RankLink, RankLink]) -> None:
     with open(os.devnull, "rb") as file:
         pair[0].send(RankMessage.POOL, b"about", [file.fileno(), file.fileno()])
     kind, payload, descriptors = pair[1].receive()
@@ -113,7 +113,7 @@ def test_a_message_has_a_largest_size(pair: tuple[RankLink, RankLink], monkeypat
 
 
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_silence_is_counted_in_slices(
+def test_timeouts_are_counted_in_slices(
     pair: tuple[RankLink, RankLink], monkeypatch: pytest.MonkeyPatch, sends: bool
 ) -> None:
     monkeypatch.setattr(rank_messages, "SLICE_MS", 1)
@@ -131,7 +131,7 @@ def test_a_silence_is_counted_in_slices(
     assert polls == [1] * 7
 
 
-def test_the_others_end_is_an_error(pair: tuple[RankLink, RankLink]) -> None:
+def test_a_closed_connection_is_an_error(pair: tuple[RankLink, RankLink]) -> None:
     pair[1].close()
     with pytest.raises(ConnectionError):
         pair[0].receive()

@@ -1,4 +1,4 @@
-"""Ranks are real processes here, over the fake model: their steps, their deaths, and that nothing of them is left."""
+"""Real rank processes with the fake model: steps, deaths, and no leftovers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gone(pids: list[int]) -> bool:
 
 
 @FORKED
-async def test_a_worker_of_three_ranks_says_what_one_says() -> None:
+async def test_a_worker_of_three_ranks_answers_like_one() -> None:
     async with running_workers(decode={"tensor_parallel_size": 3}, load=fake_ranks.load_ranks) as workers:
         backend = workers.decode.worker.model.backend
         assert isinstance(backend, RankedBackend)
@@ -116,25 +116,25 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
 
 
 def take(backend: RankedAheadBackend, weights: AdapterWeights) -> RankedAdapter:
-    """Gives a backend an adapter in the form in which the process that reads adapters brings it."""
+    """Give a backend an adapter as packed by the adapter process."""
     return backend.adapters.take(weights.digest, *PlainForm().pack(bits_of(weights)))
 
 
-def test_what_a_rank_refuses_is_an_error_of_the_start() -> None:
+def test_a_ranks_load_error_fails_the_start() -> None:
     before = set(psutil.Process().children())
     with pytest.raises(ConfigError, match="refused"):
         fake_ranks.fake_ranks(2, refused=True)
     assert set(psutil.Process().children()) <= before
 
 
-def test_a_rank_that_cannot_start_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_start_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes.sys, "executable", "/nowhere/python")
     with pytest.raises(ConfigError, match="rank 1 cannot be started"):
         fake_ranks.fake_ranks(2)
 
 
 def check_adapters(backend: RankedAheadBackend, packed: list[RankedAdapter]) -> None:
-    """What a rank cannot pack is an error of the adapter, and what nobody holds any more is dropped in all ranks."""
+    """Assert that a rank's packing failure is the adapter's error, and that all ranks drop unused adapters."""
     assert backend.adapters.max_adapters == 2
     assert packed[0].nbytes == 2 * 8
     with pytest.raises(Internal, match="a rank could not pack"):
@@ -147,10 +147,10 @@ def check_adapters(backend: RankedAheadBackend, packed: list[RankedAdapter]) -> 
 
 
 @FORKED
-def test_steps_wait_for_a_rank_that_stands_still_adapters_are_in_all_and_a_stopped_one_ends(
+def test_stopped_ranks_delay_steps_and_adapters_and_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two steps are under way while the other rank stands still; what is said to it between them keeps the order."""
+    """Two steps are under way while the other rank is stopped; messages between them keep their order."""
     monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.1)
     backend = fake_ranks.fake_ranks(2, ahead=True).backend
     assert isinstance(backend, RankedAheadBackend)
@@ -203,7 +203,7 @@ time.sleep(600)
 
 @pytest.mark.long
 def test_no_rank_outlives_rank_0() -> None:
-    """Whether it waits or is stopped."""
+    """Waiting or stopped."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]

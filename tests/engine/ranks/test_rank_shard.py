@@ -31,7 +31,7 @@ def shards(config: ModelConfig, size: int) -> list[ModelShard]:
 
 
 @given(st.data())
-def test_nothing_is_left_out_and_nothing_is_done_twice(config: ModelConfig, data: st.DataObject) -> None:
+def test_shares_cover_everything_once(config: ModelConfig, data: st.DataObject) -> None:
     kv_heads, group = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 8))
     fitting = [
         size for size in range(1, 17) if size <= kv_heads or (size % kv_heads == 0 and group % (size // kv_heads) == 0)
@@ -56,8 +56,7 @@ def test_nothing_is_left_out_and_nothing_is_done_twice(config: ModelConfig, data
 
 @given(st.data())
 def test_heads_with_states_and_their_channels_belong_to_ranks(config: ModelConfig, data: st.DataObject) -> None:
-    """Each rank finds its heads' channels where it looks for them, and pieces of a state that two ranks have are the
-    same to both."""
+    """Each rank finds its heads' channels at their places; pieces of a state shared by two ranks are equal."""
     keys, group, key_dim, head_dim = (data.draw(st.integers(1, most)) for most in (6, 4, 96, 96))
     fitting = [size for size in range(2, 9) if size <= keys or (size % keys == 0 and group % (size // keys) == 0)]
     assume(fitting)
@@ -114,7 +113,7 @@ def test_more_ranks_than_kv_heads_share_each(config: ModelConfig) -> None:
 
 
 def test_layers_with_other_numbers_of_kv_heads(config: ModelConfig) -> None:
-    """Sixteen query heads have eight KV heads in one layer, and two in the other."""
+    """Sixteen query heads have eight KV heads in one layer and two in another."""
     mixed = replace(shaped(config, 16, 8), layer_heads=(LayerHeads(8, 16), LayerHeads(2, 32)))
     for size in (2, 4, 8, 16):
         found = shards(mixed, size)

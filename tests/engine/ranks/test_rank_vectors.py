@@ -1,5 +1,5 @@
-"""Vectors, labels and logits of texts from a worker of several ranks: transformers' own, and the same bits whole, in
-chunks and among others."""
+"""Vectors, labels and logits of texts from a worker of several ranks: transformers' own, with bits independent of
+chunks and other rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flags_of(own_cache: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def vectors(group: RankGroup, driver: BackendDriver, *parts: tuple[int, list[int]], of: list[int]) -> np.ndarray:
-    """Runs one step; returns the vectors of these rows, which are the same at all ranks."""
+    """Run one step; return the vectors of these rows, which must be equal on all ranks."""
     batch = dataclasses.replace(driver.sequences.step(parts, of), pooled=len(of))
     group.forward(batch)
     found = [backend._read_vectors(batch).copy() for backend in group.backends]

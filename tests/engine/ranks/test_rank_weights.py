@@ -1,4 +1,4 @@
-"""A rank's share of a layer, in torch: cut matrices keep their values, and all ranks together are the whole layer."""
+"""A rank's share of a layer, in torch: cut matrices keep their values, and all ranks add up to the whole layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WIDTH = CONFIG.num_heads * HEAD_DIM
 
 
 def quantized(rows, columns, group, order=None, seed=1):
-    """uint4 with offsets."""
+    """Return a uint4 matrix with offsets."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (rows, columns), generator=generator).to(torch.uint8)
     scales, offsets = torch.randn(2, rows, -(-columns // group), generator=generator)
@@ -65,7 +65,7 @@ def test_selected_inputs_have_the_same_values(group, order, inputs):
 
 
 def layer_of(order):
-    """A layer with biases, whose matrices are quantized where there is an order for the down projection."""
+    """Return a layer with biases; its matrices are quantized if the down projection has an order."""
     generator = torch.Generator().manual_seed(0)
 
     def linear(rows, columns, ordered=None):
@@ -96,8 +96,8 @@ def mlp_of(layer, rows):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 @pytest.mark.parametrize("order", [None, "plain", "across"])
-def test_all_ranks_together_do_what_the_layer_does(size, order):
-    """Shares of two and one KV heads, and of two ranks for each KV head; biases count once."""
+def test_ranks_add_up_to_the_layer(size, order):
+    """Shares of two and one KV heads, and of two ranks per KV head; biases count once."""
     layer, rows = layer_of(order), torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(5))
     qkv = widened(layer["qkv"])(rows).view(7, -1, HEAD_DIM)
     attended = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(6))
@@ -120,7 +120,7 @@ def test_all_ranks_together_do_what_the_layer_does(size, order):
 
 
 def test_whole_experts_of_a_rank():
-    """Each expert and its biases are those of one rank, and the MLP beside them is divided by inner values."""
+    """Each expert with its biases belongs to one rank; the shared MLP is split by inner values."""
     raw = {"model_type": "glm4_moe", "vocab_size": 258, "hidden_size": HIDDEN, "intermediate_size": 96}
     raw |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     raw |= {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2}

@@ -74,7 +74,7 @@ SLOTS = 300
 
 @pytest.fixture(scope="module")
 def prepared_of(own_cache, tmp_path_factory):
-    """Prepares each model once, in float32 or bfloat16."""
+    """Prepare each model once, in float32 or bfloat16."""
 
     @functools.cache
     def made(name):
@@ -106,7 +106,7 @@ def test_logits_and_tokens_are_those_of_transformers(prepared_of, name, size):
 
 @pytest.mark.parametrize(("name", "size"), HYBRID_CASES)
 def test_layers_with_states(prepared_of, name, size):
-    """Transformers' logits and tokens, where ranks and one process go on from each other's states."""
+    """Transformers' logits and tokens; ranks and one process continue from each other's states."""
     prepared = prepared_of(name)
     model = AutoModelForCausalLM.from_pretrained(str(prepared.folder), dtype=torch.float32).eval()
     group, alone = RankGroup(prepared, size), cpu_backend(prepared)
@@ -130,7 +130,7 @@ def test_layers_with_states(prepared_of, name, size):
     ("name", "size"), [("granite-hybrid-wide", 4), pytest.param("qwen3-next", 2, marks=pytest.mark.long)]
 )
 def test_ranks_write_the_same_states_however_a_text_is_cut(prepared_of, name, size):
-    """And among other texts (I6). Pieces of a state that several ranks write have the same bytes in each of them."""
+    """Also among other texts (I6). Pieces of a state written by several ranks have the same bytes."""
     prepared = prepared_of(name, "bfloat16")
     group = RankGroup(prepared, size)
     driver = StateDriver(prepared, 16, SLOTS, backend=group)
@@ -164,7 +164,7 @@ OF_SIZES = [
 
 @pytest.mark.parametrize(("name", "writes", "reads"), OF_SIZES)
 def test_kv_of_one_size_is_read_by_another(prepared_of, name, writes, reads):
-    """A prefill worker of one size and a decode worker of another one share blocks as they are."""
+    """Prefill and decode workers of different sizes share blocks."""
     prepared = prepared_of(name)
     wanted = run(cpu_backend(prepared), prepared)
     first, second = (RankGroup(prepared, size) if size > 1 else cpu_backend(prepared) for size in (writes, reads))
@@ -179,8 +179,8 @@ def test_kv_of_one_size_is_read_by_another(prepared_of, name, writes, reads):
     second.close()
 
 
-def test_ranks_of_a_common_kv_head_write_the_same_bytes(prepared_of):
-    """Four ranks over two KV heads: each rank alone writes what both of a pair write."""
+def test_ranks_that_share_a_kv_head_write_the_same_bytes(prepared_of):
+    """Four ranks over two KV heads: each rank of a pair alone writes the pair's bytes."""
     prepared = prepared_of("llama-gqa-tied")
     driver = BackendDriver(prepared, backend=(group := RankGroup(prepared, 4)))
     pools = [bytearray(driver.memory) for _ in range(4)]
@@ -197,7 +197,7 @@ def test_ranks_of_a_common_kv_head_write_the_same_bytes(prepared_of):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_write_the_same_latents(prepared_of, size):
-    """Each rank alone writes all blocks, with the bytes of a worker of one process."""
+    """Each rank alone writes all blocks, with the bytes of a single process."""
     prepared = prepared_of("latents-six-heads")
     whole = BackendDriver(prepared, backend=cpu_backend(prepared))
     whole.step((whole.sequences.add()[0], TEXT))
@@ -216,8 +216,8 @@ def test_ranks_write_the_same_latents(prepared_of, size):
 
 
 def test_a_row_has_the_same_bits_in_every_batch_and_on_every_thread(prepared_of):
-    """I6, with soft caps, windows and KV in 8 bits; kernels that check each access, ranks of several threads, and other
-    sequences in each step."""
+    """I6, with soft caps, windows and 8-bit KV; bounds-checked kernels, ranks of several threads, and other sequences
+    in each step."""
     prepared = prepared_of("gemma2", "bfloat16")
     wanted = run(alone := RankGroup(prepared, 2, kv_cache_dtype="fp8"), prepared, ())
     alone.close()
@@ -231,9 +231,9 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_every_thread(prepared_of)
 
 
 def in_turn(group, batch, order):
-    """Runs a step whose ranks come in this order: each one sleeps in its first wait before the next one begins.
+    """Run a step whose ranks arrive in this order, each asleep in its first wait before the next starts.
 
-    Returns when every rank's forward pass has: rank 0 may be through while one that it met is not yet awake.
+    Returns when all ranks' forward passes have: rank 0 may finish while another is not yet awake.
     """
     futures = {}
     for rank in order:
@@ -249,7 +249,7 @@ def in_turn(group, batch, order):
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
 def test_sleepers_are_woken_and_bits_do_not_depend_on_who_comes_last(prepared_of, order):
-    """An arrival wakes them: a nap would last longer than the test waits."""
+    """Arrivals wake sleepers: naps would exceed the test's wait."""
     prepared = prepared_of("llama-gqa-tied")
     group = RankGroup(prepared, 4, nap_ns=100 * 10**9)
     wanted = run(group, prepared, ())[-1]
@@ -290,7 +290,7 @@ def test_rank_0_alone_gives_up_on_a_rank_that_hangs(prepared_of):
 
 
 def test_a_rank_that_fails_ends_the_others(prepared_of, monkeypatch):
-    """One that has no memory for its buffers, for instance."""
+    """For instance without memory for its buffers."""
     prepared = prepared_of("llama-gqa-tied")
     group = RankGroup(prepared, 2)
     driver = BackendDriver(prepared, backend=group)
@@ -319,8 +319,7 @@ def test_a_step_with_more_rows_than_the_memory_has_is_refused(prepared_of):
 
 @pytest.mark.parametrize("kind", ["gptq-act-order", "w8a8"])
 def test_matrices_that_are_quantized(kind, tmp_path):
-    """Inputs in an order of their own, which crosses heads; rows that are rounded to int8, where each rank's part of a
-    row has a scale of its own."""
+    """Reordered inputs across heads; rows rounded to int8, with a scale for each rank's part of a row."""
     plain, _ = make_model(tmp_path / "plain", MODELS["nine-heads"])
     few, wide = (
         prepare(ModelFlags(model=str(folder), dtype="float32"))
@@ -341,7 +340,7 @@ def test_matrices_that_are_quantized(kind, tmp_path):
 
 @pytest.mark.long
 def test_quantized_latents(tmp_path):
-    """Each rank has some heads of the matrices that make queries, and of what makes keys and values of latents."""
+    """Each rank has some heads of the query matrices and of the latents' up-projections."""
     plain, _ = make_model(tmp_path / "plain", {**MODELS["latents-six-heads"], "q_lora_rank": 32})
     few, wide = (
         prepare(ModelFlags(model=str(folder), dtype="float32"))
@@ -358,7 +357,7 @@ def test_quantized_latents(tmp_path):
     ["nine-heads", "latents-six-heads", "gptq-act-order", "gpt-oss", "qwen2-moe", "gptq-act-order-experts"],
 )
 def test_adapters(kind, prepared_of, tmp_path):
-    """A or B of each pair is cut as its layer is, also of each expert or head; each rank packs its own share."""
+    """A or B of each pair is cut like its layer, also per expert or head; each rank packs its own share."""
     if kind.startswith("gptq"):
         plain, _ = make_model(tmp_path / "plain", FAMILIES["qwen2-moe" if "experts" in kind else "llama-gqa-tied"])
         folder, _ = quantize_folder(plain, tmp_path / "few", PRODUCERS["gptq-act-order"](16))

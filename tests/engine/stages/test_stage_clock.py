@@ -29,7 +29,7 @@ def test_a_long_step_makes_the_stages_wait_for_each_other():
     assert clock.wait_s == [4.0, 4.0]
 
 
-def test_time_without_work_is_no_wait():
+def test_idle_time_is_not_waiting():
     clock = StageClock(2)
     for start in (0.0, 100.0):
         clock.launched(start)

@@ -32,7 +32,7 @@ CUTS = ((0, 30), (30, 31), (31, 64), (64, 96))
 
 @pytest.fixture(scope="module")
 def prepared_of(own_cache, tmp_path_factory):
-    """Prepares each model once, in float32 or bfloat16."""
+    """Prepare each model once, in float32 or bfloat16."""
 
     @functools.cache
     def made(name):
@@ -43,7 +43,7 @@ def prepared_of(own_cache, tmp_path_factory):
 
 
 def chunks(driver, texts=(TEXT,)):
-    """Batches of a text in chunks; a second text is in the same steps."""
+    """Return batches of a text in chunks, with a second text in the same steps."""
     numbers = driver.sequences.add(len(texts))
     for begin, end in CUTS:
         parts = [(number, text[begin:end]) for number, text in zip(numbers, texts, strict=True)]
@@ -52,7 +52,7 @@ def chunks(driver, texts=(TEXT,)):
 
 
 def pool_after(backend, prepared):
-    """The pool after the chunks of two texts. All steps of stages are under way as soon as they can be."""
+    """Return the pool after the chunks of two texts. Stages' steps start as early as possible."""
     kind, slots = (StateDriver, 400) if backend.layout.state_pages else (BackendDriver, 64)
     driver = kind(prepared, num_slots=slots, backend=backend)
     if isinstance(backend, StageGroup):
@@ -96,7 +96,7 @@ def test_stages_of_two_ranks_write_the_kv_of_two_ranks(prepared_of, name):
 
 
 def test_a_decode_worker_goes_on_with_the_kv_of_stages(prepared_of):
-    """The blocks are those of one process: it may write the first ones, stages the next, and it reads all of them."""
+    """The blocks are those of one process: it may write the first, stages the next, and it reads all."""
     prepared = prepared_of("llama-gqa-tied")
     group, alone = StageGroup(prepared, 3), cpu_backend(prepared)
     driver = BackendDriver(prepared, backend=alone)
@@ -121,7 +121,7 @@ def test_a_decode_worker_goes_on_with_the_kv_of_stages(prepared_of):
     ("stages", "ranks", "name"), [(2, 1, "llama-gqa-tied"), (2, 2, "llama-gqa-tied"), (2, 2, "mixtral")]
 )
 def test_adapters(prepared_of, stages, ranks, name):
-    """Each stage packs the adapters' pairs of its own layers."""
+    """Each stage packs its own layers' pairs."""
     prepared, text = prepared_of(name), tokens_of(20, 3)
     group = StageGroup(prepared, stages, ranks)
     driver = with_adapters(BackendDriver(prepared, backend=group), experts=True)
@@ -135,8 +135,8 @@ def test_adapters(prepared_of, stages, ranks, name):
     group.close()
 
 
-def test_the_pipeline_ends_where_a_stage_ends(prepared_of, monkeypatch):
-    """A stage that fails ends the waits of those beside it, and so theirs of the next ones."""
+def test_a_failed_stage_ends_the_pipeline(prepared_of, monkeypatch):
+    """A failing stage ends its neighbours' waits, and so on."""
     prepared = prepared_of("llama-gqa-tied")
     group = StageGroup(prepared, 3)
     driver = BackendDriver(prepared, backend=group)

@@ -1,5 +1,5 @@
-"""Random small hybrid models against transformers, token by token and in chunks: cuts, mixed steps, whole answers; on
-torch and on the CPU kernels."""
+"""Random small hybrid models against transformers, token by token and in chunks: all cuts, mixed steps, whole answers;
+on torch and the CPU kernels."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class HybridCase:
         return StateDriver(self.prepared, max(16, block_size), num_slots, backend=backend)
 
     def logits(self, text: list[int]) -> torch.Tensor:
-        """Returns the logits of each token of a text, token by token."""
+        """Return the logits of each token of a text, token by token."""
         return token_by_token(self.model, text)
 
 
 @pytest.fixture(scope="module")
 def made(own_cache, tmp_path_factory):
-    """Makes a family's model, once."""
+    """Make a family's model, once."""
 
     @functools.cache
     def make(name: str) -> tuple[ModelFlags, Any]:
@@ -69,7 +69,7 @@ def made(own_cache, tmp_path_factory):
 
 
 def cases(names: Iterable[str]) -> list[Any]:
-    """Parameters: each model on torch and on the CPU kernels, whose compiler takes long."""
+    """Return parameters: each model on torch and on the CPU kernels, whose compiler is slow."""
     on_kernels = (
         pytest.param(
             (name, "cpu"), id=f"{name}-cpu", marks=[needs_kernels, *([] if name in SOME else [pytest.mark.long])]
@@ -91,7 +91,7 @@ def some_case(request, made):
 
 @pytest.fixture(params=cases((*SOME, "nemotron-h")))
 def headed_case(request, made):
-    """One of the models has a last layer without keys, values and a state."""
+    """A model whose last layer has neither keys and values nor a state."""
     return made(*request.param)
 
 
@@ -125,7 +125,7 @@ def test_mixed_batches(some_case):
 
 
 def test_inputs_of_layers_for_a_head_are_transformers_and_change_no_bit(headed_case):
-    """An EAGLE-3 head reads them, of all rows of a step, sampled or not."""
+    """An EAGLE-3 head reads them, for all rows of a step, sampled or not."""
     case = headed_case
     plain, keeping = case.driver(num_slots=60), case.driver(num_slots=60)
     layers = [*range(case.model.config.num_hidden_layers)][::-1]
@@ -211,7 +211,7 @@ def test_models_in_bfloat16_are_near(made, name):
     ],
 )
 def test_kv_in_8_bits(made, name, kv):
-    """Near transformers' logits, with states in float32 whose bits do not depend on how a text was cut."""
+    """Near transformers' logits, with float32 states whose bits do not depend on chunks."""
     case, text = made(name, "cpu"), tokens_of(PROMPT_TOKENS, 2)
     # 8-bit blocks of 16 tokens are too small for the pieces of these states.
     driver = case.driver(32, num_slots=400, kv_cache_dtype=kv)
@@ -290,8 +290,8 @@ def test_the_text_part_of_qwens_model_of_text_and_pictures(tmp_path):
 
 
 def test_olmo_hybrids_own_names(tmp_path):
-    """transformers 5 saves three equal parts of a convolution of queries, keys and values; published files have parts
-    with the channels of each. The two have other names for a norm of layers that attend."""
+    """transformers 5 saves a convolution of queries, keys and values in three equal parts, published files in parts by
+    their channels. A norm of attention layers also has two names."""
     folder, flags = make_model(tmp_path / "model", HYBRIDS["olmo-hybrid"])
     text, found = tokens_of(PROMPT_TOKENS, 2), []
     tensors, keys, values = load_file(folder / "model.safetensors"), 2 * 24, 4 * 48

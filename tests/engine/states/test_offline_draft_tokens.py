@@ -1,5 +1,5 @@
-"""Answers of models with states, for which a draft model or an EAGLE-3 head drafts, are those without draft tokens:
-greedy ones, which are transformers', and sampled ones, with parallel samples and penalties."""
+"""Answers of models with states with a draft model or EAGLE-3 head equal those without: greedy (transformers'),
+sampled, parallel samples and penalties."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = [
 
 
 def outputs_of(folder: pathlib.Path, kernels: str, rounds: int, **speculative: Any) -> list[RequestOutput]:
-    """All answers; a second round finds prompts and states of the first one."""
+    """Return all answers; a second round reuses prompts and states of the first."""
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": "512", "kv_pool_bytes": "16MiB", "cpu_threads": 1}
     if speculative:
         options["speculative_config"] = {"num_speculative_tokens": 3, **speculative}
@@ -46,7 +46,7 @@ def said(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def chances(outputs: list[RequestOutput]) -> list[float]:
-    """The log probabilities of the greedy answers."""
+    """Return the log probabilities of the greedy answers."""
     found = [answer.cumulative_logprob for output in outputs for answer in output.outputs]
     return [one for one in found if one is not None]
 

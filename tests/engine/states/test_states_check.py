@@ -1,4 +1,4 @@
-"""What models with states cannot be served with yet is refused by name, before weights are read."""
+"""Unsupported flags of models with states are rejected by name, before weights are read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_refusals(folder: str, flags: WorkerFlags, words: str) -> None:
 
 
 def test_stages_with_a_gpu_each_are_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may share one, and everything else runs there."""
+    """Stages that share a GPU are supported."""
     config, stages = load_config(pathlib.Path(folder)), PrefillFlags(pipeline_parallel_size=2)
     changes: list[dict[str, Any]] = [{"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"enable_lora": True}]
     for flags in (DECODE, *(replace(DECODE, **change) for change in changes), stages):

@@ -1,4 +1,4 @@
-"""Which GPU is whose, by the driver's count and CUDA_VISIBLE_DEVICES."""
+"""Assignment of GPUs, by the driver's count and CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pillion.engine.backends.gpu import gpu_devices as devices
         ("0,1,2,3,-1,5", 1, "1,0,2,3"),
     ],
 )
-def test_a_ranks_own_gpu_is_the_first_that_it_sees(
+def test_a_ranks_gpu_is_its_first_visible_one(
     monkeypatch: pytest.MonkeyPatch, named: str, rank: int, seen: str
 ) -> None:
     monkeypatch.setattr(devices, "device_count", lambda: 4)

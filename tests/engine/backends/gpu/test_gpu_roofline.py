@@ -1,4 +1,4 @@
-"""What a step is expected to cost by a GPU's rates, and the budget that follows from it."""
+"""Expected costs of steps by a GPU's rates, and the resulting budget."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def model_of(folder: pathlib.Path, config: dict[str, Any]) -> PreparedModel:
 
 
 def test_the_weights_of_known_models_are_counted(tmp_path: pathlib.Path) -> None:
-    """Llama 3 8B has 8.03 billion parameters, of which two tables of the vocabulary are 1.05; Mixtral 8x7B has 46.7,
-    of which a token meets 12.9."""
+    """Llama 3 8B has 8.03 billion parameters, 1.05 of them in two vocabulary tables; Mixtral 8x7B has 46.7, 12.9 of
+    them active per token."""
     assert model_weights(load_config(model_of(tmp_path, LLAMA | SHAPES["8b"]).folder))[0] == pytest.approx(
         6.98e9, rel=0.01
     )
@@ -106,7 +106,7 @@ def test_the_weights_of_known_models_are_counted(tmp_path: pathlib.Path) -> None
 def test_a_budget_suits_device_model_and_target(
     tmp_path: pathlib.Path, rates: DeviceRates, shape: str, target: float | str, tokens: int
 ) -> None:
-    """What the weights of 70 billion parameters leave of memory is looked at in a test of its own."""
+    """Another test covers the memory left by the weights of 70 billion parameters."""
     model, rates = model_of(tmp_path, LLAMA | SHAPES[shape]), replace(rates, memory_bytes=1000 * GB)
     cost = expected_cost(rates, model, 131_072)
     assert suitable_budget(cost, rates, DecodeFlags(target_itl_ms=target), model) == tokens
@@ -131,7 +131,7 @@ def test_ranks_share_the_work(tmp_path: pathlib.Path) -> None:
 
 @dataclass
 class DriverAttributes:
-    """Stands for the driver of one device with these attributes."""
+    """Fake driver of one device with these attributes."""
 
     values: dict[int, int] = field(default_factory=dict)
 
@@ -193,7 +193,7 @@ def test_a_worker_on_a_gpu_settles_its_budget(gpu: PreparedModel) -> None:
 def test_a_sequences_state_is_read_and_written_as_the_kernels_keep_it(
     gpu: PreparedModel, tmp_path: pathlib.Path, own_cache: pathlib.Path
 ) -> None:
-    """A GPU's state has rows of an unfinished chunk beside its matrices."""
+    """On a GPU a state has its matrices and the rows of an unfinished chunk."""
     prepared = prepare(make_model(tmp_path / "hybrid", HYBRIDS["qwen3-5"])[1])
     config, states = load_config(prepared.folder), gpu_layout(prepared, 16).state_bytes
     assert states > kv_layout(prepared, 16).state_bytes
@@ -203,7 +203,7 @@ def test_a_sequences_state_is_read_and_written_as_the_kernels_keep_it(
 
 
 def test_buffers_of_a_mixture_do_not_grow_with_all_tokens(tmp_path: pathlib.Path) -> None:
-    """Experts compute 8,192 rows at a time, so more tokens take no more of what each row has for its experts."""
+    """Experts compute 8,192 rows at a time, so more tokens need no more memory for experts."""
     config = load_config(model_of(tmp_path, MIXTRAL).folder)
     few, many, more = (
         step_bytes(config, "bfloat16", tokens, 0, mixed_rows=MAX_MIXED_ROWS) for tokens in (8192, 16_384, 24_576)
@@ -219,7 +219,7 @@ def test_the_interpreter_has_the_budgets_of_a_cpu(gpu: PreparedModel, monkeypatc
 
 
 def test_the_first_step_beside_streams_keeps_to_what_is_expected(tmp_path: pathlib.Path) -> None:
-    """An H100 would take 30 ms for a step of the whole budget's eighth, which 2.5 plain steps do not allow."""
+    """An H100 needs 30 ms for an eighth of the whole budget, more than 2.5 plain steps."""
     cost = expected_cost(H100, model_of(tmp_path, LLAMA | SHAPES["8b"]), 131_072)
     blind = TokenBudget(8192, target_steps=AUTO_TARGET_STEPS)
     knowing = TokenBudget(8192, target_steps=AUTO_TARGET_STEPS, expected=cost)
