@@ -1,4 +1,4 @@
-"""Chosen tokens against transformers' processors, the softmax itself, and a draw without any pruning."""
+"""Sampled tokens against transformers' processors, the softmax, and sampling without pruning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chosen(logits: torch.Tensor, *all_params: RowParameters) -> list[int]:
 
 
 def kept(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
-    """Marks the tokens [V] of one row that may be drawn."""
+    """Mark the tokens [V] of one row that may be drawn."""
     table = padded(logits[None])
     return logits.numpy() >= cuts(table, group_maxima(table), rows_of([params]), np.array([0]))[0]
 
@@ -36,7 +36,7 @@ def kept(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
 @pytest.mark.parametrize("odd", [0.0, 5.0, torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("vocab_size", [97, 1280])
 def test_greedy_rows_alone_and_beside_others(odd: float, vocab_size: int) -> None:
-    """A step of greedy rows alone takes a shortcut to the same tokens. A row with NaN or infinity has none."""
+    """Batches of only greedy rows take a shortcut to the same tokens. A row with NaN or infinity has none."""
     logits, greedy = random_logits(4, vocab_size, spread=0.1), RowParameters(temperature=0.0)
     logits[1, [9, 40, 90]] = odd
     logits[2] = odd
@@ -87,7 +87,7 @@ def test_tokens_are_distributed_as_the_softmax_says(params: RowParameters, vocab
 
 
 def test_a_flat_and_a_steep_distribution() -> None:
-    """In a flat distribution nearly every winner is the first of its group, in a steep one nearly none is."""
+    """In a flat distribution nearly every winner is the first of its group, in a steep one nearly none."""
     draws = 8_000
     for logits in (torch.zeros(640), torch.tensor([0.0, -1.0, *[-9.0] * 500])):
         tokens = sample(logits.expand(draws, -1), draws_of(RowParameters(), draws)).token_ids
@@ -178,8 +178,8 @@ def test_a_long_nucleus(temperature: float, top_p: float) -> None:
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
-    """The same logits, parameters, seed and position give the same token and log probabilities alone and in
-    any batch and row (I6)."""
+    """The same logits, parameters, seed and position give the same token and log probabilities in any batch and row
+    (I6)."""
     random, count, vocab_size = np.random.default_rng(0), 24, 20_003
     logits = random_logits(count, vocab_size)
     batch = [
@@ -227,7 +227,7 @@ def test_sampling_changes_nothing() -> None:
 def test_largest_logits_that_are_known_change_nothing(
     several: list[RowParameters], greedy: bool, biased: bool, odd: float | None, seed: int
 ) -> None:
-    """The CPU kernels find the largest logits before the sampler edits a row, after which other ones may be largest."""
+    """The CPU kernels find the largest logits before the sampler's edits, which may change them."""
     logits = random_logits(len(several) + 1, 5 * GROUP_TOKENS, seed=seed)
     if odd is not None:
         logits[0, seed % logits.shape[1]] = odd

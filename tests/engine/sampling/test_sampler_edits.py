@@ -25,7 +25,7 @@ def logits_of(rows: int = 1, seed: int = 5, spread: float = 3.0) -> torch.Tensor
 
 
 def after(logits: torch.Tensor, *all_params: RowParameters) -> torch.Tensor:
-    """Returns the edited logits."""
+    """Return the edited logits."""
     table = logits.numpy().copy()
     with edited(table, rows_of(all_params).edits):
         inside = table.copy()
@@ -59,7 +59,7 @@ def test_banned_ids_are_as_transformers_min_new_tokens() -> None:
 
 
 def plain(logits: list[float], params: RowParameters) -> list[float]:
-    """Applies all edits in float64, token by token, in the order of pillion.engine.sampling.sampler."""
+    """Apply all edits in float64, token by token, in the order of pillion.engine.sampling.sampler."""
     values, answered = list(logits), Counter(params.answered)
     for token in range(len(values)):
         values[token] += params.bias.get(token, 0.0)
@@ -114,7 +114,7 @@ def test_all_edits_together(
 
 
 def test_edits_decide_what_is_drawn() -> None:
-    """The draw is from the softmax of the edited logits, through all filters."""
+    """Sampling uses the softmax of the edited logits, through all filters."""
     draws = 6000
     params = RowParameters(
         top_k=40, bias={5: 4.0, 6: -100.0}, seen=[1, 2, 3] * 5, repetition=1.5, answered=[2, 3, 3], frequency=0.7

@@ -1,4 +1,4 @@
-"""Masked rows against a plain race over the whole vocabulary, of which only the allowed tokens are left."""
+"""Masked rows against plain sampling over only the allowed tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_masks(rows: SamplingRows, numbers: list[int], allowed: np.ndarray, late
 
 
 def a_case(seed: int, vocab_size: int, count: int, density: float) -> tuple[torch.Tensor, np.ndarray]:
-    """Logits [count, V] and allowed tokens, bool [count, V], at least one in each row."""
+    """Return logits [count, V] and allowed tokens, bool [count, V], at least one in each row."""
     logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
     draws = np.random.default_rng(seed)
     allowed = draws.random((count, vocab_size)) < density
@@ -63,7 +63,7 @@ def test_masked_rows_race_among_what_is_allowed(
 
 
 def likeliest(logits: torch.Tensor) -> LargestLogits:
-    """What a backend's kernels find while they compute."""
+    """Return the largest logits as a backend's kernels find them."""
     table = logits.numpy()
     tokens = np.where(np.isfinite(table).all(axis=1), table.argmax(axis=1), -1)
     return LargestLogits(group_maxima(table), tokens.astype(np.int32))
@@ -84,7 +84,7 @@ def test_whole_and_masked_logits_give_the_same_tokens(
     broken: list[tuple[int, float]],
     known: bool,
 ) -> None:
-    """An edit of a row without a mask makes the sampler mask all rows; it changes nothing there."""
+    """Editing a row without a mask makes the sampler mask all rows, without effect there."""
     vocab_size = 16 * 128
     cases = [a_case(seed + row, vocab_size, 1, density) for row, density in enumerate([*densities, 1.0])]
     logits, allowed = torch.cat([case[0] for case in cases]), np.concatenate([case[1] for case in cases])
@@ -102,7 +102,7 @@ def test_whole_and_masked_logits_give_the_same_tokens(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_is_masked_only_where_it_has_to_be(temperature: float) -> None:
-    """The likeliest token is allowed, is banned with few others allowed, and is banned with many allowed."""
+    """The likeliest token is allowed, banned with few others allowed, and banned with many allowed."""
     vocab_size = 2 * FEW_TOKENS + 128
     logits = torch.zeros(3, vocab_size)
     logits[:, 9] = 20.0
@@ -159,7 +159,7 @@ def test_a_late_mask_leaves_its_row_and_no_other_without_a_token(temperature: fl
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bans_yield_where_they_would_leave_nothing(temperature: float) -> None:
-    """min_tokens bans ends; where the grammar allows nothing else, the grammar wins."""
+    """min_tokens bans EOS; a grammar that allows only EOS wins."""
     logits = torch.zeros(2, 300)
     logits[:, 7] = 5.0
     allowed = np.zeros((2, 300), bool)

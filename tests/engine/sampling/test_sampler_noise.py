@@ -1,4 +1,4 @@
-"""The random numbers against Random123's vectors, a definition in plain Python, and the promised distribution."""
+"""Random numbers against Random123's vectors, a definition in plain Python, and their distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORD = 0xFFFFFFFF
 
 
 def plain_philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
-    """Philox of Salmon et al., 2011, figure 2, on Python's own integers."""
+    """Philox of Salmon et al., 2011, figure 2, in Python integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -25,7 +25,7 @@ def plain_philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, .
 
 
 def plain_noise(seed: int, position: int, token: int) -> float:
-    """Computes noise as the module docstring of pillion.engine.sampling.gumbel defines it."""
+    """Compute noise as the module docstring of pillion.engine.sampling.gumbel defines it."""
 
     def words(index: int, stream: int) -> tuple[int, ...]:
         return plain_philox((position & WORD, position >> 32, index, stream), (seed & WORD, seed >> 32))
@@ -80,7 +80,7 @@ def test_noise_depends_on_every_bit_of_seed_and_position() -> None:
 
 
 def test_waits_are_independent_exponential_numbers() -> None:
-    """Checks mean, variance and every covariance within and across groups, within five standard errors."""
+    """Mean, variance and every covariance within and across groups, within five standard errors."""
     draws, tokens = 4000, GROUP_TOKENS + 32
     waits = np.stack([np.exp(-all_noise(seed, 3, tokens).astype(np.float64)) for seed in range(draws)])
     error = 1 / math.sqrt(draws)

@@ -1,4 +1,4 @@
-"""Adapters come and go in a worker's slots: who waits, who is let past, and that nobody waits for ever."""
+"""Adapters in a worker's slots: waiting, admission past waiters, and no starvation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_one_step_mixes_adapters_and_the_model_alone() -> None:
 
 
 def test_a_sequence_whose_adapter_is_loading_holds_up_nobody() -> None:
-    """Neither the running slots nor the head of the line are taken by those who cannot run."""
+    """Sequences that cannot run block neither slots nor the queue."""
     harness = SchedulerHarness(max_loras=1, max_num_seqs=2, budget=8)
     late = [harness.submit(prompt(1, 5), 3, adapter=1) for _ in range(3)]
     others = [harness.submit(prompt(2, 5), 3) for _ in range(4)]
@@ -87,7 +87,7 @@ def test_more_adapters_than_slots_take_turns() -> None:
 
 
 def test_a_busy_adapter_is_closed_for_one_that_waits_long() -> None:
-    """Streams of one adapter follow each other without a gap, so that it is never idle by itself."""
+    """Streams of one adapter follow each other without a gap, so it would never be idle."""
     harness = SchedulerHarness(max_loras=1, max_num_seqs=8, slots=200)
     harness.submit(prompt(1, 5), 20, adapter=1)
     steps(harness, 1)
@@ -212,7 +212,7 @@ def test_check_integrity_finds_what_is_wrong(state: str) -> None:
 
 
 def test_a_slot_that_was_given_away_survives_the_step_that_should_have_filled_it() -> None:
-    """The step is under way when its only sequence leaves; its slot is for another adapter when the step fails."""
+    """The step's only sequence is cancelled meanwhile; when the step fails, its slot belongs to another adapter."""
     harness = AheadHarness(max_loras=1, budget=4)
     first = harness.submit(prompt(1, 9), 5, adapter=1)
     harness.step()

@@ -43,7 +43,7 @@ def planned(harness: AheadHarness, seq_id: int, plan: StepPlan) -> int | None:
 
 
 def test_a_plain_stream_never_waits() -> None:
-    """From its first token on each step runs on the token that the one under way chooses; its last one is foreseen."""
+    """From its first token on, each step runs on the token sampled by the previous one; its last one is foreseen."""
     harness = AheadHarness(budget=4)
     harness.submit(prompt(1, 9), 33, seed=2)
     run_out(harness)
@@ -64,7 +64,7 @@ def test_prompt_tails_and_prefill_ranges_follow_themselves() -> None:
 
 
 def test_a_stop_id_voids_the_row_after_it() -> None:
-    """The stream ends there; what it held is let go when the row that nobody wants has landed, and not before."""
+    """The stream ends there; its slots are released only once the unused row has landed."""
     expected = answer(prompt(1, 9), 0, 40)
     at = next(place for place in range(8, 40) if expected[place] not in expected[:place])
     harness = AheadHarness()
@@ -92,7 +92,7 @@ def test_a_stop_id_voids_the_row_after_it() -> None:
 
 
 def test_who_reads_its_history_loses_no_step() -> None:
-    """Its forward pass is launched ahead as well; only its choice is made when the step before has landed."""
+    """The forward pass is launched ahead as well; only sampling waits for the previous step."""
     harness = AheadHarness()
     harness.submit(prompt(1, 9), 12, penalty=0.5)
     harness.submit(prompt(2, 7), 24)
@@ -154,8 +154,8 @@ def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozen
 
 
 def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
-    """A stream stops, and the node, which has not heard of it, says that it is exhausted: who lacks a slot waits for
-    the landing, and for the next answer, instead of preempting the newest."""
+    """A stream stops while the node, not yet informed, reports exhaustion: streams without slots wait for the landing
+    and the next answer instead of preempting the newest."""
     scheduler, stop = Scheduler(blocks=BlockManager(BLOCK), max_num_batched_tokens=64, max_num_seqs=8), 7
     for number in (1, 2, 3):
         scheduler.add(stream(number, 6, range(10 * number, 10 * number + 2)), 0.0)
@@ -282,7 +282,7 @@ def test_another_committer_was_first_while_a_step_reads_the_loser() -> None:
 
 
 class SometimesDrafter(OracleDrafter):
-    """Knows what follows only where the text's length is such."""
+    """Drafts only texts of some lengths."""
 
     def __init__(self, knows: Callable[[int], bool]) -> None:
         super().__init__()
@@ -293,8 +293,7 @@ class SometimesDrafter(OracleDrafter):
 
 
 def test_a_step_runs_ahead_where_nothing_is_drafted() -> None:
-    """Draft tokens follow tokens that are known, so their stream waits for each step; one without draft tokens never
-    does."""
+    """Drafts follow known tokens, so drafting streams wait for each step; others never do."""
     drafting = AheadHarness(budget=32, drafter=OracleDrafter())
     drafting.submit(prompt(1, 9), 33)
     run_out(drafting)
@@ -466,7 +465,7 @@ def test_any_history_of_prefill_ranges_in_a_pipeline(
 
 
 def test_the_chunks_of_a_prompt_are_under_way_together() -> None:
-    """As many as there are stages; a prompt behind it follows without a gap."""
+    """As many as there are stages; the next prompt follows without a gap."""
     harness = AheadHarness(budget=8, slots=200, max_under_way=4)
     for kind in (1, 2):
         harness.submit(prompt(kind, 40), 0, chunks=(40,))

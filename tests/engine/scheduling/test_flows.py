@@ -1,4 +1,4 @@
-"""Tenants' shares of a worker: who is next, who gives up a place, and that nobody saves up or waits for ever."""
+"""Tenants' shares of a worker: order, preemption, no saving up, no starvation."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_runs_in_the_background_takes_no_place() -> None:
 
 @EITHER_WAY
 def test_what_runs_in_the_background_gives_up_its_place_first(make: MakeHarness) -> None:
-    """Before what had more, and even its only place."""
+    """Before tenants that had more, and even if it is the only one of its tenant."""
     harness = make(slots=400, budget=64, max_num_seqs=3)
     crowd = harness.flood(ONE, 2, tokens=40)
     steps(harness, 20)
@@ -128,7 +128,7 @@ def test_what_runs_in_the_background_gives_up_its_place_first(make: MakeHarness)
 
 
 def served(harness: SchedulerHarness, owners: dict[int, int]) -> Counter[int]:
-    """Tokens of each flow as its tenant is charged for them; of prompts nothing is found."""
+    """Return the tokens charged to each flow; no prompt is cached."""
     found: Counter[int] = Counter()
     for seq_id, flow in owners.items():
         sequence, record = harness.scheduler.sequences.get(seq_id), harness.records[seq_id]
@@ -139,7 +139,7 @@ def served(harness: SchedulerHarness, owners: dict[int, int]) -> Counter[int]:
 
 @EITHER_WAY
 def test_weights_are_shares_within_five_percent(make: MakeHarness) -> None:
-    """Each tenant asks again as soon as an answer has ended, and the heavy one's answers are longer."""
+    """Each tenant sends a request as soon as an answer has ended; the heavy one's answers are longer."""
     harness = make(slots=300, budget=64, max_num_seqs=6)
     owners: dict[int, int] = {}
     for number in range(600):
@@ -200,7 +200,7 @@ def test_urgent_goes_before_less_urgent_of_the_same_tenant_and_shares_before_tha
 
 
 def test_what_is_more_urgent_than_usual_goes_before_other_tenants() -> None:
-    """A tenant needs a permission for that. It is aged as everywhere: who came early enough goes first."""
+    """Tenants need permission for that. Aging applies as everywhere: early requests go first."""
     for early_s, first in ((0.0, "urgent"), (PRIORITY_AGING_S + 1, "usual")):
         harness = SchedulerHarness(slots=400, budget=8, max_num_seqs=8)
         # The urgent request's tenant has had more.
@@ -272,7 +272,7 @@ def test_a_weight_is_bounded(weight: float, counted: float) -> None:
 def test_with_one_tenant_nothing_is_different(
     asked: list[tuple[int, int, int]], max_num_seqs: int, budget: int
 ) -> None:
-    """Every step has the same chunks, whether the tenant is named or not."""
+    """Every step has the same chunks with and without a tenant's name."""
     plans = []
     for flow in (NOBODY, THREE):
         harness = SchedulerHarness(slots=60, budget=budget, max_num_seqs=max_num_seqs, token_s=0.005)
@@ -297,7 +297,7 @@ def test_with_one_tenant_nothing_is_different(
 def test_whoever_is_next_had_least(
     asked: list[tuple[int, int, int]], max_num_seqs: int, budget: int, ahead: bool
 ) -> None:
-    """A sequence that begins is of a flow that no other waiting flow is behind by more than its step had of prompts."""
+    """No other waiting flow is behind a starting sequence's flow by more than its step's prompt tokens."""
     make = AheadHarness if ahead else SchedulerHarness
     harness = make(slots=600, budget=budget, max_num_seqs=max_num_seqs)
     for length, tokens, flow in asked:

@@ -1,4 +1,4 @@
-"""The order of sequences: which goes first, which gives way, and that no sequence waits for ever."""
+"""The order of sequences: admission, preemption, no starvation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.scheduler_harness import SchedulerHarness, prompt, states
 
 
 def served(harness: SchedulerHarness) -> list[int]:
-    """One step; who got tokens, in order."""
+    """Run one step; return who got tokens, in order."""
     ids = [chunk.sequence.seq_id for chunk in harness.step().scheduled]
     while harness.answer():
         pass
@@ -45,7 +45,7 @@ def test_a_begun_prompt_tail_is_not_left_for_one_as_urgent() -> None:
 
 
 def measured(**limits: int) -> SchedulerHarness:
-    """A scheduler that has measured its steps: only then does it know how long a prompt takes."""
+    """A scheduler with measured steps, so that it can predict a prompt's time."""
     harness = SchedulerHarness(**limits, token_s=0.005)
     harness.submit(prompt(99, 30), 2)
     harness.finish()

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: computed once, shared, copied where they part."""
+"""Parallel samples: one computed prompt, shared blocks, copies where they diverge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, SchedulerHarnes
 
 
 def computed(harness: SchedulerHarness) -> int:
-    """One step with its answers; how many tokens it ran."""
+    """Run one step with its answers; return its number of tokens."""
     tokens = harness.step().num_tokens
     while harness.answer():
         pass
@@ -190,8 +190,7 @@ def stream(seq_id: int, length: int, slots: range, parallel_samples: tuple[Paral
 @pytest.mark.parametrize("recall", [0, 8])
 @pytest.mark.parametrize("victim", ["parallel_sample", "parent"])
 def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> None:
-    """A decode needs memory, and takes it from the parallel sample or its parent, in the very step that would start the
-    parallel sample."""
+    """A decode takes memory from the parallel sample or its parent in the very step that would start the sample."""
     scheduler = Scheduler(blocks=BlockManager(BLOCK), max_num_batched_tokens=64, max_num_seqs=4)
     scheduler.add(stream(1, 6, range(10, 12)), 0.0)
     scheduler.add(stream(2, 11, range(20, 24), (ParallelSampleSpec(3, 5),)), 0.0)

@@ -1,4 +1,4 @@
-"""Partial blocks of answers: the next turn copies what agrees, memory comes first, and nothing leaks or is wrong."""
+"""Partial blocks of answers: the next turn copies matching tokens, memory pressure wins, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def harness_of(most: int = 2, **shape: int) -> SchedulerHarness:
 
 
 def run_all(harness: SchedulerHarness) -> int:
-    """Runs until nothing is left; returns how many tokens were computed."""
+    """Run until idle; return the number of computed tokens."""
     ran = 0
     while harness.busy():
         harness.load(2)
@@ -27,7 +27,7 @@ def run_all(harness: SchedulerHarness) -> int:
 
 
 def ask(harness: SchedulerHarness, tokens: list[int], most: int, **options: int) -> tuple[int, int]:
-    """Computes one answer; returns its number and how many tokens were computed."""
+    """Compute one answer; return its number and that of computed tokens."""
     number = harness.submit(tokens, most, **options)
     assert number is not None
     return number, run_all(harness)

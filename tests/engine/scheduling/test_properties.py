@@ -43,7 +43,7 @@ SHAPES = st.tuples(st.integers(12, 60), st.integers(4, 24), st.integers(1, 4))
 
 
 def begin_with(harness: SchedulerHarness, crowd: int) -> None:
-    """Has one tenant's streams take the places."""
+    """Start one tenant's streams."""
     harness.flood(1, crowd, tokens=30)
     for _ in range(crowd + 1 if crowd else 0):
         harness.answered_step()

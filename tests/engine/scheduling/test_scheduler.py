@@ -1,4 +1,4 @@
-"""The scheduler's promises, one scene each."""
+"""The scheduler's guarantees, one scenario each."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_refused_commit_does_not_stop_a_stream_but_fails_a_prefill_range() -> 
 
 
 def test_a_step_computes_as_many_chunks_as_fit() -> None:
-    """A prefill worker with a budget of several chunks computes them in one step, and each is acknowledged."""
+    """A prefill worker with a budget of several chunks computes and acknowledges them in one step."""
     harness = SchedulerHarness(slots=100, budget=40)
     prefill_range = harness.submit(prompt(2, 64), 0, chunks=(16, 32, 48, 64))
     assert prefill_range is not None

@@ -1,4 +1,4 @@
-"""Prompts whose tokens are scored: what is cached, what is void and what is cut does not lose or repeat a score."""
+"""Prompts with log probabilities: caching, preemption and chunks neither lose nor repeat a score."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.scheduler_harness import SchedulerHarness, prompt
 
 
 def preempt(harness: SchedulerHarness, seq_id: int) -> None:
-    """Take a stream's memory, as for another one that needs it."""
+    """Take a stream's memory, as if another one needed it."""
     harness.scheduler._close(harness.scheduler.sequences[seq_id], harness.now, commit_rest=True, resume=True)
 
 
@@ -71,7 +71,7 @@ def test_a_step_has_no_more_scored_rows_than_it_may() -> None:
 
 
 def test_texts_whose_logits_are_wanted_count_among_these_rows() -> None:
-    """A text that would have one row too many waits; a text whose vector is wanted has no logits, and does not."""
+    """A text that would exceed the row limit waits; a text with a vector has no logits and does not."""
     harness = SchedulerHarness(slots=64, budget=64, max_num_seqs=8)
     harness.scheduler._max_scored_rows = 2
     asked = [harness.submit(prompt(seed, 6), 0) for seed in range(1, 6)]

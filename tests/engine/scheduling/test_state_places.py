@@ -1,4 +1,4 @@
-"""Where a prompt's states are kept, place by place."""
+"""Places of a prompt's kept states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def places(num_tokens: int, *, pages: int = 100, **fields: Any) -> StatePlaces:
 
 
 def kept(of: StatePlaces, ends: range) -> list[int]:
-    """After how many tokens states are kept of a sequence whose steps end so."""
+    """Return after how many tokens states are kept of a sequence with these step ends."""
     return [end for end in ends if of.reached(end)]
 
 
@@ -54,7 +54,7 @@ def test_the_last_whole_block_and_where_texts_part(num_tokens: int, fields: dict
 
 
 def test_a_cheap_state_is_kept_now_and_then_where_a_step_ends_anyway() -> None:
-    """One of a page: after 64 blocks without one. No step ends earlier for it, and none of an answer is kept."""
+    """A one-page state: after 64 blocks without one. No step ends earlier for it, and none within an answer."""
     of = places(1000, pages=1, known_blocks=75)
     assert of.left == [300, 996]
     assert kept(of, range(90, 2000, 10)) == [260, 300, 560, 820]

@@ -32,7 +32,7 @@ MakeDraft = Callable[[], Callable[[npt.NDArray[np.int64]], tuple[DraftShape, Dra
 
 
 class StateHarness(SchedulerHarness):
-    """A harness whose model has a state: how many tokens it is of, and a number that depends on each of them."""
+    """A harness whose model has a state: its number of tokens, and a number that depends on each of them."""
 
     def __init__(self, pages: int, **options: object) -> None:
         super().__init__(state_pages=pages, **options)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ class StateHarness(SchedulerHarness):
 
     @staticmethod
     def state(tokens: list[int], pages: int) -> list[list[int]]:
-        """Returns what the pages hold after these tokens."""
+        """Return the pages' content after these tokens."""
         number = 0
         for token in tokens:
             number = (number * 31 + token + 1) % 1_000_003
@@ -76,7 +76,7 @@ class StatesAhead(AheadHarness):
         return super()._held_up(sequence) or self.ends_at_a_place(sequence)
 
     def _carry(self, batch: StepBatch) -> None:
-        """Runs with the tokens that the device knows by then, before the step writes its own KV."""
+        """Run with the tokens known to the device before the step writes its own KV."""
         assert batch.states is not None
         starts, written = batch.query_starts, batch.states.writes
         assert len({*written.flat}) == written.size, "two states in one slot"
@@ -138,7 +138,7 @@ def test_any_history_with_a_step_under_way(
     drafter: OracleDrafter | None,
     pages: int,
 ) -> None:
-    """Streams and prefill ranges, drafts and grammars, preempted, cancelled and broken while a step is under way."""
+    """Streams and prefill ranges, drafts and grammars, preempted, cancelled and failed while a step is under way."""
     slots, budget, max_num_seqs = shape
     harness = StatesAhead(
         pages,
@@ -157,7 +157,7 @@ def test_any_history_with_a_step_under_way(
 
 
 def test_a_stream_with_a_state_never_waits() -> None:
-    """Each step goes on from the state that the one under way writes."""
+    """Each step continues from the state that the previous one writes."""
     harness = StatesAhead(2, slots=80, budget=4)
     harness.submit(prompt(1, 9), 33, seed=2)
     harness.finish()
@@ -166,8 +166,8 @@ def test_a_stream_with_a_state_never_waits() -> None:
 
 
 def test_a_step_on_a_token_whose_mask_was_late_leaves_no_state() -> None:
-    """The token's place is computed again, from the state before it, or from an older one where that was overwritten;
-    what the step under way writes after another token is read by nobody."""
+    """The token is recomputed from the state before it, or from an older one if that was overwritten; the running
+    step's state after another token is unused."""
     for draws in range(20):
         harness = StatesAhead(1, slots=80, draws=draws, budget=8 + draws, punctual=0.6)
         for seed in (1, 2):
@@ -177,7 +177,7 @@ def test_a_step_on_a_token_whose_mask_was_late_leaves_no_state() -> None:
 
 
 def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
-    """The second text leaves it for the third one, although more steps than states are under way."""
+    """The second text leaves it for the third, although more steps than states are under way."""
     harness, found = StatesAhead(2, slots=300, budget=4, max_under_way=5), []
     for seed in (1, 2, 3):
         number = harness.submit([*prompt(1, 18), *prompt(seed, 48)[18:]], 0, chunks=(48,))
@@ -224,7 +224,7 @@ def test_any_history(
 
 
 def test_a_wrong_draft_token_is_computed_again_from_the_state_before_it() -> None:
-    """The tokens that count are computed twice, and each answer is that of the model alone."""
+    """Valid tokens are computed twice, and each answer is that of the model alone."""
     harness = StateHarness(2, drafter=OracleDrafter(2))
     harness.submit(prompt(1, 9), 20)
     starts: list[int] = []
@@ -236,7 +236,7 @@ def test_a_wrong_draft_token_is_computed_again_from_the_state_before_it() -> Non
 
 
 def test_a_wrong_draft_token_costs_a_head_no_context() -> None:
-    """A state that the head has read is not given to it again where the model's tokens are computed again."""
+    """A head does not get a state again if the model recomputes its token."""
     harness = StateHarness(2, slots=80, budget=64, draft=heading())
     harness.submit(prompt(1, 21), 20, seed=5)
     harness.run_all()
@@ -247,7 +247,7 @@ def test_a_wrong_draft_token_costs_a_head_no_context() -> None:
 
 
 def resumed_at(slots: int) -> int:
-    """Returns after how many tokens a preempted stream computes again, in a pool for less than two streams."""
+    """Return after how many tokens a preempted stream resumes, in a pool for less than two streams."""
     harness = StateHarness(2, slots=slots, max_num_seqs=2)
     for seed in (1, 2):
         harness.submit(prompt(seed, 9), 24)
@@ -262,7 +262,7 @@ def resumed_at(slots: int) -> int:
 
 
 def test_a_preempted_sequence_goes_on_from_its_last_whole_blocks_state() -> None:
-    """Where the pool has no room for it, the sequence begins again with the state of no tokens."""
+    """If the pool has no room for it, the sequence restarts from the empty state."""
     assert [resumed_at(slots) for slots in (20, 26)] == [0, 28]
 
 
@@ -281,7 +281,7 @@ def test_the_next_turn_goes_on_from_the_state_at_its_historys_end() -> None:
 
 
 def test_parallel_samples_go_on_from_the_state_at_the_prompts_last_whole_block() -> None:
-    """They read it where their parent has left it, and each writes states of its own."""
+    """They read their parent's state there, and write their own."""
     harness = StateHarness(2, slots=200)
     harness.submit(prompt(1, 42), 6, parallel_seeds=(3, 4))
     first: dict[int, int] = {}
@@ -305,7 +305,7 @@ def test_a_state_is_kept_where_a_prompt_ends_before_its_answer_does() -> None:
 
 
 def test_all_slots_come_back_where_nothing_is_kept_for_long() -> None:
-    """A pool with room for one sequence: states that nobody reads leave it again."""
+    """In a pool for one sequence, unread states are evicted."""
     harness = StateHarness(2, slots=20)
     for seed in range(5):
         assert harness.submit(prompt(seed, 17), 5) is not None
@@ -315,7 +315,7 @@ def test_all_slots_come_back_where_nothing_is_kept_for_long() -> None:
 
 
 def test_the_second_text_leaves_a_state_for_the_third_where_they_part() -> None:
-    """Three texts with a prompt in common: the second one finds no state there, and keeps one."""
+    """Three texts with a common prompt: the second finds no state there, and keeps one."""
     harness = StateHarness(2, slots=120)
     shared = prompt(1, 26)
     found = []

@@ -1,4 +1,4 @@
-"""The cost model finds a machine's numbers from its steps and follows their change; the budget keeps to a target."""
+"""The cost model learns a machine's costs from its steps and follows changes; the budget keeps to a target."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.scheduler_harness import SchedulerHarness, prompt
 
 @dataclass
 class SimulatedMachine:
-    """Seconds of a step by its chunks: the truth that the model has to find."""
+    """Computes the true seconds of a step from its chunks."""
 
     constant: float = 4e-3
     per_token: float = 1e-4
@@ -76,7 +76,7 @@ def run(
     steps: int,
     noise: float = 0.0,
 ) -> list[float]:
-    """Steps of these decodes beside an endless prompt tail at ``start``; gives their durations."""
+    """Run steps of these decodes beside an endless prompt tail at ``start``; return their durations."""
     random, found = np.random.default_rng(7), []
     for now in itertools.islice(itertools.count(), steps):
         plan = [*scheduled, chunk(start, budget.room(scheduled, start).at(start))]
@@ -105,7 +105,7 @@ def test_the_budget_meets_the_target(noise: float) -> None:
 
 @pytest.mark.parametrize(("tokens", "start"), [(10, 20_000), (40, 4000), (100, 0), (1, 60_000)])
 def test_the_seconds_of_a_step_hold_all_its_prompt_tails(tokens: int, start: int) -> None:
-    """A short prompt comes first, and the rest goes to one whose tokens cost more where it is."""
+    """A short prompt comes first; the rest goes to a later one with more expensive tokens."""
     budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
     for at in (0, 4000, 60_000):
         run(budget, machine, decodes(16, 500), at, 40)
@@ -120,7 +120,7 @@ def test_the_seconds_of_a_step_hold_all_its_prompt_tails(tokens: int, start: int
 
 
 def test_a_chunk_late_in_a_prompt_is_priced_by_the_shape_before_one_was_measured() -> None:
-    """Only short prompts came yet, and then the end of a long one."""
+    """Only short prompts came so far, then the end of a long one."""
     machine, target_s, late = SimulatedMachine(per_pair=2.6e-8), 0.050, {}
     for pair_tokens in (0.0, 2.6e-4):
         budget = TokenBudget(2048, target_s, pair_tokens=pair_tokens)
@@ -131,7 +131,7 @@ def test_a_chunk_late_in_a_prompt_is_priced_by_the_shape_before_one_was_measured
 
 
 def test_a_shape_does_not_stand_against_what_was_measured() -> None:
-    """Attention is three times as slow as the shape says, or costs nothing."""
+    """Attention is three times as slow as the shape says, or free."""
     for per_pair in (7.8e-8, 0.0):
         budget, machine = TokenBudget(2048, 0.050, pair_tokens=2.6e-4), SimulatedMachine(per_pair=per_pair)
         for at in (0, 3000):
@@ -197,7 +197,7 @@ def test_without_a_target_the_budget_follows_nothing() -> None:
 
 
 def test_what_the_planner_is_told_remembers_chunks() -> None:
-    """The planner still knows a token's price long after the last chunk, with a target or without."""
+    """The planner still knows a token's cost long after the last chunk, with or without a target."""
     budget, machine = TokenBudget(256), SimulatedMachine()
     assert budget.cost.weights_s() == ()
     for start in range(0, 4000, 200):
@@ -212,7 +212,7 @@ def test_what_the_planner_is_told_remembers_chunks() -> None:
 
 
 def test_borrowed_cores_change_the_budget_and_not_what_the_planner_is_told() -> None:
-    """Half of the steps have twice the cores. The fit is that of own cores; a budget follows what there is now."""
+    """Half of the steps have twice the cores. The fit is for own cores; the budget follows the current ones."""
     machine, target_s = SimulatedMachine(), 0.020
     own, lent = TokenBudget(2048, target_s), TokenBudget(2048, target_s)
     for budget in (own, lent):
@@ -230,7 +230,7 @@ def test_borrowed_cores_change_the_budget_and_not_what_the_planner_is_told() -> 
 
 
 def test_scored_rows_leave_the_fit_alone() -> None:
-    """Each scored token has a row of logits, which costs far more than a token of a prompt that is only computed."""
+    """Each scored token has a row of logits, far more expensive than a prompt token without one."""
     machine, budget = SimulatedMachine(), TokenBudget(256, 0.05)
     trained(machine, budget, (500,))
     before = budget.cost.weights_s(), budget.room(decodes(4, 500), 500).at(500)
@@ -270,7 +270,7 @@ def test_no_budget_is_guessed() -> None:
 
 
 def test_the_scheduler_keeps_to_it() -> None:
-    """A prompt tail of 600 tokens beside a decode: its chunks shrink until a step takes 20 ms, as its clock says."""
+    """A prompt tail of 600 tokens beside a decode: its chunks shrink until a step takes 20 ms by its clock."""
     harness = SchedulerHarness(slots=400, budget=256, max_num_seqs=4)
     harness.scheduler = Scheduler(
         blocks=BlockManager(4), max_num_batched_tokens=256, max_num_seqs=4, target_itl_s=0.020
@@ -305,7 +305,7 @@ COSTS = st.fixed_dictionaries(
 
 
 def trained(machine: SimulatedMachine, budget: TokenBudget, contexts: tuple[int, ...]) -> None:
-    """Teaches a budget its machine: steps with and without prompt tails, of all sizes."""
+    """Train a budget on its machine: steps with and without prompt tails, of all sizes."""
     for count, context, tokens in itertools.product((1, 4, 16), contexts, (0, 16, 64, 200)):
         scheduled = [*decodes(count, context), *([chunk(context, tokens)] if tokens else [])]
         for _ in range(3):
@@ -316,7 +316,7 @@ def trained(machine: SimulatedMachine, budget: TokenBudget, contexts: tuple[int,
 @given(cost=COSTS, streams=st.integers(6, 32), context=st.sampled_from([100, 500, 2000]))
 @settings(max_examples=examples(60))
 def test_auto_keeps_gaps_to_a_number_of_plain_steps(cost: dict[str, float], streams: int, context: int) -> None:
-    """On fast and slow machines, where no prompt waits for the one that is computed."""
+    """On fast and slow machines, without waiting prompts."""
     machine, budget = SimulatedMachine(**cost), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (context,))
     plain = decodes(streams, context)
@@ -338,8 +338,8 @@ def test_auto_keeps_gaps_to_a_number_of_plain_steps(cost: dict[str, float], stre
 def test_prompts_share_the_time_with_streams(
     plain_s: float, fixed_share: float, streams: int, waiting: float, more: float
 ) -> None:
-    """A step is as long as the shares of those who wait make it, but at least the target, and at most what gets enough
-    done; it grows with what waits, and never jumps."""
+    """A step is as long as the waiters' shares make it, between the target and the length needed for throughput; it
+    grows with the queue, without jumps."""
 
     def step_s(prompts: float) -> float:
         return seconds_beside(plain_s, AUTO_TARGET_STEPS, prompts, streams, fixed_s, longest_s)
@@ -363,7 +363,7 @@ def test_prompts_share_the_time_with_streams(
 )
 @settings(max_examples=examples(300))
 def test_steps_grow_with_the_line(plain_s: float, longest_s: float, line_s: float, more_s: float) -> None:
-    """In proportion, without a jump that could make steps swing, and within both limits."""
+    """Proportionally and smoothly, so that steps do not oscillate, and within both limits."""
 
     def step_s(line_s: float) -> float:
         return seconds_for_line(plain_s, AUTO_TARGET_STEPS, line_s, longest_s)
@@ -416,13 +416,13 @@ def test_a_line_lengthens_steps_and_short_ones_come_back(budget_tokens: int) -> 
 
 @pytest.mark.parametrize(("flow", "priority"), [(1, 0), (2, 0), (1, MAX_PRIORITY)])
 def test_only_a_line_of_the_same_tenant_lengthens_steps(flow: int, priority: int) -> None:
-    """Sixteen streams of a tenant; then a long prompt, many short ones, and a long prompt again."""
+    """Sixteen streams of a tenant; then a long prompt, many short ones, and a long one again."""
     harness = SchedulerHarness(slots=3000, budget=400, max_num_seqs=64)
     scheduler = harness.scheduler
     scheduler.budget.target_steps = AUTO_TARGET_STEPS
 
     def step() -> float:
-        """Runs a step; returns its tokens over those of its decodes."""
+        """Run a step; return its tokens beyond those of its decodes."""
         plan = scheduler.schedule(harness.now)
         decodes = sum(chunk.sequence.decoding for chunk in plan.scheduled)
         sampled = harness.run_plan(plan)
@@ -434,7 +434,7 @@ def test_only_a_line_of_the_same_tenant_lengthens_steps(flow: int, priority: int
         return plan.num_tokens / max(1, decodes)
 
     def longest(prompts: list[list[int]], flow: int, priority: int = 0) -> float:
-        """The longest step until these prompts are computed, in plain ones."""
+        """Return the longest step until these prompts are computed, in plain ones."""
         for one in prompts:
             harness.submit(one, 1, flow=flow, priority=priority)
         found = [0.0]
@@ -462,7 +462,7 @@ def test_a_target_in_seconds_is_kept_whatever_waits() -> None:
 
 
 def test_a_queue_lengthens_steps_before_it_is_as_long_as_the_streams() -> None:
-    """With sixteen streams of a machine whose step is half fixed cost."""
+    """With sixteen streams on a machine whose steps are half fixed cost."""
     machine, budget = SimulatedMachine(constant=9e-3, per_token=5e-4), TokenBudget(2048, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (500,))
     plain = decodes(16, 500)
@@ -484,7 +484,7 @@ def test_auto_gives_up_little_of_the_throughput(cost: dict[str, float], streams:
     plain = decodes(streams, 500)
 
     def share_of_work(count: int) -> float:
-        """What of a step is spent neither on the step as such nor on reading the tail's own context again."""
+        """Return the share of a step spent neither on fixed cost nor on reading the tail's own context again."""
         step, _, sequences, reads, _ = budget.cost.weights_s()
         return 1 - (step + sequences + reads * start) / budget.cost.predict(features([*plain, chunk(start, count)]))
 
@@ -494,7 +494,7 @@ def test_auto_gives_up_little_of_the_throughput(cost: dict[str, float], streams:
 
 
 def test_no_target_holds_back_a_prompt_where_nobody_decodes() -> None:
-    """A chunk is as long as the budget then: before any step was measured, and when all were."""
+    """The chunk is then as long as the budget: before any step was measured, and after all."""
     machine = SimulatedMachine()
     for target in ({"target_steps": AUTO_TARGET_STEPS}, {"target_s": 0.010}):
         budget = TokenBudget(256, **target)
@@ -508,7 +508,7 @@ def test_no_target_holds_back_a_prompt_where_nobody_decodes() -> None:
 
 @pytest.mark.parametrize("even", [False, True])
 def test_even_steps_take_equally_long_wherever_they_are_in_a_prompt(even: bool) -> None:
-    """Without a fit they have equal tokens. The prompt is computed twice: the fit of the first time cuts the second."""
+    """Without a fit they have equal tokens. The second run of the prompt uses the fit of the first."""
     machine, budget = SimulatedMachine(per_pair=2e-8), TokenBudget(256, even=even)
     assert budget.room([], 3000).at(3000) == 256
     for _ in range(2):
@@ -540,7 +540,7 @@ def test_auto_holds_back_no_draft() -> None:
 
 
 def test_auto_bounds_a_step_beside_a_stream_whose_mask_is_late() -> None:
-    """The stream has no chunk in that step, and would wait for the whole of it."""
+    """The stream has no chunk in that step, but would wait for all of it."""
     harness = SchedulerHarness(slots=200, budget=256)
     harness.scheduler.budget.target_steps = AUTO_TARGET_STEPS
     harness.submit(prompt(1, 4), 40, grammar=3)
@@ -555,7 +555,7 @@ def test_auto_bounds_a_step_beside_a_stream_whose_mask_is_late() -> None:
 
 
 def test_auto_needs_no_number_on_a_slow_and_on_a_fast_machine() -> None:
-    """Plain steps of 6 and of 58 ms: the gaps beside prompts are two and a half of each."""
+    """Plain steps of 6 and 58 ms: gaps beside prompts are two and a half of each."""
     for machine in (SimulatedMachine(), SimulatedMachine(slow=10.0)):
         budget = TokenBudget(2048, target_steps=AUTO_TARGET_STEPS)
         trained(machine, budget, (500,))

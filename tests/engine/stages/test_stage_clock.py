@@ -1,4 +1,4 @@
-"""When stages computed and when they waited, by hand."""
+"""Times of stages computing and waiting, by hand."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Heard = list[tuple[list[int], list[TokenLogprob]]]
 
 @contextlib.asynccontextmanager
 async def ahead_workers(**flags: Any) -> AsyncIterator[tuple[Workers, AheadBackend]]:
-    """Both workers run ahead. At the end nothing is left, and nothing was taken from under a step."""
+    """Run both workers ahead. Asserts that nothing is left in the end, and nothing was taken from a running step."""
     async with running_workers(backend=AheadBackend, **flags) as workers:
         decode, prefill = workers.decode_backend, workers.prefill_backend
         assert isinstance(decode, AheadBackend)
@@ -50,7 +50,7 @@ async def start(workers: Workers, connection: Connection, key: int, tokens: list
 async def start_together(
     workers: Workers, connection: Connection, texts: dict[int, list[int]], **flags: Any
 ) -> list[Answer]:
-    """Starts a stream for each key; the first step ends when the worker has heard of all of them."""
+    """Start a stream for each key; the first step ends once the worker knows all of them."""
     backend = workers.decode_backend
     backend.gate.clear()
     starting = asyncio.gather(*(start(workers, connection, key, text, **flags) for key, text in texts.items()))
@@ -101,7 +101,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 async def all_kinds(workers: Workers) -> Heard:
-    """Streams of every kind of sampling, beside each other; one in three has stop ids."""
+    """Start streams of every kind of sampling beside each other; one in three has stop ids."""
 
     async def one(connection: Connection, key: int) -> Answer:
         params = {"top_p": 1.0, "top_k": 0, "seed": key, **KINDS[key % len(KINDS)]}

@@ -1,4 +1,4 @@
-"""A worker that its node has fenced: silent at once, drained, back under a new epoch over the same model and pool."""
+"""A worker fenced by its node: silent at once, drained, back in a new epoch over the same model and pool."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WARM_UP_S = 1.0
 
 
 def fence(workers: Workers, worker: Worker) -> int:
-    """Fence the worker as the node does after a silence, and return the epoch that is over."""
+    """Fence the worker as the node does after a silence; return the ended epoch."""
     epoch = worker.epoch.number
     workers.kvnode.pool.ledger.fence(epoch)
     return epoch
@@ -49,7 +49,7 @@ async def returned(worker: Worker, old: int) -> None:
 
 
 async def lost(answer: Answer) -> None:
-    """Its end says: try elsewhere."""
+    """Assert that its end is a retryable error."""
     await answer.ended()
     assert answer.last is not None
     assert answer.last.error is not None
@@ -163,7 +163,7 @@ async def test_it_leaves_the_registry_and_enters_it_again() -> None:
 
 
 async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was paused and has not asked the node yet may be fenced, so it sends nothing."""
+    """A paused process may be fenced without knowing, so it sends nothing."""
     async with running_workers(decode=SHORT) as workers, connected(workers) as connection:
         worker, backend = workers.decode.worker, workers.decode_backend
         asked, asking, sent = asyncio.Event(), asyncio.Event(), list[int]()
@@ -274,7 +274,7 @@ async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest
 
 
 async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows which slots it moved. Not fenced yet, the worker is silent until it is."""
+    """It is unknown which slots it moved. The worker is silent until it is fenced."""
     async with running_workers() as workers, connected(workers) as connection:
         worker = workers.decode.worker
         old, real = worker.epoch.number, worker.node.commit
@@ -393,7 +393,7 @@ async def test_the_nodes_recall_reaches_the_free_slots(monkeypatch: pytest.Monke
         asked = 0
 
         def let_steps_pass() -> list[int]:
-            """Runs some steps for each recall that has arrived: the first may come before the streams have ended."""
+            """Run some steps for each arrived recall: the first may come before the streams have ended."""
             nonlocal asked
             if not returned and len(recalls) >= asked + 2:
                 asked, backend.hold_after = len(recalls), len(backend.steps) + 12
@@ -419,7 +419,7 @@ class SlowToWarm(FakeBackend):
 
 
 async def test_a_worker_that_warms_up_is_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence counts from its first sign of life: it is neither fenced nor killed before it has begun."""
+    """Silence counts from its first heartbeat: it is neither fenced nor killed before."""
     beats, fenced_unheard = Counter[int](), list[int]()
     heartbeat, fence = Pool.heartbeat, Ledger.fence
 

@@ -1,4 +1,4 @@
-"""Orders to the KV node: what nobody waits for gathers; what somebody waits for goes at once, with all before it."""
+"""Updates to the KV node: those without a waiter are batched; others are sent at once, with all before them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 
 @dataclass
 class RecordingNode:
-    """A KV node that takes all and remembers the calls."""
+    """A KV node that accepts everything and records the calls."""
 
     calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     called: asyncio.Event = field(default_factory=asyncio.Event)

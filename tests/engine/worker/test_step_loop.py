@@ -1,4 +1,4 @@
-"""The step thread where the worker may not speak: it stops in bounded time, and nothing is lost or turned round."""
+"""The step thread when the worker must not speak: it stops in bounded time, and nothing is lost or reordered."""
 
 from __future__ import annotations
 

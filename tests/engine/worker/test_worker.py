@@ -42,7 +42,7 @@ async def test_the_nodes_end_is_the_workers_end() -> None:
 
 
 async def test_a_task_that_is_cancelled_by_nobody_ends_the_worker() -> None:
-    """Without its orders to the node nothing would be committed any more, and every prompt would wait for ever."""
+    """Without updates to the node nothing would be committed, and every prompt would wait for ever."""
     async with running_workers() as workers:
         epoch = workers.decode.worker.epoch
         next(iter(epoch._tasks)).cancel()
@@ -152,7 +152,7 @@ async def test_a_worker_that_stands_by_has_only_to_attach_when_its_turn_comes(mo
 async def test_a_registry_that_is_late_takes_nothing_from_the_time_until_a_worker_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The grace of a stop begins when the worker is told to end, not when the registry has heard of it."""
+    """The grace period of a stop begins when the worker is told to end, not when the registry knows."""
     loop, grace_s, left = asyncio.get_running_loop(), 3600.0, asyncio.Event()
     async with running_workers() as workers, connected(workers) as connection:
         worker, backend = workers.decode.worker, workers.decode_backend
