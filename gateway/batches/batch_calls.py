@@ -1,4 +1,4 @@
-"""Serves the lines of batches by the handlers of the same calls: there is no second way from a body to an answer."""
+"""Serves lines of batches by the handlers of the same HTTP calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pillion.gateway.http_api.http_errors import ErrorForm, refused
 
 
 class LineCall(HttpCall):
-    """Represents a call that no connection brought: its body stands in a line of a batch, and its response is kept."""
+    """A call whose body is a line of a batch, and whose response is stored."""
 
     def __init__(self, url: str, body: bytes, tenant: Tenant, request_id: str, error_form: ErrorForm) -> None:
         scope = {
@@ -33,19 +33,18 @@ class LineCall(HttpCall):
 
     @property
     def reply(self) -> LineReply:
-        """Gives the response to a line of a batch, once the handler has made it."""
+        """The response, once the handler has made it."""
         return LineReply(self._status, self._answer, self._retry_after_ms / 1000)
 
     async def body(self) -> bytes:
-        """Returns the line's body."""
         return self._body
 
     async def while_connected(self, work: Awaitable[None]) -> None:
-        """Awaits ``work``. No client could go away meanwhile, because the call comes from a file."""
+        """Await ``work``; a line has no client that could disconnect."""
         await work
 
     async def start_events(self) -> None:
-        """Refuses to stream an answer, because a file cannot hold a stream."""
+        """Refuse to stream: a file cannot contain a stream."""
         raise refused("stream", "the answers of a batch come whole", "unsupported_parameter")
 
     async def _keep(self, message: Any) -> None:
@@ -57,25 +56,25 @@ class LineCall(HttpCall):
 
 
 class LineCalls:
-    """Serves lines by their urls, which are those of the HTTP port whose calls a batch may make."""
+    """Serves lines by their urls, those of the HTTP port's paths that allow batches."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, Endpoint] = {}
 
     def take(self, routes: Sequence[Route]) -> None:
-        """Takes, from the HTTP port's pages, those whose calls a batch may make."""
+        """Register the routes that batches may call."""
         for route in routes:
             if isinstance(route.app, Endpoint) and route.app.in_batches:
-                # The tenant of a line is known, so the line needs no API key.
+                # Without ``tenant_of``: the line's tenant is known.
                 self._endpoints[route.path] = Endpoint("POST", route.app.handler, None, error_form=route.app.error_form)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Gives the urls that a batch may call."""
+        """Urls that a batch may call."""
         return tuple(self._endpoints)
 
     async def serve(self, url: str, body: bytes, tenant: Tenant, request_id: str) -> LineReply:
-        """Serves one line, whose url is among ``urls``; an error becomes its reply."""
+        """Serve one line, whose url is among ``urls``; an error becomes its reply."""
         endpoint = self._endpoints[url]
         call = LineCall(url, body, tenant, request_id, endpoint.error_form)
         await endpoint.answer(call)

@@ -1,9 +1,9 @@
-"""Holds one batch for this process, from its lock to its outputs. All functions here block.
+"""A batch claimed by this process, from its lock to its outputs. All functions here block.
 
-    lock --> input read and judged --> journal read, its torn end cut --> results appended --> outputs --> journal gone
+    lock --> check the input --> read the journal, cut its torn end --> append results --> outputs --> drop journal
 
-The process may be killed at any moment. A result is a whole entry of the journal or it is not there; outputs are made
-of the journal, under names that are the batch's own, so that whoever writes them again writes the same files.
+The process may be killed at any moment. A journal entry is whole or absent; outputs are made from the journal under
+names derived from the batch, so writing them again replaces them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pillion.gateway.batches.batch_folder import (
 from pillion.gateway.batches.batch_lines import BatchLine, InputCheck, JournalEntry, read_request, whole_entries
 from pillion.gateway.batches.batch_records import BatchRecord
 
-# This much of the input is read and judged at once; between two pieces other work has its turn.
+# Bytes of input checked at once, before other work gets a turn.
 PIECE_BYTES = 256 * 2**10
 
 
 @dataclass(eq=False)
 class BatchClaim:
-    """Holds a batch that this process alone runs, until ``close``. :func:`claim` makes it."""
+    """A batch that only this process runs, until ``close``. Made by :func:`claim`."""
 
     _folder: BatchFolder
     record: BatchRecord
@@ -47,13 +47,13 @@ class BatchClaim:
         self._places: dict[int, tuple[int, int]] = {}
 
     def judge(self, check: InputCheck, max_line_bytes: int) -> bool:
-        """Judges one more piece of the batch's input; returns whether there is more. Raises FileNotFoundError where the
-        input is gone."""
+        """Check the next piece of the input; return whether there is more. Raises FileNotFoundError if the input is
+        gone."""
         if self._input is None:
             self._input = self._folder.content(self.record.input_file_id).open("rb")
         end = self._input.tell() + PIECE_BYTES
         while self._input.tell() < end:
-            # A piece that has one byte more than a line may have shows that the line is too long.
+            # One byte more than allowed shows that the line is too long.
             line = self._input.readline(max_line_bytes + 2)
             if line:
                 check.add(line)
@@ -63,8 +63,7 @@ class BatchClaim:
         return True
 
     def replay(self) -> list[tuple[int, bool]]:
-        """Returns the numbers of lines that have a result, and whether the result is an error. From then on results may
-        be appended to the journal."""
+        """Return the numbers of finished lines, and whether each result is an error. Enables :meth:`append`."""
         done, size = [], 0
         with told_if_full():
             self._journal = os.open(self._place / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -76,20 +75,19 @@ class BatchClaim:
         return done
 
     def line(self, number: int) -> BatchLine:
-        """Returns the line with this number, which was judged good before."""
+        """Return a line of the checked input."""
         assert self._input is not None
         begin, size_bytes = self._places[number]
         return read_request(os.pread(self._input.fileno(), size_bytes, begin))
 
     def append(self, entries: Sequence[JournalEntry]) -> None:
-        """Writes results of lines to the batch's journal. They outlive this process; after :meth:`save` they outlive a
-        loss of power too. Raises FolderFull; then the claim is to be given up, because the journal's end may be
-        torn."""
+        """Append results to the journal. They survive this process at once, and a power loss after :meth:`save`. Raises
+        FolderFull; then close the claim, because the journal's end may be torn."""
         with told_if_full():
             write_all(self._journal, b"".join(entry.packed() for entry in entries))
 
     def save(self, record: BatchRecord) -> None:
-        """Keeps the batch's record: it is forced to the disk, after all results, where its status has changed."""
+        """Store the batch's record, with fsync, after all results, if its status has changed."""
         if record == self.record:
             return
         moved = record.status != self.record.status
@@ -100,12 +98,12 @@ class BatchClaim:
         self.record = record
 
     def cancel_asked(self) -> bool:
-        """Returns whether a client has asked for the end of the batch."""
+        """Return whether a client has cancelled the batch."""
         return (self._place / "cancel").exists()
 
     def write_outputs(self, unserved: Iterator[bytes]) -> tuple[str | None, str | None]:
-        """Writes a batch's files of answers and of errors, the lines of ``unserved`` after the others; returns the
-        files' ids, None for a file that would be empty. Raises FolderFull."""
+        """Write the files of answers and of errors, followed by the lines of ``unserved``; return their ids, None for
+        an empty file. Raises FolderFull."""
 
         def lines(failed: bool) -> Iterator[bytes]:
             with (self._place / "journal").open("rb") as entries:
@@ -118,12 +116,12 @@ class BatchClaim:
         return self._write_output(OUTPUT, lines(failed=False)), self._write_output(ERRORS, lines(failed=True))
 
     def finish(self, record: BatchRecord) -> None:
-        """Keeps the record of a batch that has ended, and removes its journal."""
+        """Store the record of a finished batch and remove its journal."""
         self.save(record)
         (self._place / "journal").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives the batch up as it stands, for another gateway to go on with. Idempotent."""
+        """Release the batch as it is, so that another gateway can continue. Idempotent."""
         if self._input is not None:
             self._input.close()
         for file in (self._journal, self._lock):
@@ -152,11 +150,11 @@ class BatchClaim:
 
 
 def claim(folder: BatchFolder, name: str) -> BatchClaim | None:
-    """Claims a batch for this process; None where another process has it, or it has ended. Raises OSError."""
+    """Claim a batch; None if another process has it, or it has ended. Raises OSError."""
     lock = folder.lock(name)
     if lock is None:
         return None
-    # The record is read once the lock is held, because until then another process may have written it.
+    # Only under the lock: until then another process may have written it.
     record = folder.known_batch(name)
     if record is None or record.over:
         os.close(lock)

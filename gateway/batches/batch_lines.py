@@ -1,5 +1,4 @@
-"""Reads and writes the lines of a batch's files: a request in its input, an entry of its journal, an answer in its
-output. Sans-IO (I9).
+"""Lines of a batch's files: a request of the input, an entry of the journal, an answer of the output. Sans-IO (I9).
 
 input   {"custom_id", "method", "url", "body"}
 journal CRC32, 8 digits | number of the input's line | 1: an error, 0: an answer | the line of the output
@@ -18,19 +17,19 @@ from msgspec import Raw
 from pillion.gateway.batches.batch_records import BatchError
 from pillion.gateway.http_api.request_bodies import BOM
 
-# OpenAI's API allows the same number of lines.
+# As in OpenAI's API.
 MAX_BATCH_LINES = 50_000
 MAX_CUSTOM_ID_CHARS = 512
-# A failed batch reports this many errors of its input.
+# Errors reported for a failed input.
 MAX_INPUT_ERRORS = 100
-# At most this much of the JSON parser's message is kept, because it may repeat what the client sent.
+# Limits the JSON parser's message, which may repeat what the client sent.
 _MAX_REASON_CHARS = 500
 
 _encode = msgspec.json.Encoder().encode
 
 
 class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds one request of a batch's input."""
+    """A request of a batch's input."""
 
     custom_id: str
     method: str
@@ -42,28 +41,27 @@ _read_request = msgspec.json.Decoder(BatchLine).decode
 
 
 def read_request(raw: bytes) -> BatchLine:
-    """Reads a line of the input. Raises ValueError and RecursionError."""
+    """Parse a line of the input. Raises ValueError and RecursionError."""
     return _read_request(raw.removeprefix(BOM))
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """Holds the result of one line as a journal keeps it. ``number`` is that of the line in the input, from 1; ``line``
-    is the output's line, without its end."""
+    """A line's result in the journal. ``number`` counts input lines from 1; ``line`` is the output's line without its
+    end."""
 
     number: int
     failed: bool
     line: bytes
 
     def packed(self) -> bytes:
-        """Returns the entry as it stands in the journal."""
+        """Return the encoded entry."""
         rest = b"%d %d %s\n" % (self.number, self.failed, self.line)
         return b"%08x %s" % (zlib.crc32(rest), rest)
 
 
 def whole_entries(lines: Iterable[bytes]) -> Iterator[tuple[JournalEntry, int]]:
-    """Yields the entries of a journal up to the first that is not whole, each with the bytes that it takes: the rest
-    was being written when the machine stopped."""
+    """Yield the journal's entries with their sizes in bytes, up to the first incomplete one, which a crash has left."""
     for packed in lines:
         check, _, rest = packed.partition(b" ")
         if not packed.endswith(b"\n") or check != b"%08x" % zlib.crc32(rest):
@@ -73,11 +71,11 @@ def whole_entries(lines: Iterable[bytes]) -> Iterator[tuple[JournalEntry, int]]:
 
 
 class InputCheck:
-    """Judges the lines of an input, one after another, as they are read.
+    """Checks the lines of an input in order.
 
     Args:
-        endpoint: the batch's endpoint, which each line repeats as its url.
-        max_line_bytes: the longest line.
+        endpoint: the batch's endpoint; each line's url must equal it.
+        max_line_bytes: max length of a line.
     """
 
     def __init__(self, endpoint: str, max_line_bytes: int) -> None:
@@ -85,18 +83,18 @@ class InputCheck:
         self._max_line_bytes = max_line_bytes
         self._ids: set[str] = set()
         self.number = 0
-        # For each line that holds a request, by its number, these are the byte where it begins and its length in bytes.
+        # Offset and length in bytes of each request, by line number.
         self.places: dict[int, tuple[int, int]] = {}
         self.errors: list[BatchError] = []
         self._offset = 0
 
     @property
     def hopeless(self) -> bool:
-        """Says whether it is useless to read on, because no further error would be reported."""
+        """True if reading on is useless, because no further error would be reported."""
         return len(self.errors) >= MAX_INPUT_ERRORS or len(self.places) > MAX_BATCH_LINES
 
     def add(self, raw: bytes) -> None:
-        """Judges the next line of the input, with its end. An empty line counts as a line and is no request."""
+        """Check the next line, with its end. Empty lines are counted and skipped."""
         self.number += 1
         offset, self._offset = self._offset, self._offset + len(raw)
         if not raw.removeprefix(BOM).strip():
@@ -107,7 +105,7 @@ class InputCheck:
             self.errors.append(BatchError(code=code, message=message, line=self.number, param=param))
 
     def end(self) -> tuple[BatchError, ...]:
-        """Returns what is wrong with the input, once all lines are added; an empty tuple where the input is good."""
+        """Return the errors of the input, once all lines are added."""
         if not self.places:
             return (BatchError(code="empty_file", message="the input holds no request"),)
         if len(self.places) > MAX_BATCH_LINES:
@@ -117,8 +115,7 @@ class InputCheck:
         return tuple(self.errors)
 
     def _judged(self, raw: bytes) -> tuple[str, str, str | None]:
-        """Returns what is wrong with a line of the input: code, message and field; the code is empty where nothing is
-        wrong."""
+        """Return code, message and field of a line's error; the code is empty for a good line."""
         if len(raw) > self._max_line_bytes:
             return "line_too_long", f"the line is longer than {self._max_line_bytes} bytes", None
         try:
@@ -140,19 +137,19 @@ class InputCheck:
 
 
 def output_line(batch_id: str, number: int, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """Makes the output's line for an answer, or for the error that a call would have got."""
+    """Encode the output's line for an answer or error of a call."""
     response = {"status_code": status, "request_id": request_id, "body": Raw(body)}
     return _encode({"id": _line_id(batch_id, number), "custom_id": custom_id, "response": response, "error": None})
 
 
 def unserved_line(batch_id: str, number: int, custom_id: str, code: str, message: str) -> bytes:
-    """Makes the output's line for a request that was never answered."""
+    """Encode the output's line for a request that was never answered."""
     error = {"code": code, "message": message}
     return _encode({"id": _line_id(batch_id, number), "custom_id": custom_id, "response": None, "error": error})
 
 
 def request_id(batch_id: str, number: int) -> str:
-    """Returns the request id under which a line of a batch runs."""
+    """Return the request id under which a line runs."""
     return f"{batch_id}-{number}"
 
 

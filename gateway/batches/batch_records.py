@@ -1,4 +1,4 @@
-"""Defines what the folder keeps of a file and of a batch, as JSON, and how clients see them. Sans-IO (I9)."""
+"""Stored records of files and batches, and their form for clients. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-# A batch in one of these states has ended and changes no more.
+# Final statuses.
 FINAL = ("completed", "failed", "expired", "cancelled")
 COMPLETION_WINDOW = "24h"
 COMPLETION_WINDOW_S = 24 * 3600
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a file of a tenant. ``created_at`` and ``expires_at`` are Unix times, in seconds."""
+    """A tenant's file. ``created_at`` and ``expires_at`` are Unix seconds."""
 
     id: str
     tenant: str
@@ -24,14 +24,14 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int
 
     def shown(self) -> dict[str, Any]:
-        """Returns the file as OpenAI's clients read it."""
+        """Return the file in OpenAI's form."""
         known = msgspec.structs.asdict(self)
         del known["tenant"]
         return {"object": "file", "status": "processed", **known}
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """Says why a batch failed as a whole; ``line`` is the number of the bad line in the input, from 1."""
+    """An error of the whole batch; ``line`` is the input's line number, from 1."""
 
     code: str
     message: str
@@ -40,11 +40,11 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a tenant's batch. Times are Unix times, in seconds; None for an event that has not happened.
+    """A tenant's batch. Times are Unix seconds, None for events that have not happened.
 
     Attributes:
-        output_seconds: after how many seconds its files of answers and errors are removed.
-        total, completed, failed: number of lines in all, with an answer, and with an error.
+        output_seconds: lifetime of its output files.
+        total, completed, failed: number of lines in total, answered, and failed.
     """
 
     id: str
@@ -73,22 +73,22 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def over(self) -> bool:
-        """Says whether the batch has ended."""
+        """True if the batch has ended."""
         return self.status in FINAL
 
     @property
     def ended_at(self) -> int:
-        """Gives the time when the batch ended; that of its creation while it has not."""
+        """Time of the batch's end, or of its creation while it has not ended."""
         return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at or self.created_at
 
     def moved(self, status: str, now_s: float, **more: Any) -> BatchRecord:
-        """Returns the batch with the given status. Where that is a new one, it has it since ``now_s``."""
+        """Return the batch with this status, since ``now_s`` if it is new."""
         stamp = f"{status}_at"
         since = {} if getattr(self, stamp) is not None else {stamp: int(now_s)}
         return msgspec.structs.replace(self, status=status, **since, **more)
 
     def shown(self) -> dict[str, Any]:
-        """Returns the batch as OpenAI's clients read it."""
+        """Return the batch in OpenAI's form."""
         known = msgspec.structs.asdict(self)
         for name in ("tenant", "output_seconds", "total", "completed", "failed"):
             del known[name]

@@ -1,10 +1,10 @@
-"""Runs batches: claims those that no gateway has, and sends their lines through the gateway like calls.
+"""Runs batches: claims those that no gateway runs, and sends their lines through the gateway.
 
-    look for a batch --lock--> judge its input, read its journal --> lines, so many at once --> outputs --> next look
-                                 | bad: failed                        | busy: again, later       | disk full: given up
-                                                                                                   and claimed again
-Each gateway runs batches of its own: which lines of which batch are next is decided by fairness between the tenants,
-and by each batch's machine. What is under way when the gateway ends has no result, so it runs again elsewhere.
+    look for a batch --lock--> check its input, read its journal --> lines, in parallel --> outputs --> next look
+                                 | bad: failed                        | busy: retried          | disk full: released,
+                                                                                                 claimed again
+The next line is chosen by fairness between tenants and by each batch's machine. Lines in flight when the gateway ends
+have no result, so they run again elsewhere.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ from pillion.tasks import OwnTasks, at_most, end_tasks
 
 log = logging.getLogger("pillion.gateway.batches")
 
-# A gateway looks this often for batches, and for reasons to end one that it runs; a batch's record is no older than
-# this.
+# Interval of looking for batches and for reasons to end one; max age of a stored record.
 LOOK_MS = 500
-# Old files are looked for, and the folder's bytes are counted, this often.
+# Interval of removing old files and counting the folder's bytes.
 SWEEP_MS = 30_000
-# One gateway runs at most MAX_BATCHES_AT_ONCE batches at once, and at most TENANT_BATCHES_AT_ONCE of one tenant.
+# Concurrent batches per gateway, and of one tenant.
 MAX_BATCHES_AT_ONCE = 64
 TENANT_BATCHES_AT_ONCE = 4
-# A batch that was given up, because of the disk or of a defect, is claimed again after this pause.
+# Pause before a released batch (disk, defect) is claimed again.
 GIVEN_UP_MS = 10_000
-# These threads read and write the folder: a slow disk holds up batches and nothing else.
+# Threads for the folder, so that a slow disk delays only batches.
 DISK_THREADS = 4
 
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
@@ -59,34 +58,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LineReply:
-    """Holds the response that the call of a line would have got: JSON, and when to try again (0 where it does not
-    say)."""
+    """The response to a line: JSON, and when to retry (0: not said)."""
 
     status: int
     body: bytes
     retry_after_s: float
 
 
-# Such a function serves a line of a batch like a client's call: its url, its body, its tenant and its request id.
+# Serves a line like a client's call: url, body, tenant, request id.
 ServeLine = Callable[[str, bytes, Tenant, str], Awaitable[LineReply]]
 
 
 @dataclass(eq=False, slots=True)
 class RunningBatch:
-    """Represents a claimed batch while its lines run."""
+    """A claimed batch whose lines run."""
 
     claim: BatchClaim
     machine: BatchMachine
     lines: set[asyncio.Task[bool]] = field(default_factory=set)
-    # These results are not in the journal yet: at most one of each running line.
+    # Results not yet in the journal, at most one per running line.
     results: list[JournalEntry] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    # This says why the batch has to be given up, where it has.
+    # Why the batch must be released.
     failure: Exception | None = None
 
     @property
     def tenant(self) -> str:
-        """Gives the name of the tenant that the batch belongs to."""
         return self.machine.record.tenant
 
 
@@ -95,9 +92,9 @@ class BatchRunner:
     """Runs batches until ``stop``.
 
     Args:
-        serve: serves a line of a batch.
-        tenant_named: returns the tenant of a name, None where the keys do not have it any more.
-        max_lines: the most lines that run or wait in the gateway at once.
+        serve: serves a line.
+        tenant_named: returns a tenant by name, None if it was removed from the keys.
+        max_lines: limit on lines that run or wait in the gateway.
     """
 
     folder: BatchFolder
@@ -110,7 +107,7 @@ class BatchRunner:
         self._disk = ThreadPoolExecutor(DISK_THREADS, "batches")
         self._running: list[RunningBatch] = []
         self._claimed: dict[str, BatchClaim] = {}
-        # The batches with these ids have ended, and are not read again.
+        # Ids of finished batches, which are not read again.
         self._over: set[str] = set()
         self._wake = asyncio.Event()
         self._full = False
@@ -119,33 +116,32 @@ class BatchRunner:
         self._meters.watch(self._readings)
 
     def start(self) -> None:
-        """Begins to look for batches and to run them."""
+        """Start looking for batches and running them."""
         self._tasks.begin(_for_ever(self._look, LOOK_MS / 1000), "batches")
         self._tasks.begin(_for_ever(self._feed, 0.0), "batch lines")
 
     async def stop(self) -> None:
-        """Gives up all batches as they stand; other gateways go on with them. Clients can read files until
-        ``close``."""
+        """Release all batches; other gateways continue them. Files stay readable until ``close``."""
         await end_tasks(*self._tasks)
 
     def close(self) -> None:
-        """Ends the threads that read and write the folder. Idempotent."""
+        """Stop the folder's threads. Idempotent."""
         self._disk.shutdown(wait=False)
 
     async def on_disk(self, job: Callable[..., T], *arguments: Any) -> T:
-        """Runs a job of the folder on a thread. Raises what the job raises. The job has ended when this returns, even
-        where the caller was cancelled, because the job may use what the caller closes next."""
+        """Run a job of the folder on a thread; raises its exception. The job has ended on return, even if the caller
+        was cancelled, because it may use what the caller closes next."""
         work = asyncio.get_running_loop().run_in_executor(self._disk, job, *arguments)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             await asyncio.wait({work})
-            # An error that nobody asks for is logged by asyncio with a traceback.
+            # Retrieve the exception; asyncio would log it.
             work.exception()
             raise
 
     async def _look(self) -> None:
-        """Claims batches that no gateway has, and removes old files from the folder."""
+        """Claim free batches and remove old files."""
         if time.monotonic() - self._swept_s >= SWEEP_MS / 1000:
             self._swept_s = time.monotonic()
             await self.on_disk(self.folder.sweep, time.time())
@@ -163,7 +159,7 @@ class BatchRunner:
                 self._tasks.begin(self._run(held), record.id)
 
     def _unclaimed(self) -> list[BatchRecord]:
-        """Returns the batches that might be claimed, the oldest first."""
+        """Return batches that might be claimable, oldest first."""
         ids, found = set(self.folder.batch_ids()), []
         self._over &= ids
         for name in ids - self._over - self._claimed.keys():
@@ -175,7 +171,7 @@ class BatchRunner:
         return sorted(found, key=lambda one: (one.created_at, one.id))
 
     async def _run(self, held: BatchClaim) -> None:
-        """Runs a claimed batch to its end, or gives it up for a while."""
+        """Run a claimed batch to its end, or release it for a while."""
         pause_s = 0.0
         try:
             machine = await self._judged(held)
@@ -196,8 +192,7 @@ class BatchRunner:
                 del self._claimed[held.record.id]
 
     async def _judged(self, held: BatchClaim) -> BatchMachine | None:
-        """Makes a machine for the batch where its input is good; otherwise ends the batch as failed and returns
-        None."""
+        """Return a machine for a batch with a good input; otherwise fail the batch and return None."""
         check = InputCheck(held.record.endpoint, MAX_REQUEST_BYTES)
         try:
             while await self.on_disk(held.judge, check, MAX_REQUEST_BYTES):
@@ -213,8 +208,7 @@ class BatchRunner:
         return machine
 
     async def _run_lines(self, held: BatchClaim, machine: BatchMachine) -> None:
-        """Runs lines, and returns when the batch may be ended. Raises PillionError and OSError where the batch is given
-        up."""
+        """Run lines until the batch may end. Raises PillionError and OSError if the batch must be released."""
         running, look_s = RunningBatch(held, machine), -math.inf
         self._running.append(running)
         try:
@@ -254,18 +248,18 @@ class BatchRunner:
         await self.on_disk(held.finish, machine.record)
 
     async def _feed(self) -> None:
-        """Starts lines as long as the gateway has room for them, and waits until something has changed."""
+        """Start lines while the gateway has room, then wait for a change."""
         self._wake.clear()
         while self._lines_running() < self._max_lines and not self._full and (found := self._next()) is not None:
             self.start_line(*found)
         await self._wake.wait()
 
     def start_line(self, running: RunningBatch, number: int, tenant: Tenant) -> None:
-        """Starts a line that is to run now. When it ends, however it ends, it has a result or was given back."""
+        """Start a line. Whenever it ends, it has a result or was requeued."""
 
         def ended(line: asyncio.Task[bool]) -> None:
             running.lines.discard(line)
-            # A task that is cancelled may never have begun to run its line.
+            # A cancelled task may never have started its line.
             if line.cancelled() or not line.result():
                 running.machine.requeue(number)
             running.changed.set()
@@ -275,7 +269,7 @@ class BatchRunner:
         line.add_done_callback(ended)
 
     def _next(self) -> tuple[RunningBatch, int, Tenant] | None:
-        """Returns the next line to run: of the tenant with the fewest lines for its weight, and of its batch with the
+        """Return the next line: of the tenant with the fewest running lines per weight, and its batch with the
         fewest."""
         of_tenant: Counter[str] = Counter()
         tenants = {one.tenant: self._tenant_named(one.tenant) for one in self._running}
@@ -295,7 +289,7 @@ class BatchRunner:
         return None
 
     async def _run_line(self, running: RunningBatch, number: int, tenant: Tenant) -> bool:
-        """Serves one line; returns whether it got a result, which then waits to be written to the journal."""
+        """Serve a line; return whether it got a result, which then waits for the journal."""
         held, machine = running.claim, running.machine
         name = request_id(held.record.id, number)
         try:
@@ -307,7 +301,7 @@ class BatchRunner:
                 return True
             self._meters.counter(names.BATCH_LINES, "retried").add()
         except OSError as error:
-            # The whole batch is given up for it, which says so.
+            # Releases the whole batch, which logs it.
             running.failure = error
         except Exception as error:
             log.exception("line %d of batch %s could not be served", number, held.record.id)
@@ -323,8 +317,8 @@ class BatchRunner:
 
 
 async def _for_ever(step: Callable[[], Awaitable[None]], pause_s: float) -> None:
-    """Repeats a step for ever. A defect in it, or a folder that is away for a while, must not end all batches; a disk's
-    error is logged once until the step works again."""
+    """Repeat a step. Neither a defect in it nor a missing folder may end all batches; an OSError is logged once until
+    the step works again."""
     failure = ""
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Handles /v1/files and /v1/batches; :mod:`pillion.gateway.batches` decides what they may do."""
+"""/v1/files and /v1/batches."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_requests import read_metadata
 
-# This much of a file is read or written at once.
+# Bytes read or written at once.
 PIECE_BYTES = 256 * 2**10
-# A form may hold this much besides its file.
+# Size of a form besides its file.
 MAX_FORM_BYTES = 2**20
 MAX_BATCH_BODY_BYTES = 64 * 2**10
 MAX_LISTED_FILES, LISTED_FILES = 10_000, 10_000
 MAX_LISTED_BATCHES, LISTED_BATCHES = 100, 20
 JSON_LINES = b"application/jsonl"
-# An upload may take UPLOAD_GRACE_S, and as long as its bytes take at MIN_BYTES_PER_S.
+# Deadline of an upload: UPLOAD_GRACE_S plus its bytes at MIN_BYTES_PER_S.
 UPLOAD_GRACE_S, MIN_BYTES_PER_S = 60.0, 16 * 2**10
 
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -44,8 +44,8 @@ _BATCH = {"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "comp
 def batch_routes(
     calls: ModelCalls, runner: BatchRunner | None, lines: LineCalls, others: Sequence[Route]
 ) -> list[Route]:
-    """Returns the rows for the HTTP port's table of files and batches. The lines of a batch may call those of
-    ``others`` that allow it; without a runner the pages say that no batches are kept."""
+    """Return the routes of files and batches. Lines may call those of ``others`` that allow it; without a runner all
+    answer that there are no batches."""
     lines.take(others)
     api, tenant_of = BatchesApi(calls, runner, lines.urls), calls.gateway.tenant_of
     upload = Endpoint("POST", api.create_file, tenant_of, UploadForm, body_type=FORM_TYPE, example=_UPLOAD)
@@ -62,11 +62,11 @@ def batch_routes(
 
 
 class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
-    """Says when a file is removed.
+    """When a file is removed.
 
     Attributes:
-        anchor: only "created_at" is known.
-        seconds: the seconds after that.
+        anchor: "created_at".
+        seconds: seconds after that.
     """
 
     anchor: Literal["created_at"]
@@ -74,14 +74,14 @@ class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/batches.
+    """Body of POST /v1/batches.
 
     Attributes:
         input_file_id: the file with the requests.
-        endpoint: the url that each of them calls: /v1/chat/completions, /v1/completions, /v1/messages or /v1/responses.
-        completion_window: only "24h" is known.
-        metadata: labels, at most 16 of 64 and 512 characters, which the batch gives back.
-        output_expires_after: when its files of answers and errors are removed; never later than --batch-keep-days.
+        endpoint: the url of all lines: /v1/chat/completions, /v1/completions, /v1/messages or /v1/responses.
+        completion_window: "24h".
+        metadata: at most 16 labels of 64 and 512 characters, returned unchanged.
+        output_expires_after: lifetime of the output files, at most 30 days.
     """
 
     input_file_id: str
@@ -93,15 +93,14 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(eq=False)
 class BatchesApi:
-    """Handles the calls about files and batches, and refuses them where the gateway keeps no batches (``runner`` is
-    None). The lines of a batch may call ``urls``."""
+    """Handlers of files and batches; without a ``runner`` they refuse. Lines may call ``urls``."""
 
     _calls: ModelCalls
     _kept: BatchRunner | None
     _urls: Sequence[str]
 
     async def create_file(self, call: HttpCall) -> None:
-        """Takes a file of requests, and keeps it for batches."""
+        """Store an uploaded file of requests."""
         form, folder = FormReader(call.header(b"content-type")), self._folder
         limit = asyncio.timeout(UPLOAD_GRACE_S)
         try:
@@ -116,7 +115,7 @@ class BatchesApi:
     async def _uploaded(
         self, call: HttpCall, form: FormReader, folder: BatchFolder, limit: asyncio.Timeout
     ) -> FileRecord:
-        """Reads the form of an upload into a file of the folder; the more of it has come, the later ``limit`` ends."""
+        """Read an upload's form into a file of the folder; ``limit`` grows with the bytes received."""
         grace_ends_s, size_bytes = asyncio.get_running_loop().time() + UPLOAD_GRACE_S, 0
         length, on_disk = call.header(b"content-length"), self._runner.on_disk
         expected = int(length) if length.isdigit() and len(length) < 16 else 0
@@ -126,7 +125,7 @@ class BatchesApi:
                 raise folder.too_large()
 
             def begin() -> Upload:
-                # The folder knows the file even where this call ends while the thread works on it.
+                # Registered with the folder even if this call ends while the thread works.
                 most_bytes = min(expected, folder.file_bytes)
                 return opened.enter_context(contextlib.closing(folder.upload(call.tenant.name, most_bytes)))
 
@@ -147,7 +146,7 @@ class BatchesApi:
             return await on_disk(upload.keep, form.filename or "", INPUT_PURPOSE, seconds)
 
     async def files(self, call: HttpCall) -> None:
-        """Lists files, the newest first."""
+        """List files, newest first."""
         asked = call.query("after", "limit", "order", "purpose")
         found = await self._runner.on_disk(self._folder.files, call.tenant.name, asked.get("purpose", ""))
         order = asked.get("order", "desc")
@@ -156,12 +155,12 @@ class BatchesApi:
         await _answer(call, _listed(found[::-1] if order == "asc" else found, asked, LISTED_FILES, MAX_LISTED_FILES))
 
     async def file(self, call: HttpCall) -> None:
-        """Describes one file to the client."""
+        """Describe a file."""
         record = await self._runner.on_disk(self._folder.file, call.tenant.name, call.parameters["id"])
         await _answer(call, record.shown())
 
     async def content(self, call: HttpCall) -> None:
-        """Sends a file's content to the client."""
+        """Send a file's content."""
         folder, on_disk = self._folder, self._runner.on_disk
         record, file = await on_disk(folder.open_file, call.tenant.name, call.parameters["id"])
 
@@ -181,13 +180,13 @@ class BatchesApi:
             await call.while_connected(send())
 
     async def delete_file(self, call: HttpCall) -> None:
-        """Removes a file that no batch reads."""
+        """Remove a file that no batch reads."""
         name = call.parameters["id"]
         await self._runner.on_disk(self._folder.delete_file, call.tenant.name, name)
         await _answer(call, {"id": name, "object": "file", "deleted": True})
 
     async def create_batch(self, call: HttpCall) -> None:
-        """Runs the requests of a file in the background."""
+        """Create a batch from a file."""
         folder = self._folder
         raw = await call.body()
         if len(raw) > MAX_BATCH_BODY_BYTES:
@@ -210,18 +209,18 @@ class BatchesApi:
         await _answer(call, record.shown())
 
     async def batches(self, call: HttpCall) -> None:
-        """Lists the tenant's batches, the newest first."""
+        """List the tenant's batches, newest first."""
         asked = call.query("after", "limit")
         found = await self._runner.on_disk(self._folder.batches, call.tenant.name)
         await _answer(call, _listed(found, asked, LISTED_BATCHES, MAX_LISTED_BATCHES))
 
     async def batch(self, call: HttpCall) -> None:
-        """Tells the client how far a batch is."""
+        """Return a batch's progress."""
         record = await self._runner.on_disk(self._folder.batch, call.tenant.name, call.parameters["id"])
         await _answer(call, record.shown())
 
     async def cancel_batch(self, call: HttpCall) -> None:
-        """Ends a batch early; the lines that are done keep their results."""
+        """Cancel a batch; finished lines keep their results."""
         with _mapped():
             record = await self._runner.on_disk(self._folder.cancel, call.tenant.name, call.parameters["id"])
         await _answer(call, record.shown())
@@ -240,7 +239,7 @@ class BatchesApi:
 
 @contextlib.contextmanager
 def _mapped() -> Iterator[None]:
-    """Gives two errors of the batches' folder the statuses that HTTP has for them."""
+    """Map the folder's errors to HTTP statuses."""
     try:
         yield
     except FolderFull as error:
@@ -253,8 +252,8 @@ def _mapped() -> Iterator[None]:
 
 
 def _read_fields(_: bytes, fields: dict[str, str]) -> int | None:
-    """Reads the fields of an upload's form besides the file, and returns after how many seconds the file is to be
-    removed, None where they do not say. Raises ApiError."""
+    """Parse the upload form's fields besides the file; return the file's lifetime in seconds, None if not given. Raises
+    ApiError."""
     if "purpose" not in fields:
         raise refused("purpose", "this field is required", "missing_required_parameter")
     if fields["purpose"] != INPUT_PURPOSE:
@@ -274,7 +273,7 @@ def _read_fields(_: bytes, fields: dict[str, str]) -> int | None:
 def _listed(
     records: Sequence[FileRecord | BatchRecord], asked: dict[str, str], usual: int, most: int
 ) -> dict[str, Any]:
-    """Returns a page of a list of files or batches. Raises ApiError, and NotFound for an unknown ``after``."""
+    """Return a page of files or batches. Raises ApiError, and NotFound for an unknown ``after``."""
     limit = asked.get("limit", str(usual))
     if not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= most:
         raise refused("limit", f"a number from 1 to {most}")

@@ -1,4 +1,4 @@
-"""Reads the form in which a client uploads a file, multipart/form-data, piece by piece as it arrives."""
+"""Parser of multipart/form-data uploads, piece by piece as they arrive."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MAX_FORM_VALUE_BYTES = 1024
 
 
 class UploadForm(msgspec.Struct):
-    """Describes the form of POST /v1/files.
+    """Form of POST /v1/files.
 
     Attributes:
-        file: the file, with its name: JSON lines, each a request.
-        purpose: only "batch" is known.
-        expires_after: "created_at" in expires_after[anchor], and in expires_after[seconds] the seconds from then to the
-            file's removal; never later than --batch-keep-days.
+        file: JSON lines, each a request, with a filename.
+        purpose: "batch".
+        expires_after: "created_at" in expires_after[anchor], and the lifetime in expires_after[seconds], at most 30
+            days.
     """
 
     file: str
@@ -29,8 +29,8 @@ class UploadForm(msgspec.Struct):
 
 
 class FormReader:
-    """Reads one form of an upload. ``feed`` gives the bytes of its file; ``fields`` and ``filename`` are whole once the
-    form has ended.
+    """Parser of one form. ``feed`` returns its file's bytes; ``fields`` and ``filename`` are complete once the form has
+    ended.
 
     Raises ApiError for another content type than multipart/form-data.
     """
@@ -63,7 +63,7 @@ class FormReader:
             raise _unreadable(error) from None
 
     def feed(self, piece: bytes) -> bytes:
-        """Reads a piece of the form; returns the bytes of the piece that belong to the file. Raises ApiError."""
+        """Parse a piece; return its bytes that belong to the file. Raises ApiError."""
         try:
             self._parser.write(piece)
         except FormParserError as error:
@@ -72,7 +72,7 @@ class FormReader:
         return found
 
     def end(self) -> None:
-        """Notes that the body has ended. Raises ApiError where the form has not ended, or holds no file."""
+        """End the body. Raises ApiError if the form is incomplete or has no file."""
         if not self._ended:
             raise ApiError(400, "the form ends in the middle", code="invalid_form")
         if self.filename is None:
