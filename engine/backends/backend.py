@@ -248,7 +248,6 @@ def check_slot(slot: int, max_adapters: int) -> None:
         raise Internal(f"adapter slot {slot} is out of range: there are {max_adapters}")
 
 
-# Host memory, or a device's.
 PoolPlace: TypeAlias = "memoryview | MappedDevice"
 
 

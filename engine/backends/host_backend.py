@@ -44,9 +44,7 @@ class HostBackend(ABC):
     """
 
     max_steps_under_way = 1
-    # Whether steps can return vectors of rows (StepBatch.pooled).
     gives_vectors = False
-    # Adapter slots, allocated by ``bind_adapters``.
     adapters: BackendAdapters | None = None
 
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:

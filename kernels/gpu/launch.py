@@ -13,9 +13,7 @@ import torch
 
 from pillion.errors import Internal
 
-# Architecture assumed in Triton's interpreter.
 INTERPRETED_ARCH = 90
-# Multiprocessors assumed in Triton's interpreter.
 INTERPRETED_PROCESSORS = 4
 
 

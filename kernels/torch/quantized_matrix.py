@@ -163,7 +163,6 @@ class QuantizedMatrix:
         return replace(self, codes=codes, scales=scales, offsets=offsets, group=group, order=None)
 
 
-# A checkpoint's matrix, floating point or quantized.
 Matrix = torch.Tensor | QuantizedMatrix
 
 

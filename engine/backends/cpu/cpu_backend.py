@@ -85,7 +85,6 @@ class CpuBackend(HostBackend):
         layout = model.layout
         sizes = layout.block_size, angles, layout.state_pages
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, *sizes)
-        # Views of the logits and of the largest ones, without padding, by number of rows.
         self._found: dict[int, tuple[torch.Tensor, LargestLogits | None]] = {}
 
     def warm_up(self, max_tokens: int) -> None:

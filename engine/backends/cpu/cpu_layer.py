@@ -78,7 +78,6 @@ from pillion.kernels.cpu.runtime.program import Buffer, Columns, HeadStride, Ope
 from pillion.kernels.cpu.states.gates import GateRows
 
 Kind = TypeVar("Kind", bound=LayerOperation)
-# Epilogues of a product of gate and up, and of one without a gate, by activation.
 GATED_EPILOGUE = {"silu": "gated_silu", "gelu_tanh": "gated_gelu"}
 EPILOGUE = {
     "silu": "act_silu",
@@ -105,7 +104,6 @@ class LayerEmitter:
         self._builder, self._sampled, self._index, self._last = builder, sampled, index, last
         self._prefix = f"layers.{index}."
         self._layer: Layer = ()
-        # Output rows of the last operation, and the norm before them.
         self._rows, self._norm_name = builder.hidden, ""
         self._kept: list[Buffer] = []
         self._adds_up = False
@@ -113,7 +111,6 @@ class LayerEmitter:
         self._gates, self._gate_bytes = builder.hidden, 0
         # Remaining operations that mix tokens, each of which writes state for later steps.
         self._mixers = 0
-        # Input rows of the layer's router, which are not rounded to the model's type.
         self._unrounded: Buffer | None = None
 
     def emit(self, layer: Layer, rows: Buffer | None = None) -> Iterator[Operation]:
@@ -307,7 +304,6 @@ class LayerEmitter:
     def mlp(self, operation: Mlp, following: LayerOperation | None) -> Iterator[Operation]:
         builder, down = self._builder, operation.down.name
         inner = builder.weights.linear(self._prefix + down).depth
-        # Dense layers, and the MLP beside experts, have different inner widths.
         activated = builder.buffer(f"activated{inner}", inner, builder.row_dtype)
         epilogue = (GATED_EPILOGUE if operation.gated else EPILOGUE)[operation.activation]
         bends = self._bends(operation.bends)

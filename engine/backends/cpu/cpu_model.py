@@ -180,7 +180,6 @@ def plan_model(builder: OperationBuilder, state_layers: Sequence[int] = ()) -> M
             operations.append(builder.norm("", builder.state(index)))
         last, own = index == config.num_layers - 1, replace(builder, wanted=index > builder.last_kept_layer)
         operations += LayerEmitter(own, sampled, index, last=last).emit(layers[index])
-    # Embedding models have no head.
     width = weights.linear("lm_head").pairs * 32 if weights.has("lm_head") else config.vocab_size
     # The sampler edits logits in place if rows are contiguous.
     chosen = replace(builder, rows_of="logits")
@@ -205,7 +204,6 @@ def _head(sampled: OperationBuilder, chosen: OperationBuilder, logits: Buffer) -
     yield sampled.norm("final_norm")
     if not sampled.weights.has("lm_head"):
         return
-    # Rows with logits are the first sampled rows.
     yield from chosen.gemm("lm_head", sampled.normed, logits, "store")
     if config.logit_divisor != 1.0 or config.logit_softcap:
         values = {

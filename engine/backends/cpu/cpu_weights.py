@@ -48,7 +48,6 @@ from pillion.kernels.cpu.quantized.matrix_packing import KINDS, pack_gated, pack
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
-# Kinds of plain matrices, by the model's type.
 WIDE_KINDS = {"bfloat16": "bf16", "float32": "fp32"}
 # Numbers of a matrix in the file of packed weights; the kind is its index among all kinds.
 _NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets")

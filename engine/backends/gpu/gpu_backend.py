@@ -119,11 +119,9 @@ class BoundPool:
         """``parts``: those of the process's KV heads, each with its shard's bytes [slots, ...]. ``sampler``: None in
         processes that do not sample. ``decoder``: the class that runs the forward pass."""
         self.num_slots, self.products = len(parts[0][1]), model.plain_products
-        # Shards in which this process copies whole slots.
         self.copied = [shard for part, shard in parts if part.copied]
         self.parts = [_part_rows(model, part, shard, layout, limits) for part, shard in parts]
         words = [part.attention_words for part in self.parts]
-        # Max rows sampled within the step.
         samples = 0 if sampler is None else limits.max_samples
         self.record = GpuStepRecord(limits.max_tokens, samples, layout.block_size, words, model.device)
         self._sampler = sampler
@@ -222,7 +220,6 @@ class GpuBackend:
     gives_vectors = True
 
     adapters: GpuAdapters | None = None
-    # The class that runs the forward pass.
     decoder: type[GpuDecoder] = GpuDecoder
 
     def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
@@ -307,7 +304,6 @@ class GpuBackend:
             if copies:
                 self.copy_blocks(*zip(*copies, strict=True))
             logits, chosen = self._forward(bound, batch, rows)
-            # Ranks above 0 have no logits, and do not fetch vectors.
             fetches = batch.pooled_ids and self._sampler is not None
             texts = _fetch_texts(batch, logits, bound.decoder.vectors) if fetches else None
             kept = to_host(self._model.states[: batch.num_tokens]) if self._model.state_layers else None
@@ -412,7 +408,6 @@ class GpuBackend:
         try:
             self.settle()
         except BackendLost as error:
-            # A failed device runs nothing: there is nothing to wait for.
             log.warning("%s", error)
         if self._bound is not None:
             self._bound.graphs.close()
@@ -490,7 +485,6 @@ class GpuBackend:
                 self._ranks.spread(self._model.sampled[:unknown])
             logits = self._compute(bound, shape, batch.num_tokens)[: len(rows) - batch.pooled]
             if places is not None and self._sampler is not None:
-                # Ranks above 0 have no logits.
                 logits = logits.index_select(0, to_device(places, logits.device))
             return logits, chooses
 
@@ -566,7 +560,6 @@ class GpuInFlightStep:
         self, backend: GpuBackend, logits: torch.Tensor, texts: FetchedTexts | None, kept: torch.Tensor | None
     ) -> None:
         self._backend = backend
-        # The last rows are those of texts.
         count = 0 if texts is None else sum(map(bool, texts.ids))
         self._logits = logits[: len(logits) - count]
         self._texts, self._kept = texts, kept

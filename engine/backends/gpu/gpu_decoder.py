@@ -126,7 +126,6 @@ class GpuDecoder:
         self._sampled = False
         # Rows whose vectors the last step returned; the next step's kernels overwrite them.
         self.vectors = model.normed[:0]
-        # Parts with their plans in the record. A model has parts of one class.
         planned = list(zip(parts, record.attention, strict=True))
         self._parts = [(part, plan) for part, plan in planned if isinstance(part, PartRows)]
         self._latents = [(part, plan) for part, plan in planned if isinstance(part, LatentRows)]

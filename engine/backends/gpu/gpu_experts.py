@@ -108,7 +108,6 @@ class GpuExperts:
             scaled=room(pairs * self._hidden if scaled else 0, model.dtype),
         )
         self._route = ExpertRouter(columns, self._hidden, rows, model.device)
-        # Max experts of a layer in this process.
         self._own = max(len(model.shard.experts(how.router.shape[0])) + _joined(how) for how in every)
         self._sort = PairSorter(self._own, pairs, model.device)
         self._product = GroupedProduct(model.dtype, model.device)
@@ -216,7 +215,6 @@ class GpuExperts:
         def multiply(tensor: LayerTensor, values: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
             """Multiply rows of pairs by their experts' matrices, with what their adapters add."""
             matrix = layer.matrices[tensor.name]
-            # Experts are not multiplied in FP8.
             assert not isinstance(matrix, Fp8Matrix)
             self._product(
                 values,

@@ -40,7 +40,6 @@ STEPS_UP_TO_TOKENS = ((8, 64), (64, 1024), (128, FEW_TOKENS), (256, 4096), (512,
 # Max padding of a step: computing more tokens takes longer than launching kernel by kernel.
 MAX_PADDING_TOKENS = 1024
 SMALLEST_SIZES = (1, 2, 4)
-# Max capture time at a worker's start.
 MAX_CAPTURE_S = 60.0
 
 RunStep = Callable[[StepShape], torch.Tensor]

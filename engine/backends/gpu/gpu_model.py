@@ -131,7 +131,6 @@ def _joined(weights: GpuWeights, layer: str, mixed: Experts, beside: Mlp) -> int
     if weights.matrix(layer + beside.down.name) is not None:
         return 0
     stack = weights.matrix(layer + mixed.down.name)
-    # Experts are not multiplied in FP8.
     assert isinstance(stack, torch.Tensor | PackedMatrix)
     return len(stack.words if isinstance(stack, PackedMatrix) else stack) - mixed.router.shape[0]
 
@@ -181,7 +180,6 @@ class GpuModel:
         self.inner_values = _inner_values(weights)
         every = operations or layers_of(config)
         self.layers = {index: GpuLayer(weights, index, every[index]) for index in self.shard.own_layers(config)}
-        # Quantized matrices, their biases, and the type of their products.
         self._packed = [(*each, dtype) for layer in self.layers.values() for each in layer.packed()]
         if isinstance(weights.head, PackedMatrix):
             self._packed.append((weights.head, None, torch.float32))

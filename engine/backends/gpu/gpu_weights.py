@@ -135,7 +135,7 @@ class GpuWeights(dict[str, torch.Tensor]):
         """The output projection [vocab, hidden]: the embedding if the model ties the two. None in a process that
         computes no logits, without an embedding either."""
         head = self.matrix("lm_head")
-        assert not isinstance(head, Fp8Matrix)  # Logits are not computed in FP8.
+        assert not isinstance(head, Fp8Matrix)
         return self.get("embedding") if head is None else head
 
     @property
@@ -415,7 +415,6 @@ class WeightMemory:
     close: Callable[[], None] = lambda: None
 
 
-# Allocates memory, given the weights' key and their size in bytes.
 GetMemory = Callable[[str, int], WeightMemory]
 
 

@@ -16,7 +16,6 @@ from pillion.kvstore.gpu.mapped_memory import map_pool, share_region
 
 log = logging.getLogger("pillion.worker")
 
-# Max wait for another worker to fill the weights' region.
 WEIGHTS_TIMEOUT_S = 600.0
 
 

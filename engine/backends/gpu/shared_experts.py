@@ -118,7 +118,6 @@ def _stacked(whole: LayerWeights, operations: Layer, mixture: JoinedExperts) -> 
         if one == beside:
             if beside.row_gate is None:
                 continue
-            # The gate is a separate tensor.
             one = Multiply(beside.row_gate)
         found.append(one)
     return weights, tuple(found)

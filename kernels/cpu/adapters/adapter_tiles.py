@@ -21,6 +21,5 @@ def pack_tiles(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     ``bits`` are those of its numbers: uint32 for float32 (one input per step), uint16 for bfloat16 (two per step).
     Outputs are a multiple of 16 and inputs one of 8.
     """
-    # A step's inputs move as one word.
     steps = bits.view(np.uint32).reshape(len(bits) // TILE_COLUMNS, TILE_COLUMNS, -1)
     return steps.swapaxes(1, 2).reshape(-1).view(bits.dtype)

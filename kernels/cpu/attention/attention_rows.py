@@ -123,7 +123,6 @@ class PoolLines:
         self._shape = shape
         self.bf16_rows = shape.bf16 and k.isa.bf16_dot != "" and not wide
         self.scaled = shape.codes != ""
-        # Bytes of a row per line of the pool.
         self.step_bytes = line_values(shape.kind) * (2 if self.bf16_rows else 4)
 
     def load(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:

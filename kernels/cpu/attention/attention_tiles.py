@@ -163,7 +163,6 @@ class QueryTiles:
             self._clear_unlisted(groups, weights + row * SCORE_BYTES)
         if shape.latents:
             self._turn_weights(pairs, weights)
-            # Rows of sums are latents.
             self._shape(self.height * TILE_ROWS, TILE_STEPS)
         elif not self._one_shape:
             self._shape(self.rows, TILE_STEPS)

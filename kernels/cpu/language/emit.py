@@ -201,8 +201,6 @@ class Kernel:
         self._own_address = own_address
         self._module = builder.module
 
-    # Numbers and comparisons
-
     def int(self, value: Int | Count) -> Int:
         return value if isinstance(value, Int) else Int(self, I64(value))
 
@@ -265,8 +263,6 @@ class Kernel:
     def variable(self, value: Vec | Int | Pairs | Quads) -> KernelVariable:
         """Return a variable with the initial value ``value``."""
         return KernelVariable(self, value)
-
-    # Control flow
 
     @contextmanager
     def range(self, end: Int | Count, begin: Int | Count = 0, step: Count = 1) -> Iterator[Int]:
@@ -454,8 +450,6 @@ class Kernel:
         """Add to a word atomically; return its previous value."""
         cell = self.builder.inttoptr(self._checked(ptr, 8), I64.as_pointer())
         return Int(self, self.builder.atomic_rmw("add", cell, self.int(amount).ir, "acq_rel"))
-
-    # Vector arithmetic
 
     def fma(self, a: Vec, b: Vec, c: Vec) -> Vec:
         """Return a * b + c, rounded once."""
@@ -678,8 +672,6 @@ class Kernel:
 
     def sqrt(self, x: Vec) -> Vec:
         return Vec(self, self.builder.call(self.function("llvm.sqrt.v16f32", VF, [VF]), [x.ir]))
-
-    # Lane access
 
     def constant(self, values: Sequence[float]) -> Vec:
         """Return a vector of sixteen compile-time constants."""

@@ -91,7 +91,6 @@ STEP = RecordLayout(
         "block_tables",  # int32 [S, table_stride]: slots, padded with any valid slot
         "sample_rows",  # int32 [R]
         # Attention's work, int32 [num_items, ITEM_WORDS] (pillion.kernels.cpu.attention.cpu_attention_plan).
-        # (pillion.kernels.cpu.attention.cpu_attention_plan).
         "items",
         "merges",  # int32 [num_merges, ITEM_WORDS]: queries whose context is split over several items
         # The same for layers with another number of KV heads, in models that have such layers.

@@ -13,7 +13,6 @@ from pillion.kernels.cpu.language.emit import I32, I64, Int, Kernel, Ptr
 
 # Operations of Linux's futex(2). PRIVATE is added where all sleepers are threads of one process.
 FUTEX_WAIT, FUTEX_WAKE, PRIVATE = 0, 1, 128
-# Wake count that wakes all sleepers.
 ALL_SLEEPERS = 2**31 - 1
 NS_PER_S = 1_000_000_000
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}

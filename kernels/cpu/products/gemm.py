@@ -260,7 +260,6 @@ class GemmBody:
         k, pairs, threads = self.k, self.pairs, self.call.threads
         least_ranges = (pairs + (MOST_PANELS - 1)) // MOST_PANELS
         if self.spec.grouped:
-            # One group may have all the work.
             ranges = k.most(k.least(pairs, threads * GROUP_RANGES_PER_THREAD), least_ranges)
             return RangeCut(k.int(0), k.int(0), k.int(1), ranges, k.int(1))
         rows = self.call.step.number(self.spec.rows_of)
@@ -367,7 +366,6 @@ class Panels:
 
     # Bytes of a panel before its weights.
     before_bytes = 0
-    # The product of many rows, where that is in matrix tiles.
     many: ManyRows | None = None
 
     def __init__(self, body: GemmBody) -> None:

@@ -29,7 +29,6 @@ from pillion.kernels.cpu.language.isa import Isa, TileRows
 from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
 from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 
-# Bytes of a panel per step.
 PANEL_STEP_BYTES = 128
 _STEPS_PER_ITERATION = 2
 # Groups of 16 rows that share the loads of a panel in matrix tiles.

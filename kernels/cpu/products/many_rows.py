@@ -152,7 +152,6 @@ class ManyRows:
         begin = panels.weights + self._offset(block) * (TILE_STEPS * PANEL_STEP_BYTES)
         lines = begin + panel * panels.panel_bytes
         final = block + 1 >= self._blocks
-        # The first panel's next block.
         further = begin + (panels.first * panels.panel_bytes + count * (TILE_STEPS * PANEL_STEP_BYTES))
         ahead = k.either(panel + 1 < panels.last, lines + panels.panel_bytes, k.either(final, panels.ahead, further))
         # The memory ahead is at most as large as this block. Each tile of rows prefetches its share.

@@ -8,7 +8,6 @@ import torch
 
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 
-# Kinds of weights that are not quantized, and their types.
 PLAIN_TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 # Outputs of a tile, one per lane of a vector, and of a panel, a pair of tiles.
 TILE_COLUMNS = 16
 PANEL_COLUMNS = 2 * TILE_COLUMNS
-# Bytes of a panel's sums of one row.
 TOTALS_BYTES = 4 * PANEL_COLUMNS
 # Inputs of a matrix are padded to a multiple of this.
 DEPTH_MULTIPLE = 16

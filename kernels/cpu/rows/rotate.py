@@ -144,7 +144,6 @@ class RowWriter:
         self._group = spec.heads // spec.kv_heads
         self._vectors = spec.head_dim // LANES
         self._size = 2 if spec.bf16 else 4
-        # Bytes of a head: as float32 in ``qkv``, and in the model's type elsewhere.
         self._wide_head, self._head = spec.head_dim * 4, spec.head_dim * self._size
         self._keys_at, self._values_at = spec.heads * self._wide_head, (spec.heads + spec.kv_heads) * self._wide_head
         kind = spec.codes or ("bfloat16" if spec.bf16 else "float32")

@@ -218,7 +218,6 @@ def check_batch(batch: StepBatch, bounds: Bounds) -> None:
     """Raise Internal if a kernel could leave its memory with this batch."""
     ids, positions, lengths = batch.token_ids, batch.positions, batch.context_lens
     starts, tables, samples = batch.query_starts, batch.block_tables, batch.sample_rows
-    # The rotary tables are indexed by position unless the batch names rows.
     angles = positions if batch.rope_rows is None else batch.rope_rows
     for array in (ids, positions, starts, lengths, tables, samples, angles):
         if array.dtype != _INT32 or not array.flags.c_contiguous:

@@ -370,8 +370,6 @@ class _ThreadPoolCode:
                 with late:
                     k.builder.call(k.function("usleep", I32, [I32]), [I32(_NAP_US)])
 
-    # Instructions that the kernels' language lacks
-
     def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
         atomic_raise(k, gate + _VALUE, value)
         with k.when(atomic_load(k, gate + _SLEEPERS) > 0):

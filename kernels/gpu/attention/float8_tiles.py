@@ -48,7 +48,6 @@ def _float8_tiles(
     # fmt: on
     """Fold keys ``begin`` .. ``end`` - 1 into rows that have seen none; return their results, maxima and totals."""
     columns, pairs = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
-    # The BLOCK_SIZE scales of a block's keys or values of one head follow their rows.
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4)
     folded: tl.constexpr = 1.0 if NATIVE_FP8 else 256.0
     divided: tl.constexpr = query.dtype == tl.bfloat16

@@ -152,7 +152,6 @@ def _attend_latent_parts(
     own = own_at + tl.program_id(0) * BLOCK_M
     columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
     scale_offset = scale_layer_offset + BLOCK_SIZE * (RANK + ROTARY) // 4
-    # Where 8 bits are widened, code hoisted out of this loop fills registers during those over keys.
     for at in tl.range(tl.load(mine), tl.load(mine + 1), _WORDS, disable_licm=FP8):
         item = record + at
         table, row, rows, shift, _, begin, end, _ = _words(record, at)

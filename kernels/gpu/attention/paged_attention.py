@@ -49,7 +49,6 @@ ALL_ROWS_HEAD_DIM = 128
 # Heads of this width fill all registers in a chunk's tile. With 8-bit KV, or where the softmax overlaps products, this
 # many bytes of values that the loops over keys do not use are spilled.
 WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 80
-# Bytes of a bfloat16 or float16.
 HALF_BYTES = 2
 
 

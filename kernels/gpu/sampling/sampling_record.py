@@ -20,7 +20,6 @@ from pillion.kernels.step import MIN_TEMPERATURE, Int32, RowEdit, SamplingRows
 from pillion.types import SAMPLING_OPTIONS
 
 _OPTIONS = {name: one for name, one in SAMPLING_OPTIONS.items() if one.of_rows}
-# Place of each option in a row's record.
 FIELD_OF = {name: place for place, name in enumerate(_OPTIONS)}
 # Place of the seed, an even one: seed and position are written as int64.
 KEY_FIELD = len(_OPTIONS) + len(_OPTIONS) % 2
