@@ -18,7 +18,7 @@ from pillion.engine.backends.cpu.cpu_loading import (
     core_share,
     load_cpu_share,
     load_for_cpu,
-    tell_of_kernels,
+    log_kernels,
 )
 from pillion.engine.backends.devices import resolve_device, with_budgets
 from pillion.engine.backends.loaded_model import LoadedModel
@@ -138,7 +138,7 @@ def _load_decoder(
     from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 
     share, model = core_share(flags), load_cpu_share(flags, prepared, isa)
-    tell_of_kernels(model, threads, share)
+    log_kernels(model, threads, share)
     backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity)[:threads], share)
     owned = threads / share.lending_table.cores if share is not None else 0.0
     return LoadedModel(prepared, backend, f"cpu/{isa.label}", owned, pair_tokens=pair_tokens(config))

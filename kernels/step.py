@@ -48,7 +48,7 @@ class LayerState:
     Attributes:
         inputs: number of last tokens whose convolution inputs it contains, and the channels of each.
         memory: number of matrices, and their rows and columns; () for none.
-        turned: whether kernels store a matrix by columns, because its sums run over the columns.
+        transposed: whether kernels store a matrix by columns, because its sums run over the columns.
         keys: key vectors per token that are written into the matrices (neighbouring matrices share one), and their
             values; (0, 0) for none.
         rates: numbers per token and matrix that determine how much it learns and forgets; 0 if GPU kernels run token by
@@ -57,7 +57,7 @@ class LayerState:
 
     inputs: tuple[int, int]
     memory: tuple[int, ...] = ()
-    turned: bool = False
+    transposed: bool = False
     keys: tuple[int, int] = (0, 0)
     rates: int = 0
 
@@ -100,8 +100,8 @@ class StepBatch:
         pooled: P, the number of rows that report hidden states.
         pooled_ids: outputs of pooling requests, row by row: the tokens whose logits are reported of the next row before
             the last P, or () for the hidden state of the next of the last P rows.
-        seconds: [S] index of the second text's first token in a sequence that is a pair of texts, 0 for a single text;
-            None if all are single. Read by encoders.
+        second_starts: [S] index of the second text's first token in a sequence that is a pair of texts, 0 for a single
+            text; None if all are single. Read by encoders.
     """
 
     token_ids: Int32
@@ -115,7 +115,7 @@ class StepBatch:
     states: StateSlots | None = None
     pooled: int = 0
     pooled_ids: tuple[tuple[int, ...], ...] = ()
-    seconds: Int32 | None = None
+    second_starts: Int32 | None = None
 
     @property
     def table_rows(self) -> Int32:

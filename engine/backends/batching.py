@@ -57,7 +57,7 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
         poolings = (chunk.sequence.pooling for chunk in scheduled)
         seconds = [0 if one is None else one.second_from for one in poolings]
         if any(seconds):
-            batch = replace(batch, seconds=np.array(seconds, np.int32))
+            batch = replace(batch, second_starts=np.array(seconds, np.int32))
     for place, chosen in plan.unknown:
         batch.token_ids[ends[place] - counts[place]] = -1 - chosen
     return batch

@@ -26,7 +26,7 @@ from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.device_memory import to_device
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_decoder import GpuDecoder
-from pillion.engine.backends.gpu.gpu_loading import check_limits, room_for
+from pillion.engine.backends.gpu.gpu_loading import check_limits, fit_in_memory
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_step import StepShape
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights, layer_tensors, own_weights
@@ -169,11 +169,11 @@ def load_gpu_eagle(
     weights = load_eagle_weights(folder, head, model.weights["embedding"], Linear.plain)
     width = len(head.state_layers) * head.state_size
     needed = head_bytes(head.layer, width, dtype, limits.max_tokens, limits.max_samples)
-    with room_for(limits.max_tokens, needed, model.device) as size:
+    with fit_in_memory(limits.max_tokens, needed, model.device) as size:
         main.keep_states(head.state_layers)
         held = head_weights(head, weights, model.weights)
         own = GpuEagleModel(head, held, weights.target_ids, limits, invariant=flags.batch_invariant)
         backend = GpuEagle(own, layout, limits, enforce_eager=flags.enforce_eager)
-        backend.take_workspace()
+        backend.allocate_workspace()
     log.info("the head's passes of up to %d tokens take up to %s beside its weights", limits.max_tokens, size)
     return backend

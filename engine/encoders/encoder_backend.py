@@ -41,7 +41,7 @@ class EncoderBackend(HostBackend):
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         self.check_step(pool, batch)
         ids = torch.from_numpy(batch.token_ids.astype(np.int64))
-        seconds = [0] * batch.num_seqs if batch.seconds is None else batch.seconds.tolist()
+        seconds = [0] * batch.num_seqs if batch.second_starts is None else batch.second_starts.tolist()
         starts = batch.query_starts.tolist()
         with torch.inference_mode():
             texts = zip(starts, starts[1:], seconds, strict=False)

@@ -32,9 +32,9 @@ def layer_state(layer: Layer) -> LayerState | None:
                 return LayerState(_inputs(taps), (heads, rows, columns), keys=keys, rates=rates)
             case StateSpace(taps=taps, heads=heads, head_dim=rows, groups=groups, state_dim=columns):
                 keys = groups, columns
-                return LayerState(_inputs(taps), (heads, rows, columns), turned=True, keys=keys, rates=1)
+                return LayerState(_inputs(taps), (heads, rows, columns), transposed=True, keys=keys, rates=1)
             case SelectiveScan(taps=taps, heads=heads, head_dim=rows, state_dim=columns):
-                return LayerState(_inputs(taps), (heads, rows, columns), turned=True)
+                return LayerState(_inputs(taps), (heads, rows, columns), transposed=True)
     return None
 
 

@@ -118,7 +118,7 @@ def _matrix(state: LayerState) -> tuple[int, int, int]:
     if not state.memory:
         return 0, 0, 0
     heads, rows, columns = state.memory
-    return (columns, rows, heads) if state.turned else (rows, columns, heads)
+    return (columns, rows, heads) if state.transposed else (rows, columns, heads)
 
 
 class _Cursor:

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pillion.config import PrepareFlags, WorkerFlags
-from pillion.engine.backends.cpu.cpu_loading import choose_kernels, core_share, load_cpu_share, tell_of_kernels
+from pillion.engine.backends.cpu.cpu_loading import choose_kernels, core_share, load_cpu_share, log_kernels
 from pillion.engine.backends.devices import check_gpu_ranks
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
@@ -108,7 +108,7 @@ def _cpu_share(
 
     shard = member.shard
     model, threads, cores = load_shard(flags, prepared, shard, threads, shard.rank, shard.size)
-    tell_of_kernels(model, threads, share)
+    log_kernels(model, threads, share)
     return CpuRankBackend(model, threads, cores, share, member=member), model.isa
 
 

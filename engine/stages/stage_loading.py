@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pillion.config import PrefillFlags, WorkerFlags
-from pillion.engine.backends.cpu.cpu_loading import choose_kernels, core_share, tell_of_kernels
+from pillion.engine.backends.cpu.cpu_loading import choose_kernels, core_share, log_kernels
 from pillion.engine.backends.devices import check_gpu_ranks, pool_device
 from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
@@ -161,7 +161,7 @@ def _share(
     # Each stage keeps the worker's cores while it computes; none borrows, since steps arrive one by one.
     share = core_share(flags) if place.rank == 0 else None
     share = replace(share, borrows=False) if share is not None else None
-    tell_of_kernels(model, threads, share)
+    log_kernels(model, threads, share)
     if rank_memory is None:
         return CpuStageBackend(model, threads, cores, share, link)
     return CpuStageRankBackend(model, threads, cores, share, link, RankMember(shard, rank_memory, STEP_SILENCE_MS))

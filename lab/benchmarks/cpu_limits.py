@@ -123,7 +123,7 @@ class AttentionRead(KernelSpec):
         with each_attention_item(call, "items", 0) as (head, item):
             last = (item.behind(self.shape.group, item.rows - 1) + (LANES - 1)) // LANES
             with k.range(item.last, item.first) as partition:
-                end = k.least((partition + 1) * PARTITION_GROUPS, last)
+                end = k.min((partition + 1) * PARTITION_GROUPS, last)
                 wanted = GroupRange(partition * PARTITION_GROUPS, end, last)
                 groups = emit_groups(call, self.shape, item.sequence, head, wanted, 0)
                 with k.range(groups.count * (1 if self.shape.latents else 2), step=_SIDE) as place:

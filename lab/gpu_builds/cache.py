@@ -258,7 +258,7 @@ def _run_model(name: str, use: dict[str, int]) -> None:
         for kernel, on in use.items():
             stack.enter_context(trying(kernel, ARCH, {"on": on}))
         model = RandomModel(_bench(), max_tokens=CHUNK, max_seqs=MODEL_SEQS, max_model_len=2 * CHUNK, config=config)
-        GpuBackend(model.model, model.layout, model.limits, enforce_eager=True).take_workspace()
+        GpuBackend(model.model, model.layout, model.limits, enforce_eager=True).allocate_workspace()
 
 
 def _run_tests(key: str, name: str) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""What tests of GPU ranks share. On machines with a GPU but without the packages that servers import, tests of whole
-clusters are left out."""
+"""Fixtures of tests of GPU ranks. On machines with a GPU but without the packages of servers, tests of whole clusters
+are left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lab.gpu_builds.compilations import stable_keys
 from tests.support.gpu import NATIVE
 
 if NATIVE:
-    # So what `make gpu-cache` has compiled of these tests is found.
+    # So that kernels compiled by `make gpu-cache` are found.
     stable_keys()
 else:
     from lab.testbed.triton_interpreter import replace_once
@@ -29,7 +29,7 @@ collect_ignore = LEFT_OUT if MISSING else []
 
 
 def pytest_report_header() -> str:
-    """Reports at the beginning of a run which tests are left out."""
+    """Report at the start of a run which tests are left out."""
     return f"left out: {', '.join(LEFT_OUT)}, which need {', '.join(MISSING)}" if MISSING else ""
 
 

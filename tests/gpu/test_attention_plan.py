@@ -1,4 +1,4 @@
-"""Plans of the paged attention: every row meets each key that it sees once, and programs have equal shares."""
+"""Plans of paged attention: every row sees each of its keys once, and programs have equal shares."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def planner_of(batch, kv_heads, group, decode, chunk, windows, **more):
 
 
 def items_of(record, planner, window, chunk):
-    """Lists the items of each program."""
+    """List the items of each program."""
     programs = (planner.chunk if chunk else planner.decode).programs
     at = planner.starts_at(window, chunk)
     starts = record[at : at + programs + 1]
@@ -83,7 +83,7 @@ def merges_of(record, planner, window, chunk):
 
 
 def owner_of(record, planner, window, chunk, partial):
-    """Returns the merge that the record names as that of a partial result."""
+    """Return the merge of a partial result in the record."""
     count, begin = record[planner.counts_at(window, chunk) :][:2]
     rows = (planner.chunk if chunk else planner.decode).rows
     at = record[begin + count * ITEM_WORDS + (partial - planner.first_partial(chunk)) // rows]
@@ -99,7 +99,7 @@ def owner_of(record, planner, window, chunk, partial):
     windows=st.sampled_from([(0,), (0, 5), (30, 1), (0, -5), (-30, -1)]),
 )
 @settings(max_examples=examples(150))
-def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, chunk, windows):
+def test_every_row_sees_each_of_its_keys_once(parts, kv_heads, group, decode, chunk, windows):
     batch = batch_of(parts)
     planner = planner_of(batch, kv_heads, group, decode, chunk, windows)
     plan = planner.plan(batch)
@@ -145,14 +145,14 @@ def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, 
 
 
 def lowest_key(position, window):
-    """Returns the first key that a row at a position sees."""
+    """Return the first key that a row at a position sees."""
     if not window:
         return 0
     return position // -window * -window if window < 0 else max(0, position - window + 1)
 
 
 def wanted(batch, kv_heads, group, window):
-    """Lists the keys that :func:`lab.testbed.attention_reference.paged_attention` reads."""
+    """List the keys that :func:`lab.testbed.attention_reference.paged_attention` reads."""
     found = Counter()
     for sequence, context in enumerate(batch.context_lens.tolist()):
         begin, end = batch.query_starts[sequence : sequence + 2].tolist()
@@ -205,7 +205,7 @@ def test_a_batch_beyond_the_limits_is_refused():
 
 @pytest.mark.parametrize("parts", [[(0, 65_536)], [(60_000, 32_000), *[(500, 1)] * 64, *[(0, 1000)] * 33, (0, 472)]])
 def test_the_largest_step_has_a_plan(parts):
-    """Steps of 65,536 tokens, of Llama 3 8B's heads and an H100's programs, stay within what is reserved for them."""
+    """Steps of 65,536 tokens, of Llama 3 8B's heads and an H100's programs, stay within the reserved sizes."""
     batch = batch_of(parts)
     assert batch.query_starts[-1] == 65_536
     decode, chunk = Tiling(rows=16, keys=64, programs=264), Tiling(rows=128, keys=64, programs=132)

@@ -1,4 +1,4 @@
-"""The GPU backend against transformers: every family, steps that are padded, launched ahead and captured."""
+"""The GPU backend against transformers: every family, and steps that are padded, launched ahead and captured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.scored_prompts import check_scores, run_scored
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-# Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums. A GPU's
+# Logits are of the order of 10: this is a few units in the last place of fp32 after the sums of some layers. On a GPU
 # float32 products are cuBLAS's, in another order.
 TOLERANCE = 1e-3 if NATIVE else 1e-4
 
@@ -48,7 +48,7 @@ def close(got, wanted):
     torch.testing.assert_close(got.cpu(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-# In the interpreter a step takes a second: one family for each thing that several steps show, all but one long.
+# In the interpreter a step takes a second: one family per property that needs several steps, all but one long.
 INTERPRETED = (
     "olmo2",
     *(
@@ -66,10 +66,10 @@ INTERPRETED = (
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {*OF_INDEXERS}) if NATIVE else INTERPRETED)
 def test_families(family, tmp_path):
-    """Runs a text in chunks, and in a batch with decodes of another text."""
+    """Run a text in chunks, and in a batch with decodes of another text."""
     folder, flags = make_family(tmp_path / "model", family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    # Longer than the families' windows of 24; in the interpreter each token is dear.
+    # Longer than the families' windows of 24; tokens are slow in the interpreter.
     length, part = (PROMPT_TOKENS, 37) if NATIVE else (40, 17)
     text, other = tokens_of(length, 2), tokens_of(length, 3)
     with torch.inference_mode():
@@ -86,7 +86,7 @@ def test_families(family, tmp_path):
     close(got, torch.stack((wanted[part + 3], beside[part + 1])))
 
 
-# Heads of these families would be too small, or norms or rotations are those of one width.
+# Heads of these families would be too small, or norms or rotations require a width.
 WIDE = ("gpt2", "helium", "olmoe", "opt", "phi3-longrope-short")
 
 
@@ -101,7 +101,7 @@ WIDE = ("gpt2", "helium", "olmoe", "opt", "phi3-longrope-short")
 )
 def test_every_family(family, tmp_path):
     """A chunk, and then a decode beside another chunk, each of a number of rows that is padded."""
-    # In the interpreter each tile of weights is dear.
+    # Tiles of weights are slow in the interpreter.
     sizes = {} if family in WIDE else {"hidden_size": 32, "intermediate_size": 32}
     folder, flags = make_family(tmp_path / "model", family, **sizes)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -123,7 +123,7 @@ def test_indexers_are_refused_by_name(family, tmp_path):
 
 @pytest.fixture(scope="module")
 def prepared(own_cache, tmp_path_factory):
-    # One layer: what these tests are about comes before and after the layers, whose sums are the families'.
+    # One layer: these tests are about the code before and after the layers.
     folder = save_model(tmp_path_factory.mktemp("model") / "model", num_hidden_layers=1)
     return prepare(ModelFlags(model=str(folder), dtype="float32"))
 
@@ -162,8 +162,8 @@ def test_tokens_are_those_of_the_hosts_sampler(prepared, overrides):
 
 
 @pytest.mark.parametrize(("temperature", "late"), [(0.0, ()), (0.9, (1,)), (0.0, (0, 1))])
-def test_masked_rows_choose_what_the_hosts_sampler_chooses(prepared, temperature, late):
-    """One row follows a grammar and another does not; a mask that is late leaves its row without a token."""
+def test_masked_rows_sample_like_the_host(prepared, temperature, late):
+    """One row has a grammar and another does not; a late mask leaves its row without a token."""
     driver = GpuDriver(prepared)
     a, b, c = driver.sequences.add(3)
     batch = driver.sequences.step([(a, tokens_of(3, 0)), (b, tokens_of(2, 2)), (c, tokens_of(4, 1))])
@@ -192,8 +192,8 @@ def test_log_probabilities_of_prompts(tmp_path):
             check_scores(found, text, model(torch.tensor([text])).logits[0].float())
 
 
-def test_the_workspace_holds_the_logits_of_scored_prompts(prepared):
-    """The scheduler's most scored rows fit beside all sampled ones, so that a step allocates no logits."""
+def test_the_workspace_has_logits_of_scored_prompts(prepared):
+    """The scheduler's max scored rows fit beside all sampled ones, so that a step allocates no logits."""
     flags = DecodeFlags(
         model="m",
         max_num_batched_tokens=4096,
@@ -207,8 +207,8 @@ def test_the_workspace_holds_the_logits_of_scored_prompts(prepared):
 
 
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "qwen3-moe"])
-def test_the_buffers_of_a_large_step_are_those_that_are_told(family, tmp_path):
-    """All that a model and its experts keep for steps of 65,536 tokens, but weights and rotary tables."""
+def test_step_bytes_are_the_buffers_of_a_large_step(family, tmp_path):
+    """All buffers of a model and its experts for steps of 65,536 tokens, except weights and rotary tables."""
     _, flags = make_model(tmp_path / "model", FAMILIES[family])
     prepared, tokens = prepare(flags), 65_536
     backend = gpu_backend(prepared)
@@ -232,7 +232,7 @@ def test_the_step_that_compiles_needs_few_slots():
 
 
 def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):
-    """Steps launched ahead, whose tokens are numbers of rows, choose the same as steps one after the other."""
+    """Steps launched ahead, whose token ids are row numbers, sample the same as steps in sequence."""
 
     def answers(ahead: bool) -> list[tuple[int, ...]]:
         driver = GpuDriver(prepared)
@@ -256,8 +256,8 @@ def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):
     assert answers(ahead=True) == answers(ahead=False)
 
 
-def test_choices_that_come_later_are_those_of_a_launch(prepared):
-    """A step's forward pass is launched on tokens that only the device knows, its choice when the host knows them."""
+def test_deferred_sampling_equals_sampling_at_launch(prepared):
+    """A step's forward pass is launched on tokens known only to the device, its sampling when the host knows them."""
 
     def answers(late: bool) -> list[tuple[int, ...]]:
         driver = GpuDriver(prepared)
@@ -285,9 +285,9 @@ def test_choices_that_come_later_are_those_of_a_launch(prepared):
     assert len(set(found)) == 4
 
 
-def test_plain_rows_are_chosen_within_the_step_and_others_after_it(prepared, monkeypatch):
-    """A step with edits or with several answers of one row, and one whose rows come later, run the same graphs, in
-    which no row wants a token."""
+def test_plain_rows_are_sampled_within_the_step_and_others_after_it(prepared, monkeypatch):
+    """A step with edits or with several samples of one row, and one whose rows come later, run the same graphs, without
+    rows to sample."""
     driver = GpuDriver(prepared)
     backend = driver.backend
     launches, choose = [], backend._sampler.choose
@@ -305,7 +305,7 @@ def test_plain_rows_are_chosen_within_the_step_and_others_after_it(prepared, mon
     ):
         del launches[:]
         found = backend.launch(one, (), rows).wait().token_ids
-        # A graph is captured once, and replays its choice.
+        # A graph is captured once, and replays its sampling.
         assert len(launches) == after + (not NATIVE)
         if rows is None:
             assert set(backend._model.sampled.tolist()) == {-7}
@@ -313,7 +313,7 @@ def test_plain_rows_are_chosen_within_the_step_and_others_after_it(prepared, mon
             assert found == sample(logits[[0, 1, 1][: len(rows)]].clone(), rows).token_ids
 
 
-def test_a_step_that_nobody_chooses_from_can_be_waited_for(prepared):
+def test_a_step_without_sampling_can_be_waited_for(prepared):
     driver = GpuDriver(prepared)
     batch = driver.sequences.step([(driver.sequences.add()[0], [1, 2])])
     assert driver.backend.launch(batch, (), None).wait().token_ids == ()
@@ -333,7 +333,7 @@ def test_copies_come_before_the_step(prepared):
     assert copied.token_ids == again.token_ids
 
 
-def test_float8_keeps_close_to_exact(prepared):
+def test_float8_is_close_to_exact(prepared):
     text = tokens_of(20, 5)
     exact, rough = GpuDriver(prepared), GpuDriver(prepared, backend=gpu_backend(prepared, fp8=True))
     assert rough.backend.layout.block_bytes < exact.backend.layout.block_bytes / 2
@@ -343,7 +343,7 @@ def test_float8_keeps_close_to_exact(prepared):
     assert 0 < error < 0.1
 
 
-def test_a_window_that_holds_the_longest_text_is_none(tmp_path):
+def test_a_window_of_max_model_len_is_none(tmp_path):
     _, flags = make_model(tmp_path / "model", {**FAMILIES["llama4"], "num_hidden_layers": 3})
     for longest, windows in ((24, (0,)), (25, (-24, 0))):
         driver = GpuDriver(prepare(replace(flags, max_model_len=longest)), num_slots=8)
@@ -390,7 +390,7 @@ def test_sizes_of_graphs():
 
 
 def test_the_largest_graph_is_captured_first_and_large_ones_last():
-    """Where time or memory is short, steps that gain little by a graph have none, and none is padded to several times
+    """If time or memory is short, steps that gain little by a graph have none, and no step is padded to several times
     its tokens."""
     graphs = StepGraphs(lambda shape: torch.empty(0), MAX_GRAPH_TOKENS, 1, torch.device("cuda"), eager=False)
     order = list(dict.fromkeys(shape.tokens for shape in graphs.shapes()))
@@ -407,7 +407,8 @@ def test_the_largest_graph_is_captured_first_and_large_ones_last():
     ("answers", "kept"), [([True] * 40, 6), ([True, True, True, False], 1), ([True, True, False], 1)]
 )
 def test_ranks_keep_the_same_graphs(monkeypatch, answers, kept):
-    """A graph is kept where every rank may begin it and has it; what one rank lacks, or has no time for, ends it."""
+    """A graph is kept if every rank can start it and has it; a missing graph or lack of time on one rank ends
+    capture."""
     asked = iter(answers)
     graphs = graphs_of_ranks(monkeypatch, lambda fine: fine and next(asked), lambda shape: torch.empty(0))
     monkeypatch.setattr(graphs, "_captured", lambda shape, pool: (None, None))
@@ -416,7 +417,7 @@ def test_ranks_keep_the_same_graphs(monkeypatch, answers, kept):
 
 
 def graphs_of_ranks(monkeypatch, agree, run) -> StepGraphs:
-    """Graphs of a rank that finds no GPU, and asks the others by ``agree``."""
+    """The graphs of a rank without a GPU, which asks the others by ``agree``."""
 
     def wait(event):
         raise BackendLost("another rank has ended")
@@ -426,8 +427,8 @@ def graphs_of_ranks(monkeypatch, agree, run) -> StepGraphs:
     return StepGraphs(run, 4, 4, torch.device("cuda"), eager=False, ranks=ranks)
 
 
-def test_a_rank_without_memory_ends_no_step_of_the_others(monkeypatch):
-    """It says so after a step alone, and no rank begins one in which it would be missing."""
+def test_a_rank_out_of_memory_does_not_break_other_ranks_steps(monkeypatch):
+    """It reports after a step alone, and no rank starts a step that it cannot join."""
     said, runs = [], []
 
     def run(shape):
@@ -440,7 +441,7 @@ def test_a_rank_without_memory_ends_no_step_of_the_others(monkeypatch):
 
 
 def test_a_capture_waits_no_longer_than_ranks_do(monkeypatch):
-    """Nothing waits for a device that waits for a rank that is gone."""
+    """No wait for a device that waits for a dead rank."""
     graphs = graphs_of_ranks(monkeypatch, bool, lambda shape: torch.empty(0))
     monkeypatch.setattr(gpu_graphs, "event_on", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("a wait without a limit"))

@@ -1,5 +1,5 @@
-"""With --batch-invariant a token's bits depend on its sequence alone: not on who else is in the step, on how its text
-was cut into steps, on blocks that were there already, or on whether it is computed anew."""
+"""With --batch-invariant a token's bits depend only on its sequence: not on other sequences in the step, on how its
+text was cut into steps, on cached blocks, or on recomputation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.gpu import DEVICE, NATIVE, add_up_in_one_order, rounded
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 BLOCK_SIZE, KV_HEADS, GROUP, WIDTH = 16, 1, 2, 16
-# Of float32, kernels have parts of 64 tokens, and a window that begins inside of one.
+# In float32, kernels have parts of 64 tokens, and the window begins inside of one.
 LENGTHS, WINDOW = (140, 30, 5), 100
 RANK, ROTARY, HEADS = 32, 16, 2
 MOST_TOKENS = 512
@@ -70,7 +70,7 @@ class AttendedTexts:
         return cls(attention, tables, queries, {})
 
     def step(self, *parts: tuple[int, int, int]) -> list[torch.Tensor]:
-        """Attends tokens ``begin`` to ``end`` - 1 of texts, each (text, begin, end); returns the rows of each."""
+        """Attend tokens ``begin`` to ``end`` - 1 of texts, each (text, begin, end); return the rows of each."""
         counts = [end - begin for _, begin, end in parts]
         batch = SimpleNamespace(
             query_starts=np.cumsum([0, *counts]).astype(np.int32),
@@ -86,7 +86,7 @@ class AttendedTexts:
         return list(out.split(counts))
 
     def items(self, *parts: tuple[int, int, int]) -> np.ndarray:
-        """Returns the items of decodes of such a step."""
+        """Return the items of decodes of such a step."""
         planner, (window,) = self.attention.planner, self.attention.planner.windows
         batch = SimpleNamespace(
             query_starts=np.arange(len(parts) + 1, dtype=np.int32),
@@ -99,7 +99,7 @@ class AttendedTexts:
 
 
 def _tables() -> tuple[np.ndarray, int]:
-    """Returns block tables of all texts, in a scrambled order, and the number of slots of their pool."""
+    """Return block tables of all texts, in a scrambled order, and the number of slots of their pool."""
     width = -(-max(LENGTHS) // BLOCK_SIZE)
     slots = 1 + width * len(LENGTHS)
     scrambled = np.random.default_rng(0).permutation(np.arange(1, slots)).astype(np.int32)
@@ -107,7 +107,7 @@ def _tables() -> tuple[np.ndarray, int]:
 
 
 def random_steps(seed: int):
-    """Yields steps in which all texts are computed side by side, each cut anywhere, in a changing order."""
+    """Yield steps in which all texts are computed side by side, each cut anywhere, in a changing order."""
     numbers = np.random.default_rng(seed)
     begins = [0] * len(LENGTHS)
     while any(begin < length for begin, length in zip(begins, LENGTHS, strict=True)):
@@ -131,7 +131,7 @@ CASES = {
     "latents": AttendedTexts.latents,
 }
 if NATIVE:
-    # Decodes and chunks have tiles of other rows and warps, whose bits only a device can compare.
+    # Decodes and chunks have tiles with other rows and warps, whose bits only a device can compare.
     for width in (64, 128, 256, 512):
         CASES[f"heads of {width} in bfloat16"] = lambda width=width: AttendedTexts.paged(
             0, False, width, torch.bfloat16
@@ -144,7 +144,7 @@ SHORT = ("sinks in a window", "latents")
 @pytest.mark.parametrize(
     "case", [case if NATIVE or case in SHORT else pytest.param(case, marks=pytest.mark.long) for case in CASES]
 )
-def test_a_row_is_attended_alike_in_every_step(case, monkeypatch):
+def test_a_row_has_the_same_attention_in_every_step(case, monkeypatch):
     add_up_in_one_order(monkeypatch)
     texts = CASES[case]()
     wanted = [texts.step((text, 0, length))[0] for text, length in enumerate(LENGTHS)]
@@ -176,7 +176,7 @@ def test_units_are_cut_and_whole():
 
 
 def test_a_merge_joins_parts_as_a_program_does(monkeypatch):
-    """Three parts of a text alone, which a merge joins, and of the text among many, whose programs join them."""
+    """Three parts of a text alone, joined by a merge, and of the text among many, joined by their programs."""
     add_up_in_one_order(monkeypatch)
     for texts in (AttendedTexts.paged(sinks=True), AttendedTexts.latents()):
         (alone,) = texts.step((0, 139, 140))
@@ -201,8 +201,8 @@ def test_products_by_heads(dtype, monkeypatch):
 
 
 def check_model(prepared, text: list[int], wanted_cuts: list[int], monkeypatch, **options) -> None:
-    """Compares a text's logits, computed alone, with those of the text beside others, cut in other ways, continued from
-    another sequence's blocks, and computed anew."""
+    """Compare a text's logits, computed alone, with those of the text beside others, cut otherwise, continued from
+    another sequence's blocks, and recomputed."""
     add_up_in_one_order(monkeypatch)
     driver = GpuDriver(prepared, num_slots=64, backend=gpu_backend(prepared, invariant=True, **options))
     (alone,) = driver.sequences.add()
@@ -217,7 +217,7 @@ def check_model(prepared, text: list[int], wanted_cuts: list[int], monkeypatch, 
     (other,) = driver.sequences.add()
     found = driver.step((other, tokens_of(9, 4)), (hit, text[32:33]), sample=[9])
     assert torch.equal(found, wanted[32:33])
-    # What a worker computes anew is a chunk, whose last tokens were decodes before.
+    # Recomputed tokens are a chunk, though the last ones were decodes before.
     found = driver.step((other, tokens_of(3, 5)), (hit, text[33:60]), sample=range(3, 30))
     assert torch.equal(found, wanted[33:60])
     driver.backend.close()

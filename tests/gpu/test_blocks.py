@@ -15,7 +15,7 @@ from tests.support.examples import examples
 from tests.support.guarded import Guarded
 
 SLOTS = 7
-# Sizes of blocks: for words of each size, less and more than a program's part, and a whole number of parts.
+# Block sizes: for words of each size, less and more than a program's part, and a multiple of parts.
 BLOCK_BYTES = (1, 2, 6, 16, 20, 48, 4112, 8192, 8200, 16384, 20002, 9001)
 
 
@@ -104,7 +104,7 @@ def test_a_pool_may_have_any_type_and_shape_and_begin_between_words():
 
 
 def test_pools_of_more_than_two_billion_words():
-    """The pool costs no memory where it is not touched."""
+    """The pool takes no memory unless it is touched."""
     pool = torch.empty((2**31 // 129 + 3, 129), dtype=torch.uint8, device=DEVICE)
     last = len(pool) - 1
     assert (last - 1) * 129 > 2**31

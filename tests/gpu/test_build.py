@@ -1,7 +1,7 @@
-"""All kernels build for the GPUs that are supported, without spills, on a machine that has none.
+"""All kernels build for the supported GPUs, without spills, on a machine without a GPU.
 
 For the newer architecture each is built with each type of its arguments and each value of its constants, for the older
-one once; `python -m lab.gpu_builds` builds all uses that differ much.
+one once; `python -m lab.gpu_builds` builds all combinations that differ considerably.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lab.gpu_builds.specs import ARCHITECTURES
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD_TIMEOUT_S = 600
 
-# Builds kernels as `python -m lab.gpu_builds --few` does, after one whose limits no kernel can keep.
+# Builds kernels like `python -m lab.gpu_builds --few`, after one with limits that no kernel meets.
 _PROGRAM = """
 import sys
 from dataclasses import replace
@@ -53,6 +53,6 @@ def test_every_kernel_builds_within_its_limits(tmp_path):
         assert 0 < each["registers"] <= 255
         assert not each["excess"], each
         # Heads of 256 fill the registers, as do two parts of attention, and sums of parts beside those of groups of 128
-        # rows. What is spilled is outside the loops over keys and inputs.
+        # rows. Spills are outside of the loops over keys and inputs.
         spilling = "attention_(chunk|decode)_256|attention_parts|(quantized|grouped).*-128$|delta_solve.*fp32"
         assert each["spill_bytes"] == 0 or re.match(spilling, each["name"]), each

@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch, request):
-    """Prepares the environment of the cluster's processes."""
+    """Prepare the environment of the cluster's processes."""
     for name, value in fake_cuda.environment(FAKE_CUDA_TOUCHABLE="1", FAKE_CUDA_TOTAL_BYTES=str(2**28)).items():
         monkeypatch.setenv(name, value)
     if not NATIVE:
@@ -80,12 +80,12 @@ def vector(folder: pathlib.Path, text: list[int]) -> list[float]:
 @pytest.mark.parametrize("prefill_workers", [0, 1] if NATIVE else [1])
 @pytest.mark.parametrize("ranks", [1, 2] if NATIVE else [2])
 def test_answers_from_a_gpus_memory(folder, prefill_workers, ranks):
-    """``ranks``: of the decode worker; the prefill worker has one."""
+    """``ranks``: those of the decode worker; the prefill worker has one."""
     prompt = tokens_of(PROMPT_TOKENS, 7)
     policy = "disaggregated" if prefill_workers else "colocated"
     flags = ("--device", "cuda", "--prefill-workers", str(prefill_workers), "--split-policy", policy, *SMALL, *SHAPE)
     flags = (*flags, "--tensor-parallel-size", str(ranks), "--prefill-tensor-parallel-size", "1")
-    # Paths of sockets must be short.
+    # Socket paths are limited in length.
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as place,
         cluster.served(pathlib.Path(place), str(folder), *flags, forked=not NATIVE) as served,
@@ -103,17 +103,17 @@ def test_answers_from_a_gpus_memory(folder, prefill_workers, ranks):
         assert first[-1].timings.prefilled_tokens == (48 if prefill_workers else 0)
         status = served.node_status()
         assert status.kv_device.startswith("cuda")
-        # The pool has the memory that the first worker's weights and buffers left.
+        # The pool has the memory left by the first worker's weights and buffers.
         assert 0 < status.total_blocks * 2 * 2 * 2 * 16 * 16 * 4 < 2**28 or NATIVE
         log = served.log.read_text()
-    # One worker filled the weights; the other one mapped them, unless it has ranks, which have shares of their own.
+        # One worker filled the weights, the other mapped them, unless it has ranks, which have separate shares.
     assert len(re.findall("has region .*: fill", log)) <= (1 if ranks == 1 else ranks + prefill_workers)
     assert not served.left_behind()
 
 
 @pytest.fixture
 def gpus(monkeypatch) -> int:
-    """How many GPUs this process sees: two of the fake driver's, or those of the machine."""
+    """Return the number of visible GPUs: two of the fake driver's, or those of the machine."""
     monkeypatch.setattr(cuda_driver, "LIBRARY", fake_cuda.library())
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
     devices.device_count.cache_clear()

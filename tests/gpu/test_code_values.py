@@ -67,7 +67,7 @@ def number_of(word: str) -> float | int:
 
 
 def results_of(assembly: str, operands: dict[str, float]) -> dict[str, float]:
-    """Runs instructions over registers of 32 bits, whose numbers are words or float32; returns all of them."""
+    """Run instructions over registers of 32 bits, whose numbers are words or float32; returns all of them."""
     known = dict(operands)
     run = {
         "mul.rn.f32": lambda a, b: torch.tensor(a).mul(torch.tensor(b)).item(),
@@ -95,7 +95,7 @@ def results_of(assembly: str, operands: dict[str, float]) -> dict[str, float]:
 
 
 def result_of(assembly: str, *operands: int) -> int:
-    """Runs instructions over words, $1 and the next ones; returns $0."""
+    """Run instructions over words, $1 and the next ones; returns $0."""
     return results_of(assembly, {f"${number}": value for number, value in enumerate(operands, 1)})["$0"]
 
 

@@ -1,4 +1,4 @@
-"""Kernels that begin before the one before them has ended: what they do early, and that it changes no bit."""
+"""Kernels that start before the previous one has ended: their early part, and unchanged bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pillion.kernels.gpu.products import plain_product, quantized_product
 from pillion.kernels.gpu.rows import embedding, gated, norms
 from tests.support.families import tokens_of
 
-# What each kernel may read early, by the names of its arguments: weights, tables, and the step's record.
+# Arguments that each kernel may read early: weights, tables, and the step's record.
 EARLY = (
     (embedding._embed, {"ids"}),
     (norms._rms_norm, {"weight", "bias"}),
@@ -64,13 +64,13 @@ def calls_of(statements: list[ast.stmt], name: str) -> list[ast.Call]:
     [pytest.param(*each, id=f"{each[0].fn.__module__.rpartition('.')[2]}.{each[0].fn.__name__}") for each in EARLY],
 )
 def test_a_kernel_reads_only_constants_early(kernel, constants):
-    """Every program waits, once and before it writes; what a kernel loads before that are its constants."""
+    """Every program waits, once and before it writes; before that, a kernel loads only its constants."""
     body, arguments = body_of(kernel), set(inspect.signature(kernel.fn).parameters)
     (at,) = (place for place, each in enumerate(body) if ast.unparse(each) == "wait_for_earlier(DEPENDENT)")
     early = body[:at]
     for writing in ("tl.store", "tl.atomic_add"):
         assert not calls_of(early, writing)
-    # Names that are made of arguments stand for these.
+    # Names computed from arguments stand for these.
     made = {each.targets[0].id: names_of(each.value) for each in ast.walk(ast.Module(early, [])) if is_simple(each)}
     read = set()
     for call in calls_of(early, "tl.load"):
@@ -92,8 +92,8 @@ def is_simple(node: ast.AST) -> bool:
     return isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
 
 
-def test_a_kernel_that_is_launched_so_waits():
-    """The interpreter leaves out constants that a kernel does not have; a launch on a device fails."""
+def test_a_dependent_launch_waits():
+    """The interpreter ignores constants that a kernel does not have; a launch on a device fails."""
     strange = [spec.name for spec in build_specs() if "launch_pdl" in spec.constants and not waits(spec.kernel)]
     assert strange == []
 
@@ -102,8 +102,8 @@ def waits(kernel) -> bool:
     return "DEPENDENT" in inspect.signature(kernel.fn).parameters
 
 
-def test_the_tuning_file_switches_it():
-    """The interpreter has no such launches, and neither have older devices."""
+def test_the_tuning_file_enables_dependent_launches():
+    """Neither the interpreter nor older devices have such launches."""
     for on in (0, 1):
         with trying("dependent_launch", 90, {"on": on}):
             assert dependent(90) == {"DEPENDENT": NATIVE and bool(on), "launch_pdl": NATIVE and bool(on)}
@@ -112,7 +112,7 @@ def test_the_tuning_file_switches_it():
 
 @pytest.mark.skipif(not NATIVE or arch_of(DEVICE) < DEPENDENT_ARCH, reason="needs a device of sm_90")
 def test_steps_are_the_same_with_dependent_launches_and_without(own_cache, tmp_path):
-    """Decodes in bfloat16, from graphs and without, with products of our own."""
+    """Decode in bfloat16, with graphs and without, with our own products."""
     folder = save_model(tmp_path / "model")
     prepared, text = prepare(ModelFlags(model=str(folder), dtype="bfloat16")), tokens_of(STEPS + 5, 1)
 

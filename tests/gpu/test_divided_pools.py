@@ -1,5 +1,5 @@
-"""GPU backends over a pool that is divided by KV heads: ranks with a shard each, and workers of other sizes over the
-same shards. On a machine with one GPU all shards are on it; without one, Triton's interpreter computes."""
+"""GPU backends over a pool divided by KV heads: ranks with a shard each, and workers of other sizes over the same
+shards. On a machine with one GPU all shards are on it; without one, Triton's interpreter computes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.gpu import NATIVE
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
 
-# One KV head, which both shards have; and latents, which both have.
+# One KV head, and latents: both shards have them.
 INTERPRETED = ("llama-mqa-biases", "youtu")
 SLOTS = 8
 
@@ -47,7 +47,7 @@ def in_one_piece(pool: FakeDividedPool, layout) -> torch.Tensor:
 @pytest.mark.parametrize("family", SAME_AT_ANY_LENGTH if NATIVE else INTERPRETED)
 def test_families(team, family, tmp_path):
     """Two ranks, each with a shard: a chunk, and a decode beside a chunk. Then one process reads what both have
-    written, and writes on; and the ranks go on after it."""
+    written, and continues; and the ranks continue after it."""
     folder, flags = make_family(tmp_path / "model", family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text, other = tokens_of(37, 2), tokens_of(9, 3)
@@ -70,7 +70,7 @@ def test_families(team, family, tmp_path):
 
 @pytest.mark.parametrize("fp8", [False, True] if NATIVE else [True])
 def test_one_process_writes_the_same_blocks_over_any_number_of_shards(prepared, fp8):
-    """Bit by bit in the first layer; after that, attention was summed up in another order."""
+    """Bit by bit in the first layer; the next layers' inputs are sums of attention in another order."""
     text = tokens_of(34, 5)
 
     def run(shards: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +98,7 @@ def test_one_process_writes_the_same_blocks_over_any_number_of_shards(prepared, 
 
 
 def test_another_gpus_memory_is_used_under_the_name_of_the_own_one(prepared):
-    """torch would make a context on the other one."""
+    """torch would create a context on the other one."""
     pool = torch.arange(10, dtype=torch.uint8)
     memory = FakeDevicePool(0)
     memory.address, memory.size_bytes = pool.data_ptr(), len(pool)
@@ -117,7 +117,7 @@ def test_another_gpus_memory_is_used_under_the_name_of_the_own_one(prepared):
     assert torch.equal(*answers)
 
 
-def test_parallel_samples_copy_what_lies_in_every_shard(team, prepared):
+def test_parallel_samples_copy_blocks_in_every_shard(team, prepared):
     wanted = parallel_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
     both = team.backend(prepared)
     assert parallel_answers(GpuDriver(prepared, num_slots=16, backend=both, shards=2)) == wanted

@@ -1,5 +1,5 @@
-"""Draft models and EAGLE-3 heads on one GPU: answers are those without draft tokens, of which some are right and
-others wrong, also after preemption and with prefix hits. Without a GPU, Triton's interpreter computes, over a fake
+"""Draft models and EAGLE-3 heads on one GPU: outputs are those without draft tokens, of which some are accepted and
+others rejected, also after preemption and with prefix hits. Without a GPU, Triton's interpreter computes, over a fake
 driver."""
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tests.support.hybrids import HYBRIDS
 from tests.support.oracle import Oracle, first_difference
 
 PROMPT, TOKENS = tokens_of(21, 2), 10
-# Hot samples follow the noise, which a draft token has too, more than the model, so that some draft tokens are right.
+# Samples at a high temperature mostly follow the noise, shared with draft tokens, so that some draft tokens are
+# accepted.
 SETTINGS = [
     SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
     SamplingParams(temperature=6.0, seed=5, max_tokens=TOKENS, ignore_eos=True),
@@ -32,7 +33,7 @@ SETTINGS = [
 
 @pytest.fixture
 def always_drafts(monkeypatch):
-    """A fake GPU, on which the machine's speed does not decide whether anything is drafted."""
+    """A fake GPU that always drafts, regardless of the machine's speed."""
     for name, value in fake_cuda.environment(FAKE_CUDA_TOUCHABLE="1", FAKE_CUDA_TOTAL_BYTES=str(2**28)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
@@ -92,7 +93,7 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 
 def counted(outputs: list[Any], name: str) -> int:
-    """Adds up one of the numbers in the outputs' timings."""
+    """Add up one of the numbers in the outputs' timings."""
     return sum(getattr(one.timings, name) for one in outputs)
 
 

@@ -35,7 +35,7 @@ def test_rows_are_those_of_known_tokens_and_of_the_last_steps_samples(tokens, hi
     wanted = gpu_reference.embed(ids, sampled, table, scale, positions)
     if (scale == 1.0 and not placed) or NATIVE:
         assert torch.equal(out, wanted)
-    # A sum may be near 0 where its parts are not.
+    # A sum may be near 0 though its parts are not.
     tolerance = rounded(dtype, 2)
     torch.testing.assert_close(out, wanted, rtol=tolerance["rtol"], atol=10 * tolerance["atol"])
 

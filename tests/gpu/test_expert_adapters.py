@@ -1,4 +1,4 @@
-"""What adapters add to experts, routers and gates: grouped products beside plain torch, and whole models."""
+"""Products that adapters add to experts, routers and gates: grouped products beside plain torch, and whole models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pillion.engine.models.layers import RouterBiases, expert_activation, mix_ex
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu.experts.expert_adapters import PairAdapters
-from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
+from pillion.kernels.gpu.experts.grouped_product import GroupedGemm
 from pillion.kernels.gpu.products.low_rank_product import LayerSlot
 from tests.gpu.test_gpu_experts import EXPERTS, HIDDEN, INNER, OPERATIONS, made, number
 from tests.gpu.test_grouped_product import CHOICES, CLAMPED, activation_of, experts_of, routed
@@ -41,7 +41,7 @@ def slot_of(experts: int, inputs: int, outputs: int, *, halves: bool, rank: int 
 
 
 def random_slots(layer: LayerSlot, dtype: torch.dtype, slots: int = SLOTS) -> torch.Tensor:
-    """Slots whose last one no row has: what it holds is read by nobody."""
+    """Slots whose last one no row has: its content is never read."""
     values = torch.randn(slots, AT + layer.values + 16, generator=torch.Generator().manual_seed(layer.inputs))
     values[:, layer.a_at : layer.b_at] /= layer.inputs**0.5
     values[:, layer.b_at :] /= layer.rank**0.5
@@ -50,7 +50,7 @@ def random_slots(layer: LayerSlot, dtype: torch.dtype, slots: int = SLOTS) -> to
 
 
 def added(slots: torch.Tensor, layer: LayerSlot, slot: int, expert: int, row: torch.Tensor) -> torch.Tensor:
-    """What a slot adds to one row [inputs] of an expert, in float64 but for the rounding of the shrunk values."""
+    """A slot's addition to one row [inputs] of an expert, in float64 except for the rounding of the shrunk values."""
     a = slots[slot, layer.a_at : layer.b_at].view(layer.experts, len(layer.ends), layer.rank, -1)[expert].double()
     b = slots[slot, layer.b_at : AT + layer.values].view(layer.experts, layer.outputs, -1)[expert].double()
     shrunk = (a @ row.double()).to(row.dtype).double()
@@ -66,7 +66,7 @@ def pair_adapters(slots: torch.Tensor, layer: LayerSlot, row_slots: list[int], p
     return PairAdapters(slots.to(DEVICE), layer, numbers, per_token, shrunk)
 
 
-# Kind of the matrix, type, activation, gated, biased, whether each pair has a row of its own, and the padded rank.
+# Kind of the matrix, type, activation, gated, biased, whether each pair has a separate row, and the padded rank.
 CASES = [
     ("plain", torch.float32, "silu", True, False, False, 16),
     ("plain", torch.bfloat16, CLAMPED, True, True, False, 32),
@@ -80,7 +80,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "dtype", "activation", "gated", "biased", "own", "rank"), CASES)
 def test_a_product_with_adapters(name, dtype, activation, gated, biased, own, rank):
-    """An expert with several tiles, one with none; rows of three adapters' slots but the last, and rows with none."""
+    """An expert with several tiles, one with none; rows with the slots of three adapters but the last, and without."""
     width, inputs = 40, 96
     outputs = 2 * width if gated else width
     matrix, weights = experts_of(name, outputs, inputs, dtype)
@@ -91,7 +91,7 @@ def test_a_product_with_adapters(name, dtype, activation, gated, biased, own, ra
     layer = slot_of(len(weights), inputs, outputs, halves=gated, rank=rank)
     slots, row_slots = random_slots(layer, dtype), [(-1, 1, 0)[row % 3] for row in range(tokens)]
     out = Guarded((len(order), width), dtype)
-    GroupedProduct(dtype, DEVICE)(
+    GroupedGemm(dtype, DEVICE)(
         rows.to(DEVICE), order.to(DEVICE), CHOICES, tiles.to(DEVICE), count.to(DEVICE), matrix,
         None if bias is None else bias.to(DEVICE), activation, gated=gated, out=out.inside, scatter=own,
         tile_rows=16, gathered=not own, adapters=pair_adapters(slots, layer, row_slots, CHOICES),
@@ -112,7 +112,7 @@ def test_a_product_with_adapters(name, dtype, activation, gated, biased, own, ra
 
 
 def test_a_rows_bits_do_not_depend_on_its_tile(monkeypatch):
-    """Rows of two adapters and none, in tiles of every size, and alone with those of their own adapter."""
+    """Rows of two adapters and none, in tiles of every size, and alone with those of the same adapter."""
     add_up_in_one_order(monkeypatch)
     dtype = torch.bfloat16 if NATIVE else torch.float32
     matrix, _ = experts_of("plain", 24, 96, dtype)
@@ -125,7 +125,7 @@ def test_a_rows_bits_do_not_depend_on_its_tile(monkeypatch):
         _, tiles, count = routed(counts, tile_rows)
         out = torch.zeros(len(order), 12, dtype=dtype, device=DEVICE)
         own = {"adapters": pair_adapters(slots, layer, row_slots, 1), **adapters}
-        GroupedProduct(dtype, DEVICE)(
+        GroupedGemm(dtype, DEVICE)(
             rows, order.to(DEVICE), 1, tiles.to(DEVICE), count.to(DEVICE), matrix, None, "silu", gated=True, out=out,
             scatter=True, tile_rows=tile_rows, **own,
         )  # fmt: skip
@@ -143,7 +143,7 @@ def test_a_rows_bits_do_not_depend_on_its_tile(monkeypatch):
 
 
 def test_wrong_adapters_are_refused():
-    product, none = GroupedProduct(torch.float32, DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    product, none = GroupedGemm(torch.float32, DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     layer = slot_of(2, 32, 8, halves=True)
     adapters = pair_adapters(random_slots(layer, torch.float32), layer, [0, 1, -1], 1)
 
@@ -225,7 +225,7 @@ def test_mixed_rows_of_a_layer(name, monkeypatch):
 
 
 def test_a_tokens_bits_are_equal_in_any_batch(monkeypatch):
-    """Whatever the other rows are and whatever adapters they have."""
+    """For any other rows and adapters."""
     add_up_in_one_order(monkeypatch)
     experts, how, layer = made(OPERATIONS["silu"], rows=45)
     rows, every = torch.randn(45, HIDDEN).to(DEVICE), [(-1, 1, 0, 0, 1)[row % 5] for row in range(45)]
@@ -246,7 +246,7 @@ def test_a_tokens_bits_are_equal_in_any_batch(monkeypatch):
     ],
 )
 def test_mixed_steps_are_those_of_torch(family, tmp_path):
-    """Experts, routers and gates beside them; the adapters' ranks differ, and one leaves some layers."""
+    """Experts, routers and gates beside them; the adapters' ranks differ, and one skips some layers."""
     prepared, text = prepare(make_model(tmp_path / "model", FAMILIES[family])[1]), tokens_of(18, 3)
     driver = with_adapters(GpuDriver(prepared, backend=gpu_backend(prepared, join=False)), experts=True)
     found, wanted = (mixed_steps(each, text) for each in (driver, with_adapters(BackendDriver(prepared), experts=True)))
@@ -296,8 +296,8 @@ def test_slots_that_do_not_fit_are_refused(mixture, monkeypatch):
         GpuAdapters(config, whole_model(config), None, torch.float32, DEVICE, 8, 16, 4)
 
 
-def test_slots_have_room_for_the_named_layers_alone(mixture):
-    """A step with an adapter of attention alone computes nothing for experts."""
+def test_slots_cover_only_the_named_layers(mixture):
+    """A step with an adapter of attention only computes nothing for experts."""
     config = load_config(mixture.folder)
     sizes = {}
     for targets in ((), ("q_proj", "o_proj"), ("experts.down_proj",)):

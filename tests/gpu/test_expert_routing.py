@@ -1,4 +1,4 @@
-"""The router's kernel against :func:`pillion.engine.models.layers.route`, with ties that the lowest expert wins."""
+"""The router's kernel against :func:`pillion.engine.models.layers.route`, with ties won by the lowest expert."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.expert_pairs import sorted_pairs
 from tests.support.families import mixed
 from tests.support.guarded import Guarded
 
-# Exponentials of -inf, and the place of a greatest value of nothing but -inf.
+# Exponentials of -inf, and the index of the maximum of only -inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 Found = namedtuple("Found", "values indices")
 
@@ -39,7 +39,7 @@ CASES = {
 
 
 def stable_topk(values: torch.Tensor, count: int, dim: int) -> Found:
-    """torch.topk, which promises nothing of equal values, with the lowest place first."""
+    """torch.topk, whose order of equal values is unspecified, with the lowest index first."""
     ordered = values.sort(dim=dim, descending=True, stable=True)
     return Found(ordered.values[..., :count], ordered.indices[..., :count])
 
@@ -48,13 +48,13 @@ def made(how: RouteOptions, tokens: int, hidden: int, dtype: torch.dtype, factor
     """Rows and a router of small whole numbers, whose products are exact in any order and often equal."""
     torch.manual_seed(how.experts)
     rows, router = torch.randint(-3, 4, (tokens, hidden)), torch.randint(-3, 4, (how.experts, hidden))
-    # One neighbour is as good as the first expert, and so is one that may be in another group.
+    # One neighbour equals the first expert, as does one that may be in another group.
     router[1] = router[how.experts // 2] = router[0]
     return rows.to(dtype).to(DEVICE), (router * factor).to(dtype).to(DEVICE)
 
 
 def routed(rows, router, how, count=None, **options):
-    """Runs the kernel twice, since the first run has to leave its tickets as they were."""
+    """Run the kernel twice: the first run must leave its tickets unchanged."""
     device_count = torch.tensor([len(rows) if count is None else count], dtype=torch.int32, device=DEVICE)
     run = ExpertRouter(how.columns, rows.shape[1], len(rows), DEVICE)
     for _ in range(2):
@@ -74,7 +74,7 @@ def experts_of(how: RouteOptions):
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 0.125), (torch.float16, 37 / 512)])
 @pytest.mark.parametrize("name", CASES)
 def test_experts_are_those_of_the_decoder(name, dtype, factor, monkeypatch):
-    """In float16 the products take more digits than it has, so that they are rounded where they shall be."""
+    """In float16 the products have more digits than it, so that rounding in the right places shows."""
     monkeypatch.setattr(torch.Tensor, "topk", stable_topk)
     how = CASES[name]
     rows, router = made(how, 21, 200, dtype, factor)
@@ -107,14 +107,14 @@ def test_the_best_of_a_group_may_be_slabs_apart():
     how = CASES["groups of slabs"]
     rows, router = torch.zeros(1, 16, device=DEVICE), torch.zeros(how.experts, 16, device=DEVICE)
     choice = torch.zeros(how.experts)
-    # The first group has the greater sum of two, and the second one the greatest score.
+    # The first group has the larger sum of two, and the second one the largest score.
     choice[[0, 128]], choice[200] = 1.0, 1.5
     _, chosen = routed(rows, router, how, choice_bias=choice.to(DEVICE))
     assert chosen.tolist() == [[0, 128, 1, 2]]
 
 
 def test_a_rows_bits_depend_on_nothing_else(monkeypatch):
-    """Nor on other rows and its place, nor on whether programs share the parts of its product."""
+    """On neither other rows nor the place, nor on whether programs share the parts of its product."""
     add_up_in_one_order(monkeypatch)
     torch.manual_seed(1)
     how = RouteOptions(70, 4, True)
@@ -132,7 +132,7 @@ def test_a_rows_bits_depend_on_nothing_else(monkeypatch):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("name", "shared"), [("softmax", 2), ("sigmoid", 1), ("normalized", 3)])
 def test_experts_that_every_row_has(name, shared, gated, monkeypatch):
-    """They come behind those of the router, whose scores stay what they are; the gate's bits are those of any batch."""
+    """They follow those of the router, whose scores do not change; the gate's bits are those of any batch."""
     add_up_in_one_order(monkeypatch)
     how = replace(CASES[name], always=shared)
     rows, router = made(how, 21, 200, torch.float32)
@@ -151,7 +151,7 @@ def test_experts_that_every_row_has(name, shared, gated, monkeypatch):
     assert bool((scores[19:] == 0).all())
     alone, _ = routed(rows[7:8], router, how, gate=gate)
     assert torch.equal(alone, scores[7:8])
-    # Another process has them where they are none of its own.
+    # Another process has them if they are not among its own.
     _, chosen = routed(rows, router, how, gate=gate, own=range(2, how.experts))
     assert bool((chosen[:, how.per_token :] == -1).all())
     monkeypatch.setattr(expert_routing, "SHARED_ROWS", 0)

@@ -50,7 +50,7 @@ def torchs_codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def all_values() -> torch.Tensor:
-    """Returns the values of the 254 codes that are numbers, in rising order; zero occurs twice."""
+    """Return the values of the 254 codes that are numbers, in rising order; zero occurs twice."""
     values = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
     return values[~values.isnan()].sort().values
 

@@ -16,7 +16,7 @@ from pillion.engine.backends.gpu import gpu_loading
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.quantized.quantization_methods import parse_quantization
-from pillion.kernels.gpu.products.fp8_product import BLOCK, SHARED_ROWS, Fp8Matrix, Fp8Product, fp8_matrix, splits_of
+from pillion.kernels.gpu.products.fp8_product import BLOCK, SHARED_ROWS, Fp8Gemm, Fp8Matrix, fp8_matrix, splits_of
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from tests.support.families import tokens_of
@@ -28,7 +28,7 @@ LARGEST = 448.0
 
 
 def rounded_rows(rows: torch.Tensor, group: int) -> torch.Tensor:
-    """The numbers that rows become, float32, with a scale for each ``group`` inputs."""
+    """The rounded rows, float32, with a scale per ``group`` inputs."""
     wide = rows.float()
     padded = torch.nn.functional.pad(wide, (0, -wide.shape[-1] % group)).unflatten(-1, (-1, group))
     scales = padded.abs().amax(-1, keepdim=True) / LARGEST
@@ -57,7 +57,7 @@ def test_products(in_blocks, outputs, inputs, count):
     assert found is not None
     on_device = Fp8Matrix(*(part.to(DEVICE) for part in found.parts.values()))
     assert found.in_blocks == (in_blocks and inputs > BLOCK)
-    product = Fp8Product([on_device], 150, torch.bfloat16, DEVICE)
+    product = Fp8Gemm([on_device], 150, torch.bfloat16, DEVICE)
     bias = torch.randn(outputs).bfloat16() * 50
     product.compile(on_device, bias.to(DEVICE))
     rows = torch.randn(count, inputs).bfloat16()
@@ -69,11 +69,11 @@ def test_products(in_blocks, outputs, inputs, count):
     weights = matrix.dequantize(torch.float32).double()
     size = (taken.abs() @ weights.abs().T).amax()
     wanted = taken @ weights.T + bias.double()
-    # The tensor cores' own sums keep 14 bits.
+    # Tensor cores sum with 14 bits.
     slack = rounded(torch.bfloat16, 2)["atol"] if not NATIVE else 2.0**-7
     torch.testing.assert_close(out.inside.cpu().double() / size, wanted / size, rtol=0, atol=slack)
     if count == 150:
-        # Rows that were not rounded are further away than that.
+        # Without rounded rows, the error is larger.
         far = (rows.double() @ weights.T + bias.double() - wanted).abs().max()
         assert far > 3 * (out.inside.cpu().double() - wanted).abs().mean()
 
@@ -87,7 +87,7 @@ def test_programs_share_the_inputs_of_few_rows():
 @pytest.mark.parametrize(
     "change", [{"coding": "int8"}, {"offsets": torch.zeros(32, 1)}, {"group": 16, "scales": torch.rand(32, 4)}]
 )
-def test_matrices_that_are_multiplied_otherwise(change):
+def test_matrices_without_fp8_products(change):
     parts = {"coding": "fp8_e4m3", "codes": torch.zeros(32, 64, dtype=torch.uint8), "scales": torch.ones(32, 1)}
     assert fp8_matrix(QuantizedMatrix(**{**parts, "group": 64, **change})) is None
     assert fp8_matrix(QuantizedMatrix(**parts, group=64)) is not None
@@ -104,7 +104,7 @@ def test_matrices_that_are_multiplied_otherwise(change):
     ],
 )
 def test_configs_whose_producers_round_rows_to_fp8(config, wanted):
-    """No note says of a GPU that it does not do the same."""
+    """On a GPU no note is logged that rows are not rounded."""
     found = parse_quantization("llama", {"quantization_config": config})
     assert found is not None
     assert found.fp8_rows == wanted
@@ -127,10 +127,10 @@ DYNAMIC, STATIC = fp8((BLOCK, BLOCK)), fp8(None)
     ],
     ids=["in FP8", "device", "invariant", "float32", "static"],
 )
-def test_a_worker_loads_for_fp8_what_producer_and_device_compute_so(
+def test_a_worker_loads_fp8_if_producer_and_device_use_it(
     producer, flags, able, kind, said, tmp_path, monkeypatch, caplog
 ):
-    """Elsewhere the same checkpoint is packed for products that round no inputs, and a worker says so."""
+    """Otherwise the same checkpoint is packed for products without rounded inputs, and a worker logs that."""
     caplog.set_level("INFO", "pillion.worker")
     monkeypatch.setattr(gpu_loading, "computes_in_fp8", lambda device: able)
     folder, _ = quantize_folder(save_model(tmp_path / "plain", num_hidden_layers=1), tmp_path, producer)
@@ -139,7 +139,7 @@ def test_a_worker_loads_for_fp8_what_producer_and_device_compute_so(
 
     def make(model: GpuModel, *_: object, **__: object) -> SimpleNamespace:
         models.append(model)
-        return SimpleNamespace(take_workspace=lambda: None)
+        return SimpleNamespace(allocate_workspace=lambda: None)
 
     gpu_loading.load_gpu_backend(
         worker, gpu_loading.limits_of(worker, prepared), prepared, own_memory(DEVICE), lambda line: None, make=make
@@ -153,7 +153,7 @@ def test_a_worker_loads_for_fp8_what_producer_and_device_compute_so(
 @pytest.mark.long
 @pytest.mark.usefixtures("own_cache")
 def test_logits_are_those_of_the_producers_arithmetic(tmp_path):
-    """A model in blocks: transformers with inputs that are rounded, and, farther away, with inputs that are not."""
+    """A model in blocks: close to transformers with rounded inputs, and less close to it without."""
     plain = save_model(tmp_path / "plain", hidden_size=256, intermediate_size=256, num_hidden_layers=1, head_dim=64)
     folder, wide = quantize_folder(plain, tmp_path, fp8((BLOCK, BLOCK)))
     model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
@@ -175,6 +175,6 @@ def test_logits_are_those_of_the_producers_arithmetic(tmp_path):
     (number,) = driver.sequences.add()
     found = driver.step((number, text), sample=range(8)).cpu()
     error, beside = ((found - each[:8]).abs().mean() for each in (wanted, without))
-    # A code that another rounding of bfloat16 flips is up to an eighth of its size away.
+    # A code changed by another rounding of bfloat16 is off by up to an eighth of its size.
     assert error < 0.9 * beside, (error, beside)
     driver.backend.close()

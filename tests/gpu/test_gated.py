@@ -38,21 +38,21 @@ def test_the_kernel_agrees_with_torch(tokens, inner, dtype, activation, size, se
     gate_up = gate_up.to(dtype).to(DEVICE)
     out = Guarded((tokens, inner), dtype)
     gated(gate_up, out.inside, activation)
-    # A device's exponential and division are some float32 units off each.
+    # Exponential and division are some float32 units off on a device.
     roundings = 8 if dtype == torch.float32 else 2
     torch.testing.assert_close(out.inside, reference.gated(gate_up, activation), **rounded(dtype, roundings))
     assert out.margins_are_whole()
-    # Gates and what they multiply may also be rows of two tensors.
+    # Gates and their factors may also be rows of two tensors.
     together = out.inside.clone()
     gated(gate_up[:, :inner].contiguous(), out.inside, activation, up=gate_up[:, inner:])
     assert torch.equal(out.inside, together)
     assert out.margins_are_whole()
 
 
-# What relu makes of a value needs no rounding.
+# relu needs no rounding.
 @pytest.mark.parametrize("activation", [name for name in NAMED if name != "relu"])
 def test_the_activation_is_rounded_before_it_multiplies(activation):
-    """The test uses float16, because the interpreter truncates bfloat16 where a GPU rounds."""
+    """float16, because the interpreter truncates bfloat16 instead of rounding it."""
     torch.manual_seed(1)
     gate_up = torch.randn(4, 4096).half().to(DEVICE)
     out = torch.empty(4, 2048, dtype=torch.float16, device=DEVICE)

@@ -1,5 +1,5 @@
-"""EAGLE-3 heads on a GPU: draft tokens are those of a reference, steps keep the inputs of layers, and answers are those
-without a head. Without a GPU, Triton's interpreter computes."""
+"""EAGLE-3 heads on a GPU: draft tokens are those of a reference, steps return the inputs of layers, and outputs are
+those without a head. Without a GPU, Triton's interpreter computes."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def flags_of(folder, **flags):
 
 
 def load(folder, head_folder, **flags):
-    """A model on the GPU, its head and the head's shape, as draft_loading.py makes them."""
+    """A model on the GPU, its head and the head's shape, as in draft_loading.py."""
     made = flags_of(folder, **flags)
     prepared = prepare(made)
     backend, head = gpu_backend(prepared, BLOCK), load_eagle_config(head_folder, load_config(folder))
-    # A slot holds BLOCK tokens of the model's five layers. Blocks of the head, which has one layer, with four times as
-    # many tokens would not fit at each slot's begin, so they have twice as many.
+    # A slot contains BLOCK tokens of the model's five layers. Blocks of the head, which has one layer, have twice as
+    # many tokens; four times as many would not fit behind the head's offset in a slot.
     layout = eagle_layout(head, 2 * BLOCK, prepared.dtype)
     limits = replace(limits_of(made, prepared), num_speculative_tokens=3)
     own = load_gpu_eagle(made, head_folder, head, layout, backend, limits)
@@ -85,7 +85,7 @@ def bind(backend, drafts):
 
 
 def run_text(backend, chain, slots, start, end, *, keep=True):
-    """Computes these tokens by the model, and gives the states to the head."""
+    """Compute these tokens with the model, and pass the states to the head."""
     batch = StepBatch(
         token_ids=chain.sequence.tokens(start, end),
         positions=np.arange(start, end, dtype=np.int32),
@@ -144,7 +144,7 @@ def test_draft_tokens_are_the_reference_s(kind, main, tmp_path):
     run_text(backend, second, [4], 4, 11)
     found = draft(drafts, DraftChunk(second, 0, 7, 2), DraftChunk(first, 30, 10, 3))
     assert found == [reference.draft_tokens(texts[1], 2, begin=4), reference.draft_tokens(texts[0], 3)]
-    # The next tokens are others than were drafted: the states of draft tokens are overwritten.
+    # The next tokens differ from the draft: the states of draft tokens are overwritten.
     for token in (7, 9):
         first.sequence.append(token)
     run_text(backend, first, [0, 1, 2], 40, 42)
@@ -156,7 +156,7 @@ def test_draft_tokens_are_the_reference_s(kind, main, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_keep_the_inputs_of_layers(dtype, main):
-    """A step keeps the inputs of all its rows, of chunks and of decodes, also if it is launched ahead or samples
+    """A step returns the inputs of all its rows, of chunks and of decodes, also if it is launched ahead or samples
     nothing."""
     prepared = prepare(ModelFlags(model=str(main), dtype=dtype))
     backend = gpu_backend(prepared)
@@ -169,7 +169,7 @@ def test_steps_keep_the_inputs_of_layers(dtype, main):
     first = backend.launch(driver.sequences.step([(one, texts[0][:21])], sample=()), (), SamplingRows.of([], [], []))
     parts = [(one, texts[0][21:]), (two, texts[1])]
     second = backend.launch(driver.sequences.step(parts), (), greedy_rows(2))
-    # The interpreter cuts bfloat16 off, and each layer adds to the error.
+    # The interpreter truncates bfloat16, and each layer adds to the error.
     near = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.1, "atol": 0.3}
     for step, expected in ((first, wanted[0][:21]), (second, torch.cat((wanted[0][21:], wanted[1])))):
         states = rows_of_states(step.wait().states)
@@ -186,7 +186,7 @@ SAMPLINGS = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_draft_tokens_are_torch_s(dtype, main, tmp_path):
-    """Sampled ones, too, of the same states: three streams, which draft 3 tokens, 1 and 2."""
+    """Also sampled ones, from the same states: three streams, which draft 3 tokens, 1 and 2."""
     folder = save_head(tmp_path / "head", main, state_layers=(0, 2, 4))
     backend, shape, drafts = load(main, folder, dtype=dtype)
     head, width = load_eagle_config(folder, load_config(main)), 3 * 32
@@ -226,8 +226,7 @@ def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_known(main, 
 
 @pytest.mark.parametrize("family", ["gemma4", pytest.param("mixtral", marks=pytest.mark.long)])
 def test_states_are_kept_where_nothing_more_is_computed(family, tmp_path, monkeypatch):
-    """The last layers of a model, which write no keys and values, run for their inputs alone where nothing is
-    sampled."""
+    """The last layers of a model, which write no keys and values, run only for their inputs if nothing is sampled."""
     monkeypatch.setattr(StepGraphs, "_pads_without_graph", False)
     folder, flags = make_family(tmp_path / "model", family, hidden_size=32, intermediate_size=32)
     prepared = prepare(flags)
@@ -254,7 +253,7 @@ def test_what_a_head_takes_is_told(main, tmp_path):
 
 
 def test_a_worker_on_a_gpu_loads_a_head(main, tmp_path):
-    """In one process, and where the kernels attend the head's heads."""
+    """In one process, if the kernels support the head's heads."""
     pytest.importorskip("xxhash", reason="loading by a worker's flags imports the KV store")
     from pillion.engine.drafts.draft_loading import load_draft
 

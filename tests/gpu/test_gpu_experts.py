@@ -136,7 +136,7 @@ def expected(how: Experts, layer: SimpleNamespace, rows: torch.Tensor) -> torch.
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_layer_is_the_decoders(name, monkeypatch):
-    """All rows at once, and as a step that is computed in parts."""
+    """All rows at once, and in parts."""
     experts, how, layer = made(OPERATIONS[name], biases=name == "clamped")
     rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
     wanted = expected(how, layer, rows)
@@ -159,7 +159,7 @@ def test_ranks_with_whole_experts_add_up_to_the_layer():
     torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_that_pad_a_step_touch_nobodys_experts(monkeypatch):
+def test_padding_rows_have_no_experts(monkeypatch):
     experts, how, layer = made(PLAIN)
     rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
     rows[9:] = torch.nan
@@ -171,7 +171,7 @@ def test_rows_that_pad_a_step_touch_nobodys_experts(monkeypatch):
 
 
 def test_a_tokens_bits_are_equal_in_any_batch(monkeypatch):
-    """Whatever the other rows are, how many, and how the step is padded, which tiles follow."""
+    """For any other rows, number of rows and padding, and hence any tiles."""
     add_up_in_one_order(monkeypatch)
     experts, how, layer = made(PLAIN, rows=96)
     rows = torch.randn(96, HIDDEN).to(DEVICE)
@@ -184,7 +184,7 @@ def test_a_tokens_bits_are_equal_in_any_batch(monkeypatch):
 
 
 def test_every_kernel_is_compiled_ahead(monkeypatch):
-    """A step of any size launches with constants that compiling ahead has launched with."""
+    """Steps of any size launch only with constants with which kernels were compiled ahead."""
     experts, how, layer = made(PLAIN, rows=96)
     seen: set[tuple[object, ...]] = set()
     for name in ("_route", "_sort", "_product"):
@@ -205,7 +205,7 @@ def test_every_kernel_is_compiled_ahead(monkeypatch):
 
 
 def test_sums_of_a_layer_are_the_decoders(tmp_path, monkeypatch):
-    """Of experts and the MLP beside them in both orders, each normed before or not, and as one mixture."""
+    """Of experts and the MLP beside them in both orders, each normed before or not, and fused into one mixture."""
     family = families.FAMILIES["afmoe"]
 
     def layer(config, index):
@@ -232,8 +232,8 @@ def test_sums_of_a_layer_are_the_decoders(tmp_path, monkeypatch):
 
 
 def shared(name: str, joined: int, gated: bool, shard: ModelShard = WHOLE, rows: int = ROWS):
-    """The experts of a process with an MLP beside them, of the width of so many (0: of another one); their operation,
-    the process's tensors, and what all processes together are to find of rows."""
+    """The experts of a process with an MLP beside them, as wide as the given number of experts (0: another width);
+    their operation, the process's tensors, and the expected results of all processes together."""
     how, layer = layer_of(replace(OPERATIONS[name], per_token=min(2, OPERATIONS[name].per_token)), False)
     inner, pieces = INNER * joined or INNER + 8, 2 if how.gated else 1
     wide, hidden = Entries(inner, Share.INNER), (Entries(HIDDEN),)
@@ -279,7 +279,7 @@ def shared(name: str, joined: int, gated: bool, shard: ModelShard = WHOLE, rows:
 @pytest.mark.parametrize("joined", [0, 1, 3])
 @pytest.mark.parametrize(("name", "gated"), [("silu", True), ("sigmoid", False), ("no gates", True)])
 def test_an_mlp_beside_the_experts_is_in_their_sum(name, gated, joined, monkeypatch):
-    """As experts of their stack, which need no launches more, or as rows; also in a step that is computed in parts."""
+    """As experts of their stack, without additional launches, or as rows; also in a step computed in parts."""
     experts, how, layer, wanted, beside = shared(name, joined, gated)
     rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
     rows[17:] = torch.nan
@@ -294,7 +294,7 @@ def test_an_mlp_beside_the_experts_is_in_their_sum(name, gated, joined, monkeypa
     torch.testing.assert_close(found[:17], together[:17], rtol=1e-5, atol=1e-5)
 
 
-def test_scores_of_what_experts_read_are_not_those_of_the_mlp():
+def test_input_scores_do_not_scale_the_mlp():
     experts, how, layer, wanted, beside = shared("scaled inputs", 1, False)
     rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
     found = experts.run(layer, how, rows, number(ROWS), beside=beside(rows))
@@ -323,7 +323,7 @@ def test_bits_beside_an_mlp_are_equal_in_any_batch(joined, monkeypatch):
 
 
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lists the names of the kernels that are launched from now on."""
+    """List the names of the kernels that are launched from now on."""
     names: list[str] = []
     kind = JITFunction if NATIVE else InterpretedFunction
     run = kind.run
@@ -348,7 +348,7 @@ def test_launches_of_a_layer_with_shared_experts(family, joined, tmp_path, monke
     (one,) = driver.sequences.add(1)
     names = launched(monkeypatch)
     driver.step((one, tokens_of(3, 2)), sample=[2])
-    # The MLP has its own activation where it is none of the experts, and no sum of its own anywhere.
+    # The MLP has its own activation if it is not one of the experts, and never a separate sum.
     dense = len(layers) - len(mixtures)
     assert names.count("_gated") == dense + (0 if joined else len(mixtures))
     assert names.count("_add_rms_norm") == 2 * len(layers)

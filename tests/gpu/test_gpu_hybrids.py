@@ -23,16 +23,16 @@ from tests.support.mixed_adapters import mixed_steps, with_adapters
 
 pytestmark = [
     pytest.mark.usefixtures("own_cache"),
-    # Exponentials and logarithms that a kernel leaves out again may overflow, as on a GPU.
+    # Unused exponentials and logarithms may overflow, as on a GPU.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-# Transformers' chunks of the delta rule round otherwise than its tokens.
+# Transformers' chunks of the delta rule round differently from its tokens.
 TOLERANCE = 1e-3
-# In the interpreter a step takes a second, so two models are enough for `make test`: they have all that the others have
-# but state spaces, latents, and a last layer without attention.
+# In the interpreter a step takes a second, so `make test` runs two models: they have every feature of the others except
+# state spaces, latents, and a last layer without attention.
 SHORT = ("lfm2-biases", "qwen3-5-moe")
-# Where there is no GPU, these have nothing that the other models do not have: more layers, plain layers in place of
-# experts, or no biases. The CPU runs all of them, and so does a GPU.
+# Left out without a GPU, since the other models cover them: they have more layers, plain layers instead of experts, or
+# no biases. The CPU runs all of them, and so does a GPU.
 LEFT_TO_GPUS = ("lfm2", "lfm2-moe", "qwen3-next", "qwen3-5", "granite-hybrid-dense", "nemotron-h")
 LENGTH, PART = 21, 4
 # Ten seconds in the interpreter.
@@ -80,7 +80,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     number, one, two = driver.sequences.add(3)
     # A chunk, draft tokens, and a token.
     close(driver.run_all(number, text, [LENGTH - 4, 3]), wanted)
-    # A step that samples nothing ends with the last thing that it writes.
+    # A step that samples nothing ends after its last write.
     assert driver.step((one, other[:PART]), sample=()).shape == (0, driver.backend.vocab_size)
     got = driver.step((one, other[PART : PART + 1]), (two, text[: PART + 3]), sample=[0, 1, PART + 3])
     close(got, torch.stack((beside[PART], wanted[0], wanted[PART + 2])))
@@ -99,9 +99,9 @@ def attends_last(own_cache, tmp_path_factory):
 
 
 @LONG_INTERPRETED
-def test_a_step_goes_on_from_the_state_that_the_step_under_way_writes(attends_last):
-    """Steps launched ahead, whose tokens only the device knows, choose the same as steps one after the other; a chunk
-    of the rule ends among them."""
+def test_a_step_continues_from_the_state_of_the_running_step(attends_last):
+    """Steps launched ahead, whose tokens only the device knows, sample the same as steps in sequence; a chunk of the
+    rule ends among them."""
     backend = gpu_backend(attends_last)
     assert backend.max_steps_under_way == 2
 
@@ -131,7 +131,7 @@ def greedy(position: int) -> SamplingRows:
 
 @LONG_INTERPRETED
 def test_states_lie_in_blocks_of_eight_bit_keys(attends_last):
-    """Pieces fit into blocks of more tokens, because those in 8 bits are small; states stay float32."""
+    """Pieces fit into blocks of more tokens, because 8-bit keys and values are small; states stay float32."""
     text, found = tokens_of(20, 5), []
     for fp8 in (False, True):
         driver = GpuStateDriver(attends_last, 64, num_slots=60, backend=gpu_backend(attends_last, 64, fp8=fp8))
@@ -140,7 +140,7 @@ def test_states_lie_in_blocks_of_eight_bit_keys(attends_last):
     assert 0 < error < 0.1
 
 
-# A rate of each head and gates beside queries; four matrices in one; both mixers in the last layer; a last layer with a
+# A rate per head and gates beside queries; four matrices in one; both mixers in the last layer; a last layer with a
 # state; matrices of few values.
 ADAPTED = {
     "qwen3-5": {"num_hidden_layers": 2, "layer_types": [LINEAR, ATTENTION]},
@@ -155,7 +155,7 @@ ADAPTED = {
 @LONG_INTERPRETED
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters(tmp_path, name):
-    """Steps mix adapters of all matrices with the model alone, against torch."""
+    """Steps mix adapters of all matrices with the base model, against torch."""
     _, flags = make_model(tmp_path / "model", HYBRIDS[name] | ADAPTED[name])
     prepared, text = prepare(flags), tokens_of(18, 2)
     wanted = mixed_steps(with_adapters(StateDriver(prepared, num_slots=300)), text)
@@ -163,8 +163,8 @@ def test_adapters(tmp_path, name):
     close(mixed_steps(with_adapters(driver), text), wanted)
 
 
-def test_what_has_no_kernel_is_refused(tmp_path):
-    """A head of values is cut into pieces of 16, and a piece has to fit into a block."""
+def test_layers_without_a_kernel_are_refused(tmp_path):
+    """A head of values is cut into pieces of 16, which must fit into a block."""
     sizes = {"linear_value_head_dim": 40}
     _, flags = make_model(tmp_path / "model", HYBRIDS["qwen3-5"] | sizes)
     prepared = prepare(flags)

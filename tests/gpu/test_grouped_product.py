@@ -12,7 +12,7 @@ import torch
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.layers import ACTIVATIONS, GATED, clamped_swiglu
 from pillion.errors import Internal
-from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
+from pillion.kernels.gpu.experts.grouped_product import GroupedGemm
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.gpu.test_quantized_product import random_matrix
@@ -65,14 +65,14 @@ def _expert(coding: str, group: int, more: list[str], outputs: int, inputs: int,
 
 
 def routed(counts: list[int], tile_rows: int):
-    """Pairs in a random order, so many for each expert, and their tiles."""
+    """Pairs in a random order, the given number per expert, and their tiles."""
     torch.manual_seed(sum(counts))
     order = torch.randperm(sum(counts)).int()
     tiles, begin = [], 0
     for expert, count in enumerate(counts):
         tiles += [(expert, begin + first, min(tile_rows, count - first)) for first in range(0, count, tile_rows)]
         begin += count
-    # What is after the last tile must not be read.
+    # Content after the last tile must not be read.
     count = len(tiles)
     return order, torch.tensor([*tiles, (99, -(10**6), 99)], dtype=torch.int32), torch.tensor([count]).int()
 
@@ -134,16 +134,16 @@ CASES = [
 @pytest.mark.parametrize(("name", "dtype", "activation", "gated", "biased", "ordered", "scatter"), CASES)
 @pytest.mark.parametrize("inputs", [96, pytest.param(296, marks=[] if NATIVE else pytest.mark.long)])
 def test_against_torch(name, dtype, activation, gated, biased, ordered, scatter, inputs):
-    """An expert with several tiles, one with none, and inputs and outputs that fill no whole tiles."""
+    """An expert with several tiles, one with none, and inputs and outputs that are no multiples of tiles."""
     width = 40
     outputs = 2 * width if gated else width
     matrix, weights = experts_of(name, outputs, inputs, dtype)
     order, tiles, count = routed([3, 0, 18, 1], 16)
-    # Some gates and values are beyond the limits of a clamped activation.
+    # Some gates and values exceed the limits of a clamped activation.
     rows = torch.randn(len(order) // CHOICES if ordered else len(order), inputs).mul(8).to(dtype)
     bias = torch.randn(EXPERTS, outputs).to(dtype) if biased else None
     out = Guarded((len(order) + 1, width), dtype)
-    GroupedProduct(dtype, DEVICE)(
+    GroupedGemm(dtype, DEVICE)(
         rows.to(DEVICE), order.to(DEVICE) if ordered else None, CHOICES, tiles.to(DEVICE), count.to(DEVICE), matrix,
         None if bias is None else bias.to(DEVICE), activation, gated=gated, out=out.inside, scatter=scatter,
         tile_rows=16,
@@ -170,7 +170,7 @@ def test_a_rows_bits_do_not_depend_on_its_tile(monkeypatch, name):
     for tile_rows in (16, 32, 64, 128):
         _, tiles, count = routed(counts, tile_rows)
         out = torch.zeros(len(order), 12, dtype=dtype, device=DEVICE)
-        GroupedProduct(dtype, DEVICE)(
+        GroupedGemm(dtype, DEVICE)(
             rows, order.to(DEVICE), 1, tiles.to(DEVICE), count.to(DEVICE), matrix, None, "silu", gated=True, out=out,
             scatter=True, tile_rows=tile_rows,
         )  # fmt: skip
@@ -180,8 +180,8 @@ def test_a_rows_bits_do_not_depend_on_its_tile(monkeypatch, name):
 
 
 def test_no_tiles_write_nothing():
-    """This is how kernels are compiled before there are rows."""
-    product = GroupedProduct(torch.float32, DEVICE)
+    """Kernels are compiled like this before there are rows."""
+    product = GroupedGemm(torch.float32, DEVICE)
     matrix, _ = experts_of("plain", 24, 96, torch.float32)
     out = torch.full((3, 12), float(MARK), device=DEVICE)
     none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -193,7 +193,7 @@ def test_no_tiles_write_nothing():
 
 
 def test_wrong_arguments_are_refused():
-    product = GroupedProduct(torch.float32, DEVICE)
+    product = GroupedGemm(torch.float32, DEVICE)
     matrix = torch.zeros(2, 8, 32, device=DEVICE)
     right = {
         "rows": torch.zeros(3, 32, device=DEVICE),

@@ -1,5 +1,5 @@
 """Ranks of hybrid models on GPUs, each a process, against transformers: over a pool in one piece, where they and one
-process go on from each other's states, and over a shard for each rank."""
+process continue from each other's states, and over a shard per rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.hybrids import ATTENTION, HYBRIDS, LINEAR
 pytestmark = [
     pytest.mark.long,
     pytest.mark.usefixtures("own_cache"),
-    # Exponentials and logarithms that a kernel leaves out again may overflow, as on a GPU.
+    # Unused exponentials and logarithms may overflow, as on a GPU.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 # Pieces of states fit into a half of such blocks.
 BLOCK_SIZE, SLOTS = 32, 100
-# Heads whose channels fill no pieces, beside one KV head, which both ranks have; a group that both norm together; heads
-# that are shared out unevenly, beside latents; channels that are, without heads; channels with states of their own.
+# Heads whose channels do not fill pieces, beside one KV head shared by both ranks; a group that both norm together;
+# heads sharded unevenly, beside latents; unevenly sharded channels without heads; channels with separate states.
 SIZES = {"layer_types": [LINEAR, ATTENTION], "num_hidden_layers": 2}
 KIMI = {"full_attn_layers": [2, 3], "kda_layers": [1], "head_dim": 32, "num_heads": 3, "short_conv_kernel_size": 4}
 MODELS = {
@@ -52,14 +52,14 @@ def made(folder, name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name == "jamba" else ()) for name in MODELS]
 )
-def test_workers_of_all_sizes_go_on_from_each_others_states(team, name, tmp_path):
+def test_workers_of_all_sizes_continue_from_each_others_states(team, name, tmp_path):
     prepared, wanted = made(tmp_path / "model", name)
     both, alone = team.backend(prepared, block_size=BLOCK_SIZE), gpu_backend(prepared, BLOCK_SIZE)
     assert both.layout.version == alone.layout.version
     driver = GpuStateDriver(prepared, BLOCK_SIZE, num_slots=SLOTS, backend=both)
     alone.bind_pool(driver.memory, SLOTS)
     (number,), begin = driver.sequences.add(), 0
-    # A part of a chunk is kept by one and read by the other, and the other way.
+    # Part of a chunk is written by one and read by the other, in both directions.
     for backend, end in zip((both, both, alone, alone, both, both), CUTS, strict=True):
         driver.backend = backend
         close(driver.step((number, TEXT[begin:end]), sample=range(end - begin)), wanted[begin:end])
@@ -69,7 +69,7 @@ def test_workers_of_all_sizes_go_on_from_each_others_states(team, name, tmp_path
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_with_a_shard_each(team, name, tmp_path):
-    """They go on from blocks that came together in another node's memory, and were divided again."""
+    """They continue from blocks that were joined in another node's memory, and divided again."""
     prepared, wanted = made(tmp_path / "model", name)
     both = team.backend(prepared, block_size=BLOCK_SIZE, divided=True)
     driver = GpuStateDriver(prepared, BLOCK_SIZE, num_slots=SLOTS, backend=both, shards=2)
@@ -83,7 +83,7 @@ def test_ranks_with_a_shard_each(team, name, tmp_path):
 
 
 def moved(pool: FakeDividedPool, layout: KVLayout) -> None:
-    """Gathers all blocks of a pool, empties it, and scatters them into it."""
+    """Gather all blocks of a pool, empty it, and scatter them into it."""
     shards = Shards.divided(layout.block_bytes, *layout.rows_and_pieces, len(pool.shares))
     parts = [shard.tensor.cpu().numpy().reshape(SLOTS, -1) for shard in pool.shards]
     for slot in range(SLOTS):

@@ -1,4 +1,5 @@
-"""The pass that norms, rotates and stores against torch in float32, and that reference against the decoder's layers."""
+"""The kernel that norms, rotates and stores against torch in float32, and that reference against the decoder's
+layers."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def made_rotary(tokens: int, head_dim: int, dtype: torch.dtype) -> Rotary:
 
 
 def made_rows(tokens: int, block_size: int) -> torch.Tensor:
-    """Chooses different rows of the pool; about one in four is -1."""
+    """Choose different rows of the pool; about one in four is -1."""
     rows = torch.randperm(SLOTS * block_size)[:tokens]
     rows[torch.rand(tokens) < 0.25] = -1
     return rows.to(torch.int32).to(DEVICE)
@@ -72,7 +73,9 @@ SHAPES = st.tuples(
 @example((3, 4, 1, 80), 2, torch.float32, torch.float32, "wide", "wide", "centred", 1)
 @example((2, 4, 2, 512), 16, torch.bfloat16, torch.bfloat16, "wide", "wide", "rms", 1)
 @example((3, 4, 1, 80), 2, torch.float32, torch.float32, "wide", "wide", "values", 1)
-def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype, weight_dtype, table_dtype, kind, seed):
+def test_queries_are_rotated_in_place_and_keys_and_values_written(
+    shape, block_size, dtype, kv_dtype, weight_dtype, table_dtype, kind, seed
+):
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape
     types = {"wide": torch.float32, "plain": dtype}
@@ -91,7 +94,7 @@ def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype,
     reference.store_rows(expected, LAYER, rows, keys, values)
     kv_write(qkv.inside, pool.inside, rows, LAYER, heads=heads, norm=norm, rotary=rotary)
     written = qkv.inside[:, : heads * head_dim].float().view(queries.shape)
-    # Values are of size 8 and less; float32 may add up in another order.
+    # Values are of size 8 and less; float32 may be summed in another order.
     slack = rounded(dtype, 16 if dtype == torch.float32 else 1)
     torch.testing.assert_close(written, queries, rtol=slack["rtol"], atol=4 * rounded(torch.float32, 2)["atol"])
     assert torch.equal(qkv.inside[:, heads * head_dim :], was[:, heads * head_dim :])
@@ -130,7 +133,7 @@ def test_rows_of_fp8_have_codes_and_scales(shape, block_size, dtype, seed):
         here, scale = codes[slot, LAYER, :, :, offset], scales[slot, LAYER, :, :, offset]
         expected_codes, expected_scale = reference.fp8_rows(both)
         torch.testing.assert_close(scale, expected_scale, **rounded(torch.float32, 8))
-        # Values are as they came, so nothing but fp8 rounds them.
+        # Values are not changed before they are rounded to fp8.
         assert torch.equal(here[1], expected_codes[1])
         error = (reference.fp8_values(here, scale) - both).abs()
         assert bool((error <= 1.001 * torch.maximum(both.abs() * 2.0**-4, scale[..., None] * 2.0**-10)).all())
@@ -141,8 +144,8 @@ def test_rows_of_fp8_have_codes_and_scales(shape, block_size, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_layers_between_those_of_another_size(dtype):
-    """Two layers with one KV head of 32 values lie behind one and two with two of 16, which stay as they are; a layer
-    without keys and values of its own changes its queries alone."""
+    """Two layers with one KV head of 32 values follow one and two with two of 16, which do not change; a layer without
+    keys and values changes only its queries."""
     torch.manual_seed(3)
     block_size, tokens, heads = 16, 3, 4
     rows = torch.tensor([2, 40, -1], dtype=torch.int32, device=DEVICE)
@@ -173,7 +176,7 @@ def test_layers_between_those_of_another_size(dtype):
 
 
 def test_pools_of_more_than_two_billion_bytes():
-    """The pool costs no memory where it is not touched."""
+    """The pool takes no memory unless it is touched."""
     head_dim, block_size = 64, 16
     slots = 2**31 // (2 * 2**10 * block_size * (head_dim + 4)) + 2
     pool = torch.empty((slots, 2, 2, 2**9, block_size * (head_dim + 4)), dtype=torch.uint8, device=DEVICE)

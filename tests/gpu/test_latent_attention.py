@@ -102,7 +102,7 @@ class LatentCase:
         out = out.to(self.queries.dtype)
         attention.attend(LAYER, self.queries, out, record, with_chunks=plan.with_chunks)
         assert (out[many:] == UNTOUCHED).all()
-        # The oracle takes whole rows as values; those behind the latents are left out.
+        # The oracle reads whole rows as values; those behind the latents are dropped.
         rows = self.plain.expand(-1, -1, 2, -1, -1, -1)
         wanted = paged_attention(self.queries[:many].cpu().float(), rows, LAYER, self.batch, scale=self.scale)
         found = out[:many].cpu().float().view(many, -1, self.rank)
@@ -123,7 +123,7 @@ def quantized(plain: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.cat(parts, -1), torch.cat(pool, -1)
 
 
-# An example takes the interpreter seconds, so failing examples are not shrunk.
+# An example takes seconds in the interpreter, so failing examples are not shrunk.
 @given(
     parts=BATCHES,
     heads=st.sampled_from([1, 2, 5, 20]),
@@ -143,7 +143,7 @@ def test_ragged_batches_are_attended_like_plain_torch(parts, heads, rank, rotary
 
 @pytest.mark.parametrize("decode_rows", [1, 3])
 def test_decodes_of_more_heads_than_a_tile_are_no_chunks(decode_rows):
-    """Their rows are several tiles, of which several programs have parts."""
+    """Their rows are several tiles, shared among several programs."""
     case = LatentCase.of([(400, decode_rows), (3, 1)], 40, 32, 16, 16, torch.float32)
     attention = case.attention(decode_rows=decode_rows)
     plan, planner = attention.planner.plan(case.batch), attention.planner
@@ -214,7 +214,8 @@ def test_rows_are_normed_rotated_and_written(dtype, wide):
 
 
 def test_rows_in_8_bits_have_two_scales():
-    """Codes and scales are those of other rows in float8; a large rotated key costs the latents nothing."""
+    """Codes and scales are those of other rows in float8; a large rotated key does not affect the latents'
+    precision."""
     tokens, rank, rotary = 3, 48, 16
     generator = torch.Generator().manual_seed(2)
     latents = torch.randn((tokens, rank + rotary), generator=generator)
@@ -242,5 +243,5 @@ def test_rows_in_8_bits_have_two_scales():
             wanted_codes, wanted_scale = fp8_rows(values)
             found = codes[place][row % 16].tensor_split([rank])[part]
             torch.testing.assert_close(scales[place][part, row % 16], wanted_scale, rtol=1e-6, atol=0)
-            assert (found.int() - wanted_codes.int()).abs().max() <= 1  # A norm's last bit may turn a code.
+            assert (found.int() - wanted_codes.int()).abs().max() <= 1  # A norm's last bit may change a code.
     assert (codes[0, 0] == 255).all()

@@ -1,5 +1,5 @@
-"""Layers that differ in their heads, see the keys and values of earlier ones, or read of tokens beside the residual
-stream (Gemma 4), on the GPU backend against transformers."""
+"""Layers that differ in their heads, read keys and values of earlier ones, or have additional inputs per token (Gemma
+4), on the GPU backend against transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.gpu import DEVICE, NATIVE
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-# In the interpreter each tile of weights is dear.
+# Tiles of weights are slow in the interpreter.
 SMALL = {} if NATIVE else {"hidden_size": 32, "intermediate_size": 32}
 
 
@@ -53,7 +53,7 @@ def test_families(family, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma4", "gemma4-moe"])
 def test_two_ranks_share_each_kind_of_heads(team, family, tmp_path):
-    """Both have one of two KV heads, or the same one where a kind has one; a chunk, and a decode beside another."""
+    """Each has one of two KV heads, or both the same if a kind has one; a chunk, and a decode beside another."""
     prepared, (text, other), (wanted, beside) = made(tmp_path / "model", family, intermediate_size=64)
     driver = GpuDriver(prepared, num_slots=8, backend=team.backend(prepared))
     one, two = driver.sequences.add(2)
@@ -65,8 +65,8 @@ def test_two_ranks_share_each_kind_of_heads(team, family, tmp_path):
 
 @pytest.mark.parametrize("options", [{"fp8": True}, {"invariant": True}])
 def test_codes_and_one_order_of_sums(options, tmp_path):
-    """A prompt in two chunks is near transformers' logits, and with one order of sums it has the bits
-    of a prompt in one."""
+    """A prompt in two chunks is close to transformers' logits, and with batch-invariant sums it has the bits of a
+    prompt in one."""
     prepared, (text, _), (wanted, _) = made(tmp_path / "model", "gemma4")
     driver = GpuDriver(prepared, num_slots=8, backend=gpu_backend(prepared, **options))
     one, two = driver.sequences.add(2)
@@ -75,7 +75,7 @@ def test_codes_and_one_order_of_sums(options, tmp_path):
     whole = driver.step((two, text[:34]), sample=range(30, 34))
     if "fp8" in options:
         error = (found.cpu() - wanted[30:34]).abs().mean() / wanted[30:34].abs().mean()
-        # Queries and keys are normed, and their scores are not scaled, so codes change weights much.
+        # Queries and keys are normed, and scores are not scaled, so codes change weights considerably.
         assert 0 < error < 0.25
     else:
         close(found, wanted[30:34])
@@ -83,7 +83,7 @@ def test_codes_and_one_order_of_sums(options, tmp_path):
 
 
 def test_the_product_of_token_inputs_is_compiled_at_the_start(tmp_path, monkeypatch):
-    """It is no layer's, and no step may wait for its kernels where all products of layers are quantized."""
+    """It belongs to no layer, and must be compiled before the first step even if all layers are quantized."""
     model = GpuDriver(made(tmp_path / "model", "gemma4")[0], num_slots=8).backend._model
     compiled = []
     seen = {"compile": lambda self, weight, *_: compiled.append(weight), "most_rows": lambda self, weight: 1}
@@ -97,7 +97,7 @@ def test_the_product_of_token_inputs_is_compiled_at_the_start(tmp_path, monkeypa
 
 
 def test_plans_of_all_parts_begin_at_cache_lines(tmp_path):
-    """A kernel is compiled for pointers to multiples of 16 bytes, and once more for others; an item has 32 bytes."""
+    """A kernel is specialized for pointers aligned to 16 bytes; an item has 32 bytes."""
     driver = GpuDriver(made(tmp_path / "model", "gemma4")[0], num_slots=8)
     plans = driver.backend._bound.record.attention
     assert [part.attention_words for part in driver.backend._bound.parts] == [len(plan) for plan in plans]
@@ -107,15 +107,15 @@ def test_plans_of_all_parts_begin_at_cache_lines(tmp_path):
     assert {plan.data_ptr() % 32 for each in begins for plan in each} == {0}
 
 
-def test_the_workspace_is_taken_without_a_pool(tmp_path):
-    """By layers as wide as in published models: heads of 512 values beside those of 16."""
+def test_the_workspace_is_allocated_without_a_pool(tmp_path):
+    """For layers as wide as in published models: heads of 512 values beside those of 16."""
     options = {**SMALL, **FAMILIES["gemma4-keys"], "num_hidden_layers": 2, "global_head_dim": 512}
     folder, flags = make_model(tmp_path / "model", {**options, "layer_types": GEMMA4["layer_types"][:2]})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prepared, text = prepare(flags), tokens_of(3, 2)
     backend = gpu_backend(prepared)
     check_limits(DEVICE, backend.layout)
-    backend.take_workspace()
+    backend.allocate_workspace()
     driver = GpuDriver(prepared, num_slots=8, backend=backend)
     with torch.inference_mode():
         close(driver.step((driver.sequences.add()[0], text), sample=range(3)), model(torch.tensor([text])).logits[0])

@@ -25,7 +25,7 @@ from tests.support.torch_model import BackendDriver
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-# Slots: one after the begin of the buffer, of two adapters.
+# Slots begin behind the buffer's start, and contain two adapters.
 AT, SLOTS = 32, 2
 LAYERS = {
     "qkv": LayerSlot(AT, AT + 3 * 16 * 48, 48, 96, (64, 80, 96), 16),
@@ -43,7 +43,7 @@ def random_slots(layer: LayerSlot, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expected(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, layer: LayerSlot, row: int, slot: int):
-    """One row of the result, in float64 but for the rounding of the shrunk values."""
+    """One row of the result, in float64 except for the rounding of the shrunk values."""
     begin, found = 0, out[row].double()
     a = slots[slot, layer.a_at : layer.b_at].view(len(layer.ends), layer.rank, -1).double()
     b = slots[slot, layer.b_at : layer.b_at + layer.outputs * layer.rank].view(layer.outputs, -1).double()
@@ -55,7 +55,7 @@ def expected(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, layer: Lay
 
 
 def run(x, out, slots, layer, row_slots, padding=0):
-    """Adds to a copy of ``out`` on the device; ``padding``: runs of no rows after the others."""
+    """Add to a copy of ``out`` on the device; ``padding``: runs of no rows after the others."""
     rows, runs = adapted_runs(np.array(row_slots, np.int32), RUN_ROWS)
     padded = np.concatenate((runs, np.full((padding, 3), -1, np.int32)))
     record = RunRecord(torch.from_numpy(padded).to(DEVICE), torch.from_numpy(rows).to(DEVICE))
@@ -81,12 +81,12 @@ def test_rows_of_many_adapters(name, dtype):
         else:
             wanted = expected(x, out, slots, layer, row, slot)
             torch.testing.assert_close(found[row].double(), wanted, **rounded(dtype, 8))
-    # A row alone has the bits that it has among others.
+    # A row has the same bits alone and among others.
     assert torch.equal(run(x[3:4], out[3:4], slots, layer, [1])[0], found[3])
 
 
 def test_matrices_that_are_wider_than_rows():
-    """Those of routers and gates are float32; results are of that type, or of the rows'."""
+    """Those of routers and gates are float32; results have that type, or the rows'."""
     layer = replace(LAYERS["down"], exact=True)
     x, slots = torch.randn(3, 80).bfloat16(), random_slots(layer, torch.float32)
     for out in (torch.zeros(3, 70), torch.zeros(3, 70).bfloat16()):
@@ -108,7 +108,7 @@ def test_wrong_calls_are_refused():
 
 @pytest.mark.long
 def test_mixed_steps_are_those_of_torch(tmp_path):
-    """Slots may change between steps that were launched and steps that are launched later."""
+    """Slots may change between launches."""
     _, flags = make_model(tmp_path / "model", FAMILIES["llama-gqa-tied"])
     prepared, text = prepare(flags), tokens_of(20, 3)
     backend = gpu_backend(prepared)
@@ -126,7 +126,7 @@ def test_mixed_steps_are_those_of_torch(tmp_path):
 
 
 def test_projections_that_fill_no_tile(tmp_path):
-    """Each has ranks of its own in one slice of all outputs."""
+    """Each has separate ranks in one slice of all outputs."""
     folder = save_model(tmp_path / "model", intermediate_size=100)
     prepared, text = prepare(ModelFlags(model=str(folder), dtype="float32")), tokens_of(18, 2)
     wanted = mixed_steps(with_adapters(BackendDriver(prepared)), text)
@@ -135,7 +135,7 @@ def test_projections_that_fill_no_tile(tmp_path):
 
 
 def test_a_matrix_for_each_head(tmp_path):
-    """Of a model of latents, whose rows have more values than those that a product of heads reads or writes."""
+    """In a model of latents, whose rows have more values than those that a product by heads reads or writes."""
     prepared, text = prepare(make_model(tmp_path / "model", FAMILIES["youtu"])[1]), tokens_of(18, 2)
     wanted = mixed_steps(with_adapters(BackendDriver(prepared)), text)
     found = mixed_steps(with_adapters(GpuDriver(prepared, num_slots=16)), text)

@@ -89,7 +89,7 @@ def test_layer_norms(columns, dtype, has_bias):
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(80))
-def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_post, has_norm, scale, factor, seed):
+def test_a_layers_output_is_added_and_normed(rows, columns, dtype, wide, has_post, has_norm, scale, factor, seed):
     torch.manual_seed(seed)
     residual = Guarded((rows, columns), dtype)
     residual.inside.copy_(torch.randn(rows, columns))
@@ -113,7 +113,7 @@ def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_
     )
     torch.testing.assert_close(residual.inside, total, **tolerance(dtype, 4))
     if normed is not None:
-        # The norm of the kernel's own sum: in a row of one value only the sign remains, which rounding may change.
+        # The norm of the kernel's own sum: only the sign of a row of one value remains, which rounding may change.
         expected = reference.rms_norm(residual.inside, weight, EPS, wide)
         torch.testing.assert_close(out.inside, expected, **tolerance(dtype, 3))
     assert residual.margins_are_whole()
@@ -124,7 +124,7 @@ def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_
 @pytest.mark.parametrize(("rows", "columns"), [(5, 80), (2, 2048)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_of_experts_are_added_up_first(dtype, rows, columns, with_beside):
-    """The bits are those of both kernels one after the other, with rows beside the experts' and without."""
+    """The bits are those of both kernels in sequence, with rows beside the experts' and without."""
     torch.manual_seed(6)
     residual, once, out, other = (torch.randn(rows, columns).to(dtype).to(DEVICE) for _ in range(4))
     weight, post_weight = (made_weight(columns, dtype, False) for _ in range(2))
@@ -157,7 +157,7 @@ def test_results_of_experts_are_added_up_first(dtype, rows, columns, with_beside
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_roundings_are_where_the_decoder_has_them(wide):
-    """The test uses float16, because the interpreter truncates bfloat16 where a GPU rounds."""
+    """float16, because the interpreter truncates bfloat16 instead of rounding it."""
     torch.manual_seed(3)
     residual, found = (torch.randn(8, 1024).half().to(DEVICE) for _ in range(2))
     weight, post_weight = (made_weight(1024, torch.float16, wide) for _ in range(2))

@@ -1,5 +1,5 @@
-"""Attention of chunks in Gluon beside Triton's on the same inputs: on Hopper as it is, elsewhere in an emulator that
-finds copies and products which are used too early, or overwritten."""
+"""Attention of chunks in Gluon against Triton's on the same inputs: native on Hopper, elsewhere in an emulator that
+detects copies and products that are used too early, or overwritten."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pillion.kernels.gpu.launch import arch_of
 pytestmark = pytest.mark.skipif(
     arch_of(DEVICE) != overlapped_attention.ARCH, reason="the instructions are those of sm_90"
 )
-# In the emulator tiles are small, so that few tokens are many of them, and it does not check that layouts fit.
+# Tiles are small in the emulator, so that few tokens are many tiles; it does not check that layouts fit.
 ROWS, KEYS = (128, 128) if NATIVE else (32, 32)
 TILES = {"rows": ROWS, "keys": KEYS, "num_warps": 8, "programs": 1, "unit_tiles": 1}
-# These are long enough to go round all buffers, to be cut among programs, and to end within a tile and with it.
+# Long enough to cycle through all buffers, to be cut among programs, and to end inside and at the end of a tile.
 PARTS = [(150, 41), (0, 20), (90, 1)]
 if NATIVE:
     PARTS = [(1500, 411), (3, 660), (0, 200), (128, 128), (5000, 1)]
-# Each has so many buffers.
+# Shapes with their numbers of buffers.
 SHAPES = {
     "Llama": (PagedShape(4, 128, 16, torch.bfloat16), 3),
     "heads of 64, sinks": (PagedShape(8, 64, 32, torch.bfloat16, sinks=True), 4),
@@ -44,7 +44,8 @@ def emulation(monkeypatch):
 
 
 def tiles(head_dim: int, buffers: int) -> dict[str, int]:
-    # Tiles of 64 keys of heads of 256 fit into shared memory and registers, and 32 keys and 64 rows of heads of 512.
+    # Shared memory and registers are sufficient for 64 keys of heads of 256, and for 32 keys and 64 rows of heads of
+    # 512.
     keys = min(KEYS, 128 * 128 // max(head_dim, 128))
     return {**TILES, "rows": min(ROWS, 64) if head_dim == 512 else ROWS, "keys": keys, "num_stages": buffers}
 
@@ -69,7 +70,7 @@ def test_overlapped_chunks_are_what_the_other_kernel_computes(shape, buffers):
         assert torch.equal(found[1], found[0])
 
 
-def test_float32_float8_and_other_heads_stay_with_the_other_kernel():
+def test_float32_float8_and_other_heads_use_the_other_kernel():
     cases = [
         PagedCase.of(PagedShape(4, 64, 16, torch.float32), [(3, 30)]),
         PagedCase.of(PagedShape(4, 64, 16, torch.bfloat16), [(3, 30)], fp8=True),

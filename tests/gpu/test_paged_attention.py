@@ -22,7 +22,7 @@ CHUNK = st.tuples(st.integers(0, 100), st.integers(3, 40))
 BATCHES = st.lists(SHORT | CHUNK, min_size=1, max_size=3)
 # Decodes whose tiles many programs share, and chunks, of the widest heads.
 WIDE = {"parts": [(90, 1), (30, 20)], "group": 4, "head_dim": 512, "block_size": 16}
-# An example takes the interpreter seconds, so failing examples are not shrunk.
+# An example takes seconds in the interpreter, so failing examples are not shrunk.
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
@@ -31,7 +31,7 @@ def check(case: PagedCase, **more: object) -> None:
     out = case.run(attention)
     many = case.batch.num_tokens
     assert (out[many:] == UNTOUCHED).all()
-    # Roundings: each weight and the result once, scores and sums never.
+    # Each weight and the result are rounded once, scores and sums never.
     torch.testing.assert_close(out[:many].float(), case.reference(), **rounded(case.shape.dtype, 8))
 
 
@@ -78,7 +78,7 @@ def test_drafts_are_decoded_like_single_tokens(dtype):
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("parts", [[(600, 1)], [(300, 20)]], ids=["decode", "chunk"])
 def test_a_row_tile_that_many_programs_share_is_merged(parts, sinks):
-    """A sink is counted once, however many programs share the tile."""
+    """A sink is counted once, regardless of the number of programs that share the tile."""
     case = PagedCase.of(PagedShape(4, 64, 16, torch.float16, sinks=sinks), parts)
     attention = case.attention()
     plan, planner = attention.planner.plan(case.batch), attention.planner
@@ -90,8 +90,8 @@ def test_a_row_tile_that_many_programs_share_is_merged(parts, sinks):
 
 
 @pytest.mark.parametrize("parts", [[(600, 1), (90, 1)], [(300, 20)]], ids=["decode", "chunk"])
-def test_who_joins_a_tile_changes_no_bit(parts):
-    """Items are run in the reverse order, too, so that another program counts a unit's last part."""
+def test_bits_do_not_depend_on_the_merging_program(parts):
+    """Items are also run in the reverse order, so that another program counts a unit's last part."""
     case = PagedCase.of(PagedShape(4, 64, 16, torch.float16, sinks=True), parts)
     attention = case.attention()
     planner, plan = attention.planner, attention.planner.plan(case.batch)
@@ -109,8 +109,8 @@ def test_who_joins_a_tile_changes_no_bit(parts):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_rows_see_the_keys_since_a_multiple_of_their_window(invariant, fp8):
-    """Chunks of a prompt end before a multiple, at it and behind it, and pass several, beside decodes at a multiple and
-    around it."""
+    """Chunks of a prompt end before a multiple, at it and behind it, and cover several, beside decodes at a multiple
+    and around it."""
     decodes = [(before, 1) for before in (96, 95, 94)]
     around = {-32: [(20, 12), (90, 7), (33, 31), (5, 70)], -128: [(250, 12)], -7: [(40, 30)], -1: [(70, 9)]}
     for window, chunks in around.items():
@@ -123,7 +123,7 @@ def test_layers_with_different_windows_have_plans_of_their_own():
     check(case, windows=(0, 20, 50))
 
 
-def test_one_place_serves_step_after_step():
+def test_a_record_is_reused_step_after_step():
     """A graph has one record and one set of partial results: the previous step's must have no effect."""
     shape = PagedShape(4, 64, 16, torch.float32)
     long, short = PagedCase.of(shape, [(150, 1), (60, 9)]), PagedCase.of(shape, [(10, 1), (40, 9)])

@@ -34,7 +34,7 @@ from tests.support.guarded import MARK, Guarded
 def _sort_few(
     chosen, order, tiles, count, pairs, tile_rows, experts: tl.constexpr, most: tl.constexpr, compared: tl.constexpr
 ):
-    """Sorts as a router's last program does."""
+    """Sort like a router's last program."""
     sort_few(chosen, order, tiles, count, pairs, tile_rows, experts, most, compared)
 
 
@@ -62,7 +62,7 @@ def test_pairs_are_in_the_order_of_a_stable_sort(few, tokens, choices, experts, 
             given, into.order, into.tiles, into.count, pairs, tile_rows, columns_of(experts), FEW_PAIRS, COMPARED
         )
     else:
-        # Blocks of few pairs, so that there are several.
+        # Small blocks, so that there are several.
         with mock.patch.multiple(pair_sorting, BLOCK_PAIRS=64, SUMMED_COUNTS=128):
             sort = PairSorter(experts, pairs, DEVICE)
             for _ in range(2):

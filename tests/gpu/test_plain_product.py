@@ -1,4 +1,4 @@
-"""Products by plain matrices against torch, the bits of a row alone and among others, and who multiplies in a model."""
+"""Products by plain matrices against torch, the bits of a row alone and among others, and the choice of kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pillion.engine.backends.gpu import gpu_model
 from pillion.errors import Internal
 from pillion.kernels.gpu.launch import arch_of
 from pillion.kernels.gpu.products import plain_product
-from pillion.kernels.gpu.products.plain_product import SHARED_ROWS, PlainProduct, splits_of
+from pillion.kernels.gpu.products.plain_product import SHARED_ROWS, DenseGemm, splits_of
 from pillion.kernels.gpu.tuned import tuning_file
 from tests.support.examples import examples
 from tests.support.families import tokens_of
@@ -37,12 +37,12 @@ def check_against_torch(product, inputs, outputs, count, dtype, *, biased, wide,
     if bias is not None:
         wanted += bias.double()
         sizes += bias.double().abs()
-    # Sums may cancel, so errors are measured by the size of what was summed.
+    # Sums may cancel, so errors are relative to the sum of magnitudes.
     size = sizes.amax().clamp(min=1e-9)
     slack = rounded(dtype, 8 if dtype == torch.float32 else 2)
     torch.testing.assert_close(out.inside.cpu().double() / size, wanted / size, rtol=0, atol=slack["atol"])
     assert out.margins_are_whole()
-    # The next launch finds no ticket of this one.
+    # All tickets are reset for the next launch.
     assert not product._tickets.any()
 
 
@@ -57,19 +57,19 @@ def check_against_torch(product, inputs, outputs, count, dtype, *, biased, wide,
 @example((1152, 70), SHARED_ROWS + 1, torch.float16, (True, False), 1)  # A program computes three parts itself.
 @settings(max_examples=examples(12))
 def test_any_shape(shape, count, dtype, flags, seed):
-    product = PlainProduct(MAX_ROWS, dtype, DEVICE)
+    product = DenseGemm(MAX_ROWS, dtype, DEVICE)
     for turn in range(2):
         check_against_torch(product, *shape, count, dtype, biased=flags[0], wide=flags[1], seed=seed + turn)
 
 
 def test_a_rows_bits_do_not_depend_on_the_others(monkeypatch):
-    """Every number of rows takes another tile; a program of few rows sums one part of the inputs, of many rows all."""
+    """Numbers of rows have different tiles; a program of few rows sums one part of the inputs, of many rows all."""
     add_up_in_one_order(monkeypatch)
     monkeypatch.setattr(plain_product, "SHARED_ROWS", 64)
     inputs, outputs = 4 * 128 + 40, 40
     assert splits_of(inputs, outputs) > 1
     dtype = torch.bfloat16 if NATIVE else torch.float32
-    product = PlainProduct(MAX_ROWS, dtype, DEVICE)
+    product = DenseGemm(MAX_ROWS, dtype, DEVICE)
     rows, weight, bias = (torch.randn(*size).to(dtype).to(DEVICE) for size in ((140, inputs), (outputs, inputs), (40,)))
 
     def products(chosen):
@@ -83,8 +83,8 @@ def test_a_rows_bits_do_not_depend_on_the_others(monkeypatch):
 @pytest.mark.skipif(not NATIVE, reason="programs of the interpreter do not run side by side")
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)])
 def test_a_models_products_are_the_same_at_each_launch(inputs, outputs):
-    """Llama 3 8B's products, whose programs arrive in another order each time, in any number of rows."""
-    product = PlainProduct(MAX_ROWS, torch.bfloat16, DEVICE)
+    """Llama 3 8B's products, whose programs finish in another order each time, for any number of rows."""
+    product = DenseGemm(MAX_ROWS, torch.bfloat16, DEVICE)
     rows, weight = (torch.randn(size, inputs, device=DEVICE).bfloat16() for size in (MAX_ROWS, outputs))
     every = product(rows, weight, None, torch.empty(MAX_ROWS, outputs, dtype=torch.bfloat16, device=DEVICE))
     torch.testing.assert_close(every, rows @ weight.T, rtol=2**-6, atol=2**-6 * inputs**0.5)
@@ -102,29 +102,30 @@ def test_no_part_of_a_matrix_is_empty(shape):
 
 
 @pytest.mark.parametrize(("arch", "rows"), [(80, 0), (90, 32)])
-def test_the_tuning_file_says_who_multiplies(monkeypatch, arch, rows):
+def test_the_tuning_file_chooses_the_kernel(monkeypatch, arch, rows):
     """Matrices that cuBLAS reads slowly, and others: a large one, and one of another type."""
     monkeypatch.setattr(plain_product, "arch_of", lambda device: arch)
-    product = PlainProduct(16, torch.bfloat16, DEVICE)
+    product = DenseGemm(16, torch.bfloat16, DEVICE)
     small, large = (torch.empty(size, 4096, dtype=torch.bfloat16, device="meta") for size in (4096, 28672))
     assert [product.most_rows(each) for each in (small, large, small.float())] == [rows, 0, 0]
     entry = {"when": {"inputs": 4096, "outputs": 28672}, "use": {"rows": 7, "most_mb": 1000}}
     monkeypatch.setitem(tuning_file(arch), "plain_product_rows", [entry, *tuning_file(arch)["plain_product_rows"]])
-    assert PlainProduct(16, torch.bfloat16, DEVICE).most_rows(large) == 7
+    assert DenseGemm(16, torch.bfloat16, DEVICE).most_rows(large) == 7
 
 
-def test_a_model_whose_products_are_ours(monkeypatch, prepared):
-    """The logits of a text in a chunk and decodes are torch's but for roundings; all layers and the head take part."""
+def test_a_model_on_our_products(monkeypatch, prepared):
+    """The logits of a text in a chunk and decodes are torch's up to roundings; all layers and the head use the
+    kernels."""
     text = tokens_of(7, 1)
     (wanted,) = (driver.run_all(driver.sequences.add()[0], text, [5]) for driver in (GpuDriver(prepared),))
     shapes = set()
 
-    class SeenProduct(PlainProduct):
+    class SeenProduct(DenseGemm):
         def __call__(self, rows, weight, bias, out):
             shapes.add(tuple(weight.shape))
             return super().__call__(rows, weight, bias, out)
 
-    monkeypatch.setattr(gpu_model, "PlainProduct", SeenProduct)
+    monkeypatch.setattr(gpu_model, "DenseGemm", SeenProduct)
     use = {"when": {}, "use": {"rows": 64, "most_mb": 1}}
     monkeypatch.setitem(tuning_file(arch_of(DEVICE)), "plain_product_rows", [use])
     driver = GpuDriver(prepared)
@@ -135,7 +136,7 @@ def test_a_model_whose_products_are_ours(monkeypatch, prepared):
 
 
 def test_misshapen_tensors_are_refused():
-    product = PlainProduct(16, torch.float32, DEVICE)
+    product = DenseGemm(16, torch.float32, DEVICE)
     rows, weight, out = (torch.zeros(*size, device=DEVICE) for size in ((2, 64), (8, 64), (2, 8)))
     for wrong in (torch.zeros(2, 63), torch.zeros(2, 64).half(), torch.zeros(64, 2).T, torch.zeros(0, 64)):
         with pytest.raises(Internal):
@@ -154,7 +155,7 @@ def test_misshapen_tensors_are_refused():
 
 
 def test_a_router_whose_bias_is_exact_is_left_to_its_own_kernel(tmp_path):
-    """Its matrix has the model's type and its bias is float32 (gpt-oss), which no product here takes."""
+    """Its matrix has the model's type and its bias is float32 (gpt-oss), which no product here supports."""
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     more = {"head_dim": 16, "num_local_experts": 4, "num_hidden_layers": 2, "vocab_size": 64}
     config = {**GPT_OSS_20B, **sizes, **more, "layer_types": ["sliding_attention", "full_attention"]}

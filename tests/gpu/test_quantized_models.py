@@ -21,8 +21,8 @@ from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import DEVICE
 from tests.support.quantized import Producer, awq, experts_in_mxfp4, fp8, gptq, nf4, own, quantize_folder
 
-# Coding and group of the tensors whose names end so; gate and up differ, so both are kept in int8, and q, k and v are
-# of one kind.
+# Coding and group of the tensors by the ends of their names; gate and up differ, so both become int8, and q, k and v
+# have one kind.
 CHOSEN = {
     "q_proj.weight": ("int4", 32),
     "k_proj.weight": ("int4", 32),
@@ -113,7 +113,7 @@ def test_logits_are_those_of_the_widened_model(made):
         torch.testing.assert_close(found.cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-# A format's file, and what its matrices become.
+# A format's file, and the kind of its matrices.
 FORMATS: dict[str, tuple[Producer, str]] = {
     "awq": (awq(), "uint4"),
     "gptq in an order": (gptq(act_order=True), "int4"),
@@ -125,7 +125,7 @@ FORMATS: dict[str, tuple[Producer, str]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_of_checkpoints(name, tmp_path, monkeypatch):
-    """One layer of each format whose codings, offsets or orders differ; engine/checkpoints tests read all formats."""
+    """One layer per format whose codings, offsets or orders differ; engine/checkpoints tests read all formats."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     producer, coding = FORMATS[name]
     plain = save_model(tmp_path / "plain", num_hidden_layers=1)
@@ -160,7 +160,7 @@ def test_experts_in_mxfp4(tmp_path, monkeypatch):
 
 
 def test_workers_compile_all_products_before_they_serve(made, monkeypatch):
-    """Every kernel runs once for each tile of rows when the workspace is taken."""
+    """Every kernel runs once per tile of rows when the workspace is allocated."""
     _, folder, _ = made
     driver = GpuDriver(prepare(ModelFlags(model=str(folder), dtype="float32")))
     compiled = []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.gpu.products.gpu_packing import PackedKind, PackedMatrix, can_pack, pack, pack_alike
-from pillion.kernels.gpu.products.quantized_product import QuantizedProduct, splits_of
+from pillion.kernels.gpu.products.quantized_product import QuantizedGemm, splits_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.support.examples import examples
 from tests.support.guarded import Guarded
@@ -48,13 +48,13 @@ def on_device(packed: PackedMatrix) -> PackedMatrix:
 def multiplier(matrix: QuantizedMatrix, dtype: torch.dtype):
     """Return a function of rows, a bias and a result that multiplies by the packed matrix."""
     packed = on_device(pack(matrix, dtype))
-    product = QuantizedProduct([packed], MAX_ROWS, dtype, DEVICE)
+    product = QuantizedGemm([packed], MAX_ROWS, dtype, DEVICE)
     return lambda rows, bias, out: product(rows, packed, bias, out)
 
 
 def check_against_torch(matrix, count, dtype, *, biased=False, wide=False):
-    """Compare with float64 products by weights that are rounded once to the rows' type, or exact: what they differ by
-    is less than the slack."""
+    """Compare with float64 products by weights that are rounded once to the rows' type, or exact: errors must be below
+    the slack."""
     outputs, inputs = matrix.shape
     rows = torch.randn(count, inputs).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
@@ -66,14 +66,14 @@ def check_against_torch(matrix, count, dtype, *, biased=False, wide=False):
     if bias is not None:
         wanted += bias.double()
         sizes += bias.double().abs()
-    # Sums may cancel, so errors are measured by the size of what was summed.
+    # Sums may cancel, so errors are relative to the sum of magnitudes.
     size = sizes.amax().clamp(min=1e-9)
     slack = rounded(dtype, 2) if NATIVE or dtype != torch.float32 else rounded(dtype, 8)
     torch.testing.assert_close(out.inside.cpu().double() / size, wanted / size, rtol=0, atol=slack["atol"])
     assert out.margins_are_whole()
 
 
-# Groups within a column tile, of one and of several, and one for all; ``make test`` has each coding and group once.
+# Groups within a tile's columns, of one and of several, and one for all; ``make test`` has each coding and group once.
 GROUPS = (16, 32, 48, 64, 128, 1024)
 EACH = list(zip(itertools.cycle(sorted(CODINGS)), GROUPS, strict=False))
 
@@ -94,7 +94,7 @@ def test_every_coding_and_group(coding, group):
 @pytest.mark.parametrize("count", [3, 40])
 @pytest.mark.parametrize("group", [16, 48, 64])
 def test_groups_in_bfloat16(group, count):
-    """Groups of 16 inputs, and those that are divided into such, are rounded; sums of larger ones are multiplied."""
+    """Groups of 16 inputs, and those divided into such, are rounded; sums of larger ones are multiplied."""
     check_against_torch(random_matrix("int4", 19, 512, group), count, torch.bfloat16)
 
 
@@ -117,7 +117,7 @@ def test_any_shape(coding, shape, group, count, dtype, flags, seed):
 
 @pytest.mark.parametrize("coding", ["fp8_e4m3", pytest.param("uint4", marks=[] if NATIVE else pytest.mark.long)])
 def test_a_rows_bits_do_not_depend_on_the_others(monkeypatch, coding):
-    """Every number of rows takes another tile, and few rows share the parts of the inputs among programs."""
+    """Numbers of rows have different tiles, and few rows share the parts of the inputs among programs."""
     add_up_in_one_order(monkeypatch)
     inputs = 4 * (256 if coding == "uint4" else 128) + 40
     matrix = random_matrix(coding, 30, inputs, 128, offsets=True, ordered=True)
@@ -138,7 +138,7 @@ def test_weights_are_rounded_once():
     matrix = random_matrix("uint4", 40, 64, 32, offsets=True)
     rows = torch.eye(64).half().to(DEVICE)
     found = multiplier(matrix, torch.float16)(rows, None, torch.empty(64, 40, dtype=torch.float16, device=DEVICE))
-    # A GPU multiplies and adds in one rounding, torch in two, before both round to float16.
+    # A GPU multiplies and adds with one rounding, torch with two, before both round to float16.
     same = (found.cpu() == matrix.dequantize(torch.float16).T).float().mean()
     assert same == 1 if not NATIVE else same > 0.99
 
@@ -174,7 +174,7 @@ def test_misshapen_tensors_are_refused():
 
 
 def powers_and_floats() -> list[QuantizedMatrix]:
-    """Matrices as MXFP4 and NVFP4 have them: scales that are powers of two, and floats of 8 bits times a number."""
+    """Matrices as in MXFP4 and NVFP4: scales that are powers of two, and floats of 8 bits times a factor."""
     torch.manual_seed(1)
     mxfp4 = random_matrix("fp4_e2m1", 70, 320, 32)
     powers = torch.randint(-30, 12, mxfp4.scales.shape).float().exp2()
@@ -195,7 +195,7 @@ def test_scales_of_a_byte(place, dtype):
     check_against_torch(matrix, 3, dtype, biased=True)
 
 
-def test_scales_that_no_byte_holds_stay_float32():
+def test_scales_that_do_not_fit_a_byte_stay_float32():
     mxfp4, nvfp4 = powers_and_floats()
     for matrix in (replace(mxfp4, scales=mxfp4.scales * 1.5), replace(nvfp4, factors=nvfp4.factors * 1.1)):
         assert pack(matrix, torch.bfloat16).kind.scale == "float32"
@@ -203,7 +203,7 @@ def test_scales_that_no_byte_holds_stay_float32():
 
 @pytest.mark.parametrize(("coding", "group"), [("int4", 32), ("int8", 16), ("uint4", 48)])
 def test_scales_of_two_bytes(coding, group):
-    """Inputs that fill no whole unit; products by all kinds of rows."""
+    """Inputs that are no multiple of a unit; products by all kinds of rows."""
     matrix = random_matrix(coding, 19, 328, group)
     matrix = replace(matrix, scales=matrix.scales.bfloat16().float())
     packed = pack(matrix, torch.bfloat16)
@@ -220,7 +220,8 @@ def test_scales_of_two_bytes(coding, group):
     [("int4", "float16", False), ("uint4", "float16", True), ("uint4", "bfloat16", True), ("uint4", "float16", False)],
 )
 def test_scales_in_words_with_zeros(coding, scale, zeros):
-    """Inputs that fill no whole unit, groups of one place and of two halves of it; products by all kinds of rows."""
+    """Inputs that are no multiple of a unit, groups of one place and of two halves of it; products by all kinds of
+    rows."""
     matrix = random_matrix(coding, 19, 328, 32)
     scales = matrix.scales.to(getattr(torch, scale)).float()
     matrix = replace(matrix, scales=scales)
@@ -231,7 +232,7 @@ def test_scales_in_words_with_zeros(coding, scale, zeros):
     assert packed.scales.numel() == 64 * 512 // 32
     for count, dtype in ((3, torch.bfloat16), (40, torch.bfloat16), (3, torch.float32), (3, torch.float16)):
         check_against_torch(matrix, count, dtype)
-    for group in (16, 48):  # Half a place has no word of its own.
+    for group in (16, 48):  # Half a place has no separate word.
         alike = scales[:, :1].repeat(1, -(-328 // group))
         small = replace(matrix, group=group, scales=alike, offsets=-8 * alike if zeros else None)
         assert pack(small, torch.bfloat16).kind.scale == "two_halves"
@@ -251,7 +252,7 @@ def test_weights_of_scales_of_float16_have_the_bits_of_plain_torch():
         rows = torch.eye(64).bfloat16().to(DEVICE)
         found = multiplier(matrix, torch.bfloat16)(rows, None, torch.empty(64, 48, device=DEVICE))
         weights = matrix.dequantize(torch.float32)
-        # Triton's interpreter cuts them off.
+        # Triton's interpreter truncates.
         once = weights.bfloat16() if NATIVE else (weights.view(torch.int32) >> 16 << 16).view(torch.float32)
         assert torch.equal(found.cpu().T, once.float())
 
@@ -261,8 +262,8 @@ def test_weights_of_scales_of_float16_have_the_bits_of_plain_torch():
     ("coding", "group"), [("uint4", 32), ("int4", 16), ("int8", 16), ("int8", 32), ("uint4", 4096), ("int8", 4096)]
 )
 def test_signed_numbers(coding, group, offsets):
-    """Small groups, and all groups with any offsets, for rows of bfloat16: units that are whole, and two parts of one.
-    Products by rows of a unit matrix are the weights."""
+    """Small groups, and all groups with any offsets, for rows of bfloat16: whole units, and two parts of one. Products
+    by rows of a unit matrix are the weights."""
     for inputs in (512, 328, 552):
         matrix = random_matrix(coding, 19, inputs, group, offsets=offsets or group > 64)
         if coding == "int8":
@@ -278,7 +279,7 @@ def test_signed_numbers(coding, group, offsets):
         assert bool(((found - wanted).abs() <= allowed).all())
 
 
-def test_numbers_that_no_sign_and_seven_bits_hold_stay_whole():
+def test_numbers_that_do_not_fit_sign_and_seven_bits_stay_integers():
     matrix = random_matrix("int8", 2, 64, 32, offsets=True)
     matrix.codes[1, :2] = torch.tensor([0x80, 0x7F])
     assert pack(matrix, torch.bfloat16).kind.scale == "float32"
@@ -288,11 +289,11 @@ def test_numbers_that_no_sign_and_seven_bits_hold_stay_whole():
     packed = on_device(pack(matrix, torch.bfloat16))
     rows, out = torch.zeros(1, 64, device=DEVICE), torch.zeros(1, 2, device=DEVICE)
     with pytest.raises(Internal, match="rows of bfloat16"):
-        QuantizedProduct([packed], 1, torch.float32, DEVICE)(rows, packed, None, out)
+        QuantizedGemm([packed], 1, torch.float32, DEVICE)(rows, packed, None, out)
 
 
 def test_a_matrix_of_zeros_is_packed_as_the_others_are():
-    """An expert that is never chosen may be 0, and a matrix of zeros alone would have scales of bfloat16."""
+    """An expert that is never chosen may be 0, and a matrix of only zeros would have bfloat16 scales."""
     for offsets in (True, False):
         matrix = random_matrix("uint4", 20, 320, 32, offsets=offsets)
         dead = random_matrix("uint4", 20, 320, 32, offsets=offsets)
@@ -315,7 +316,7 @@ def test_zeros_that_are_whole_numbers_are_subtracted_from_codes():
 
 
 def test_bits_of_weights_in_memory():
-    """Of gpt-oss's shape: 2,880 inputs and outputs are padded to nothing that would count."""
+    """For gpt-oss's shape: padding of 2,880 inputs and outputs is negligible."""
     matrix = random_matrix("fp4_e2m1", 2880, 2880, 32)
     packed = pack(replace(matrix, scales=matrix.scales.abs().log2().round().clamp(-9).exp2()), torch.bfloat16)
     assert sum(part.numel() * 32 for part in packed.parts.values()) / 2880**2 < 4.3

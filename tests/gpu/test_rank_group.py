@@ -1,4 +1,4 @@
-"""Ranks meet, or hear that one of them has ended; and what they call by NCCL, where each has a GPU of its own."""
+"""Ranks meet, or detect that one of them has ended; and their NCCL calls, if each has a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rendezvous() -> Iterator[int]:
 
 
 def test_a_meeting_ends_when_a_rank_has_ended(rendezvous, monkeypatch):
-    """Rank 0 waits for a rank that never comes; it hears of its end, or gives up after a while."""
+    """Rank 0 waits for a rank that never comes; it detects its end, or times out."""
     looks, let_go = iter([False, False]), threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(rank_group, "_gloo", lambda store, shard: let_go.wait(WITHIN_S))
@@ -53,7 +53,7 @@ def test_a_meeting_ends_when_a_rank_has_ended(rendezvous, monkeypatch):
 
 
 class QueuedCalls:
-    """A group whose calls only note their options, and the values that they bring."""
+    """A group whose calls only record their options, and the values passed."""
 
     def __init__(self, brings: Sequence[torch.Tensor] = ()) -> None:
         self.called: list[tuple[str, bool]] = []
@@ -74,7 +74,7 @@ def group_of(size: int, calls: QueuedCalls) -> GpuRankGroup:
 
 
 def test_calls_are_queued_on_the_stream_of_the_step():
-    """On a stream of their own they would wait for the step's, and it for them."""
+    """On a separate stream they would have to be synchronized with the step's."""
     calls = QueuedCalls()
     group = group_of(2, calls)
     values = torch.zeros(3)
@@ -92,7 +92,7 @@ def test_calls_are_queued_on_the_stream_of_the_step():
 
 
 def test_sums_in_the_order_of_ranks():
-    """They are rounded once, and two values have only one order."""
+    """They are rounded once; the order of two values does not matter."""
     parts = [torch.tensor([value, 1.0], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
     calls, values = QueuedCalls(parts), parts[0].clone()
     group_of(3, calls).sum(values, in_order=True)
@@ -104,7 +104,7 @@ def test_sums_in_the_order_of_ranks():
 
 
 def test_nccl_stays_on_the_loopback_and_connects_at_once(monkeypatch):
-    """A later buffer would not find its memory, and fails with a RuntimeError."""
+    """NCCL's buffers are allocated at once: later there is no memory left, and it fails with a RuntimeError."""
     seen = {}
 
     def options():
@@ -122,7 +122,7 @@ def test_nccl_stays_on_the_loopback_and_connects_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("mebibytes", "words"), [(64, "/dev/shm has 64 MiB"), (4096, "no memory$")])
-def test_little_shared_memory_is_told(rendezvous, monkeypatch, mebibytes, words):
+def test_small_shared_memory_is_reported(rendezvous, monkeypatch, mebibytes, words):
     def meet(*_: object) -> None:
         raise RuntimeError("no memory")
 

@@ -27,9 +27,8 @@ from tests.support.torch_model import BackendDriver
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
 
-# One family for each thing that ranks do in a way of their own: norms of whole projections; experts; a KV head that
-# both ranks have, and biases of sums; latents, which both ranks have; a norm of the sum of experts and an MLP;
-# embeddings of positions.
+# One family per special case of ranks: norms of whole projections; experts; a KV head that both ranks have, and biases
+# of sums; latents, which both ranks have; a norm of the sum of experts and an MLP; embeddings of positions.
 INTERPRETED = ("olmo2", "mixtral", "llama-mqa-biases", "youtu", "afmoe", "opt")
 
 
@@ -55,7 +54,7 @@ def test_families(team, family, whole_experts, tmp_path):
 
 @pytest.mark.parametrize("fp8", [False, True] if NATIVE else [True])
 def test_workers_of_other_sizes_read_the_same_blocks(team, prepared, fp8):
-    """What two ranks wrote feeds a worker of one process, and the other way; one beside it computes the same alone."""
+    """A worker of one process reads what two ranks wrote, and vice versa; another one computes the same alone."""
     text = tokens_of(34, 5)
     both, alone = team.backend(prepared, fp8=fp8), gpu_backend(prepared, fp8=fp8)
     wanted = GpuDriver(prepared, num_slots=8, backend=gpu_backend(prepared, fp8=fp8))
@@ -72,7 +71,7 @@ def test_workers_of_other_sizes_read_the_same_blocks(team, prepared, fp8):
             (reader, writer)[place].forward(driver.sequences.step([(number, [text[32 + place]])])) for place in (0, 1)
         ]
         for one, other in zip(found, expected, strict=True):
-            # Codes of 8 bits are rounded; ranks sum up in another order, so that a few of them differ by one.
+            # 8-bit codes are rounded; ranks sum in another order, so that a few codes differ by one.
             close(one, other.cpu()) if not fp8 else torch.testing.assert_close(
                 one.cpu(), other.cpu(), atol=0.5, rtol=0.05
             )
@@ -94,9 +93,8 @@ def parallel_answers(driver: GpuDriver) -> list[tuple[int, ...]]:
     return [*found, steps[2].wait().token_ids]
 
 
-def test_steps_run_ahead_on_tokens_that_only_rank_0_has_chosen(team, prepared):
-    """A sequence, and its parallel sample whose blocks rank 0 copies, choose the tokens that they choose in one
-    process."""
+def test_steps_run_ahead_on_tokens_known_only_to_rank_0(team, prepared):
+    """A sequence, and its parallel sample whose blocks rank 0 copies, sample the same tokens as in one process."""
     both = team.backend(prepared)
     wanted = parallel_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
     assert parallel_answers(GpuDriver(prepared, num_slots=16, backend=both)) == wanted
@@ -104,7 +102,7 @@ def test_steps_run_ahead_on_tokens_that_only_rank_0_has_chosen(team, prepared):
 
 
 def test_adapters(team, tmp_path):
-    """Each rank has its share of every adapter; steps mix them with the model alone."""
+    """Each rank has its share of every adapter; steps mix them with the base model."""
     folder = save_model(tmp_path / "model", num_hidden_layers=2)
     prepared = prepare(ModelFlags(model=str(folder), dtype="float32"))
     text = tokens_of(18, 2)
@@ -116,7 +114,7 @@ def test_adapters(team, tmp_path):
 
 @pytest.mark.parametrize(("family", "whole_experts"), [("mixtral", False), ("llama4", True)])
 def test_adapters_of_experts(team, family, whole_experts, tmp_path):
-    """Each rank has its share of every expert's pair, or all of the pairs of its own experts."""
+    """Each rank has its share of every expert's pair, or all pairs of its own experts."""
     prepared, text = prepare(make_family(tmp_path / "model", family)[1]), tokens_of(18, 2)
     wanted = mixed_steps(with_adapters(BackendDriver(prepared), experts=True), text)
     backend = team.backend(prepared, whole_experts=whole_experts, join=False)
@@ -143,7 +141,7 @@ def test_weights_that_are_quantized(team, name, tmp_path):
 
 
 def test_a_rank_that_hangs_or_dies_ends_the_others_waits(prepared):
-    """Rank 0's step raises BackendLost, after the limit or at once; so does the next one, and the backend closes."""
+    """Rank 0's step raises BackendLost, after the limit or at once, as does the next one, and the backend closes."""
     team = RankTeam(2)
     try:
         for lose, why in ((signal.SIGSTOP, "no answer from the others"), (signal.SIGKILL, "")):

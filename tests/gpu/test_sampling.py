@@ -24,7 +24,7 @@ from tests.support.examples import examples
 from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
 from tests.support.sampling import RowParameters, all_noise, chi_square_fits, rows_of, unpruned, warp
 
-# The interpreter takes about a second for a row.
+# The interpreter takes about a second per row.
 EXAMPLES = 150 if NATIVE else 8
 # numpy warns about infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -49,7 +49,7 @@ def on_cpu(logits: torch.Tensor, batch: list[RowParameters]) -> list[int]:
 
 
 def check(logits: torch.Tensor, batch: list[RowParameters]) -> None:
-    """Checks that tokens are equal or, for drawn rows, a tie by the tolerances of the kernels' module."""
+    """Check that tokens are equal or, for drawn rows, a tie by the tolerances of the kernels' module."""
     found, wanted = chosen_on_device(logits, batch), on_cpu(logits, batch)
     for row, (token, other) in enumerate(zip(found, wanted, strict=True)):
         if token != other:
@@ -115,12 +115,12 @@ def test_logits_that_are_no_numbers(values, params):
     logits = torch.tensor([values, [0.0] * len(values)])
     greedy = replace(params, temperature=0.0)
     check(logits, [params, greedy])
-    # The same code chooses a greedy row's token with and without drawn rows in the batch.
+    # The same code samples a greedy row's token with and without drawn rows in the batch.
     assert chosen_on_device(logits[:1], [greedy]) == on_cpu(logits[:1], [greedy])
 
 
 def test_of_equal_logits_the_lowest_id_is_taken():
-    """Equal logits are in one group, in one slice and in two."""
+    """Equal logits in one group, in one slice and in two."""
     logits = torch.zeros(3, 4300)
     for row, equals in enumerate(([9, 40, 127], [130, 4000], [4095, 4096, 4299])):
         logits[row, equals] = 1.0
@@ -128,7 +128,7 @@ def test_of_equal_logits_the_lowest_id_is_taken():
 
 
 def test_a_row_does_not_depend_on_its_batch():
-    """A row gets the same token alone, in any place and in any batch (I6)."""
+    """A row samples the same token alone, in any place and in any batch (I6)."""
     batch = [
         RowParameters(temperature=0.0),
         RowParameters(seed=3),
@@ -164,7 +164,7 @@ def test_tokens_are_distributed_as_the_softmax_says():
 
 
 def test_totals_decide_down_to_the_tolerance():
-    """A logit is raised until its token almost wins, and until it just wins: the tolerance apart, results differ."""
+    """A logit is raised until its token almost wins, and until it just wins: results differ by the tolerance."""
     params, logits = RowParameters(temperature=0.7, seed=12, position=5), random_logits(300)
     scores = logits.double().numpy() / np.float32(params.temperature)
     totals = scores + all_noise(params.seed, params.position, 300)
@@ -179,7 +179,7 @@ def test_totals_decide_down_to_the_tolerance():
 @pytest.mark.parametrize(("size", "spread", "seed"), [(300, 1.0, 2), (8 * HEAD_TOKENS + 3, 0.05, 3)])
 def test_masses_decide_down_to_the_tolerance(size, spread, seed):
     """The winner is at the edge of the nucleus: top_p is the mass before it, plus or minus a little. In the second case
-    the nucleus is sought in the whole row."""
+    the whole row is searched for the nucleus."""
     params, logits = RowParameters(temperature=1.5, seed=seed, position=8), random_logits(size, spread=spread)
     weights = (logits.double() / np.float32(params.temperature)).softmax(-1).numpy()
     winner = unpruned(logits, params)
@@ -207,7 +207,7 @@ def test_records_are_what_kernels_read():
         np.float32(2.0) * np.log(np.float32(0.5)),
     ]
     assert record[0, [FIELD_OF["top_k"], *range(KEY_FIELD, KEY_FIELD + 4)]].tolist() == [2**31 - 1, -1, -1, 0, 2]
-    # A record that is written again has nothing of the rows before.
+    # A rewritten record has no content of earlier rows.
     table = np.full_like(record, 7)
     write_rows(table, rows)
     assert np.array_equal(table[:2], record[:2])
@@ -234,7 +234,7 @@ def test_misshapen_tensors_are_refused():
 
 
 def chosen_with_cut(logits: torch.Tensor, params: RowParameters) -> tuple[int, float]:
-    """Returns the token that is chosen of logits [V], and the cut that was found for it."""
+    """Return the token sampled from logits [V], and the cut that was found for it."""
     scratch, out = SamplerScratch(1, len(logits), DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     record = torch.from_numpy(pack_rows(rows_of([params]))).to(DEVICE)
     choose(logits[None].to(DEVICE), record, out, scratch)
@@ -253,21 +253,21 @@ def chosen_with_cut(logits: torch.Tensor, params: RowParameters) -> tuple[int, f
     ids=repr,
 )
 def test_cuts_of_a_language_models_logits_need_no_search_of_the_row(params, size):
-    """The token of rank r has a probability as r ** -1.5, in any place: a nucleus of 58 tokens in as many groups."""
+    """The token of rank r has a probability of about r ** -1.5, at any place: a nucleus of 58 tokens in 58 groups."""
     ranks = torch.randperm(size, generator=torch.Generator().manual_seed(2)) + 1
     logits = -1.5 * ranks.float().log()
     token, cut = chosen_with_cut(logits, params)
     wanted = row_cut(logits.numpy(), np.float32(0), np.float32(params.temperature), params.top_k, params.top_p)
-    # A row that is searched has no cut where its token is known to be inside. No token far below can win, so a cut by
-    # top_k may be lower.
+    # A searched row has no cut if its token is known to be inside. No token far below can win, so a cut by top_k may
+    # be lower.
     assert cut == wanted if params.temperature > 0.1 else wanted < cut < 0.0
     assert [token] == on_cpu(logits[None], [params])
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (5000, 1.0)])
 def test_cuts_of_rows_whose_candidates_do_not_fit_the_head(top_k, top_p):
-    """More of nearly flat logits reach the bound than are gathered, so the whole row is searched, for a nucleus where
-    the token that is drawn without it is outside."""
+    """More of nearly flat logits reach the bound than are gathered, so the whole row is searched, for a nucleus if the
+    token drawn without it is outside."""
     logits = random_logits(8 * HEAD_TOKENS + 3, spread=0.05)
     row = logits.numpy()
     wanted = row >= row_cut(row, row.max(), np.float32(1), top_k, top_p)

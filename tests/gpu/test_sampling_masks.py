@@ -23,12 +23,12 @@ from tests.support.sampling import RowParameters, packed_bits, rows_of
 
 # numpy warns about infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-# Neither is a whole number of words, and the second is longer than one program's part.
+# Neither is a multiple of a word, and the second exceeds one program's part.
 VOCABULARIES = (300, 5001)
 
 
 def words_of(allowed: np.ndarray) -> torch.Tensor:
-    """Packs bool [M, V] as the kernel reads it: int32 [M, ceil(V / 32)]."""
+    """Pack bool [M, V] for the kernel: int32 [M, ceil(V / 32)]."""
     return torch.from_numpy(packed_bits(allowed).view(np.int32))
 
 
@@ -80,7 +80,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("permitted", [1, 3, 4000], ids=["forced", "few", "most"])
-def test_masked_rows_choose_what_the_cpu_chooses_of_masked_logits(permitted):
+def test_masked_rows_sample_like_the_cpu(permitted):
     vocab, draw = VOCABULARIES[1], np.random.default_rng(permitted)
     kinds = [RowParameters(**{**vars(kind), "seed": seed, "position": 7}) for kind in KINDS for seed in SEEDS]
     logits = torch.from_numpy(draw.normal(0, 3, (len(kinds), vocab)).astype(np.float32))

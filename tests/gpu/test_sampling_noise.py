@@ -83,7 +83,7 @@ def test_random_words_are_those_of_the_cpu_bit_by_bit(seed, position, first, str
 
 @pytest.mark.parametrize("bits", [25, 32])
 def test_exponential_numbers_are_right_to_a_few_units_in_the_last_place(bits):
-    """The smallest numbers count most, because they win."""
+    """The smallest numbers matter most, because they win."""
     most = 2**bits - 1
     words = np.unique([0, 1, 2, 100, most, most - 1, most // 2, *np.geomspace(1, most, 500).astype(np.int64)])
     words = np.resize(words, 512)

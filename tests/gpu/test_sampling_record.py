@@ -1,4 +1,4 @@
-"""What a device is told of a row: all that shapes its distribution."""
+"""The record of a row on the device: all parameters of its distribution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OF_ROWS = {name: option for name, option in SAMPLING_OPTIONS.items() if option.o
 
 
 def record(**changed: float) -> np.ndarray:
-    """The record of a row that draws, with every option of rows in the middle of its range but those that change."""
+    """The record of a row that draws, with every option of rows in the middle of its range except those that change."""
     assert DEVICE
     middle = {name: 2 if one.whole else (one.allowed.low + one.allowed.high) / 2 for name, one in OF_ROWS.items()}
     return pack_rows(SamplingRows.of([SamplingParams(**{**middle, **changed})], [1], [0]))
@@ -23,5 +23,5 @@ def record(**changed: float) -> np.ndarray:
 
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_no_option_of_rows_is_left_out(name):
-    """A GPU would draw as if it were not there."""
+    """A GPU would ignore it."""
     assert not np.array_equal(record(**{name: 3 if OF_ROWS[name].whole else OF_ROWS[name].allowed.high}), record())

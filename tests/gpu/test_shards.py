@@ -1,4 +1,4 @@
-"""Blocks are divided over several shards and come together again, against plain slices of arrays."""
+"""Blocks are divided over several shards and joined again, against plain slices of arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOTS = 5
 
 
 def shares_of(heads: int, ranks: int) -> tuple[range, ...]:
-    """The KV heads of each rank, as ranks have them: unequal shares, and heads that several ranks have."""
+    """The KV heads of each rank: unequal shares, and heads shared by several ranks."""
     if ranks > heads:
         return tuple(range(rank * heads // ranks, rank * heads // ranks + 1) for rank in range(ranks))
     return tuple(range(part[0], part[-1] + 1) for part in np.array_split(range(heads), ranks))
@@ -40,7 +40,7 @@ def blocks_of(shards: Shards, count: int, seed: int = 0) -> Bytes:
 
 
 def sliced(shards: Shards, blocks: Bytes) -> list[Bytes]:
-    """The oracle: what each shard holds."""
+    """The oracle: the content of each shard."""
     pieces = blocks.reshape(len(blocks), shards.rows, shards.heads, shards.piece_bytes)
     return [np.ascontiguousarray(pieces[:, :, share.start : share.stop]).reshape(-1) for share in shards.shares]
 
@@ -66,7 +66,7 @@ def gathered(shards: Shards, found: Sequence[Bytes]) -> Bytes:
 @pytest.mark.parametrize("writers", [1, 2, 4])
 @pytest.mark.parametrize("readers", [1, 2, 4])
 @given(st.integers(1, 5), st.sampled_from([1, 2, 3, 4, 5, 8]), st.integers(1, 9), st.integers(0, 99))
-def test_what_one_size_wrote_is_what_another_one_reads(
+def test_workers_of_other_sizes_read_the_same_values(
     writers: int, readers: int, rows: int, heads: int, piece_bytes: int, seed: int
 ) -> None:
     """Through the canonical block, whose bytes are the same for all sizes."""
@@ -109,14 +109,14 @@ def test_what_one_size_wrote_is_what_another_one_reads(
         (range(4),) * (MAX_SHARDS + 1),
     ],
 )
-def test_what_is_no_division_is_refused(shares: tuple[range, ...]) -> None:
+def test_invalid_divisions_are_refused(shares: tuple[range, ...]) -> None:
     with pytest.raises(InvalidRequest):
         Shards(2, 4, 8, shares)
 
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Four GPUs; of a machine's own, some of them may be the same one."""
+    """Four GPUs; some of them may be the same real one."""
     monkeypatch.setattr(cuda_driver, "LIBRARY", fake_cuda.library())
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "4")
     driver = CudaDriver()
@@ -127,11 +127,11 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize(("heads", "ranks"), [(4, 2), (3, 2), (2, 4), (1, 2), (8, 4)])
-def test_a_pool_on_several_devices_gives_and_takes_whole_blocks(
+def test_a_pool_on_several_devices_reads_and_writes_whole_blocks(
     devices: list[Any], monkeypatch: pytest.MonkeyPatch, heads: int, ranks: int
 ) -> None:
-    """A divided pool takes the calls that a pool in the host's memory takes, and gives the same bytes; each device has
-    its heads of each slot."""
+    """A divided pool supports the calls of a pool in host memory, with the same bytes; each device has its heads of
+    each slot."""
     shards = Shards(6, heads, 48, shares_of(heads, ranks))
     monkeypatch.setattr(cuda_memory, "STAGE_BYTES", 2 * shards.block_bytes)
     segments = [DeviceSegment(device, SLOTS * shards.shard_bytes(at)) for at, device in enumerate(devices[:ranks])]

@@ -1,4 +1,4 @@
-"""Prefill workers of several stages on GPUs, as real processes at a real KV node: the blocks of one process, answers of
+"""Prefill workers of several stages on GPUs, as real processes at a real KV node: the blocks of one process, outputs of
 transformers, and a stage that dies. Without a GPU, Triton's interpreter computes, over a fake driver."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NO_ROWS = SamplingRows.of((), (), ())
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch, request):
-    """Prepares the environment of this process and of those that it starts: one GPU."""
+    """Prepare the environment of this process and of those that it starts: one GPU."""
     for name, value in fake_cuda.environment(FAKE_CUDA_TOUCHABLE="1", FAKE_CUDA_TOTAL_BYTES=str(2**28)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cuda_driver, "LIBRARY", fake_cuda.library())
@@ -111,8 +111,8 @@ class AttachedStages:
         self.backend.adapters.place(1, self.backend.adapters.take("adapter 1", about, data))
 
     def run(self) -> bytes:
-        """Computes a prompt in chunks, alone and with an adapter; its steps are launched as soon as they may be.
-        Returns the blocks of both."""
+        """Compute a prompt in chunks, alone and with an adapter, launching steps as early as possible. Return the
+        blocks of both."""
         memory = tensor_at(self.attachment.pool, DEVICE)[: SLOTS * self.backend.layout.block_bytes]
         memory.zero_()
         sequences, under_way = Sequences(SLOTS, BLOCK), []
@@ -133,7 +133,7 @@ class AttachedStages:
 
 
 def check_end(loaded: AttachedStages) -> None:
-    """A stage that is killed ends the worker: the step under way, and every later one."""
+    """A killed stage ends the worker: the running step, and every later one."""
     backend, processes = loaded.backend, loaded.model.ranks
     assert isinstance(backend, StagedBackend)
     assert processes is not None
@@ -162,14 +162,14 @@ async def test_stages_write_the_blocks_of_one_process(folder):
         plain, adapted = found[0][: len(found[0]) // 2], found[0][len(found[0]) // 2 :]
         assert found[0] == found[1]
         assert len({plain, adapted, bytes(len(plain))}) == 3
-        # Each stage has weights of its own, as regions of the node.
+        # Each stage has separate weights, as regions of the node.
         assert len(node.regions.keys) == 1 + 3
 
 
-# A case has the number of stages of the prefill worker, of ranks in each stage, and of GPUs that the cluster sees.
+# Number of stages of the prefill worker, of ranks per stage, and of visible GPUs.
 @pytest.mark.parametrize(("stages", "ranks", "gpus"), [(2, 2, 4)])
 def test_a_decode_worker_answers_from_blocks_of_stages(folder, stages, ranks, gpus, monkeypatch):
-    """With a GPU for each stage, the pool is divided over them. The second answer has the first one's blocks."""
+    """With a GPU per stage, the pool is divided over them. The second request has a prefix hit on the first one."""
     if NATIVE:
         gpus = min(gpus, devices.device_count())
     monkeypatch.setenv("FAKE_CUDA_DEVICES", str(gpus))

@@ -1,4 +1,4 @@
-"""Stages of a GPU worker: the KV of one process, bit by bit, and what passes from stage to stage."""
+"""Stages of a GPU worker: the KV of one process, bit by bit, and the rows sent from stage to stage."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 LAYERS, SLOTS = 3, 16
 TEXT = tokens_of(46, 2)
 CUTS = ((0, 12), (12, 13), (13, 25))
-# One family for each thing that stages meet in a way of their own: norms of sums that the next stage would begin with,
-# with and without one; caps and windows; experts and biases; layers that begin with a kept row; latents.
+# One family per special case of stages: norms of sums with which the next stage begins, with and without one; caps and
+# windows; experts and biases; layers that begin with a stored row; latents.
 FAMILY_STAGES = {"gemma2": 2, "gpt-oss": 3, "youtu": 3}
 
 
 class PassedOn:
-    """The rows between stages that run in one process, one after the other; stands for a GpuStageLink."""
+    """The rows between stages that run in one process, in sequence; stands for a GpuStageLink."""
 
     def __init__(self, before: deque[torch.Tensor] | None, after: deque[torch.Tensor] | None) -> None:
         self.before, self.after = before, after
@@ -67,7 +67,7 @@ class PassedOn:
 
 
 class StageChain:
-    """All stages of a worker behind the face of one backend."""
+    """All stages of a worker behind the interface of one backend."""
 
     def __init__(self, prepared: PreparedModel, stages: int, **options: Any) -> None:
         config = load_config(prepared.folder)
@@ -127,14 +127,14 @@ def driver_of(prepared: PreparedModel, backend: Any) -> GpuDriver:
 
 
 def check_blocks(prepared: PreparedModel, stages: int, *, workspace: bool = False, **options: Any) -> None:
-    """Compares the pool after the chunks with that of one process. Each stage runs ahead of the next one; with
+    """Compare the pool after the chunks with that of one process. Each stage runs ahead of the next one; with
     ``workspace``, after it has run every kernel."""
     driver = driver_of(prepared, gpu_backend(prepared, **options))
     for batch in chunks(driver):
         driver.backend.forward(batch)
     chain = StageChain(prepared, stages, **options)
     for backend in chain.backends if workspace else ():
-        backend.take_workspace()
+        backend.allocate_workspace()
     staged = driver_of(prepared, chain)
     steps = [*chunks(staged)]
     for backend in chain.backends:
@@ -145,8 +145,8 @@ def check_blocks(prepared: PreparedModel, stages: int, *, workspace: bool = Fals
     if load_config(prepared.folder).moe is None:
         assert torch.equal(found, wanted)
     else:
-        # Experts multiply their rows all at once, also those with which the interpreter's steps are padded, and a
-        # product's bits depend on how many there are. A stage's padding has the rows of an earlier step.
+        # Experts multiply their rows at once, including the padding of the interpreter's steps, and a product's bits
+        # depend on their number. A stage's padding contains rows of an earlier step.
         both = found.view(torch.float32), wanted.view(torch.float32)
         torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4, equal_nan=True)
 
@@ -188,7 +188,7 @@ def test_weights_that_are_quantized_are_packed_for_each_stage(prepared, tmp_path
     check_blocks(prepare(ModelFlags(model=str(folder), dtype="float32")), 2, workspace=True)
 
 
-def test_a_decode_worker_goes_on_with_the_kv_of_stages(prepared):
+def test_a_decode_worker_continues_from_the_kv_of_stages(prepared):
     """It may have written the first blocks, stages write the next ones, and its logits are those of transformers."""
     driver = driver_of(prepared, gpu_backend(prepared))
     (number,) = driver.sequences.add()
@@ -197,7 +197,7 @@ def test_a_decode_worker_goes_on_with_the_kv_of_stages(prepared):
     chain.bind_pool(driver.memory, SLOTS)
     chain.warm_up(1)
     chain.forward(driver.sequences.step([(number, TEXT[16:40])], ()))
-    # Each stage has its own layers, the first one the embedding, and none what makes logits.
+    # Each stage has its own layers, the first one the embedding, and none the output projection.
     assert [sorted(each._model.layers) for each in chain.backends] == [[0], [1]]
     assert ["embedding" in each._model.weights for each in chain.backends] == [True, False]
     assert not any("final_norm" in each._model.weights for each in chain.backends)
@@ -221,7 +221,7 @@ def test_adapters(prepared):
 
 
 class Pipeline:
-    """The links of stages that are threads of this process. ``ended`` has something in it when a stage has ended."""
+    """The links of stages that are threads of this process. ``ended`` is non-empty when a stage has ended."""
 
     def __init__(self, stages: int) -> None:
         self.ended: list[bool] = []
@@ -237,7 +237,7 @@ class Pipeline:
         return GpuStageLink.join(place, given, DEVICE, own_device=False, aborted=lambda: bool(self.ended))
 
     def begin(self, stage: int, call: str, *args: torch.Tensor) -> Future[None]:
-        """Makes a call of a stage's link, on that stage's thread."""
+        """Start a call of a stage's link, on that stage's thread."""
         return self.threads[stage].submit(getattr(self.links[stage], call), *args)
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ def pipeline() -> Iterator[Pipeline]:
 
 
 def test_rows_pass_from_each_stage_to_the_next(pipeline):
-    """Also those of steps that follow one another, with other numbers of rows."""
+    """Also those of successive steps with other numbers of rows."""
     for number in range(3):
         pipeline.begin(number, "begin_steps")
     given = [torch.randn(rows, 8).to(torch.bfloat16) for rows in (5, 1, 7)]
@@ -273,7 +273,7 @@ def test_rows_pass_from_each_stage_to_the_next(pipeline):
 
 
 def test_the_end_of_a_stage_ends_the_waits_of_the_others(pipeline):
-    """The first stage waits for the second one to take its rows, the third one for rows."""
+    """The first stage waits for the second one to receive its rows, the third one for rows."""
     rows = torch.zeros(3, 8)
     waits = [pipeline.begin(0, "give", rows), pipeline.begin(2, "take", rows.clone())]
     pipeline.ended.append(True)

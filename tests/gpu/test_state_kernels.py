@@ -1,5 +1,5 @@
-"""The Triton kernels of layers that carry a state, over slots of a pool, against recurrences in plain torch, token by
-token: texts among others, and the same bits over any cut, within chunks and at their ends."""
+"""The Triton kernels of layers with recurrent state, over slots of a pool, against recurrences in plain torch, token by
+token: texts among others, and the same bits for any cut, within chunks and at their ends."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from pillion.kernels.torch import recurrences
 from pillion.kernels.torch.recurrences import DeltaRows, ScanRows, SpaceRows, Taps
 from tests.support.gpu_states import TextsWithStates
 
-# Exponentials that are left out may overflow, as on a GPU.
+# Unused exponentials may overflow, as on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TOKENS, TEXTS = 37, 3
-# Each text alone and whole, and all of them among each other and cut: at chunks' ends, and several times within one.
+# Each text alone and whole, and all of them together and cut: at chunks' ends, and several times within one.
 APART = [[(text, TOKENS)] for text in range(TEXTS)]
 MIXED = [[(0, 4), (1, 1)], [(1, 16), (0, 1), (2, 20)], [(0, 11), (1, 1), (2, 16)], [(0, 21), (1, 19), (2, 1)]]
 CLOSE = rounded(torch.float32, 64)
-# The models' rows are bfloat16 and states float32, of which products take the first 16 bits.
+# The models' rows are bfloat16 and states float32, of which products use the upper 16 bits.
 HALVES = rounded(torch.float32, 512)
-# Matrices stand where the last chunk begins.
+# Matrices are stored at the start of the last chunk.
 WHOLE = TOKENS // CHUNK * CHUNK
-# Such a function computes the rows [T, ...] of a step.
+# Computes the rows [T, ...] of a step.
 Kernel = Callable[[StepOfStates, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -47,8 +47,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def computed(state: LayerState, rows: torch.Tensor, kernel: Kernel) -> tuple[torch.Tensor, TextsWithStates]:
-    """The results [texts, TOKENS, ...] of rows of the same shape, which are the same bits in every cut and company, and
-    the states after them."""
+    """The results [texts, TOKENS, ...] of rows of the same shape, with the same bits for every cut and batch, and the
+    states after them."""
     found = []
     for steps in (APART, MIXED):
         texts = TextsWithStates(state, TEXTS)
@@ -95,8 +95,7 @@ def test_convolutions(gated):
 
 
 def test_channels_that_a_rank_only_keeps():
-    """The pieces of a state that it shares with others are written whole, and its own channels come one after the
-    other."""
+    """The pieces of a state that it shares with others are written whole, and its own channels are contiguous."""
     channels, own = 128, [*range(24, 40), *range(70, 128)]
     rows, taps = random(TEXTS, TOKENS, channels), random(channels, 4, seed=1)
     columns = torch.full((channels,), -1, dtype=torch.int32, device=DEVICE)
@@ -122,7 +121,7 @@ def test_delta_rules(by_rows, dtype):
     rows = random(TEXTS, TOKENS, shape.mixed + shape.heads + decays)
     keys, values = shape.key_heads * shape.key_dim, shape.heads * shape.head_dim
     rows[..., : shape.mixed] = rows[..., : shape.mixed].to(dtype).float()
-    # The tokens of this text have one key, and what the first ones left has to be unlearnt.
+    # The tokens of this text have one key: the delta rule must erase what the first ones wrote.
     rows[2, :, keys : 2 * keys] = rows[2, 0, keys : 2 * keys]
     decay, shift = random(shape.heads, seed=1), random(decays, seed=2)
     solved = torch.empty(shape.solved_values(48, TEXTS + 1), device=DEVICE)
@@ -154,7 +153,7 @@ def test_delta_rules(by_rows, dtype):
         delta = DeltaRows(query, key, value, -decay.exp()[:, None] * times, learns)
         memory = torch.zeros(shape.heads, shape.key_dim, shape.head_dim, device=DEVICE)
         wanted = recurrences.delta_rule(delta.of(slice(WHOLE)), memory)
-        # Keys of unit length are rounded to the model's type, as transformers does.
+        # Keys of unit length are rounded to the model's type, as in transformers.
         near = CLOSE if dtype == torch.float32 else rounded(dtype, 4)
         torch.testing.assert_close(texts.memory(text), memory, **near)
         wanted = torch.cat((wanted, recurrences.delta_rule(delta.of(slice(WHOLE, None)), memory)))
@@ -178,7 +177,7 @@ def test_state_spaces(shape, dtype):
     found, texts = computed(state, rows, kernel)
     near = CLOSE if dtype == torch.float32 else HALVES
     if shape.state_dim > 128:
-        # Eight times as many products are added up.
+        # Eight times more products are added up.
         near = {name: 3 * most for name, most in near.items()}
     for text in range(TEXTS):
         value, write, read, steps = rows[text].split([values, sides, sides, shape.heads], 1)
@@ -194,7 +193,7 @@ def test_state_spaces(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_selective_scans(dtype):
-    """A state has no rows of a chunk: its matrices stand at the text's end."""
+    """A state has no rows of a chunk: its matrices are stored at the text's end."""
     shape = ScanShape(48, 24)
     widths = [shape.channels, shape.channels, shape.state_dim, shape.state_dim]
     rows = random(TEXTS, TOKENS, sum(widths)).to(dtype).float()
@@ -207,7 +206,7 @@ def test_selective_scans(dtype):
         selective_scan(mixed, steps, writes, reads, decay, skip, out, step, places.memory, shape)
         return out
 
-    found, texts = computed(LayerState((0, 0), (3, 16, shape.state_dim), turned=True), rows, kernel)
+    found, texts = computed(LayerState((0, 0), (3, 16, shape.state_dim), transposed=True), rows, kernel)
     for text in range(TEXTS):
         value, steps, writes, reads = rows[text].split(widths, 1)
         memory = torch.zeros(3, 16, shape.state_dim, device=DEVICE)
@@ -236,7 +235,7 @@ def test_norms_and_gates(groups, own, options):
 
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_norms_of_a_group_that_ranks_share(gate_first):
-    """Each has a part of group 1 of three; what it writes of the other groups is 0, so that sums are right."""
+    """Each has a part of group 1 of three, and writes 0 for the other groups, so that sums are right."""
     tokens, values, eps = 4, 2 * 40, 1e-5
     x, gates, weight = random(tokens, values), random(tokens, values, seed=1), random(values, seed=2)
     parts = [(rows[:, :40].contiguous(), rows[:, 40:].contiguous()) for rows in (x, gates)]
@@ -254,13 +253,13 @@ def test_norms_of_a_group_that_ranks_share(gate_first):
 
 
 def test_the_exponentials_of_steps_of_time_do_not_cancel():
-    """Steps of time that are tiny, and such that are their own softplus."""
+    """Time steps that are tiny, and ones that equal their softplus."""
     shape, steps = SpaceShape(1, 16, 1, 16), torch.tensor([[-40.0], [-12.0], [0.0], [30.0]], device=DEVICE)
-    texts = TextsWithStates(LayerState((0, 0), (1, 16, 16), turned=True, keys=(1, 16), rates=1), 1)
+    texts = TextsWithStates(LayerState((0, 0), (1, 16, 16), transposed=True, keys=(1, 16), rates=1), 1)
     step, _ = texts.step([(0, len(steps))])
     nothing, out = torch.full((1,), -torch.inf, device=DEVICE), torch.empty(len(steps), 16, device=DEVICE)
     zero, mixed = torch.zeros(1, device=DEVICE), torch.zeros(len(steps), shape.mixed, device=DEVICE)
-    # Nothing is forgotten, and each row writes and reads a place of its own.
+    # Nothing decays, and each row writes and reads a separate place.
     mixed[:, :16] = 1.0
     mixed[:, 16:].view(len(steps), 2, 16)[:, :, : len(steps)] = torch.eye(len(steps), device=DEVICE)[:, None]
     places = texts.places
@@ -295,7 +294,7 @@ def test_misshapen_tensors_are_refused():
 
 @pytest.mark.parametrize(("tokens", "seqs"), [(1, 1), (48, 8), (8192, 256), (15, 4), (40, 40)])
 def test_no_step_has_rows_of_more_chunks(tokens, seqs):
-    """The most chunks are those of sequences whose first row is the last one of a chunk."""
+    """The max number of chunks is that of sequences whose first row is the last one of a chunk."""
     for count in range(1, min(tokens, seqs) + 1):
         longest = [tokens // count + (number < tokens % count) for number in range(count)]
         assert sum((CHUNK - 1 + rows + CHUNK - 1) // CHUNK for rows in longest) <= most_chunks(tokens, seqs)

@@ -1,4 +1,4 @@
-"""A hybrid model through the whole line over GPU memory, as real processes: a prefill worker hands its state over.
+"""A hybrid model through the whole system over GPU memory, as real processes: a prefill worker hands its state over.
 Without a GPU, Triton's interpreter computes, over a fake driver."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPE = ("--dtype", "float32", "--max-model-len", "256", "--chunk-size", "32", "
 @pytest.mark.timeout(480)
 @pytest.mark.usefixtures("own_cache")
 def test_answers_from_states_in_a_gpus_memory(tmp_path, monkeypatch):
-    """The first answer goes on from the prefill worker's state, and the second one from that of the first prompt."""
+    """The first request continues from the prefill worker's state, and the second one from that of the first prompt."""
     for name, value in fake_cuda.environment(FAKE_CUDA_TOUCHABLE="1", FAKE_CUDA_TOTAL_BYTES=str(2**28)).items():
         monkeypatch.setenv(name, value)
     if not NATIVE:
@@ -38,7 +38,7 @@ def test_answers_from_states_in_a_gpus_memory(tmp_path, monkeypatch):
     folder, prompt = make_model(tmp_path / "model", HYBRIDS["lfm2"])[0], tokens_of(PROMPT_TOKENS, 7)
     wanted = Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).greedy(prompt, ANSWER_TOKENS)
     flags = ("--device", "cuda", "--prefill-workers", "1", "--split-policy", "disaggregated", *SMALL, *SHAPE)
-    # Paths of sockets must be short.
+    # Socket paths are limited in length.
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as place,
         cluster.served(pathlib.Path(place), str(folder), *flags, forked=not NATIVE) as served,
@@ -51,6 +51,6 @@ def test_answers_from_states_in_a_gpus_memory(tmp_path, monkeypatch):
             assert first_difference(wanted, found, 1e-3) == ""
             timings = deltas[-1].timings
             assert (timings.cached_tokens, timings.prefilled_tokens) == (cached, prefilled)
-            # An answer may end before the node has its last blocks and states.
+            # A request may finish before the node has its last blocks and states.
             wait_for("all states kept", served.idle)
         assert served.node_status().kv_device.startswith("cuda")

@@ -1,4 +1,4 @@
-"""A KV node that is killed with its pool on a real GPU, and what the driver does with memory whose maker is gone."""
+"""A KV node killed with its pool on a real GPU, and the driver's treatment of memory whose creator is dead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.node_lives import Lives, ended, killed_and_recovered, running
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="test_surviving_cuda.py does this with the fake driver")
 
-# Makes device memory, writes to it, sends its descriptor, and waits for its end.
+# Creates device memory, writes to it, sends its descriptor, and waits for its end.
 MAKER = """
 import socket, sys
 from pillion.kvstore.gpu.cuda_driver import CudaDriver

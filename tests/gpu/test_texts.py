@@ -49,14 +49,14 @@ def close(got, expected):
 
 
 def check(driver, wanted):
-    """Runs a text whole for its last row, in chunks for the rows of its second part, and a text for logits of tokens
-    beside an answer's first token."""
+    """Run a text whole for its last row, in chunks for the rows of its second part, and a text for logits of tokens
+    beside the first token of a generation."""
     (hidden, logits), (beside, others) = wanted
     one, two, three, four = driver.sequences.add(4)
     last, half = len(TEXT) - 1, 17
     batch = replace(driver.sequences.step([(one, TEXT)], [last]), pooled=1, pooled_ids=((),))
     step = driver.backend.launch(batch, (), NOTHING)
-    # The next step overwrites the buffers of this one, which nobody has waited for yet.
+    # The next step overwrites the buffers of this one before it is waited for.
     first = driver.backend.launch(driver.sequences.step([(two, TEXT[:half])], ()), (), NOTHING)
     found = step.wait()
     assert (found.token_ids, len(found.pooled)) == ((), 1)
@@ -67,8 +67,8 @@ def check(driver, wanted):
     batch = replace(batch, pooled=len(rows), pooled_ids=((),) * len(rows))
     found = driver.backend.launch(batch, (), NOTHING).wait()
     close(np.stack(found.pooled), hidden[half:])
-    # The first sampled row is that of two answers, the next two are texts' whose logits are wanted, and the last one's
-    # vector is.
+    # The first sampled row has two parallel samples, the next two rows are texts' with logits, and the last one's a
+    # vector.
     parts = [(three, OTHER), (four, TEXT[:9])]
     batch = driver.sequences.step(parts, [6, 6, 14, 15, 3])
     batch = replace(batch, pooled=1, pooled_ids=((5, 9, 200), (), (7,)))

@@ -1,4 +1,4 @@
-"""What the laboratory does in place of Triton's interpreter is what that would have done."""
+"""The lab's replacement of Triton's interpreter gives the same results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(NATIVE, reason="nothing is interpreted")
 TYPES = (tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64)
 TYPES += (tl.float8e4nv, tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.pointer_type(tl.float32))
 NUMBERS = (0, -1, 1, True, 127, 128, 255, 2**31, 2**40, 2**64, 0.0, -0.0, 0.5, -3.0, 1e-40, 1e300, float("nan"))
-# Whether each side may be a pointer, whether both get one type, and whether they are divided: of sums, differences,
-# products, quotients, and bits.
+# Whether each side may be a pointer, whether both are cast to one type, and whether they are divided: of sums,
+# differences, products, quotients, and bits.
 OPTIONS = [
     *((True, True, True, False), (True, False, True, False), (False, False, True, False)),
     *((False, False, True, True), (False, False, False, False)),
@@ -34,7 +34,7 @@ def tensor(kind: Any, shape: tuple[int, ...] = ()) -> Any:
 
 
 def result(function: Any, *given: Any) -> Any:
-    """What comes of both sides, or which error."""
+    """The result of both sides, or the error."""
     try:
         sides = function(*given)
     except Exception as error:
@@ -48,7 +48,7 @@ def shown(values: np.ndarray) -> tuple[Any, ...]:
 
 @pytest.fixture
 def both() -> Any:
-    """Triton's own function and the one in its place, by its name."""
+    """Triton's own function and its replacement, by its name."""
     from triton.runtime.interpreter import interpreter_semantic as semantic
 
     def find(name: str) -> tuple[Any, Any]:
@@ -76,8 +76,8 @@ def test_shapes_broadcast_alike(both, kinds):
         assert result(found, *sides) == result(wanted, *sides), (shape, other)
 
 
-def test_types_know_their_names():
-    """Also those that are made from others, and of pointers."""
+def test_types_have_the_same_names():
+    """Also derived types, and those of pointers."""
     for kind, shape in itertools.product(TYPES, SHAPES[1:]):
         made = tl.block_type(tl.float32, [tl.constexpr(size) for size in shape]).with_element_ty(kind)
         assert made == tl.block_type(kind, shape)

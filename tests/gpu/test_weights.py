@@ -69,7 +69,7 @@ def test_tensors_are_those_of_the_loader(folder):
 
 
 def test_a_second_worker_reads_nothing_and_has_the_same(folder):
-    """The plan depends on the config and on names alone, and a worker that finds the region filled copies nothing."""
+    """The plan depends only on the config and on names, and a worker that finds the region filled copies nothing."""
     config, events = load_config(folder), []
     plan = plan_folder(folder, config, torch.bfloat16, whole(config))
     region = torch.full((plan.nbytes,), 0xAA, dtype=torch.uint8, device=DEVICE)
@@ -101,7 +101,7 @@ def test_other_weights_have_another_key(folder):
     other = plan_folder(folder, config, torch.float32, shard)
     keys = {weights_key("a" * 64, "bfloat16", plan, shard), weights_key("b" * 64, "bfloat16", plan, shard)}
     keys |= {weights_key("a" * 64, "bfloat16", other, shard)}
-    # Ranks whose shares are of one size have other weights in them.
+    # Ranks with shares of one size have different weights.
     keys |= {weights_key("a" * 64, "bfloat16", plan, ModelShard(range(1), rank, 2)) for rank in range(2)}
     assert len(keys) == 5
 

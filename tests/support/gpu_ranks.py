@@ -73,8 +73,8 @@ class _Rank:
     def warm_up(self, max_tokens: int) -> None:
         self.backend.warm_up(max_tokens)
 
-    def take_workspace(self) -> None:
-        self.backend.take_workspace()
+    def allocate_workspace(self) -> None:
+        self.backend.allocate_workspace()
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         self.backend.bind_adapters(max_adapters, max_rank, targets)
@@ -178,8 +178,8 @@ class TeamBackend:
     def warm_up(self, max_tokens: int) -> None:
         self._all("warm_up", max_tokens, own=partial(self.own.warm_up, max_tokens))
 
-    def take_workspace(self) -> None:
-        self._all("take_workspace", own=self.own.take_workspace)
+    def allocate_workspace(self) -> None:
+        self._all("allocate_workspace", own=self.own.allocate_workspace)
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         self._all(

@@ -81,11 +81,11 @@ class TextsWithStates:
         if not self._state.memory:
             return torch.zeros(0)
         heads, rows, columns = self._state.memory
-        depth, width = (columns, rows) if self._state.turned else (rows, columns)
+        depth, width = (columns, rows) if self._state.transposed else (rows, columns)
         pieces = self._pieces(text, self.places.memory, depth, 16)
         each = width // 16
         found = torch.stack([torch.cat(pieces[head * each : head * each + each], 1) for head in range(heads)])
-        return found.mT if self._state.turned else found
+        return found.mT if self._state.transposed else found
 
     def _pieces(self, text: int, places: torch.Tensor, rows: int, columns: int) -> list[torch.Tensor]:
         slots = self._slots[text][0]

@@ -24,13 +24,15 @@ def pack_pool(pool: torch.Tensor) -> torch.Tensor:
     """Converts a pool in the plain layout [..., 2, kv_heads, block_size, head_dim] to the layout of the CPU kernels, of
     the same shape and type."""
     pair, (block_size, head_dim) = _pair(pool), pool.shape[-2:]
-    return _turned(pool, (block_size // LANES, LANES, head_dim // pair, pair), (block_size // pair, pair, head_dim))
+    return _transposed(pool, (block_size // LANES, LANES, head_dim // pair, pair), (block_size // pair, pair, head_dim))
 
 
 def unpack_pool(packed: torch.Tensor) -> torch.Tensor:
     """Converts a pool in the layout of the CPU kernels back to the plain one, as the inverse of :func:`pack_pool`."""
     pair, (block_size, head_dim) = _pair(packed), packed.shape[-2:]
-    return _turned(packed, (block_size // LANES, head_dim // pair, LANES, pair), (block_size // pair, head_dim, pair))
+    return _transposed(
+        packed, (block_size // LANES, head_dim // pair, LANES, pair), (block_size // pair, head_dim, pair)
+    )
 
 
 def _pair(pool: torch.Tensor) -> int:
@@ -38,7 +40,7 @@ def _pair(pool: torch.Tensor) -> int:
     return 2 if pool.dtype == torch.bfloat16 else 1
 
 
-def _turned(pool: torch.Tensor, keys: tuple[int, ...], values: tuple[int, ...]) -> torch.Tensor:
+def _transposed(pool: torch.Tensor, keys: tuple[int, ...], values: tuple[int, ...]) -> torch.Tensor:
     """Views K and V in the shapes ``keys`` and ``values``, and exchanges the two dimensions before a key's pair, and
     the last two dimensions of V."""
     k, v = pool.unbind(-4)

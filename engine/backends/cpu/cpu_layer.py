@@ -157,33 +157,39 @@ class LayerEmitter:
         }
         queries = builder.wide("queries", builder.config.num_heads * shape.head_dim, builder.row_dtype)
         yield from self._rotate_and_write(shape, queries, places)
-        self._left_for_later()
+        self._after_mixer()
         yield from self._attention(operation, shape, queries, places)
-        yield from self._go_on_with(self._attended)
+        yield from self._continue_with(self._attended)
 
     def short_convolution(self, operation: ShortConvolution, _: LayerOperation | None) -> Iterator[Operation]:
         """Yield the kernel of a convolution, which also writes its last inputs into the pool."""
         yield from StateEmitter(self._builder, self._index).short_convolution(operation, self._rows)
-        self._left_for_later()
-        yield from self._go_on_with(lambda builder: convolved(builder, channels_of(builder, operation)))
+        self._after_mixer()
+        yield from self._continue_with(lambda builder: convolved(builder, channels_of(builder, operation)))
 
     def delta_rule(self, operation: DeltaRule, _: LayerOperation | None) -> Iterator[Operation]:
         """Yield the kernels of a gated delta net, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).delta_rule(operation, self._rows)
-        self._left_for_later()
-        yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
+        self._after_mixer()
+        yield from self._continue_with(
+            lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim)
+        )
 
     def state_space(self, operation: StateSpace, _: LayerOperation | None) -> Iterator[Operation]:
         """Yield the kernels of a state space, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).state_space(operation, self._rows)
-        self._left_for_later()
-        yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
+        self._after_mixer()
+        yield from self._continue_with(
+            lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim)
+        )
 
     def selective_scan(self, operation: SelectiveScan, _: LayerOperation | None) -> Iterator[Operation]:
         """Yield the kernels of a selective scan, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).selective_scan(operation, self._rows)
-        self._left_for_later()
-        yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
+        self._after_mixer()
+        yield from self._continue_with(
+            lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim)
+        )
 
     def _state_heads(self, operation: DeltaRule | StateSpace | SelectiveScan) -> int:
         """Return the number of the layer's heads with a matrix in this process."""
@@ -199,7 +205,7 @@ class LayerEmitter:
         values = {"x": self._rows, "gates": self._gates, "width": width}
         yield Operation(GateRows(builder.bf16, builder.rows_of, width // gates), values, builder.when)
 
-    def _left_for_later(self) -> None:
+    def _after_mixer(self) -> None:
         """Record that one operation has written its state for later steps. After the last one of all layers, a step
         without sampled rows needs nothing more."""
         self._mixers -= 1
@@ -265,7 +271,7 @@ class LayerEmitter:
         places |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
         self._mixers -= 1
         yield from self._attention(Attend(0), shape, queries, {**places, "selected": selected})
-        yield from self._go_on_with(self._attended)
+        yield from self._continue_with(self._attended)
         steps = latents.rank * shape.element_bytes, latents.values * shape.element_bytes
         found = self._builder.buffer("found_values", heads * latents.values, builder.row_dtype)
         yield from self._builder.gemm(f"{ups}.values", self._rows, found, "act_none", steps=steps)
@@ -553,7 +559,7 @@ class LayerEmitter:
         yield Operation(Attention(shape, config.attention_softcap > 0, *kind, sparse), values, when)
         yield Operation(AttentionMerge(shape, *kind), shared, step_field("num_merges", plan))
 
-    def _go_on_with(self, rows: BufferOf) -> Iterator[Operation]:
+    def _continue_with(self, rows: BufferOf) -> Iterator[Operation]:
         """Continue with the output ``rows`` of an operation; in the last layer, after the last operation that mixes
         tokens, gather the sampled ones of them and of hidden."""
         self._rows = made = rows(self._builder)

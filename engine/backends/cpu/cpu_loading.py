@@ -52,7 +52,7 @@ def load_for_cpu(
     )
 
 
-def tell_of_kernels(model: CpuModel, threads: int, share: CoreShare | None) -> None:
+def log_kernels(model: CpuModel, threads: int, share: CoreShare | None) -> None:
     """Log the kernels, threads and cores of a process."""
     log.info(
         "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",

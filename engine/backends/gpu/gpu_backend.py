@@ -1,6 +1,6 @@
 """The backend of the Triton kernels: steps on a GPU, each launched while the previous one runs.
 
-    GpuModel (weights, buffers) -> GpuBackend -> take_workspace (kernels compile) -> bind_pool
+    GpuModel (weights, buffers) -> GpuBackend -> allocate_workspace (kernels compile) -> bind_pool
         -> warm_up (CUDA graphs over that pool) -> launch, launch, wait, launch, wait ... -> close
 
 A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), which usually samples as
@@ -351,7 +351,7 @@ class GpuBackend:
             for shard in bound.copied:
                 blocks.copy(shard, pairs)
 
-    def take_workspace(self) -> None:
+    def allocate_workspace(self) -> None:
         """Compile every kernel and allocate the workspace of a full step, over scratch memory, before the KV node
         allocates its pool in the rest of the device's memory."""
         layout, device = self.layout, self._model.device
@@ -360,7 +360,7 @@ class GpuBackend:
         scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
         bound = self._bind([(part, scratch) for part in self._whole_parts()], eager=True)
         if self._model.invariant:
-            log.info("%s", _what_is_fixed(bound, self._limits.max_model_len))
+            log.info("%s", _invariance_costs(bound, self._limits.max_model_len))
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         self._model.compile_products()
         if self._experts is not None:
@@ -493,7 +493,7 @@ class GpuBackend:
         return bound.graphs.run(shape)
 
 
-def _what_is_fixed(bound: BoundPool, max_model_len: int) -> str:
+def _invariance_costs(bound: BoundPool, max_model_len: int) -> str:
     """Return a log line with the cost of results that do not depend on other sequences."""
     keys = [part.attention.planner.decode.part_keys for part in bound.parts if part.attention is not None]
     every = f"{bound.products} products a step run on kernels of one order, and none on cuBLAS"

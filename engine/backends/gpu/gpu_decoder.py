@@ -222,8 +222,8 @@ class GpuDecoder:
         for place, operation in enumerate(layer.operations):
             match operation:
                 case NormHeads(weight):
-                    vectors, turned = layer.norms[weight.name].weight, rotary is not None
-                    head_norm = HeadNorm(vectors, model.config.rms_norm_eps, last=turned, centred=weight.by_head)
+                    vectors, rotated = layer.norms[weight.name].weight, rotary is not None
+                    head_norm = HeadNorm(vectors, model.config.rms_norm_eps, last=rotated, centred=weight.by_head)
                 case NormValues():
                     assert head_norm is not None
                     head_norm = head_norm._replace(values=True)
@@ -253,7 +253,7 @@ class GpuDecoder:
             case Again():
                 step.rows = step.kept.pop()
             case Multiply(matrix):
-                out = self._room(index, matrix, len(step.rows))
+                out = self._product_buffer(index, matrix, len(step.rows))
                 step.rows = self._product(index, layer, matrix.name, step.rows, out, shape)
             case KeepGate(values):
                 self._keep_gate(step, values.size)
@@ -266,7 +266,7 @@ class GpuDecoder:
                 step.rows = self._states.run(
                     index, operation, step.rows, lambda name, x, out: self._product(index, layer, name, x, out, shape)
                 )
-                self._go_on(index, step, shape)
+                self._after_mixer(index, step, shape)
             case Gate():
                 assert step.gate is not None
                 step.rows.view(*step.gate.shape, -1).mul_(step.gate.sigmoid()[..., None])
@@ -285,7 +285,7 @@ class GpuDecoder:
                 # Done by the sum into the residual stream before it.
                 assert isinstance(layer.operations[place - 1], AddToResidual)
 
-    def _room(self, index: int, matrix: LayerTensor, count: int) -> torch.Tensor:
+    def _product_buffer(self, index: int, matrix: LayerTensor, count: int) -> torch.Tensor:
         """Return the buffer for the product of ``count`` rows with a matrix of a layer."""
         model, width = self._model, matrix.shape[0]
         if matrix.name == "qkv":
@@ -326,7 +326,7 @@ class GpuDecoder:
         step.rows = _first_rows(self._model.attended, shape.tokens, width)
         for part, plan in mine:
             part.attend(index, qkv, step.rows, plan, window=window, chunks=shape.chunks, source=source, sinks=sinks)
-        self._go_on(index, step, shape)
+        self._after_mixer(index, step, shape)
 
     def _add_to_residual(
         self, index: int, layer: GpuLayer, operation: AddToResidual, place: int, step: _LayerStep
@@ -373,7 +373,7 @@ class GpuDecoder:
         step.ended = step.mixers == 1 and self._is_last(index, shape) and not shape.samples
         return step.ended
 
-    def _go_on(self, index: int, step: _LayerStep, shape: StepShape) -> None:
+    def _after_mixer(self, index: int, step: _LayerStep, shape: StepShape) -> None:
         """Continue after an operation that wrote keys and values, or states: only with the sampled rows, if it was the
         last one of the last layer."""
         step.mixers -= 1
@@ -423,7 +423,7 @@ class GpuDecoder:
         step.rows = model.attended[: shape.tokens]
         for part, plan in self._latents:
             part.attend(index, queries, step.rows, plan, chunks=shape.chunks)
-        self._go_on(index, step, shape)
+        self._after_mixer(index, step, shape)
         rows, step.rows = step.rows, buffers.found[: len(step.rows)]
         by_head, out = (each.view(len(rows), heads, -1) for each in (rows, step.rows))
         model.by_head(by_head, value_up, out)

@@ -28,7 +28,7 @@ from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters, MixtureAdapter
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, LayerTensor
 from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
 from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
-from pillion.kernels.gpu.experts.grouped_product import GroupedProduct, most_rows
+from pillion.kernels.gpu.experts.grouped_product import GroupedGemm, most_rows
 from pillion.kernels.gpu.experts.pair_sorting import (
     FEW_PAIRS,
     TILE_WORDS,
@@ -110,7 +110,7 @@ class GpuExperts:
         self._route = ExpertRouter(columns, self._hidden, rows, model.device)
         self._own = max(len(model.shard.experts(how.router.shape[0])) + _joined(how) for how in every)
         self._sort = PairSorter(self._own, pairs, model.device)
-        self._product = GroupedProduct(model.dtype, model.device)
+        self._product = GroupedGemm(model.dtype, model.device)
 
     def run(
         self,

@@ -99,7 +99,7 @@ def load_gpu_backend(
     )
     rows = limits.max_samples + limits.max_scored
     needed = step_bytes(shard.local(config), prepared.dtype, limits.max_tokens, rows, mixed_rows=MAX_MIXED_ROWS)
-    with room_for(limits.max_tokens, needed, device) as size:
+    with fit_in_memory(limits.max_tokens, needed, device) as size:
         model = GpuModel(
             weights,
             prepared.max_model_len,
@@ -112,7 +112,7 @@ def load_gpu_backend(
         )
         backend = make(model, layout, limits, enforce_eager=flags.enforce_eager)
         progress("compiling the GPU kernels")
-        backend.take_workspace()
+        backend.allocate_workspace()
     progress(f"steps of up to {limits.max_tokens} tokens take up to {size} beside weights; the KV pool gets the rest")
     arch = "interpreter" if device.type == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     share = "" if shard.whole else f"rank {shard.rank} of {shard.size}: "
@@ -126,7 +126,7 @@ def load_gpu_backend(
 
 
 @contextlib.contextmanager
-def room_for(tokens: int, needed: int, device: torch.device) -> Iterator[str]:
+def fit_in_memory(tokens: int, needed: int, device: torch.device) -> Iterator[str]:
     """Yield, as text, the bytes that a step of ``tokens`` tokens needs, whose buffers the block allocates. Raises
     ConfigError if the GPU has less."""
     size = f"{needed / 2**20:.0f} MiB"

@@ -30,11 +30,11 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import growth_table, rope_tables
 from pillion.kernels.gpu.attention.kv_write import Rotary
-from pillion.kernels.gpu.products.fp8_product import Fp8Matrix, Fp8Product
+from pillion.kernels.gpu.products.fp8_product import Fp8Gemm, Fp8Matrix
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.products.head_product import head_product
-from pillion.kernels.gpu.products.plain_product import PlainProduct
-from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
+from pillion.kernels.gpu.products.plain_product import DenseGemm
+from pillion.kernels.gpu.products.quantized_product import QuantizedGemm
 
 GpuMatrix = torch.Tensor | PackedMatrix | Fp8Matrix
 
@@ -183,9 +183,9 @@ class GpuModel:
         self._packed = [(*each, dtype) for layer in self.layers.values() for each in layer.packed()]
         if isinstance(weights.head, PackedMatrix):
             self._packed.append((weights.head, None, torch.float32))
-        self._fp8 = Fp8Product((matrix for matrix, _ in self._in_fp8()), max_tokens, dtype, device)
-        self._quantized = QuantizedProduct((each[0] for each in self._packed), max_tokens, dtype, device)
-        self._plain = PlainProduct(max_tokens, dtype, device)
+        self._fp8 = Fp8Gemm((matrix for matrix, _ in self._in_fp8()), max_tokens, dtype, device)
+        self._quantized = QuantizedGemm((each[0] for each in self._packed), max_tokens, dtype, device)
+        self._plain = DenseGemm(max_tokens, dtype, device)
         # The rotary tables are rounded as in transformers.
         tables = rope_tables(config, max_model_len)
         self.ropes = [(cos.to(dtype).to(device), sin.to(dtype).to(device)) for cos, sin in tables]

@@ -123,7 +123,7 @@ class Shrink(KernelSpec):
         with k.range(count) as run:
             slot, begin = slot_of(run), before.value
             tiles = self._tiles(slot)
-            with k.range(k.least(behind - begin, tiles), k.most(first - begin, 0)) as tile:
+            with k.range(k.min(behind - begin, tiles), k.max(first - begin, 0)) as tile:
                 self._multiply(call, step, slot, runs + run * (4 * RUN_WORDS), tile)
             before.value = begin + tiles
 
@@ -148,10 +148,14 @@ class Shrink(KernelSpec):
             x, a = x + head * self.x_step, a + head * slot.number("a_stride")
         a = a + tile * (steps * VECTOR_BYTES)
         inside = k.variable(k.int(1))
-        inside.value = k.select(k.holds(a, steps * VECTOR_BYTES) & k.holds(numbers, rows * 4), k.int(1), k.int(0))
+        inside.value = k.select(
+            k.in_bounds(a, steps * VECTOR_BYTES) & k.in_bounds(numbers, rows * 4), k.int(1), k.int(0)
+        )
         with k.range(rows) as number:
             row = k.load_int(numbers + number * 4, 32)
-            fits = k.holds(x + row * x_stride, row_bytes) & k.holds(out + (row * out_stride + out_at), out_bytes)
+            fits = k.in_bounds(x + row * x_stride, row_bytes) & k.in_bounds(
+                out + (row * out_stride + out_at), out_bytes
+            )
             inside.value = k.select(fits, inside.value, k.int(0))
         with k.when(inside.value > 0):
             self._call(k, rows, (x, x_stride, numbers, a, steps, out + out_at, out_stride))
@@ -208,8 +212,8 @@ class ExpertShrink(KernelSpec):
         a = slot.pointer("a") + (expert * slot.number("a_tiles") + tile) * (steps * VECTOR_BYTES)
         x, x_stride, out_stride = args.pointer("x"), args.number("x_stride"), args.number("shrunk_stride")
         out, row = args.pointer("shrunk") + tile * out_bytes, k.load_int(place, 32)
-        inside = k.holds(x + row * x_stride, row_bytes) & k.holds(out + row * out_stride, out_bytes)
-        with k.when(inside & k.holds(a, steps * VECTOR_BYTES)):
+        inside = k.in_bounds(x + row * x_stride, row_bytes) & k.in_bounds(out + row * out_stride, out_bytes)
+        with k.when(inside & k.in_bounds(a, steps * VECTOR_BYTES)):
             _multiply_tile(k, self.rows, 1, (x, x_stride, place, a, steps, out, out_stride))
 
 

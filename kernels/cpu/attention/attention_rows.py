@@ -289,7 +289,7 @@ def emit_scores(
         return here
 
     with k.range(groups.count, step=SIDE_GROUPS) as first:
-        behind = k.least(first + SIDE_GROUPS, groups.count)
+        behind = k.min(first + SIDE_GROUPS, groups.count)
         if lines.scaled:
             for i in range(SIDE_GROUPS):
                 for begin in (behind, groups.count + first):
@@ -338,7 +338,7 @@ def emit_weights(
     """
     k, lines = scores.k, weights.lines
     best = _emit_masked_maximum(groups, visibility, scores)
-    top = k.larger(k.maximum(best.value), LEAST_MAXIMUM)
+    top = k.maximum(k.max_lane(best.value), LEAST_MAXIMUM)
     if factor is not None:
         top = top * factor
     k.store(maximum, top)
@@ -359,17 +359,17 @@ def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) ->
     masked."""
     k = scores.k
     best = k.variable(k.vector(HIDDEN_SCORE))
-    whole_end = k.least(k.most(visibility.behind - groups.first, 0) // LANES, groups.count)
+    whole_end = k.min(k.max(visibility.behind - groups.first, 0) // LANES, groups.count)
     whole_begin = k.int(0)
     if visibility.first is not None:
-        whole_begin = k.least((k.most(visibility.first - groups.first, 0) + (LANES - 1)) // LANES, groups.count)
+        whole_begin = k.min((k.max(visibility.first - groups.first, 0) + (LANES - 1)) // LANES, groups.count)
     # A chain of single maxima would wait for each of them.
-    side_end = whole_begin + k.most(whole_end - whole_begin, 0) // SIDE_GROUPS * SIDE_GROUPS
+    side_end = whole_begin + k.max(whole_end - whole_begin, 0) // SIDE_GROUPS * SIDE_GROUPS
     with k.range(side_end, whole_begin, SIDE_GROUPS) as index:
         one, two, three, four = (k.load(scores + index * VECTOR_BYTES + i * VECTOR_BYTES) for i in range(SIDE_GROUPS))
-        best.value = k.larger(best.value, k.larger(k.larger(one, two), k.larger(three, four)))
+        best.value = k.maximum(best.value, k.maximum(k.maximum(one, two), k.maximum(three, four)))
     with k.range(whole_end, side_end) as index:
-        best.value = k.larger(best.value, k.load(scores + index * VECTOR_BYTES))
+        best.value = k.maximum(best.value, k.load(scores + index * VECTOR_BYTES))
 
     def mask(begin: Int, end: Int) -> None:
         with k.range(end, begin) as index:
@@ -379,11 +379,11 @@ def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) ->
             if visibility.first is not None:
                 score = k.select(k.below(first, visibility.first), hidden, score)
             k.store(at, score)
-            best.value = k.larger(best.value, score)
+            best.value = k.maximum(best.value, score)
 
     if visibility.first is not None:
         mask(k.int(0), whole_begin)
-    mask(k.most(whole_end, whole_begin), groups.count)
+    mask(k.max(whole_end, whole_begin), groups.count)
     return best
 
 
@@ -401,8 +401,8 @@ def emit_weighted(
 
     def add(first: Int, left: Int) -> None:
         """Add the weighted values of up to SIDE_GROUPS groups of the list to the columns from ``left`` bytes on."""
-        behind = k.least(first + SIDE_GROUPS, groups.count)
-        with k.range(steps, step=turn) as begin, k.range(behind, k.most(first, 0)) as group:
+        behind = k.min(first + SIDE_GROUPS, groups.count)
+        with k.range(steps, step=turn) as begin, k.range(behind, k.max(first, 0)) as group:
             place, at = groups.count + group, begin * row_bytes + left
             here, ahead = groups.at(place) + at, groups.at(place + SIDE_GROUPS) + at
             row = weights + (group * steps + begin) * lines.step_bytes
@@ -459,7 +459,7 @@ def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:
     k = left.k
     at_maximum, at_total = 4 * shape.value_dim, 4 * shape.value_dim + VECTOR_BYTES
     left_maximum, right_maximum = k.load(left + at_maximum), k.load(right + at_maximum)
-    maximum = k.larger(left_maximum, right_maximum)
+    maximum = k.maximum(left_maximum, right_maximum)
     left_share, right_share = k.exp2(left_maximum - maximum), k.exp2(right_maximum - maximum)
     k.store(left + at_maximum, maximum)
 
@@ -476,7 +476,7 @@ def emit_sink(shape: AttentionShape, sums: Ptr, sink: Vec) -> None:
     k = sums.k
     at_maximum, at_total = 4 * shape.value_dim, 4 * shape.value_dim + VECTOR_BYTES
     score, left = sink * LOG2E, k.load(sums + at_maximum)
-    maximum = k.larger(left, score)
+    maximum = k.maximum(left, score)
     share = k.exp2(left - maximum)
     k.store(sums + at_total, k.fma(k.load(sums + at_total), share, k.exp2(score - maximum)))
     with k.range(4 * shape.value_dim, step=VECTOR_BYTES) as at:

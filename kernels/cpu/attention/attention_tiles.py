@@ -47,8 +47,8 @@ _TILE_BYTES = TILE_ROWS * VECTOR_BYTES
 _GROUP_PAIRS = LANES // 2
 _WEIGHTS_BYTES = _GROUP_PAIRS * STEP_BYTES
 # Scratch memory: values of 32 tokens, twice; transposed weights of a partition, and sums; scores of rotated keys; keys.
-_AT_TURNED = 2 * _SUMS * _TILE_BYTES
-_AT_SUMS = _AT_TURNED + (PARTITION_GROUPS // 2 + 1) * MOST_ROWS * VECTOR_BYTES
+_AT_TRANSPOSED = 2 * _SUMS * _TILE_BYTES
+_AT_SUMS = _AT_TRANSPOSED + (PARTITION_GROUPS // 2 + 1) * MOST_ROWS * VECTOR_BYTES
 _AT_SCORES = _AT_SUMS + _SUMS * _TILE_BYTES
 _AT_KEYS = _AT_SCORES + _SUMS * _TILE_BYTES
 
@@ -162,23 +162,23 @@ class QueryTiles:
         with k.range(self.rows) as row:
             self._clear_unlisted(groups, weights + row * SCORE_BYTES)
         if shape.latents:
-            self._turn_weights(pairs, weights)
+            self._transpose_weights(pairs, weights)
             self._shape(self.height * TILE_ROWS, TILE_STEPS)
         elif not self._one_shape:
             self._shape(self.rows, TILE_STEPS)
         with k.range(tiles, step=side) as tile:
             # The last tiles may overlap those before them.
-            begin = k.least(tile, tiles - side)
+            begin = k.min(tile, tiles - side)
             for number in range(_SUMS):
                 self.tiles.clear(number)
-            self._bring(groups, k.int(0), begin, side, tile < 1)
+            self._copy_values(groups, k.int(0), begin, side, tile < 1)
             # Copy the next tiles while the processor multiplies these.
             with k.range(pairs) as pair:
                 with k.when(pair + 1 < pairs):
-                    self._bring(groups, pair + 1, begin, side, tile < 1)
+                    self._copy_values(groups, pair + 1, begin, side, tile < 1)
                 self._add_values(pair, weights, side)
             if shape.latents:
-                self._turn_sums(sums + begin * VECTOR_BYTES, side)
+                self._transpose_sums(sums + begin * VECTOR_BYTES, side)
             else:
                 self._store_sums(sums + begin * VECTOR_BYTES, shape.sum_bytes, by_rows=True, side=side)
 
@@ -195,7 +195,7 @@ class QueryTiles:
     def _shape(self, rows: Int | int, steps: int) -> None:
         """Configure all tiles for ``rows`` rows and instructions of ``steps`` steps."""
         k = self.tiles.k
-        heights = [k.least(k.int(rows) - TILE_ROWS * i, TILE_ROWS) for i in range(self.height)]
+        heights = [k.min(k.int(rows) - TILE_ROWS * i, TILE_ROWS) for i in range(self.height)]
         others = 8 - _SUMS - self.height
         self.tiles.shape(
             [heights[tile // self._side] for tile in range(_SUMS)] + heights + [k.int(steps)] * others,
@@ -214,11 +214,11 @@ class QueryTiles:
         for tile in range(_SUMS):
             tiles.clear(tile)
         with k.range(steps) as step:
-            at = k.least(step * self._width + begin, self._first(behind, behind)) * (VECTOR_BYTES // 2)
+            at = k.min(step * self._width + begin, self._first(behind, behind)) * (VECTOR_BYTES // 2)
             query = self.queries + (step + first_step) * (MOST_ROWS * VECTOR_BYTES)
-            inside = k.holds(query, MOST_ROWS * VECTOR_BYTES)
+            inside = k.in_bounds(query, MOST_ROWS * VECTOR_BYTES)
             for key in keys:
-                inside = inside & k.holds(key + at, size)
+                inside = inside & k.in_bounds(key + at, size)
             with k.when(inside):
                 for row in range(self.height):
                     tiles.load(_SUMS + row, query + row * _TILE_BYTES, VECTOR_BYTES)
@@ -241,14 +241,14 @@ class QueryTiles:
                     k.write(to + at * 2 + i * VECTOR_BYTES, pairs.ir, 4)
         return found
 
-    def _bring(self, groups: Groups, pair: Int, begin: Int, side: int, first: Bool) -> None:
+    def _copy_values(self, groups: Groups, pair: Int, begin: Int, side: int, first: Bool) -> None:
         """Copy values of 32 tokens, of columns or latents from 16 * ``begin`` on, into ``side`` tiles. Where ``first``
         holds, also prefetch all columns of the following groups, in memory order."""
         k, shape = self.tiles.k, self.shape
         to = self.scratch + (pair & 1) * (_SUMS * _TILE_BYTES)
-        indices = [k.least(k.most(pair * 2 + i - _skipped(groups), 0), groups.count - 1) for i in range(2)]
+        indices = [k.min(k.max(pair * 2 + i - _skipped(groups), 0), groups.count - 1) for i in range(2)]
         if shape.latents:
-            self._bring_latents([groups.at(index) for index in indices], begin, side, to)
+            self._copy_latents([groups.at(index) for index in indices], begin, side, to)
             return
         places = [groups.count + index for index in indices]
         with k.when(first):
@@ -265,7 +265,7 @@ class QueryTiles:
                     for i, pairs in enumerate(self._pairs(value + (line * row_bytes + column * VECTOR_BYTES))):
                         k.write(tile + i * VECTOR_BYTES, pairs.ir, 4)
 
-    def _bring_latents(self, keys: Sequence[Ptr], begin: Int, side: int, to: Ptr) -> None:
+    def _copy_latents(self, keys: Sequence[Ptr], begin: Int, side: int, to: Ptr) -> None:
         """Copy latents of two groups of keys so that the values of 32 tokens of one latent are adjacent."""
         k, b, each = self.tiles.k, self.tiles.k.builder, line_values(self.shape.kind)
         at = begin * (LANES // each * VECTOR_BYTES)
@@ -286,12 +286,12 @@ class QueryTiles:
         k, tiles, height = self.tiles.k, self.tiles, self.height
         values = self.scratch + (pair & 1) * (_SUMS * _TILE_BYTES)
         if self.shape.latents:
-            turned = self.scratch + pair * (MOST_ROWS * VECTOR_BYTES) + _AT_TURNED
+            transposed = self.scratch + pair * (MOST_ROWS * VECTOR_BYTES) + _AT_TRANSPOSED
             for row in range(height):
-                tiles.load(_SUMS + row, turned + row * _TILE_BYTES, VECTOR_BYTES)
+                tiles.load(_SUMS + row, transposed + row * _TILE_BYTES, VECTOR_BYTES)
         else:
             rows = weights + pair * VECTOR_BYTES
-            with k.when(k.holds(rows, (self.rows - 1) * SCORE_BYTES + VECTOR_BYTES)):
+            with k.when(k.in_bounds(rows, (self.rows - 1) * SCORE_BYTES + VECTOR_BYTES)):
                 for row in range(height):
                     tiles.load(_SUMS + row, rows + row * (TILE_ROWS * SCORE_BYTES), SCORE_BYTES)
         for number in range(side):
@@ -304,22 +304,24 @@ class QueryTiles:
         """Store the sums, rows of an item ``stride`` bytes apart, or tile by tile."""
         k, side = self.tiles.k, side or self._side
         size = (self.rows - 1) * stride + side * VECTOR_BYTES if by_rows else k.int(_SUMS * _TILE_BYTES)
-        with k.when(k.holds(out, size)):
+        with k.when(k.in_bounds(out, size)):
             for row in range(self.height):
                 for number in range(side):
                     at = row * TILE_ROWS * stride + number * VECTOR_BYTES
                     tile = row * self._side + number
                     self.tiles.store(tile, out + (at if by_rows else tile * _TILE_BYTES), stride)
 
-    def _turn_weights(self, pairs: Int, weights: Ptr) -> None:
+    def _transpose_weights(self, pairs: Int, weights: Ptr) -> None:
         k = self.tiles.k
         with k.range(pairs) as pair, k.range(self.height) as tile:
             rows = weights + pair * VECTOR_BYTES + tile * (TILE_ROWS * SCORE_BYTES)
-            out = self.scratch + pair * (MOST_ROWS * VECTOR_BYTES) + tile * _TILE_BYTES + _AT_TURNED
-            for i, values in enumerate(_turned([k.load_quads(rows + row * SCORE_BYTES) for row in range(TILE_ROWS)])):
+            out = self.scratch + pair * (MOST_ROWS * VECTOR_BYTES) + tile * _TILE_BYTES + _AT_TRANSPOSED
+            for i, values in enumerate(
+                _transposed([k.load_quads(rows + row * SCORE_BYTES) for row in range(TILE_ROWS)])
+            ):
                 k.write(out + i * VECTOR_BYTES, values.ir, 4)
 
-    def _turn_sums(self, sums: Ptr, side: int) -> None:
+    def _transpose_sums(self, sums: Ptr, side: int) -> None:
         """Store the sums of ``side`` tiles of latents, transposed."""
         k, stride = self.tiles.k, self.shape.sum_bytes
         found = self.scratch + _AT_SUMS
@@ -327,7 +329,7 @@ class QueryTiles:
         with k.range(self.height) as row, k.range(side) as number:
             begin = found + (row * self._side + number) * _TILE_BYTES
             out = sums + row * (TILE_ROWS * stride) + number * VECTOR_BYTES
-            for i, values in enumerate(_turned([k.load_quads(begin + i * VECTOR_BYTES) for i in range(TILE_ROWS)])):
+            for i, values in enumerate(_transposed([k.load_quads(begin + i * VECTOR_BYTES) for i in range(TILE_ROWS)])):
                 k.write(out + i * stride, values.ir, 4)
 
 
@@ -336,7 +338,7 @@ def _skipped(groups: Groups) -> Int:
     return groups.first // LANES % 2
 
 
-def _turned(rows: Sequence[Quads]) -> list[Quads]:
+def _transposed(rows: Sequence[Quads]) -> list[Quads]:
     """Transpose 16 rows of 16 lanes: swap blocks of 8 x 8, then those of 4 x 4 inside of them, and so on."""
     k, found = rows[0].k, list(rows)
     for width in (8, 4, 2, 1):

@@ -111,7 +111,7 @@ class QueryVectors:
         from_bytes = shape.head_dim * shape.element_bytes
         to_bytes = shape.head_dim * (2 if self.lines.bf16_rows else 4)
         with k.range(self.tile.rows) as row:
-            begin = source + k.least(row, self.rows - 1) * from_bytes
+            begin = source + k.min(row, self.rows - 1) * from_bytes
             with k.range(shape.head_dim // LANES) as column:
                 value = k.load_float(begin + column * (from_bytes * LANES // shape.head_dim), shape.bf16)
                 to = self.queries + (row * to_bytes + column * (to_bytes * LANES // shape.head_dim))
@@ -176,8 +176,8 @@ class AttentionItem:
         """Return the first partition with a token visible to any of the rows."""
         if window is None:
             return self.first
-        lowest = k.most(window.first(self.behind(group, k.int(0))), 0)
-        return k.most(self.first, lowest // PARTITION_TOKENS)
+        lowest = k.max(window.first(self.behind(group, k.int(0))), 0)
+        return k.max(self.first, lowest // PARTITION_TOKENS)
 
 
 def step_field(name: str, plan: int) -> str:
@@ -288,11 +288,11 @@ class _ItemPass:
         k, shape, item, scratch, products = self._k, self._shape, self._item, self._scratch, self._products
         begin = partition * PARTITION_GROUPS
         if self._window is not None:
-            lowest = k.most(self._window.first(item.behind(shape.group, k.int(0))), 0)
-            begin = k.most(begin, lowest // LANES)
+            lowest = k.max(self._window.first(item.behind(shape.group, k.int(0))), 0)
+            begin = k.max(begin, lowest // LANES)
         behind = item.behind(shape.group, item.rows - 1)
         last = (behind + (LANES - 1)) // LANES
-        end = k.least((partition + 1) * PARTITION_GROUPS, last)
+        end = k.min((partition + 1) * PARTITION_GROUPS, last)
         wanted = GroupRange(begin, end, last)
         groups = emit_groups(self._call, shape, item.sequence, self._head, wanted, scratch.places)
         scores = self._call.scratch + scratch.scores
@@ -385,7 +385,7 @@ def emit_groups(
         k.store_int(places + index * 8, key)
         k.store_int(places + (count + index) * 8, key + value_offset)
     with k.range(TAIL_GROUPS) as index:
-        k.store_int(places + (count * 2 + index) * 8, place(k.least(wanted.end + index, wanted.last - 1)))
+        k.store_int(places + (count * 2 + index) * 8, place(k.min(wanted.end + index, wanted.last - 1)))
     pool = call.step.pointer("pool") + (args.number("layer_offset") + head * args.number("piece_bytes"))
     return Groups(pool, places, wanted.begin * LANES, count)
 

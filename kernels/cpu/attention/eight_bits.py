@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.byte_codes import FP8_SHRINK, LINE_BYTES, fp8_floats, looked_up
+from pillion.kernels.cpu.language.byte_codes import FP8_SHRINK, LINE_BYTES, fp8_floats, lookup_values
 from pillion.kernels.cpu.language.emit import I8, I32, VF, VI, Kernel, Pairs, Ptr, Vec, int_lanes
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.kv_codes import MAX_CODES, MIN_SCALE
@@ -38,19 +38,19 @@ def scale_of(k: Kernel, row: Sequence[Vec], kind: str) -> Vec:
     """Return the scale of a row, in all lanes."""
     largest = k.vector(0.0)
     for value in row:
-        largest = k.larger_size(largest, value)
-    # larger() keeps the NaN of its second argument.
-    return k.larger(k.vector(MIN_SCALE), k.largest_size(largest) / MAX_CODES[kind])
+        largest = k.maximum_abs(largest, value)
+    # maximum() keeps the NaN of its second argument.
+    return k.maximum(k.vector(MIN_SCALE), k.max_abs_lane(largest) / MAX_CODES[kind])
 
 
 def encode(k: Kernel, value: Vec, kind: str) -> Any:
     """Return the codes of 16 values that were divided by their row's scale: rounded once, to nearest, ties to even."""
     b, most = k.builder, MAX_CODES[kind]
     if kind == "int8":
-        whole = k.rounded(k.smaller(k.larger(value, -most), most))
+        whole = k.rounded(k.minimum(k.maximum(value, -most), most))
         return b.trunc(k.whole_lanes(whole).ir, _CODES)
     bits = b.bitcast(value.ir, VI)
-    size = k.smaller(Vec(k, b.bitcast(b.and_(bits, int_lanes(0x7FFFFFFF)), VF)), most)
+    size = k.minimum(Vec(k, b.bitcast(b.and_(bits, int_lanes(0x7FFFFFFF)), VF)), most)
     kept = b.bitcast(size.ir, VI)
     # Round by dropping 20 bits of the mantissa; then change the exponent's bias from 127 to 7.
     odd = b.and_(b.lshr(kept, int_lanes(20)), int_lanes(1))
@@ -75,7 +75,7 @@ def widen_to_pairs(k: Kernel, line: Ptr, kind: str) -> tuple[Pairs, Pairs]:
         values = torch.arange(128).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
         # The code of NaN is never written, but stale memory may contain it, and a stale V is multiplied by 0.
         values[127] = 0.0
-    return looked_up(k, magnitudes, codes, values.view(torch.int16).tolist())
+    return lookup_values(k, magnitudes, codes, values.view(torch.int16).tolist())
 
 
 def widen_to_floats(k: Kernel, line: Ptr, kind: str) -> tuple[Vec, ...]:

@@ -16,7 +16,7 @@ from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.rows.rotate import turned
+from pillion.kernels.cpu.rows.rotate import rotate
 
 # Bytes of a selection's bits per group of 16 tokens.
 GROUP_BYTES = 2
@@ -83,7 +83,7 @@ class SelectTokens(KernelSpec):
             values = [k.load_float(source + i * (LANES * size), bf16) for i in range(vectors)]
             if self.rotated:
                 cos, sin = args.pointer("cos") + angles, args.pointer("sin") + angles
-                values[:rotary] = turned(k, values[:rotary], cos, sin)
+                values[:rotary] = rotate(k, values[:rotary], cos, sin)
             for place, value in enumerate(values):
                 k.store_float(target + place * (LANES * to_size), value, lines.bf16_rows)
         weights = args.pointer("weights") + row * args.number("weights_stride")
@@ -110,7 +110,7 @@ class SelectTokens(KernelSpec):
                     lines.add(sums, [lines.load(keys + line * VECTOR_BYTES)], query, row_bytes)
                 for i, (found,) in enumerate(sums):
                     weight = k.broadcast(weights + (head + i) * 4)
-                    total.value = k.fma(k.larger(found.value, 0.0), weight, total.value)
+                    total.value = k.fma(k.maximum(found.value, 0.0), weight, total.value)
             seen = k.below(group * LANES, behind)
             k.store_quads(call.scratch + self._at_scores + group * VECTOR_BYTES, k.sortable(total.value, seen))
 
@@ -119,7 +119,7 @@ class SelectTokens(KernelSpec):
         def count(least: Int) -> Int:
             found = k.variable(k.int(0))
             with k.range(groups) as group:
-                found.value = found.value + k.ones(
+                found.value = found.value + k.popcount(
                     k.bits(k.at_least(k.load_quads(scores + group * VECTOR_BYTES), least))
                 )
             return k.int(found.value)
@@ -136,7 +136,7 @@ class SelectTokens(KernelSpec):
             found = k.load_quads(scores + group * VECTOR_BYTES)
             chosen = k.variable(k.bits(k.at_least(found, least + 1)))
             equal = k.variable(k.bits(k.at_least(found, least)) - chosen.value)
-            taken = k.least(left.value, k.ones(equal.value))
+            taken = k.min(left.value, k.popcount(equal.value))
             left.value = left.value - taken
             with k.range(taken):
                 first = equal.value & (k.int(0) - equal.value)

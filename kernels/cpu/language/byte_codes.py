@@ -21,7 +21,7 @@ _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _LANE_WORDS = ir.VectorType(ir.IntType(16), LANES)
 
 
-def looked_up(
+def lookup_values(
     k: Kernel, places: Any, signs: Any, patterns: list[int], lowest: int | None = None
 ) -> tuple[Pairs, Pairs]:
     """Dequantize a line by the table ``patterns``, the bits of 128 bfloat16, indexed by the lower 7 bits of ``places``.

@@ -238,7 +238,7 @@ class Kernel:
         """Return an integer's lowest sixteen bits as a mask of the lanes."""
         return Bool(self, self.builder.bitcast(self.builder.trunc(bits.ir, _I16), ir.VectorType(_I1, LANES)))
 
-    def ones(self, bits: Int) -> Int:
+    def popcount(self, bits: Int) -> Int:
         return Int(self, self.builder.call(self.function("llvm.ctpop.i64", I64, [I64]), [bits.ir]))
 
     def sortable(self, value: Vec, valid: Bool) -> Quads:
@@ -248,11 +248,11 @@ class Kernel:
         ordered = b.xor(raw, b.and_(b.ashr(raw, int_lanes(31)), int_lanes(0x7FFFFFFF)))
         return Quads(self, b.select(valid.ir, ordered, int_lanes(-(2**31))))
 
-    def least(self, a: Int, b: Int | Count) -> Int:
+    def min(self, a: Int, b: Int | Count) -> Int:
         b = self.int(b)
         return Int(self, self.builder.select((a < b).ir, a.ir, b.ir))
 
-    def most(self, a: Int, b: Int | Count) -> Int:
+    def max(self, a: Int, b: Int | Count) -> Int:
         b = self.int(b)
         return Int(self, self.builder.select((a < b).ir, b.ir, a.ir))
 
@@ -295,7 +295,7 @@ class Kernel:
 
     @contextmanager
     def forever(self) -> Iterator[Any]:
-        """Append a loop that only :meth:`leave` ends; yield the block after it, to pass to :meth:`leave`."""
+        """Append a loop that only :meth:`break_if` ends; yield the block after it, to pass to :meth:`break_if`."""
         b = self.builder
         body, behind = b.append_basic_block("body"), b.append_basic_block("behind")
         b.branch(body)
@@ -304,7 +304,7 @@ class Kernel:
         b.branch(body)
         b.position_at_end(behind)
 
-    def leave(self, behind: Any, condition: Bool) -> None:
+    def break_if(self, behind: Any, condition: Bool) -> None:
         """Break out of a :meth:`forever` loop if the condition holds."""
         on = self.builder.append_basic_block("on")
         self.builder.cbranch(condition.ir, behind, on)
@@ -314,7 +314,7 @@ class Kernel:
         """Return a context whose instructions run only if the condition holds."""
         return self.builder.if_then(condition.ir)  # type: ignore[no-any-return]
 
-    def holds(self, ptr: Ptr, size: Int | Count) -> Bool:
+    def in_bounds(self, ptr: Ptr, size: Int | Count) -> Bool:
         """Return whether ``size`` bytes at ``ptr`` are in bounds, and record a fault if not. Always true in fast
         mode."""
         if self._fault is None:
@@ -333,7 +333,7 @@ class Kernel:
             return ptr.ir
         # Redirect out-of-bounds accesses to the line after the fault cell.
         stray = self.builder.add(self._fault, I64(VECTOR_BYTES))
-        return self.builder.select(self.holds(ptr, size).ir, ptr.ir, stray)
+        return self.builder.select(self.in_bounds(ptr, size).ir, ptr.ir, stray)
 
     def read(self, ptr: Ptr, kind: Any, align: Count) -> Any:
         """Load an LLVM value of type ``kind``."""
@@ -361,18 +361,18 @@ class Kernel:
 
     def stream(self, ptr: Ptr, value: Vec) -> None:
         """Store 16 float32 at a multiple of 64 with a non-temporal store, which neither reads the line nor evicts
-        another. Other threads see it after :meth:`drain`."""
+        another. Other threads see it after :meth:`store_fence`."""
         address = self.builder.inttoptr(self._checked(ptr, VECTOR_BYTES), VF.as_pointer())
         stored = self.builder.store(value.ir, address)
         stored.align = VECTOR_BYTES
         stored.set_metadata("nontemporal", self._module.add_metadata([I32(1)]))
 
-    def drain(self) -> None:
+    def store_fence(self) -> None:
         """Order the stores of :meth:`stream` before the stores that follow (SFENCE on x86)."""
         if self.isa.machine == "x86_64":
             self.builder.call(self.function("llvm.x86.sse.sfence", ir.VoidType(), []), [])
 
-    def either(self, condition: Bool, yes: Ptr, no: Ptr) -> Ptr:
+    def select_ptr(self, condition: Bool, yes: Ptr, no: Ptr) -> Ptr:
         """Return one of two pointers, with its bounds."""
         chosen = [
             None if one is None else self.builder.select(condition.ir, one, other)
@@ -505,7 +505,7 @@ class Kernel:
             total = total + Quads(self, self._in_parts(multiply, tuple(b.bitcast(each, VI) for each in pair)))
         return total
 
-    def look_up(self, places: Quads, table: Sequence[Count]) -> Quads:
+    def table_lookup(self, places: Quads, table: Sequence[Count]) -> Quads:
         """Look up each of the 64 bytes of ``places``, all below 16, in a table of 16 bytes."""
         if self.isa.machine == "aarch64":
             name, wide = "aarch64.neon.tbl1.v16i8", ir.VectorType(I8, 16)
@@ -570,24 +570,24 @@ class Kernel:
         function = self.function("llvm.x86.avx512.pternlog.d.512", VI, [VI, VI, VI, I32])
         return Pairs(self, b.call(function, [low, high, int_lanes(-65536), I32(_CHOOSE_BY_THIRD)]))
 
-    def larger(self, a: Vec, b: Vec | float) -> Vec:
+    def maximum(self, a: Vec, b: Vec | float) -> Vec:
         """Return the larger value per lane; b's if a is NaN."""
         return self.select(a > b, a, self.vector(b))  # type: ignore[no-any-return]
 
-    def smaller(self, a: Vec, b: Vec | float) -> Vec:
+    def minimum(self, a: Vec, b: Vec | float) -> Vec:
         """Return the smaller value per lane; b's if a is NaN."""
         return self.select(a < b, a, self.vector(b))  # type: ignore[no-any-return]
 
-    def larger_size(self, size: Vec, value: Vec) -> Vec:
+    def maximum_abs(self, size: Vec, value: Vec) -> Vec:
         """Return the larger of ``size``, which is not negative, and the magnitude of ``value``; NaN is the largest."""
         b = self.builder
         one, other = b.bitcast(size.ir, VI), b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF))
         return Vec(self, b.bitcast(b.select(b.icmp_signed(">", one, other), one, other), VF))
 
-    def largest_size(self, size: Vec) -> Vec:
+    def max_abs_lane(self, size: Vec) -> Vec:
         """Return the largest of the magnitudes in ``size`` in all lanes, NaN if a lane is NaN."""
         for distance in (8, 4, 2, 1):
-            size = self.larger_size(size, self._rotated(size, distance))
+            size = self.maximum_abs(size, self._rotated(size, distance))
         return size
 
     def rounded(self, value: Vec) -> Vec:
@@ -628,16 +628,16 @@ class Kernel:
         first_four = ir.Constant(ir.VectorType(I32, 4), list(range(4)))
         self.write(ptr, self.builder.shuffle_vector(total.ir, total.ir, first_four), 4)
 
-    def maximum(self, value: Vec) -> Vec:
+    def max_lane(self, value: Vec) -> Vec:
         """Return the largest lane, in every lane."""
         for distance in (8, 4, 2, 1):
-            value = self.larger(value, self._rotated(value, distance))
+            value = self.maximum(value, self._rotated(value, distance))
         return value
 
     def exp2(self, x: Vec) -> Vec:
         """Return 2**x for x up to 127, and exactly 0 below -126. NaN is treated as -126."""
         b = self.builder
-        bounded = self.larger(x, _LEAST_EXPONENT)
+        bounded = self.maximum(x, _LEAST_EXPONENT)
         whole = self.rounded(bounded)
         part = bounded - whole
         value = self.vector(_EXP2[0])
@@ -648,25 +648,25 @@ class Kernel:
         return self.select(x < _LEAST_EXPONENT, self.vector(0.0), power)  # type: ignore[no-any-return]
 
     def sigmoid(self, x: Vec) -> Vec:
-        return self.vector(1.0) / (self.exp2(self.smaller(x * -LOG2E, 126.0)) + 1.0)
+        return self.vector(1.0) / (self.exp2(self.minimum(x * -LOG2E, 126.0)) + 1.0)
 
     def softplus(self, x: Vec) -> Vec:
         """Return log(1 + e**x), within a relative 1e-5 where it is at least e**-85. NaN stays NaN."""
-        size = self.larger(x, x * -1.0)
+        size = self.maximum(x, x * -1.0)
         power = self.exp2(size * -LOG2E)
         # log(1 + y) is twice the inverse hyperbolic tangent of y / (2 + y), which is at most a third.
         part = power / (power + 2.0)
         square, series = part * part, self.vector(1 / 15)
         for odd in range(13, 0, -2):
             series = self.fma(series, square, self.vector(1 / odd))
-        curve = self.larger(x, 0.0) + part * 2.0 * series
+        curve = self.maximum(x, 0.0) + part * 2.0 * series
         is_number = Bool(self, self.builder.fcmp_ordered("ord", x.ir, x.ir))
         return self.select(is_number, curve, x)  # type: ignore[no-any-return]
 
     def tanh(self, x: Vec) -> Vec:
         """Return tanh(x) = 1 - 2 / (1 + e**2x), within 1e-6 absolutely, enough for soft caps and gelu. NaN stays
         NaN."""
-        curve = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.smaller(x * (2 * LOG2E), 126.0)) + 1.0)
+        curve = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.minimum(x * (2 * LOG2E), 126.0)) + 1.0)
         is_number = Bool(self, self.builder.fcmp_ordered("ord", x.ir, x.ir))
         return self.select(is_number, curve, x)  # type: ignore[no-any-return]
 
@@ -694,7 +694,7 @@ class Kernel:
         size = kind.width // 8
         # One bounds check for all lanes: sixteen checks would be sixteen times the code.
         assert len(places) == values.type.count
-        with self.when(self.holds(ptr, places[-1] + size)):
+        with self.when(self.in_bounds(ptr, places[-1] + size)):
             for lane, place in enumerate(places):
                 address = b.inttoptr((ptr + place).ir, kind.as_pointer())
                 b.store(b.extract_element(values, I32(lane)), address).align = size
@@ -711,8 +711,8 @@ class Kernel:
         """Call the module's function ``name`` with ``values``; kernels of one module share it, compiled once.
 
         ``body`` writes it on first use: it gets a :class:`Kernel` and the values as the function sees them. The
-        function does not check its accesses: in checked mode the caller checks with :meth:`holds` all that it reads and
-        writes.
+        function does not check its accesses: in checked mode the caller checks with :meth:`in_bounds` all that it reads
+        and writes.
         """
         function = self._module.globals.get(name)
         if function is None:

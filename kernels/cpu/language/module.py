@@ -49,23 +49,23 @@ class KernelCall:
         k = self.k
         with k.forever() as behind:
             begin = k.fetch_add(self.counter, chunk)
-            k.leave(behind, begin >= count)
-            yield begin, k.least(begin + chunk, count)
+            k.break_if(behind, begin >= count)
+            yield begin, k.min(begin + chunk, count)
 
     @contextmanager
     def items_ahead(self, count: Int, chunk: Int) -> Iterator[tuple[Int, Int]]:
         """Yield the work items of 0 .. count that this call draws, ``chunk`` at a time, each with the item after it,
         whose memory may be prefetched. At most once per kernel."""
         k = self.k
-        chunk = k.most(chunk, 1)
+        chunk = k.max(chunk, 1)
         # The next range is drawn before this one is processed, so that its first item can be prefetched.
         drawn = k.variable(k.fetch_add(self.counter, chunk))
         with k.forever() as behind:
             begin = drawn.value
-            k.leave(behind, begin >= count)
+            k.break_if(behind, begin >= count)
             following = k.fetch_add(self.counter, chunk)
             drawn.value = following
-            end = k.least(begin + chunk, count)
+            end = k.min(begin + chunk, count)
             with k.range(end, begin) as item:
                 after = k.select(item + 1 < end, item + 1, following)
                 # The last item is its own successor: there is nothing to prefetch.

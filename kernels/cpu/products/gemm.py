@@ -188,7 +188,7 @@ class GemmBody:
         k, call, pairs = self.k, self.call, self.pairs
         rows = call.step.number(self.spec.rows_of)
         tiles = self._tiles(rows)
-        blocks = k.least(tiles, (call.threads * ITEMS_PER_THREAD + (pairs - 1)) // pairs)
+        blocks = k.min(tiles, (call.threads * ITEMS_PER_THREAD + (pairs - 1)) // pairs)
         count = pairs * blocks
         with call.items_ahead(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
             panel = item // blocks
@@ -249,7 +249,7 @@ class GemmBody:
             with k.when(rows > 0), k.builder.if_else((rows <= TILED_ROWS).ir) as (few_rows, many_rows):
                 with few_rows, k.range(last, first) as panel:
                     weights = panels.weights + panel * panel_bytes
-                    following = k.either(panel + 1 < last, weights + panel_bytes, ahead)
+                    following = k.select_ptr(panel + 1 < last, weights + panel_bytes, ahead)
                     one = RowCut(begin, rows, k.int(1), k.int(0), k.int(1))
                     self._panel(one, panel, matrix * self.pairs + panel, weights, following)
                 with many_rows:
@@ -260,15 +260,15 @@ class GemmBody:
         k, pairs, threads = self.k, self.pairs, self.call.threads
         least_ranges = (pairs + (MOST_PANELS - 1)) // MOST_PANELS
         if self.spec.grouped:
-            ranges = k.most(k.least(pairs, threads * GROUP_RANGES_PER_THREAD), least_ranges)
+            ranges = k.max(k.min(pairs, threads * GROUP_RANGES_PER_THREAD), least_ranges)
             return RangeCut(k.int(0), k.int(0), k.int(1), ranges, k.int(1))
         rows = self.call.step.number(self.spec.rows_of)
         tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
         wanted = threads * k.select(many.deep, k.int(ITEMS_PER_THREAD), k.int(_SHALLOW_ITEMS_PER_THREAD))
         wanted = (wanted + (matrices - 1)) // matrices
-        ranges = k.most(k.least(wanted, pairs // _LEAST_PANELS), least_ranges)
-        blocks = k.least((wanted + (ranges - 1)) // ranges, tiles // _LEAST_ROW_TILES)
-        blocks = k.most(blocks, (tiles + (MOST_ROW_TILES - 1)) // MOST_ROW_TILES)
+        ranges = k.max(k.min(wanted, pairs // _LEAST_PANELS), least_ranges)
+        blocks = k.min((wanted + (ranges - 1)) // ranges, tiles // _LEAST_ROW_TILES)
+        blocks = k.max(blocks, (tiles + (MOST_ROW_TILES - 1)) // MOST_ROW_TILES)
         few = tiles < 2
         draw = k.select(few, matrices * pairs // (threads * RANGES_PER_THREAD), k.int(1))
         return RangeCut(rows, tiles, k.select(few, k.int(1), blocks), k.select(few, pairs, ranges), draw)
@@ -342,15 +342,15 @@ class GemmBody:
         if self.spec.epilogue != "gated_clamped":
             return _activated(k, self.spec.epilogue, gate) * up
         # The comparisons keep a NaN in the second argument.
-        gate, least = k.smaller(self.limit, gate), self.limit * -1.0
-        up = k.larger(least, k.smaller(self.limit, up))
+        gate, least = k.minimum(self.limit, gate), self.limit * -1.0
+        up = k.maximum(least, k.minimum(self.limit, up))
         return (up + 1.0) * (gate * k.sigmoid(gate * self.alpha))
 
     def _xielu(self, x: Vec) -> Vec:
         """Return xIELU (arXiv 2411.13010), whose slope at 0 is 0.5: ``above`` times x squared above 0, and ``below``
         times exp(x) - 1 - x elsewhere."""
         k = self.k
-        curve = self.below * (k.exp2(k.smaller(x, k.vector(0.0)) * LOG2E) - 1.0 - x)
+        curve = self.below * (k.exp2(k.minimum(x, k.vector(0.0)) * LOG2E) - 1.0 - x)
         return k.fma(k.vector(0.5), x, k.select(x < 0.0, curve, self.above * (x * x)))
 
     def _out_bytes(self) -> int:
@@ -488,7 +488,7 @@ class RoundedPanels(CodedPanels):
     ) -> None:
         k, body, scratch = self.body.k, self.body, self.body.call.scratch
         with k.range(cut.last, cut.first, step=PASS_TILES) as first:
-            tiles = k.least(cut.last - first, PASS_TILES)
+            tiles = k.min(cut.last - first, PASS_TILES)
             begin = cut.begin(first)
 
             def row_of(tile: Int, first: Int = first, begin: Int = begin) -> Int:
@@ -575,7 +575,7 @@ class RangeCut:
     def block(self, number: Int) -> tuple[Int, Int]:
         """Return the first row of a block, and its number of rows."""
         first, behind = (self.tiles * each // self.blocks * TILED_ROWS for each in (number, number + 1))
-        return first, first.k.least(behind, self.rows) - first
+        return first, first.k.min(behind, self.rows) - first
 
 
 @dataclass(frozen=True, slots=True)
@@ -607,7 +607,7 @@ def _activated(k: Kernel, epilogue: str, gate: Vec) -> Vec:
 
 
 def _erf_gelu(k: Kernel, x: Vec) -> Vec:
-    distance = k.larger(x, x * -1.0) * math.sqrt(0.5)
+    distance = k.maximum(x, x * -1.0) * math.sqrt(0.5)
     t = k.vector(1.0) / (distance * _ERF_P + 1.0)
     curve = k.vector(_ERF[0])
     for factor in _ERF[1:]:

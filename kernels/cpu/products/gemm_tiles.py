@@ -112,8 +112,8 @@ class TileArgs:
 def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
     """Multiply ``rows`` rows, 1 to ``kind.tiles(isa).most``, with a panel."""
     x_bytes = (rows - 1) * args.x_stride + args.steps * kind.row_step_bytes
-    inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES)
-    with k.when(inside & k.holds(args.sums, rows * TOTALS_BYTES)):
+    inside = k.in_bounds(args.x, x_bytes) & k.in_bounds(args.panel, args.steps * PANEL_STEP_BYTES)
+    with k.when(inside & k.in_bounds(args.sums, rows * TOTALS_BYTES)):
         if not kind.in_matrix_tiles(k.isa):
             _call_tiles(k, kind, rows, args)
         elif kind.rows != "int8":
@@ -270,7 +270,7 @@ class MatrixTile:
 
     def shape(self, steps: Int | int) -> None:
         """Configure the tiles for ``steps`` steps at a time."""
-        heights = [self.k.least(self.rows - TILE_ROWS * group, TILE_ROWS) for group in range(self.groups)]
+        heights = [self.k.min(self.rows - TILE_ROWS * group, TILE_ROWS) for group in range(self.groups)]
         sums = [height for height in heights for _ in range(2)]
         row_bytes = [VECTOR_BYTES] * len(sums) + [self.k.int(steps) * STEP_BYTES] * len(heights) + [VECTOR_BYTES] * 2
         self.tiles.shape([*sums, *heights, steps, steps], row_bytes)

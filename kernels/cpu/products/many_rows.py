@@ -98,7 +98,7 @@ class ManyRows:
         k = self._k
         most = MOST_ROW_TILES * TILED_ROWS
         with k.range(rows, step=most) as first:
-            height, begin = k.least(rows - first, most), x + first * x_stride
+            height, begin = k.min(rows - first, most), x + first * x_stride
             with k.range(self._blocks) as block:
                 self._shape(block)
                 self._copy(begin, x_stride, height, block)
@@ -112,7 +112,7 @@ class ManyRows:
     def _count(self, block: Int) -> Int:
         """Return the instructions of a block for each sum."""
         k = self._k
-        count: Int = k.select(self._is_rest(block), k.int(1), k.least(self._whole - block * _BLOCK, _BLOCK))
+        count: Int = k.select(self._is_rest(block), k.int(1), k.min(self._whole - block * _BLOCK, _BLOCK))
         return count
 
     def _shape(self, block: Int) -> None:
@@ -125,7 +125,7 @@ class ManyRows:
         )
 
     def _offset(self, block: Int) -> Int:
-        return self._k.least(block * _BLOCK, self._whole)
+        return self._k.min(block * _BLOCK, self._whole)
 
     def _copy(self, x: Ptr, x_stride: Int, rows: Int, block: Int) -> None:
         """Copy a block's values into tiles: [32 rows][instructions][32][64 bytes]."""
@@ -153,7 +153,9 @@ class ManyRows:
         lines = begin + panel * panels.panel_bytes
         final = block + 1 >= self._blocks
         further = begin + (panels.first * panels.panel_bytes + count * (TILE_STEPS * PANEL_STEP_BYTES))
-        ahead = k.either(panel + 1 < panels.last, lines + panels.panel_bytes, k.either(final, panels.ahead, further))
+        ahead = k.select_ptr(
+            panel + 1 < panels.last, lines + panels.panel_bytes, k.select_ptr(final, panels.ahead, further)
+        )
         # The memory ahead is at most as large as this block. Each tile of rows prefetches its share.
         share = k.int(TILE_STEPS * PANEL_STEP_BYTES) // tiles
         parked = k.select(self._blocks < 2, k.int(0), k.int(_SUMS_BYTES))
@@ -161,10 +163,10 @@ class ManyRows:
             epilogue.prefetch(panel)
         with k.range(tiles) as tile:
             sums = self._sums + ((panel - panels.first) * tiles + tile) * parked
-            height = k.least(rows - tile * TILED_ROWS, TILED_ROWS)
+            height = k.min(rows - tile * TILED_ROWS, TILED_ROWS)
             copies = self._copies + tile * count * _INSTRUCTION_BYTES
-            inside = k.holds(copies, count * _INSTRUCTION_BYTES) & k.holds(sums, _SUMS_BYTES)
-            with k.when(inside & k.holds(lines, self._line_bytes(block))):
+            inside = k.in_bounds(copies, count * _INSTRUCTION_BYTES) & k.in_bounds(sums, _SUMS_BYTES)
+            with k.when(inside & k.in_bounds(lines, self._line_bytes(block))):
                 self._call(height, (copies, lines, count, ahead + tile * count * share, share, sums, block))
             with k.when(final):
                 epilogue.finish(first + tile * TILED_ROWS, height, panel, sums)

@@ -62,7 +62,7 @@ class RouteToExperts(KernelSpec):
                 total = self._exponentials(k, logits + row * stride, call.scratch)
             choices = self._choices(call, total) if self.biased else call.scratch
             if self.groups > 1:
-                self._leave_groups(k, choices, call.scratch + 2 * self._room)
+                self._leave_groups(k, choices, call.scratch + 2 * self._choices_bytes)
             chosen_total = k.variable(k.vector(0.0))
             with k.range(self.chosen) as i:
                 best, expert = self._best(k, choices, self.experts)
@@ -83,7 +83,7 @@ class RouteToExperts(KernelSpec):
         return -math.inf if self.biased else -1.0
 
     @property
-    def _room(self) -> int:
+    def _choices_bytes(self) -> int:
         """Bytes of the scores of all experts, in whole vectors."""
         return -(-self.experts // LANES) * VECTOR_BYTES
 
@@ -122,7 +122,7 @@ class RouteToExperts(KernelSpec):
     def _choices(self, call: KernelCall, total: Vec) -> Ptr:
         """Store scores / total + bias after the scores; return their address."""
         k, bias, count = call.k, call.args.pointer("bias"), call.k.int(self.experts)
-        out = call.scratch + self._room
+        out = call.scratch + self._choices_bytes
         with k.range(vectors_of(count)) as i:
             at, here = i * VECTOR_BYTES, k.below(i * LANES, count)
             k.store(
@@ -136,10 +136,10 @@ class RouteToExperts(KernelSpec):
         largest = k.variable(k.vector(-math.inf))
         with k.range(vectors) as i:
             here = k.below(i * LANES, count)
-            largest.value = k.larger(
+            largest.value = k.maximum(
                 k.select(here, k.load(logits + i * VECTOR_BYTES), k.vector(-math.inf)), largest.value
             )
-        top, total = k.maximum(largest.value), k.variable(k.vector(0.0))
+        top, total = k.max_lane(largest.value), k.variable(k.vector(0.0))
         with k.range(vectors) as i:
             here = k.below(i * LANES, count)
             power = k.exp2((k.load(logits + i * VECTOR_BYTES) - top) * LOG2E)
@@ -159,9 +159,9 @@ class RouteToExperts(KernelSpec):
             larger = value > best.value
             best.value = k.select(larger, value, best.value)
             places.value = k.select(larger, counted + k.real(i * LANES), places.value)
-        largest = k.maximum(best.value)
+        largest = k.max_lane(best.value)
         behind = k.select(best.value < largest, k.vector(-math.inf), places.value * -1.0)
-        return largest, k.first_as_int(k.maximum(behind) * -1.0)
+        return largest, k.first_as_int(k.max_lane(behind) * -1.0)
 
 
 @dataclass(frozen=True, slots=True)

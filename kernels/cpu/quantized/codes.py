@@ -32,7 +32,7 @@ from pillion.kernels.cpu.language.byte_codes import (
     QUARTERS,
     fp8_floats,
     half_words,
-    looked_up,
+    lookup_values,
     word_lanes,
 )
 from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VF, VI, Kernel, Pairs, Ptr, Vec, int_lanes
@@ -145,8 +145,8 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
         # A column's inputs are a word: both tiles share its bytes, and the two middle ones are swapped.
         words = codes.contiguous().view(torch.int32)[..., 0]
         both = words[..., :LANES] | words[..., LANES:] << 4
-        turned = (both & ~0xFFFF00) | (both >> 8 & 0xFF00) | (both << 8 & 0xFF0000)
-        return turned.view(torch.uint8)
+        swapped = (both & ~0xFFFF00) | (both >> 8 & 0xFF00) | (both << 8 & 0xFF0000)
+        return swapped.view(torch.uint8)
     # [tiles][quarters][columns][pairs][inputs]
     split = codes.reshape(*lead, 2, QUARTERS, LANES // QUARTERS, 2, 2)
     return split.movedim((-2, -4, -5, -3, -1), (-5, -4, -3, -2, -1)).reshape(*lead, 2 * LINE_BYTES)
@@ -189,7 +189,7 @@ def unit_parts(k: Kernel, kind: CodeKind, unit: Ptr, wide_rows: bool) -> Iterato
         if pairs:
             codes, (patterns,) = k.read(unit + at, _BYTES, 1), _patterns(kind)
             lowest = patterns[_SIGN] >> 8 if kind.codes == "int8_whole" else None
-            first, second = looked_up(k, codes, codes, patterns[:_SIGN], lowest)
+            first, second = lookup_values(k, codes, codes, patterns[:_SIGN], lowest)
             yield (first,), (second,)
         else:
             words = k.read(unit + at, _WORDS, 1)

@@ -106,4 +106,4 @@ def unit_codes(k: Kernel, kind: DotKind, unit: Ptr, halves: range) -> list[Quads
     if kind.coding != "fp4_e2m1":
         return [Quads(k, nibble) for nibble in nibbles]
     table = (kind.values + kind.bias).tolist()
-    return [k.look_up(Quads(k, nibble), table) for nibble in nibbles]
+    return [k.table_lookup(Quads(k, nibble), table) for nibble in nibbles]

@@ -40,7 +40,7 @@ class MatrixDots:
         """Multiply ``rows`` rows by a panel; call ``finish`` with each row's number and totals."""
         k, totals = self.product.k, self.args.totals
         with k.range(rows, step=_PASS_ROWS) as first:
-            count = k.least(rows - first, _PASS_ROWS)
+            count = k.min(rows - first, _PASS_ROWS)
             with k.range(count * 2) as half:
                 k.store(totals + half * VECTOR_BYTES, k.vector(0.0))
             self._pass(first, count)
@@ -50,10 +50,10 @@ class MatrixDots:
     def _pass(self, first: Int, count: Int) -> None:
         k, args = self.product.k, self.args
         whole = args.units // args.group_units
-        chunk = k.most(k.int(_WIDE_UNITS) // args.group_units, 1)
+        chunk = k.max(k.int(_WIDE_UNITS) // args.group_units, 1)
         with k.range((whole + (chunk - 1)) // chunk) as number:
             group = number * chunk
-            self._groups(first, count, group, k.least(chunk, whole - group), args.group_units)
+            self._groups(first, count, group, k.min(chunk, whole - group), args.group_units)
         rest = args.units - whole * args.group_units
         with k.when(rest > 0):
             self._groups(first, count, whole, k.int(1), rest)
@@ -107,11 +107,11 @@ class MatrixDots:
 
     def _call(self, args: _Groups) -> None:
         k, product = self.product.k, self.product
-        inside = k.holds(args.x, (args.rows - 1) * args.x_stride + args.groups * args.units * UNIT_INPUTS)
+        inside = k.in_bounds(args.x, (args.rows - 1) * args.x_stride + args.groups * args.units * UNIT_INPUTS)
         about = (args.rows - 1) * args.about_stride + args.groups * ROW_CONSTANTS_BYTES
         last = (args.groups - 1) * args.panel_stride
-        inside = inside & k.holds(args.about, about) & k.holds(args.panel, last + product.constants_bytes)
-        inside = inside & k.holds(args.lines, (args.groups - 1) * args.lines_stride + args.units * _WIDE_UNIT_BYTES)
+        inside = inside & k.in_bounds(args.about, about) & k.in_bounds(args.panel, last + product.constants_bytes)
+        inside = inside & k.in_bounds(args.lines, (args.groups - 1) * args.lines_stride + args.units * _WIDE_UNIT_BYTES)
         for groups, wanted in ((1, args.rows <= TILE_ROWS), (_ROW_GROUPS, args.rows > TILE_ROWS)):
 
             def body(inner: Kernel, *seen: Any, groups: int = groups) -> None:
@@ -160,7 +160,7 @@ class _DotMatrixTile:
         # All products have one shape: a group has at most twice the steps of a tile, and an even number if more than
         # one tile's.
         steps = k.select(args.units <= TILE_STEPS, args.units, args.units // 2)
-        heights = [k.least(args.rows - TILE_ROWS * group, TILE_ROWS) for group in range(self.row_groups)]
+        heights = [k.min(args.rows - TILE_ROWS * group, TILE_ROWS) for group in range(self.row_groups)]
         sums = [height for height in heights for _ in range(2)]
         row_bytes = [VECTOR_BYTES] * len(sums) + [steps * STEP_BYTES] * len(heights) + [VECTOR_BYTES] * 2
         self.tiles.shape([*sums, *heights, steps, steps], row_bytes)

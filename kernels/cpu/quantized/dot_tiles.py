@@ -133,10 +133,10 @@ class DotProduct:
 
     def _tile(self, rows: Int, args: DotRows) -> None:
         k, tiles = self.k, self.k.isa.dot_tiles
-        inside = k.holds(args.x, (rows - 1) * args.x_stride + args.units * UNIT_INPUTS)
-        inside = inside & k.holds(args.about, (rows - 1) * args.about_stride + args.groups * ROW_CONSTANTS_BYTES)
-        inside = inside & k.holds(args.panel, self.panel_bytes(args.units, args.group_units))
-        with k.when(inside & k.holds(args.totals, rows * TOTALS_BYTES)):
+        inside = k.in_bounds(args.x, (rows - 1) * args.x_stride + args.units * UNIT_INPUTS)
+        inside = inside & k.in_bounds(args.about, (rows - 1) * args.about_stride + args.groups * ROW_CONSTANTS_BYTES)
+        inside = inside & k.in_bounds(args.panel, self.panel_bytes(args.units, args.group_units))
+        with k.when(inside & k.in_bounds(args.totals, rows * TOTALS_BYTES)):
             for height in k.cases(rows, tiles.most):
                 for halves in (range(2),) if height <= tiles.wide else (range(1), range(1, 2)):
                     self._call_tile(height, halves, args)
@@ -165,7 +165,7 @@ class _DotTile:
         with k.range(args.groups) as group:
             begin, panel = group * args.group_units, args.panel + group * stride
             sums = [[k.variable(start) for _ in self.halves] for start in self._starts(group)]
-            with k.range(k.least(args.group_units, args.units - begin), step=_UNROLLED) as first:
+            with k.range(k.min(args.group_units, args.units - begin), step=_UNROLLED) as first:
                 for step in range(_UNROLLED):
                     self._multiply(panel + product.constants_bytes, begin, first + step, sums)
             self._fold(panel, group, sums)

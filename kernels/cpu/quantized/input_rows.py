@@ -78,7 +78,7 @@ class SumInputs(KernelSpec):
             totals = [k.variable(k.vector(0.0)) for _ in range(SUMMED_GROUPS)]
             for place, total in enumerate(totals):
                 first = (group + place) * inputs // LANES
-                behind = k.least((group + (place + 1)) * inputs, depth) // LANES
+                behind = k.min((group + (place + 1)) * inputs, depth) // LANES
                 with k.range(behind, first) as vector:
                     total.value = total.value + k.load_float(x + (row * x_stride + vector * vector_bytes), self.bf16)
             k.store_sums(sums + (row * sums_stride + group * 4), *(total.value for total in totals))
@@ -118,7 +118,7 @@ class CodeInputs(KernelSpec):
             row = item // groups
             group = item - row * groups
             first = group * inputs
-            vectors = k.least(inputs, depth - first) // LANES
+            vectors = k.min(inputs, depth - first) // LANES
             source, target = x + (row * x_stride + first * size), out + (row * out_stride + first)
             scale = self._largest(k, source, vectors) / largest.value
             inverse = k.select(scale > 0.0, k.vector(1.0) / scale, k.vector(0.0))
@@ -140,10 +140,10 @@ class CodeInputs(KernelSpec):
         """Return the largest magnitude of a row, in all lanes; NaN and infinities exceed all numbers."""
         sizes = k.variable(k.vector(0.0))
         with k.range(vectors) as i:
-            sizes.value = k.larger_size(
+            sizes.value = k.maximum_abs(
                 sizes.value, k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
             )
-        return k.largest_size(sizes.value)
+        return k.max_abs_lane(sizes.value)
 
     def _constants(self, k: Kernel, at: Ptr, codes: KernelVariable, scale: Vec) -> None:
         """Store a group's constants. ``codes``: partial sums of the group's codes."""
@@ -164,4 +164,4 @@ def kept_bias(k: Kernel, bias: int) -> int:
 
 
 def _bounded(k: Kernel, value: Vec) -> Vec:
-    return k.smaller(k.larger(value, float(LEAST_CODE)), float(MOST_CODE))
+    return k.minimum(k.maximum(value, float(LEAST_CODE)), float(MOST_CODE))

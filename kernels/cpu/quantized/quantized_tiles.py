@@ -180,7 +180,7 @@ class CodedProduct:
             return
         few = self.most_rows(False)
         with k.range(rows, step=PASS_ROWS) as first:
-            count = k.least(rows - first, PASS_ROWS)
+            count = k.min(rows - first, PASS_ROWS)
             mine = _rows_from(fused, first)
             self._clear(count, scratch)
             with k.when(count <= few):
@@ -199,12 +199,12 @@ class CodedProduct:
 
     def _multiply_widened(self, rows: Int, args: CodedRows, wide: Ptr) -> None:
         k = self.k
-        chunk = k.most(k.int(_WIDE_INPUTS // UNIT_INPUTS) // args.group_units, 1)
+        chunk = k.max(k.int(_WIDE_INPUTS // UNIT_INPUTS) // args.group_units, 1)
         with k.range((args.groups + (chunk - 1)) // chunk) as number:
             group = number * chunk
             unit = group * args.group_units
             codes = args.weights + group * args.weights_stride
-            units = k.least(chunk * args.group_units, args.units - unit)
+            units = k.min(chunk * args.group_units, args.units - unit)
             self._widen(codes, wide, units, args)
             groups = replace(
                 args,
@@ -243,12 +243,12 @@ class CodedProduct:
         def body(inner: Kernel, codes: Ptr, wide: Ptr, units: Int, group_units: Int, stride: Int) -> None:
             with inner.range((units + (group_units - 1)) // group_units) as group:
                 begin = group * group_units
-                with inner.range(inner.least(group_units, units - begin)) as unit:
+                with inner.range(inner.min(group_units, units - begin)) as unit:
                     at = codes + (group * stride + unit * self.kind.unit_bytes)
                     parts = unit_parts(inner, self.kind, at, self.wide_rows)
                     store_parts(inner, wide + (begin + unit) * self.wide_bytes, parts)
 
-        inside = k.holds(codes, self._codes_bytes(units, args)) & k.holds(wide, _MOST_WIDE_BYTES)
+        inside = k.in_bounds(codes, self._codes_bytes(units, args)) & k.in_bounds(wide, _MOST_WIDE_BYTES)
         with k.when(inside):
             name = f"gemm_widen_{self.kind.codes}{'_wide' * self.wide_rows}"
             k.call_subroutine(name, (codes, wide, units, args.group_units, args.weights_stride), body)
@@ -259,16 +259,16 @@ class CodedProduct:
 
     def _tiles(self, rows: Int, args: CodedRows, widened: bool) -> None:
         k = self.k
-        inside = k.holds(args.x, (rows - 1) * args.x_stride + args.units * self.unit_x_bytes)
-        inside = inside & k.holds(args.totals, rows * TOTALS_BYTES)
+        inside = k.in_bounds(args.x, (rows - 1) * args.x_stride + args.units * self.unit_x_bytes)
+        inside = inside & k.in_bounds(args.totals, rows * TOTALS_BYTES)
         if widened:
-            inside = inside & k.holds(args.weights, args.units * self.wide_bytes)
+            inside = inside & k.in_bounds(args.weights, args.units * self.wide_bytes)
         else:
-            inside = inside & k.holds(args.weights, self._codes_bytes(args.units, args))
+            inside = inside & k.in_bounds(args.weights, self._codes_bytes(args.units, args))
         last = (args.groups - 1) * args.constants_stride
-        inside = inside & k.holds(args.constants, last + self.constants_bytes)
+        inside = inside & k.in_bounds(args.constants, last + self.constants_bytes)
         if self.offsets:
-            inside = inside & k.holds(args.input_sums, (rows - 1) * args.input_sums_stride + args.groups * 4)
+            inside = inside & k.in_bounds(args.input_sums, (rows - 1) * args.input_sums_stride + args.groups * 4)
         with k.when(inside):
             for height in k.cases(rows, self.most_rows(widened)):
                 if height <= self._tile_rows.wide:
@@ -332,7 +332,7 @@ class _CodedTile:
             with k.range(rounds) as number:
                 self._groups(number * sides, sides, args.group_units)
         with k.range(args.groups, done) as group:
-            self._groups(group, 1, k.least(args.group_units, args.units - group * args.group_units))
+            self._groups(group, 1, k.min(args.group_units, args.units - group * args.group_units))
 
     def _groups(self, first: Int, sides: int, units: Int) -> None:
         """Multiply the rows by ``sides`` groups of ``units`` units, interleaved."""

@@ -86,7 +86,7 @@ class RoundedProduct:
         with k.range(begin(tiles) * 2) as half:
             k.store(self.scratch + half * VECTOR_BYTES, k.vector(0.0))
         with k.range(self.units, step=_FAR_UNITS) as unit:
-            units = k.least(self.units - unit, _FAR_UNITS)
+            units = k.min(self.units - unit, _FAR_UNITS)
             self._widen(unit, units)
             x = self.x + unit * _UNIT_X_BYTES
             with k.range(tiles) as tile:
@@ -99,7 +99,7 @@ class RoundedProduct:
         """Multiply the rows of one matrix tile."""
         k, coded = self.k, self.coded
         x_bytes = (rows - 1) * self.x_stride + self.units * _UNIT_X_BYTES
-        inside = k.holds(self.x, x_bytes) & k.holds(self.scratch, rows * TOTALS_BYTES)
+        inside = k.in_bounds(self.x, x_bytes) & k.in_bounds(self.scratch, rows * TOTALS_BYTES)
         inside = inside & self._sound(_NEAR_UNITS)
         sizes = self.units, self.group_units
         values = (rows, self.x, self.x_stride, self.panel, self._wide, *sizes, self.ahead, self.scratch)
@@ -123,7 +123,7 @@ class RoundedProduct:
     def _sound(self, units: Int | int) -> Bool:
         """Return whether the panel and a widened block are in bounds."""
         k, size = self.k, self.coded.panel_bytes(self.units, self.group_units)
-        return k.holds(self.panel, size) & k.holds(self._wide, k.int(units) * _UNIT_WIDE_BYTES)
+        return k.in_bounds(self.panel, size) & k.in_bounds(self._wide, k.int(units) * _UNIT_WIDE_BYTES)
 
     def _widen(self, first: Int, units: Int) -> None:
         """Widen ``units`` units from ``first`` on, and prefetch the same bytes of the panel ahead."""
@@ -160,7 +160,7 @@ def _write_few(
 
     tile.shape(TILE_STEPS)
     with k.range(units, step=_NEAR_UNITS) as unit:
-        mine = k.least(units - unit, _NEAR_UNITS)
+        mine = k.min(units - unit, _NEAR_UNITS)
         _widen_units(coded, panel, wide, unit, mine, group_units, ahead)
         with k.range(mine * _UNIT_STEPS // TILE_STEPS) as step:
             from_unit(unit).multiply(step)
@@ -188,7 +188,7 @@ def _widen_units(
         ]
         for line in range(0, coded.constants_bytes, LINE_BYTES):
             k.prefetch(ahead + (at + line), near=False)
-        with k.range(k.least(begin + group_units, behind), k.most(begin, first)) as unit:
+        with k.range(k.min(begin + group_units, behind), k.max(begin, first)) as unit:
             place = at + coded.constants_bytes + (unit - begin) * kind.unit_bytes
             for line in range(0, kind.unit_bytes, LINE_BYTES):
                 k.prefetch(ahead + (place + line), near=False)

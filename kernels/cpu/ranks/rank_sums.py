@@ -6,7 +6,7 @@
 Both are phases of a step. A phase has a number that only grows, the same in all ranks: the phase at the step's begin
 plus the operation's ``number``. Every rank adds up all partials itself, so that each sum needs one wait, and a result
 has the same bits in each rank and whenever a rank arrives. Two buffers of partials alternate: when a rank writes its
-partials of a phase, all have arrived at the phase before, so nobody still reads those of two phases before.
+partials of a phase, all have arrived at the phase before, so those of two phases before are no longer read.
 
 A waiting rank polls for a while, then sleeps in the operating system, because ranks may share a core. An arrival wakes
 it; after a nap it also checks ABORT. After too many naps in one wait it sets ABORT itself. From then on no wait lasts,
@@ -86,7 +86,7 @@ class SumRanks(KernelSpec):
         with call.even_share(call.step.number(f"num_{self.rows_of}") * chunks) as item:
             row, first = item // chunks, item % chunks * _CHUNK_VECTORS
             sources = [partials + (rank_stride * rank + row * row_stride) for rank in range(self.ranks)]
-            with k.range(k.least(first + _CHUNK_VECTORS, vectors), first) as i:
+            with k.range(k.min(first + _CHUNK_VECTORS, vectors), first) as i:
                 at = i * VECTOR_BYTES
                 total = k.load(sources[0] + at)
                 for source in sources[1:]:
@@ -139,7 +139,7 @@ def _meet(call: KernelCall, ranks: int) -> None:
     k, args = call.k, call.args
     words, collective = args.pointer("words"), args.pointer("collective")
     phase = k.load_int(collective + PHASE) + args.number("number")
-    with k.when(k.holds(words, words_bytes(ranks))):
+    with k.when(k.in_bounds(words, words_bytes(ranks))):
         limits = k.load_int(collective + NAPS), k.load_int(collective + NAP_NS)
         values = words, args.number("rank"), k.int(ranks), phase, *limits
         k.call_subroutine("meet_ranks_words", values, _arrive_and_wait)
@@ -156,7 +156,7 @@ def _arrive_and_wait(k: Kernel, words: Ptr, rank: Int, ranks: Int, phase: Int, n
         line = words + (other * RANK_LINE_BYTES + RANK_LINE_BYTES)
         with k.forever() as end:
             arrived = atomic_load(k, line + ARRIVED)
-            k.leave(end, (arrived >= phase) | (atomic_load(k, words + ABORT) > 0))
+            k.break_if(end, (arrived >= phase) | (atomic_load(k, words + ABORT) > 0))
             polls.value = polls.value + 1
             with k.builder.if_else((polls.value < POLLS).ir) as (soon, late):
                 with soon:

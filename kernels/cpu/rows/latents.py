@@ -15,7 +15,7 @@ from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Ve
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.rows.rotate import scatter_key, scatter_key_codes, turned
+from pillion.kernels.cpu.rows.rotate import rotate, scatter_key, scatter_key_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class WriteLatents(KernelSpec):
         projected = args.pointer("projected") + row * args.number("projected_stride")
         source = projected + (head * (self.still + self.rotary) + self.still) * size
         values = [k.load_float(source + i * (LANES * size), self.bf16) for i in range(self.rotary // LANES)]
-        for vector, value in enumerate(self._turned(call, values, angles)):
+        for vector, value in enumerate(self._rotated(call, values, angles)):
             at = target + (self.rank + vector * LANES) * size
             k.store_float(at, value if factor is None else value * factor, self.bf16)
 
@@ -104,7 +104,7 @@ class WriteLatents(KernelSpec):
         source = args.pointer("latents") + row * args.number("latents_stride")
         behind_latents = self.rank // LANES
         values = [k.load(source + (behind_latents + i) * VECTOR_BYTES) for i in range(self.rotary // LANES)]
-        keys = self._turned(call, values, angles)
+        keys = self._rotated(call, values, angles)
         clears = behind.equals(row + 1) & (row - offset >= first)
         if self.codes:
             latents = [k.load(source + i * VECTOR_BYTES) for i in range(behind_latents)]
@@ -129,13 +129,13 @@ class WriteLatents(KernelSpec):
             self.rotary // LANES,
         )
         values = [call.k.load(source + i * VECTOR_BYTES) for i in range(self.index // LANES)]
-        return [*self._turned(call, values[:turning], angles), *values[turning:]]
+        return [*self._rotated(call, values[:turning], angles), *values[turning:]]
 
-    def _turned(self, call: KernelCall, values: list[Vec], angles: Int) -> list[Vec]:
+    def _rotated(self, call: KernelCall, values: list[Vec], angles: Int) -> list[Vec]:
         """Return the values rotated by the angles of their position."""
         if not self.rotated:
             return values
-        return turned(call.k, values, call.args.pointer("cos") + angles, call.args.pointer("sin") + angles)
+        return rotate(call.k, values, call.args.pointer("cos") + angles, call.args.pointer("sin") + angles)
 
     @property
     def _group_bytes(self) -> int:

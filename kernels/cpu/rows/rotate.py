@@ -279,8 +279,8 @@ class RowWriter:
         """Load a head of ``heads`` as vectors, normed and rotated."""
         values = [self._k.load(heads + head * self._wide_head + i * VECTOR_BYTES) for i in range(self._vectors)]
         if self._spec.norm_last:
-            return self._normed(self._turned(row, values), head, weight, factor)
-        return self._turned(row, self._normed(values, head, weight, factor))
+            return self._normed(self._rotated(row, values), head, weight, factor)
+        return self._rotated(row, self._normed(values, head, weight, factor))
 
     def _normed(self, values: list[Vec], head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
         """Norm a head's vectors if the model norms queries and keys."""
@@ -298,15 +298,15 @@ class RowWriter:
         weights = weight + head * self._wide_head if kind in ("projection", "layer_by_head") else weight
         return [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
 
-    def _turned(self, row: StepRow, head: list[Vec]) -> list[Vec]:
+    def _rotated(self, row: StepRow, head: list[Vec]) -> list[Vec]:
         """Return head * cos + (head with swapped halves) * signed sin, as in
         :func:`pillion.engine.models.rope.rotate`."""
         if not self._spec.rope:
             return head
-        return turned(self._k, head, self._cos + row.angles, self._sin + row.angles)
+        return rotate(self._k, head, self._cos + row.angles, self._sin + row.angles)
 
 
-def turned(k: Kernel, head: list[Vec], cos: Ptr, sin: Ptr) -> list[Vec]:
+def rotate(k: Kernel, head: list[Vec], cos: Ptr, sin: Ptr) -> list[Vec]:
     """Return head * cos + (head with swapped halves) * signed sin, for a row's cosines and sines [values / 2]."""
     half, found = len(head) * LANES // 2, []
     for i, value in enumerate(head):

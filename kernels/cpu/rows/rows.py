@@ -197,7 +197,7 @@ class SoftCapScale(KernelSpec):
         chunks = (vectors + (_CHUNK_VECTORS - 1)) // _CHUNK_VECTORS
         with call.even_share(call.step.number("num_logits") * chunks) as item:
             row, first = logits + item // chunks * stride, item % chunks * _CHUNK_VECTORS
-            with k.range(k.least(first + _CHUNK_VECTORS, vectors), first) as i:
+            with k.range(k.min(first + _CHUNK_VECTORS, vectors), first) as i:
                 at = row + i * VECTOR_BYTES
                 value = k.load(at) / divisor
                 k.store(at, k.tanh(value / cap) * cap if self.capped else value)
@@ -222,15 +222,15 @@ class GroupMaxima(KernelSpec):
         chunks = (groups + (_CHUNK_VECTORS - 1)) // _CHUNK_VECTORS
         with call.even_share(call.step.number("num_logits") * chunks) as item:
             row, first = item // chunks, item % chunks * _CHUNK_VECTORS
-            with k.range(k.least(first + _CHUNK_VECTORS, groups), first) as group:
+            with k.range(k.min(first + _CHUNK_VECTORS, groups), first) as group:
                 values = [
                     k.load(logits + row * stride + group * (vectors * VECTOR_BYTES) + place * VECTOR_BYTES)
                     for place in range(vectors)
                 ]
                 largest, broken = values[0], values[0] - values[0]
                 for value in values[1:]:
-                    largest, broken = k.larger(largest, value), broken + (value - value)
-                k.store_first(maxima + row * maxima_stride + group * 4, k.maximum(largest) + k.sum(broken))
+                    largest, broken = k.maximum(largest, value), broken + (value - value)
+                k.store_first(maxima + row * maxima_stride + group * 4, k.max_lane(largest) + k.sum(broken))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +271,12 @@ class LargestTokens(KernelSpec):
             broken.value = broken.value + (value - value)
             value = k.select(k.below(i * LANES, count), value, least)
             place.value = k.select(value > largest.value, lanes + k.real(i * LANES), place.value)
-            largest.value = k.larger(value, largest.value)
-        most = k.maximum(largest.value)
+            largest.value = k.maximum(value, largest.value)
+        most = k.max_lane(largest.value)
         # Each lane has the first index of its own maximum.
         first = k.select(largest.value < most, none, place.value)
         numbers = k.select(k.sum(broken.value) < 1.0, k.vector(1.0), k.vector(0.0))
-        place_of_most = k.vector(0.0) - k.maximum(k.vector(0.0) - first)
+        place_of_most = k.vector(0.0) - k.max_lane(k.vector(0.0) - first)
         return k.first_as_int(place_of_most), k.first_as_int(numbers) > 0
 
 

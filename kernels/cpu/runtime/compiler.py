@@ -112,7 +112,7 @@ def target_of(isa: Isa) -> CompileTarget:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     if platform.machine() == isa.machine and set(isa.needs) <= host_features():
-        # With the missing features, too: a hypervisor may hide some that processors of this name have.
+        # Includes missing features: a hypervisor may hide some that processors of this name have.
         cpu, features = llvm.get_host_cpu_name(), [llvm.get_host_cpu_features().flatten()]
     else:
         cpu, features = isa.model, [f"+{name}" for name in isa.needs]

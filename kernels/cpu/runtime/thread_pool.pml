@@ -1,13 +1,13 @@
 /*
- * A model of the thread pool and of core lending, for the model checker spin. lab/lab/docs/thread-pool.md says how to read it.
+ * A model of the thread pool and of core lending, for the model checker spin, explained in lab/docs/thread-pool.md.
  *
  * The code is thread_pool_code.py, which emits LLVM. "code:" names the method that an inline follows: each atomic
  * operation of the method is one step here, in the same order, on a word of the same name. The test
- * tests/kernels/cpu/test_thread_pool_model.py compares both, and has spin search all orders of the steps: of the model in
- * each of its shapes, where nothing may fail, and with each of its defects (#ifdef), which must be found.
+ * tests/kernels/cpu/test_thread_pool_model.py compares both, and runs spin over all orders of the steps: of the model in
+ * each of its shapes, without failures, and with each of its defects (#ifdef), which must be found.
  *
  * left out: PROGRAM COUNTERS DOOR FIRST_THREAD_LINE POOL SCRATCH OWNER_LINE CORE_LINE BORROWED_NS OWNER PROCESSOR
- * (These words lay out memory, never change while a thread looks, or are as much the leader's as STEP is.)
+ * (Words of the memory layout, constant while threads read them, or owned by the leader like STEP.)
  */
 
 #ifdef POOL_SHAPE /* One worker with three threads, and one run. */
@@ -23,7 +23,7 @@
 #define MAX_CLOCK 0
 #endif
 
-#ifdef RUNS_SHAPE /* One worker with two threads, and three runs, of whose entries the second is skipped. */
+#ifdef RUNS_SHAPE /* One worker with two threads, and three runs that skip the second entry. */
 #define POOLS 1
 #define THREADS 2
 #define ALL_THREADS 2
@@ -85,17 +85,17 @@
 #define MAX_CLOCK 3
 #endif
 
-/* Nobody looks at what these leaders would write into the lending table: OWNER_SHAPE is about that. */
+/* Writes of these leaders to the lending table are never read; OWNER_SHAPE covers them. */
 #define LENDING_TABLE false
 
-/* The steps of a pool between which nothing can happen that the first two shapes have not shown. */
+/* Steps of a pool whose interleavings the first two shapes cover. */
 #ifdef OWNER_DIED
 #define POOL_STEPS atomic
 #else
 #define POOL_STEPS
 #endif
 
-/* Times count in ticks: only their order matters. At MAX_CLOCK time stands still, and waits with a limit end at once. */
+/* Times are ticks: only their order matters. At MAX_CLOCK time stops, and waits with a timeout end at once. */
 #define LEASE_NS 2
 #define LINGER_NS 1
 
@@ -103,10 +103,10 @@
 #define _LEADER 1
 #define _BORROWER 2
 
-/* The program that spin writes has a BASE of its own. */
+/* The program that spin generates defines its own BASE. */
 #define BASE BASE_WORD
 
-/* The words of memory, by the names of their places in the code. A pool's own gate has its pool's number. */
+/* The words of memory, named like their offsets in the code. A pool's own gate has its pool's number. */
 byte GATE[GATES], SLEEPERS[GATES];
 bit OPEN[POOLS], STOP[POOLS];
 byte BASE[POOLS], ENTRIES[POOLS], STEP[POOLS];
@@ -114,22 +114,22 @@ bit ACTIVE[ALL_THREADS];
 byte DRAWN[POOLS * NUM_ENTRIES], DONE[POOLS * NUM_ENTRIES];
 byte OWNED_UNTIL[CORES], LENT_UNTIL[CORES];
 
-/* The machine: the clock, which workers are dead, and the word on which a thread sleeps in the system, or 0. */
+/* The machine: the clock, dead workers, and the word on which a thread sleeps in the kernel, or 0. */
 byte clock;
 bit dead[POOLS];
 byte asleep[ALL_THREADS];
 
-/* What properties need to know, and what no thread looks at. */
-byte run_of[POOLS];                 /* The number of the run that is under way, or 0. */
-byte inside[POOLS];                 /* How many helpers and borrowers may look at the run's words. */
-byte executed[POOLS * NUM_ENTRIES]; /* The work items that have been executed, a bit each. */
-byte slept_at[ALL_THREADS];         /* The value at which a thread has gone to sleep. */
+/* State for the properties, which no thread reads. */
+byte run_of[POOLS];                 /* Number of the current run, or 0. */
+byte inside[POOLS];                 /* Helpers and borrowers that may read the run's words. */
+byte executed[POOLS * NUM_ENTRIES]; /* Executed work items, a bit each. */
+byte slept_at[ALL_THREADS];         /* The value at which a thread went to sleep. */
 byte held[ALL_THREADS];             /* The value of LENT_UNTIL that a borrower wrote, or 0: a variable in the code. */
 byte kept_for[CORES];               /* The run for which an owner keeps its cores, or 0. */
 byte lent_core[ALL_THREADS];        /* The core that the borrower borrows. */
 byte died_at[POOLS];
 
-/* -- the instructions of pillion.kernels.cpu.language.sync, each of which is one step */
+/* -- the instructions of pillion.kernels.cpu.language.sync, one step each */
 
 #define atomic_load(into, word) into = word
 #define atomic_load_until(word, value) word == value
@@ -141,11 +141,11 @@ byte died_at[POOLS];
 #define atomic_exchange(found, word, old, new) d_step { found = word; if :: found == old -> word = new :: else fi }
 #define usleep() skip
 
-/* Addresses of words on which threads sleep. Threads that sleep have those, and 0 is nobody's. */
+/* Addresses of words on which threads sleep; 0 is no address. */
 #define GATE_AT(gate) (1 + gate)
 #define OWNER_AT(owner) (1 + GATES + owner)
 
-/* Linux compares the word once more, under the lock that a wake-up takes as well. */
+/* Linux compares the word again, under the lock of wake-ups. */
 inline futex_wait(slept_on, address, expected) {
   d_step {
     if
@@ -210,7 +210,7 @@ inline sleep(bed, passed) {
 
 /* code: _poll */
 inline poll(looked_at, until) {
-  /* It may end at its first look, and no look changes anything. */
+  /* It may end at the first poll, and polls change nothing. */
   atomic_load_for_a_while(GATE[looked_at])
 }
 
@@ -250,7 +250,7 @@ inline move(moved, target) {
 
 /* -- a run's work */
 
-/* Between these two a kernel executes the work item, in the memory of the run that the thread has joined. */
+/* Between these two a kernel executes the work item, in the memory of the run that the thread joined. */
 inline begin_item(entry) {
   assert(run_of[p] == step);
   do /* Entries follow one another... */
@@ -262,7 +262,7 @@ inline begin_item(entry) {
 
 inline end_item(entry) {
   assert(run_of[p] == step);
-  assert(!(executed[p * NUM_ENTRIES + entry] & (1 << item))); /* ...and each piece of work is done once. */
+  assert(!(executed[p * NUM_ENTRIES + entry] & (1 << item))); /* ...and each work item is executed once. */
   executed[p * NUM_ENTRIES + entry] = executed[p * NUM_ENTRIES + entry] | (1 << item)
 }
 
@@ -274,7 +274,7 @@ inline execute_items(work_of) {
 #else
   :: atomic_add(item, DRAWN[p * NUM_ENTRIES + work_of], 1);
 #endif
-     assert(item < 3 * THREADS); /* Nobody draws in vain again and again. */
+     assert(item < 3 * THREADS); /* Threads do not draw in vain repeatedly. */
      if
      :: item >= THREADS -> break
      :: else -> d_step { begin_item(work_of) }
@@ -308,7 +308,7 @@ inline work(role) {
   POOL_STEPS {
     d_step {
       base = BASE[p]; entries = ENTRIES[p]; step = STEP[p];
-      assert(step == run_of[p]) /* Whoever joins finds the words of the run. */
+      assert(step == run_of[p]) /* A thread that joins sees the words of the run. */
     }
     atomic_load(index, GATE[p]); index = (index < base -> 0 : index - base)
   };
@@ -321,7 +321,7 @@ inline work(role) {
      :: else
      fi;
      if
-     :: role == _BORROWER -> assert(!claimed); claimed = true /* It looks at the table before each entry. */
+     :: role == _BORROWER -> assert(!claimed); claimed = true /* It reads the table before each entry. */
      :: else
      fi;
      execute_items(index);
@@ -365,7 +365,7 @@ inline join(kind) {
   fi
 }
 
-/* -- core lending. The table's words are times, so nobody has to clean up behind a worker that dies. */
+/* -- core lending. The table's words are times, so that a dead worker's entries need no cleanup. */
 
 /* code: _keep_cores */
 inline keep_cores(time_ns, kept_run) {
@@ -400,7 +400,7 @@ inline claim(called) {
   atomic_load(lent, LENT_UNTIL[core]);
   if
   :: owned > time ->
-     /* A dead worker's cores come back. */
+     /* A dead worker's cores become free. */
      assert(!dead[owner] || time < died_at[owner] + LEASE_NS);
      give_back();
      if
@@ -423,7 +423,7 @@ inline claim(called) {
           atomic_exchange(i, LENT_UNTIL[core], lent, time + LEASE_NS);
           held[t] = (i == lent -> time + LEASE_NS : 0); i = 0;
 #endif
-          /* An owner that kept its cores before this thread looked keeps this one... */
+          /* An owner that kept its cores before this thread's read keeps this one... */
           assert(!(held[t] && kept && kept_for[owner] == kept && OWNED_UNTIL[owner] > clock));
           do /* ...and one borrower has a core at a time. */
           :: i < ALL_THREADS ->
@@ -459,7 +459,7 @@ inline pool_run(number, stopping) {
 #ifdef OPEN_THE_DOOR_FIRST
     d_step { atomic_swap(OPEN[p], !stopping); run_of[p] = number }
 #endif
-    d_step { /* Plain words, at which nobody looks before the door is open. */
+    d_step { /* Words without atomics, not read before the door is open. */
       store_int(ENTRIES[p], NUM_ENTRIES);
       store_int(STEP[p], number);
       store_int(BASE[p], to);
@@ -497,9 +497,9 @@ inline pool_run(number, stopping) {
        other = 0;
 #endif
        d_step {
-         assert(inside[p] == 0); /* Nobody looks at the run's memory any more... */
+         assert(inside[p] == 0); /* The run's memory is no longer read... */
          run_of[p] = 0;
-         do /* ...and all of its work is done. What is forgotten here keeps the search small. */
+         do /* ...and all of its work is done. Cleared to keep the search small. */
          :: i < NUM_ENTRIES ->
             assert(!WANTED(i) || executed[p * NUM_ENTRIES + i] == (1 << THREADS) - 1);
             executed[p * NUM_ENTRIES + i] = 0; DRAWN[p * NUM_ENTRIES + i] = 0; DONE[p * NUM_ENTRIES + i] = 0;
@@ -598,7 +598,7 @@ proctype borrower(byte p; byte t; byte owner; byte core; byte sleeps_at; byte ca
   } unless { dead[p] }
 }
 
-/* What a leader does with the table: it keeps its cores at each entry, and for a moment after each run. */
+/* A leader's use of the table: it keeps its cores at each entry, and for a moment after each run. */
 proctype lending(byte p; byte t) {
   byte time, i, round;
   {
@@ -613,7 +613,7 @@ proctype lending(byte p; byte t) {
   } unless { dead[p] }
 }
 
-/* What a borrower does with the table: it takes the core, goes on with it, gives it back, or forgets to. */
+/* A borrower's use of the table: it claims the core, renews the loan, returns the core, or fails to. */
 proctype borrowing(byte p; byte t; byte owner; byte core; byte calls) {
   byte value, i, sleepers, time, kept, owned, lent, wake_at, round;
   {
@@ -625,7 +625,7 @@ proctype borrowing(byte p; byte t; byte owner; byte core; byte calls) {
   } unless { dead[p] }
 }
 
-/* Time goes on whenever it likes to. */
+/* Time advances at any point. */
 proctype ticking() {
   do
   :: clock < MAX_CLOCK -> clock++
@@ -633,7 +633,7 @@ proctype ticking() {
   od
 }
 
-/* A worker may die at any moment: all its threads at once, whatever they hold. */
+/* A worker may die at any point: all its threads at once, in any state. */
 proctype dying(byte p) {
   d_step { dead[p] = 1; died_at[p] = clock }
 }

@@ -137,7 +137,7 @@ class _Native:
         self.lock = threading.Lock()
         threads = own + len(lent)
         self._kernels, self.own = kernels, own
-        # A reference of its own: threads use the lending table even if another owner closes it.
+        # A separate reference: threads use the lending table even if another owner closes it.
         self._lending_table = None if share is None else share.lending_table.hold()
         self._pid: int | None = os.getpid()
         self.run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))

@@ -123,7 +123,7 @@ class _Run:
     base: Int
 
     def wants(self, condition: Int) -> Bool:
-        number = self.k.load_int(Ptr(self.k, self.step.ir) + self.k.most(condition, 0) * 8)
+        number = self.k.load_int(Ptr(self.k, self.step.ir) + self.k.max(condition, 0) * 8)
         return (condition < 0) | (number > 0)
 
 
@@ -180,7 +180,7 @@ class _ThreadPoolCode:
         """Poll until the gate's value is above ``old``, at most POLLS times."""
         polls = k.variable(k.int(0))
         with k.forever() as end:
-            k.leave(end, (atomic_load(k, gate + _VALUE) > old) | (polls.value >= POLLS))
+            k.break_if(end, (atomic_load(k, gate + _VALUE) > old) | (polls.value >= POLLS))
             polls.value = polls.value + 1
             pause(k)
 
@@ -196,10 +196,10 @@ class _ThreadPoolCode:
             places = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
             run = _Run(k, pool + GATE, *(k.load_int(pool + place) for place in places))
             # -1 between the leader's opening of the door and its move of the gate.
-            position = k.variable(k.most(atomic_load(k, run.gate) - run.base, 0))
+            position = k.variable(k.max(atomic_load(k, run.gate) - run.base, 0))
             with k.forever() as end:
                 index = position.value
-                k.leave(end, index >= run.entries)
+                k.break_if(end, index >= run.entries)
                 entry = Ptr(k, run.program.ir) + index * _ENTRY_BYTES
                 kernel, args, condition = (k.load_int(entry + 8 * word) for word in range(3))
                 with b.if_else(run.wants(condition).ir) as (wanted, skipped):
@@ -224,12 +224,12 @@ class _ThreadPoolCode:
         function = b.inttoptr(kernel.ir, SIGNATURE.as_pointer())
         with k.forever() as none_left:
             item = atomic_add(k, counter + _DRAWN, 1)
-            k.leave(none_left, item >= run.threads)
+            k.break_if(none_left, item >= run.threads)
             b.call(function, [*front, counter.ir, scratch, item.ir, run.threads.ir])
             done = atomic_add(k, counter + _DONE, 1) + 1
             with k.when(done.equals(run.threads)):
                 self._move(k, run.gate, run.base + index + 1)
-            k.leave(none_left, (item + 1).equals(run.threads))
+            k.break_if(none_left, (item + 1).equals(run.threads))
 
     def main(self, wait: Any, work: Any) -> None:
         """Emit main(thread line), which executes runs until the pool stops."""
@@ -242,7 +242,7 @@ class _ThreadPoolCode:
             with k.forever() as end:
                 b.call(wait, [(pool + GATE).ir, seen.value.ir])
                 seen.value = atomic_load(k, pool + GATE)
-                k.leave(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
+                k.break_if(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
                 self._join(k, work, pool, line, scratch, _HELPER)
 
     def borrow(self, sleep: Any, work: Any) -> None:
@@ -263,7 +263,7 @@ class _ThreadPoolCode:
                 with k.when(held.value.equals(0)):
                     b.call(sleep, [sleeps_at.ir, seen.value.ir])
                 now = atomic_load(k, gate)
-                k.leave(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
+                k.break_if(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
                 with b.if_else(atomic_load(k, pool + (DOOR + OPEN)).equals(0).ir) as (between_runs, in_run):
                     with between_runs:
                         seen.value = now
@@ -303,7 +303,7 @@ class _ThreadPoolCode:
                 self._give_back(k, core, held)
                 with k.when(caller.is_first):
                     # The owner wakes its borrowers when a run ends; a dead owner cannot, hence the timeout.
-                    futex(k, owner + OWNED_UNTIL, FUTEX_WAIT, owned.ir, k.least(owned - now, LOAN_NS))
+                    futex(k, owner + OWNED_UNTIL, FUTEX_WAIT, owned.ir, k.min(owned - now, LOAN_NS))
             with idle:
                 with k.when(caller.is_first):
                     self._move(k, caller.gate, caller.value)
@@ -362,7 +362,7 @@ class _ThreadPoolCode:
     def _wait_until_out(self, k: Kernel, line: Ptr) -> None:
         polls = k.variable(k.int(0))
         with k.forever() as out:
-            k.leave(out, atomic_load(k, line + ACTIVE).equals(0))
+            k.break_if(out, atomic_load(k, line + ACTIVE).equals(0))
             polls.value = polls.value + 1
             with k.builder.if_else((polls.value < POLLS).ir) as (soon, late):
                 with soon:

@@ -75,7 +75,7 @@ class PrepareDelta(KernelSpec):
         k, args = call.k, call.args
         vectors, width = -(-self.key_dim // LANES), self.key_dim * 4
         queries, keys = args.pointer("queries") + head * width, args.pointer("keys") + (head - self.key_heads) * width
-        source = k.either(head < self.key_heads, queries, keys) + row * args.number("mixed_stride")
+        source = k.select_ptr(head < self.key_heads, queries, keys) + row * args.number("mixed_stride")
         target = args.pointer("units") + row * args.number("units_stride") + head * (vectors * VECTOR_BYTES)
         values, squares = [], k.vector(0.0)
         for vector in range(vectors):

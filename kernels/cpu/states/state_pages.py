@@ -119,8 +119,8 @@ class HeadPiece:
         with k.when(state.fresh), k.range(rows) as row:
             k.store(between + row * VECTOR_BYTES, k.vector(0.0))
         with k.range(last, state.begin) as row:
-            yield row, Memory(k, k.either(state.found & row.equals(state.begin), old, between), between, None)
-        yield last, Memory(k, k.either(state.found & last.equals(state.begin), old, between), new, self.ahead)
+            yield row, Memory(k, k.select_ptr(state.found & row.equals(state.begin), old, between), between, None)
+        yield last, Memory(k, k.select_ptr(state.found & last.equals(state.begin), old, between), new, self.ahead)
 
 
 @contextmanager
@@ -133,9 +133,9 @@ def each_piece(call: KernelCall, heads: int, pieces: int) -> Iterator[HeadPiece]
             ahead = column + _PIECES_AHEAD
             mine = ahead < pieces
             place, then = k.select(mine, ahead, ahead - pieces), k.select(mine, item, after)
-            coming = CarriedState.of(call, then // heads).old(then % heads * pieces + k.least(place, pieces - 1))
+            coming = CarriedState.of(call, then // heads).old(then % heads * pieces + k.min(place, pieces - 1))
             yield HeadPiece(state, head, column, head * pieces + column, coming)
-    k.drain()
+    k.store_fence()
 
 
 def zeros(k: Kernel, rows: int) -> list[KernelVariable]:

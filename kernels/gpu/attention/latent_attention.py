@@ -48,7 +48,7 @@ _WORDS, _LOWEST = tl.constexpr(8), tl.constexpr(-1.0e30)
 # fmt: off
 @triton.jit
 def _tiles(
-    acc, top, total, query, turned, positions, pool, scales, table, begin, end, last, slot_stride, layer_offset,
+    acc, top, total, query, rotated, positions, pool, scales, table, begin, end, last, slot_stride, layer_offset,
     scale_slot_stride, scale_offset, score_scale,
     RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, MASKED: tl.constexpr,
@@ -71,10 +71,10 @@ def _tiles(
             of_latents, of_keys = tl.load(factors) * folded, tl.load(factors + BLOCK_SIZE) * folded
             keys = decode_e4m3(keys, query.dtype, NATIVE_FP8)
             latents = decode_e4m3(latents, query.dtype, NATIVE_FP8)
-            scores = dot(turned, tl.trans(keys), none) * of_keys[None, :]
+            scores = dot(rotated, tl.trans(keys), none) * of_keys[None, :]
             scores += dot(query, tl.trans(latents), none) * of_latents[None, :]
         else:
-            scores = dot(turned, tl.trans(keys), none)
+            scores = dot(rotated, tl.trans(keys), none)
             scores = dot(query, tl.trans(latents), scores)
         if MASKED:
             scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
@@ -110,7 +110,7 @@ def _attend_latents(
         positions = packed // HEADS + shift
         cells = (queries + packed.to(tl.int64) * (RANK + ROTARY))[:, None]
         query = _load(cells + columns, columns, RANK, BLOCK_D)
-        turned = _load(cells + RANK + behind, behind, ROTARY, BLOCK_R)
+        rotated = _load(cells + RANK + behind, behind, ROTARY, BLOCK_R)
 
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         top, total = _beginning(queries, packed, False, False)
@@ -121,12 +121,12 @@ def _attend_latents(
         if EDGES:
             whole_begin, whole_end = _whole(row, rows, shift, begin, end, HEADS, BLOCK_N, 0)
             acc, top, total = _tiles(
-                acc, top, total, query, turned, positions, pool, scales, table, whole_begin, whole_end, last,
+                acc, top, total, query, rotated, positions, pool, scales, table, whole_begin, whole_end, last,
                 slot_stride, layer_offset, scale_slot_stride, scale_offset, score_scale,
                 RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, False,
             )  # fmt: skip
         acc, top, total = _tiles(
-            acc, top, total, query, turned, positions, pool, scales, table, whole_end, end, last,
+            acc, top, total, query, rotated, positions, pool, scales, table, whole_end, end, last,
             slot_stride, layer_offset, scale_slot_stride, scale_offset, score_scale,
             RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, True,
         )  # fmt: skip
@@ -159,7 +159,7 @@ def _attend_latent_parts(
         positions = packed // HEADS + shift
         cells = (queries + packed.to(tl.int64) * (RANK + ROTARY))[:, None]
         query = _load(cells + columns, columns, RANK, BLOCK_D)
-        turned = _load(cells + RANK + behind, behind, ROTARY, BLOCK_R)
+        rotated = _load(cells + RANK + behind, behind, ROTARY, BLOCK_R)
 
         all_top, all_total = _before_all(queries, packed, False)
         for first in range(begin // PART * PART, end, PART):
@@ -169,12 +169,12 @@ def _attend_latent_parts(
             total = tl.zeros((BLOCK_M,), tl.float32)
             whole_begin, whole_end = _whole(row, rows, shift, lower, upper, HEADS, BLOCK_N, 0)
             acc, top, total = _tiles(
-                acc, top, total, query, turned, positions, pool, scales, table, whole_begin, whole_end, upper - 1,
+                acc, top, total, query, rotated, positions, pool, scales, table, whole_begin, whole_end, upper - 1,
                 slot_stride, layer_offset, scale_slot_stride, scale_offset, score_scale,
                 RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, False,
             )  # fmt: skip
             acc, top, total = _tiles(
-                acc, top, total, query, turned, positions, pool, scales, table, whole_end, upper, upper - 1,
+                acc, top, total, query, rotated, positions, pool, scales, table, whole_end, upper, upper - 1,
                 slot_stride, layer_offset, scale_slot_stride, scale_offset, score_scale,
                 RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, True,
             )  # fmt: skip

@@ -27,7 +27,7 @@ SCALE_BYTES = tl.constexpr(_SCALES)
 
 
 @triton.jit
-def _turned(source, c, s, column, inside, HALF: tl.constexpr):
+def _rotated(source, c, s, column, inside, HALF: tl.constexpr):
     """Return both halves of rotated values from ``source``; a pair is HALF apart."""
     low = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF + column, mask=inside, other=0.0).to(tl.float32)
@@ -66,7 +66,7 @@ def _latent_write(
             if not WIDE:
                 normed = normed.to(loaded.dtype).to(tl.float32)
             normed *= tl.load(weight + place, mask=there, other=0.0).to(tl.float32)
-            low, high = _turned(latents + token * WIDTH + RANK, c, s, column, inside, HALF)
+            low, high = _rotated(latents + token * WIDTH + RANK, c, s, column, inside, HALF)
             if FP8:
                 factors = scales + piece // 4 + BLOCK_SIZE * WIDTH // 4 + row % BLOCK_SIZE
                 of_latents = fp8.scale_of(tl.max(tl.abs(normed), 0))
@@ -86,7 +86,7 @@ def _latent_write(
         head = ((tl.program_id(1) - 1) * TILE + tl.arange(0, TILE))[:, None]
         mine = (head < HEADS) & inside
         source = projected + (token * HEADS + head) * (STILL + ROTARY) + STILL
-        left, right = _turned(source, c, s, column, mine, HALF)
+        left, right = _rotated(source, c, s, column, mine, HALF)
         query = queries + (token * HEADS + head) * WIDTH + RANK
         tl.store(query + column, left.to(queries.dtype.element_ty), mask=mine)
         tl.store(query + HALF + column, right.to(queries.dtype.element_ty), mask=mine)
@@ -122,12 +122,12 @@ def latent_write(
     check_tensor("latents", latents, (None, None), DTYPES)
     (tokens, width), kind, device = latents.shape, latents.dtype, latents.device
     rank = len(weight)
-    turned = width - rank
-    check_widths(rank, turned)
+    rotated = width - rank
+    check_widths(rank, rotated)
     check_tensor("weight", weight, (rank,), torch.float32 if wide else kind, device)
     check_tensor("projected", projected, (tokens, None, None), kind, device)
-    heads, still = projected.shape[1], projected.shape[2] - turned
-    check(still >= 0, "queries have {} values, of which {} are rotated", projected.shape[2], turned)
+    heads, still = projected.shape[1], projected.shape[2] - rotated
+    check(still >= 0, "queries have {} values, of which {} are rotated", projected.shape[2], rotated)
     check_tensor("queries", queries, (tokens, heads, width), kind, device)
     is_fp8 = pool.dtype == torch.uint8
     check_tensor("pool", pool, (None, None, 1, 1, None, *([] if is_fp8 else [width])), torch.uint8 if is_fp8 else kind)
@@ -136,10 +136,10 @@ def latent_write(
     check(rest == 0, "{} bytes are no rows of {} values", pool.shape[4], width)
     check_tensor("rows", rows, (tokens,), torch.int32, device)
     check(tokens > 0 and 0 <= layer < layers, "{} tokens in layer {} of {}", tokens, layer, layers)
-    check_tensor("cos", rotary.cos, (None, turned // 2), DTYPES, device)
+    check_tensor("cos", rotary.cos, (None, rotated // 2), DTYPES, device)
     check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, device)
     check_tensor("positions", rotary.positions, (tokens,), torch.int32, device)
-    constants = _constants(heads, rank, turned, still, layers, block_size, arch_of(device))
+    constants = _constants(heads, rank, rotated, still, layers, block_size, arch_of(device))
     scales = pool.view(torch.float32) if is_fp8 else pool
     _latent_write[(tokens, 1 + cdiv(heads, constants["TILE"]))](
         *(latents, weight, projected, queries, *rotary, rows, pool, scales, layer, eps),

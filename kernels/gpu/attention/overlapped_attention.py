@@ -182,7 +182,7 @@ def _fold_all(
 
 # fmt: off
 @gluon.jit
-def _bring(
+def _load_queries(
     queries, query, row, rows, head, columns, query_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, LOADS: tl.constexpr,
 ):
@@ -236,7 +236,7 @@ def _attend_overlapped(
                 pool, table, begin + ahead * BLOCK_N, end, slots, slot_stride, offset, keys, values,
                 BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, ahead == 0,
             )  # fmt: skip
-        _bring(queries, query, row, rows, head, columns, query_stride, GROUP, HEAD_DIM, BLOCK_M, LOADS)
+        _load_queries(queries, query, row, rows, head, columns, query_stride, GROUP, HEAD_DIM, BLOCK_M, LOADS)
         places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
         _, positions, heads = _rows_of(row, rows, shift, head, places, GROUP)
         top, total = _beginning(sinks, heads, partial < 0, SINKS)

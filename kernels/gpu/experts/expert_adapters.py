@@ -166,7 +166,7 @@ def shrink_pairs(
     arch: int,
 ) -> None:
     """Write the products of rows [R, K] with A of their adapters into ``adapters.shrunk``, by place. The arguments are
-    those of :class:`pillion.kernels.gpu.experts.grouped_product.GroupedProduct`, which has checked them."""
+    those of :class:`pillion.kernels.gpu.experts.grouped_product.GroupedGemm`, which has checked them."""
     layer = adapters.layer
     assert order is not None, "adapters are those of pairs, which have no order"
     check(len(adapters.shrunk) >= len(order), "shrunk rows are {}, for {} pairs", len(adapters.shrunk), len(order))

@@ -175,7 +175,7 @@ def most_rows(kind: PackedKind | None, dtype: torch.dtype, arch: int) -> int:
     return _tuned(kind, ROW_TILES[-1], dtype, arch).get("most_rows", ROW_TILES[-1])
 
 
-class GroupedProduct:
+class GroupedGemm:
     """Product of rows with stacks of experts' matrices: plain tensors [E, N, K], and packed ones whose parts are
     stacked along a first dimension. One for a model.
 

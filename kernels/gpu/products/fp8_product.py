@@ -163,7 +163,7 @@ def splits_of(outputs: int, inputs: int) -> int:
     return -(-blocks // -(-blocks // wanted))
 
 
-class Fp8Product:
+class Fp8Gemm:
     """Product of rows with matrices in FP8. Owns the workspace: rows' codes and scales, and the sums of parts."""
 
     def __init__(

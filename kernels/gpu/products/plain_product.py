@@ -140,7 +140,7 @@ def splits_of(inputs: int, outputs: int) -> int:
     return -(-units // -(-units // wanted))
 
 
-class PlainProduct:
+class DenseGemm:
     """Product of rows with plain matrices of one type. Owns the workspace: sums of parts, and tickets.
 
     A call neither allocates nor synchronizes, so that it can be captured in a CUDA graph. Calls must be ordered on one

@@ -126,7 +126,7 @@ def splits_of(kind: PackedKind) -> int:
     return -(-kind.units // -(-kind.units // wanted))
 
 
-class QuantizedProduct:
+class QuantizedGemm:
     """Product of rows with packed matrices. Owns the workspace: gathered rows, and the sums of parts.
 
     A call neither allocates nor synchronizes, so that it can be captured in a CUDA graph.

@@ -88,7 +88,7 @@ def grouped_case(
 ) -> KernelCase:
     """Make a case of random rows that choose experts at random and use ``adapters`` in turn. ``stacks``: experts'
     matrices, and the weights of the first expert."""
-    from pillion.kernels.gpu.experts.grouped_product import GroupedProduct
+    from pillion.kernels.gpu.experts.grouped_product import GroupedGemm
 
     pairs = rows * shape.choices
     chosen = torch.rand(rows, shape.experts).topk(shape.choices).indices.flatten()
@@ -104,7 +104,7 @@ def grouped_case(
     x = torch.randn(rows, shape.inputs, device=bench.device).bfloat16()
     width = shape.outputs // 2 if shape.gated else shape.outputs
     out = torch.zeros(pairs, width, dtype=torch.bfloat16, device=bench.device)
-    product = GroupedProduct(torch.bfloat16, bench.device)
+    product = GroupedGemm(torch.bfloat16, bench.device)
     activation = "silu" if shape.gated else None
     own = _random_adapters(shape, rows, adapters, x) if adapters else None
 

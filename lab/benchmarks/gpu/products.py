@@ -142,13 +142,13 @@ def _packed(
 
 def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) -> KernelCase:
     """Make a case of random rows by a matrix and by copies of it."""
-    from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
+    from pillion.kernels.gpu.products.quantized_product import QuantizedGemm
 
     matrix, copies = _packed(kind, inputs, outputs, bench.device, bench.smoke)
     read = sum(part.numel() * part.element_size() for part in copies[0].parts.values())
     left = torch.randn(rows, inputs, device=bench.device).bfloat16()
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=bench.device)
-    product = QuantizedProduct(copies, rows, torch.bfloat16, bench.device)
+    product = QuantizedGemm(copies, rows, torch.bfloat16, bench.device)
 
     def verify() -> None:
         product(left, copies[0], None, out)
@@ -165,7 +165,7 @@ def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) 
 
 def fp8_case(bench: Bench, inputs: int, outputs: int, rows: int, *, in_blocks: bool) -> KernelCase:
     """Make a case of random rows, rounded to FP8, by a matrix in FP8 and by copies of it."""
-    from pillion.kernels.gpu.products.fp8_product import Fp8Product, fp8_matrix
+    from pillion.kernels.gpu.products.fp8_product import Fp8Gemm, fp8_matrix
 
     codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn).view(torch.uint8)
     matrix = QuantizedMatrix("fp8_e4m3", codes, torch.full((outputs, 1), 0.02), inputs)
@@ -179,7 +179,7 @@ def fp8_case(bench: Bench, inputs: int, outputs: int, rows: int, *, in_blocks: b
     ]
     left = torch.randn(rows, inputs, device=bench.device).bfloat16()
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=bench.device)
-    product = Fp8Product(copies, rows, torch.bfloat16, bench.device)
+    product = Fp8Gemm(copies, rows, torch.bfloat16, bench.device)
     product.compile(copies[0], None)
 
     def verify() -> None:
@@ -194,13 +194,13 @@ def fp8_case(bench: Bench, inputs: int, outputs: int, rows: int, *, in_blocks: b
 
 def plain_case(bench: Bench, inputs: int, outputs: int, rows: int) -> tuple[KernelCase, list[Call]]:
     """Make a case of random rows by a plain matrix and by copies of it, and the same calls of cuBLAS."""
-    from pillion.kernels.gpu.products.plain_product import PlainProduct
+    from pillion.kernels.gpu.products.plain_product import DenseGemm
 
     size = 2 * inputs * outputs
     copies = [torch.randn(outputs, inputs, device=bench.device).bfloat16() for _ in range(rotations(size, bench.smoke))]
     left = torch.randn(rows, inputs, device=bench.device).bfloat16()
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=bench.device)
-    product = PlainProduct(rows, torch.bfloat16, bench.device)
+    product = DenseGemm(rows, torch.bfloat16, bench.device)
 
     def verify() -> None:
         product(left, copies[0], None, out)

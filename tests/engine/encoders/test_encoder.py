@@ -72,7 +72,7 @@ def batch_of(texts: list[list[int]], seconds: list[int] | None = None) -> StepBa
         block_tables=np.zeros((len(texts), 8), np.int32),
         sample_rows=np.arange(starts[-1], dtype=np.int32),
         pooled=int(starts[-1]),
-        seconds=None if seconds is None else np.array(seconds, np.int32),
+        second_starts=None if seconds is None else np.array(seconds, np.int32),
     )
 
 

@@ -25,7 +25,7 @@ STATES = st.builds(
 def swapped(state: LayerState) -> LayerState:
     """Return a layer's state with transposed matrices, as kernels hold them."""
     heads, rows, columns = state.memory
-    return replace(state, memory=(heads, columns, rows), turned=True)
+    return replace(state, memory=(heads, columns, rows), transposed=True)
 
 
 @settings(max_examples=examples(100))
@@ -70,8 +70,8 @@ def test_pieces_of_states(states: list[LayerState | None], block_bytes: int, chu
     for (page, _, end), (next_page, first, _) in pairwise(pieces):
         assert (next_page, first) == (page, end) or (next_page, first) == (page + 1, 0)
     assert places.nbytes == (pieces[-1][0] * block_bytes + pieces[-1][2] if pieces else 0)
-    turned = [swapped(state) if state is not None and state.memory else state for state in states]
-    assert state_layout(turned, block_bytes, chunk) == places
+    transposed = [swapped(state) if state is not None and state.memory else state for state in states]
+    assert state_layout(transposed, block_bytes, chunk) == places
 
 
 def test_unaligned_matrices_and_slots_have_no_places() -> None:

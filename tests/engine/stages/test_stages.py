@@ -95,7 +95,7 @@ def test_stages_of_two_ranks_write_the_kv_of_two_ranks(prepared_of, name):
     assert found == pool_after(RankGroup(prepared, 2), prepared)
 
 
-def test_a_decode_worker_goes_on_with_the_kv_of_stages(prepared_of):
+def test_a_decode_worker_continues_from_the_kv_of_stages(prepared_of):
     """The blocks are those of one process: it may write the first, stages the next, and it reads all."""
     prepared = prepared_of("llama-gqa-tied")
     group, alone = StageGroup(prepared, 3), cpu_backend(prepared)

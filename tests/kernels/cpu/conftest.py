@@ -1,6 +1,6 @@
-"""Leaves to the long tests what a test module says of its modes, because a kernel's tests take less than its compiling.
+"""Leaves tests of some modes to the long tests, because compiling a kernel takes longer than its tests.
 
-Such a module has a function ``left_to_long``, which is told whether kernels check what they touch, a test's name and
+A test module selects them by a function ``left_to_long`` of: whether kernels check their accesses, a test's name, and
 its parameters.
 """
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests before pytest chooses by marks."""
+    """Mark tests before pytest chooses by marks."""
     for item in items:
         left = getattr(getattr(item, "module", None), "left_to_long", None)
         params = item.callspec.params if left is not None and hasattr(item, "callspec") else {}

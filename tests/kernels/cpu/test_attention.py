@@ -1,4 +1,4 @@
-"""The CPU attention against its reference, and its promise that a row's bits depend on the row alone."""
+"""CPU attention against its reference; a row's bits depend only on the row."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.support.examples import examples
 from tests.support.kernel_runner import TILE_MODES, Runner, isa_or_skip, kernel_modes, with_checks
 from tests.support.machine_code import assembly
 
-# The shape that most tests take, with all options, and one without rows to spare in a chunk.
+# The shape of most tests, with all options, and one whose chunks have no spare rows.
 SMALL, WIDE = AttentionShape(64, 4, 16, True), AttentionShape(64, 3, 32, False)
 OPTIONS = [(False, False), (True, True)]
-# Keys and values in 8 bits, under rows of either type.
+# 8-bit keys and values, with rows of either type.
 PAIRS, FLOATS = replace(SMALL, codes="fp8_e4m3"), replace(WIDE, codes="int8")
-# What every processor and mode runs; the rest, of sizes alone, one does.
+# Specs that run on every processor and in every mode; the other sizes run in one.
 SPECS = [spec for shape in (SMALL, WIDE) for pair in OPTIONS for spec in (Attention(shape, *pair),)]
 SPECS += [AttentionMerge(shape, window) for shape in (SMALL, WIDE) for window in (False, True)]
 SPECS += [Attention(PAIRS), AttentionMerge(PAIRS), Attention(FLOATS, True, True), AttentionMerge(FLOATS, True)]
@@ -67,19 +67,18 @@ SIZES = [
     AttentionShape(80, 40, 16, True),
     AttentionShape(96, 5, 32, True, "int8", latents=64),
 ]
-# SHORT is the subset of SIZES that make test runs: it has every head size, every row type, every code type and every
-# number of latents.
+# The subset of SIZES that `make test` runs: every head size, row type, code type and number of latents.
 SHORT = each_value(SIZES, lambda shape: (shape.head_dim, shape.bf16, shape.codes, shape.latents))
-# Checked code of AVX-512 takes a minute to compile, and models run it (tests/engine/models/test_families.py).
+# Checked code of AVX-512 takes a minute to compile, and is covered by models (tests/engine/models/test_families.py).
 MODES = [*TILE_MODES, ("avx512_bf16", False), ("avx512", False), ("avx2", False), ("avx2", True)]
-# Each sequence: (text, tokens already there, tokens of this step).
+# Each sequence: (text, earlier tokens, tokens of this step).
 MIXED = [(0, 40, 1), (1, 0, 1), (2, 530, 1), (3, 0, 30), (4, 500, 20), (5, 1030, 2)]
 
 
 # With checks, `make test` runs each kind of attention with one shape.
 WITH_CHECKS = {
     *((Attention(SMALL), name) for name in ("test_mixed_batch", "test_a_row_does_not_depend_on_its_batch")),
-    (Attention(SMALL), "test_a_hidden_token_weighs_nothing"),
+    (Attention(SMALL), "test_masked_tokens_have_no_effect"),
     (Attention(WIDE, True, True), "test_mixed_batch"),
     (Attention(PAIRS), "test_mixed_batch"),
     (Attention(SMALL), "test_sinks"),
@@ -88,8 +87,8 @@ WITH_CHECKS = {
 
 
 def left_to_long(checked, name, params):
-    """What tests/kernels/cpu/conftest.py asks."""
-    if not checked or name in ("test_as_exact_as_torch_in_bf16", "test_a_stray_item_is_noticed"):
+    """The hook of tests/kernels/cpu/conftest.py."""
+    if not checked or name in ("test_as_exact_as_torch_in_bf16", "test_out_of_bounds_items_are_reported"):
         return False
     if "shape" not in params:
         return True
@@ -135,7 +134,7 @@ def same(a, b):
 
 
 def cases(*options):
-    """Parameters shape, window and softcap: each of ``options`` of both plain shapes, and two of 8 bits."""
+    """Parameters shape, window and softcap: each of ``options`` with both plain shapes, and two of 8 bits."""
     plain = [(shape, *each) for shape in (SMALL, WIDE) for each in options]
     return pytest.mark.parametrize(
         ("shape", "window", "softcap"),
@@ -153,7 +152,7 @@ def test_mixed_batch(runner, shape, window, softcap):
     ("shape", "window", "softcap"), [(SMALL, 0, 0.0), (WIDE, 37, 0.7), (PAIRS, 0, 0.0), (FLOATS, 700, 5.0)]
 )
 def test_sinks(runner, shape, window, softcap):
-    """Sinks below and above all scores, some of them by so much that the one or the other vanishes."""
+    """Sinks below and above all scores, some by so much that the sink or the scores vanish."""
     count = KV_HEADS * shape.group
     sinks = torch.linspace(-3.0, 6.0, count)
     sinks[0], sinks[-1] = -200.0, 200.0
@@ -166,7 +165,7 @@ def test_sinks(runner, shape, window, softcap):
 @pytest.mark.parametrize("chunk", [1, 37, 512, 600])
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
 def test_chunks_of_positions(runner, shape, chunk):
-    """Rows of one item that begin a chunk, and see nothing of what the rows before them see."""
+    """Rows of one item that begin a chunk, and see none of the tokens that earlier rows see."""
     case = AttentionCase.of(shape, MIXED, window=chunk)
     check(runner, case, window=chunk, chunked=True)
     check(runner, AttentionCase.of(shape, [(7, 500, 30)], window=chunk), window=chunk, chunked=True)
@@ -216,10 +215,10 @@ def test_a_row_does_not_depend_on_its_batch(runner, shape, window, softcap):
 
 @cases((0, 0.0), (1700, 5.0), (300, 5.0))
 def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
-    # Both tokens of the second sequence meet four partitions, however many rows an item has.
+    # Both tokens of the second sequence see four partitions, regardless of the rows per item.
     parts = [(0, 9 * PARTITION_TOKENS + 3, 1), (1, 3 * PARTITION_TOKENS, 2)]
     case, options = AttentionCase.of(shape, parts, window=window), {"window": window, "softcap": softcap}
-    # As in a model of which some layers have no window: the plan knows none.
+    # As in a model in which some layers have no window: the plan has none.
     uncut = planned(runner, case, partial_rows=0)
     found = case.run(runner, uncut, **options)
     torch.testing.assert_close(found.float(), case.reference(**options), rtol=2**-7, atol=2**-7)
@@ -228,14 +227,14 @@ def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
         plan = planned(runner, case, threads=threads, partial_rows=partial_rows)
         assert same(case.run(runner, plan, **options), found), (threads, partial_rows)
         merges.append((len(plan.merges), int((plan.items[:, LAST] - plan.items[:, FIRST]).max())))
-    # Pieces of one partition and of several, and a second sequence for which partials do not last.
+    # Pieces of one partition and of several, and a second sequence for which there are too few partials.
     items = 1 + -(-2 * shape.group // row_counts(isa_of(runner), shape.group, shape.bf16)[1])
     assert merges == [(items, 1), (items, 3), (1, 4)]
 
 
 @cases((0, 0.0))
-def test_a_hidden_token_weighs_nothing(runner, shape, window, softcap):
-    """Whatever finite numbers it holds, even in a partition of which a row of the same item sees nothing at all."""
+def test_masked_tokens_have_no_effect(runner, shape, window, softcap):
+    """For any finite content, even in a partition of which a row of the same item sees nothing."""
     first, visible, now = PARTITION_TOKENS - 18, 17, 40
     case, huge = (AttentionCase.of(shape, [(0, first, now)]) for _ in range(2))
     plain = unpacked(huge.pool, shape)
@@ -262,7 +261,7 @@ def test_as_exact_as_torch_in_bf16(runner):
 
 
 @with_checks
-def test_a_stray_item_is_noticed(runner):
+def test_out_of_bounds_items_are_reported(runner):
     case = AttentionCase.of(SMALL, [(0, 20, 1)])
     plan = planned(runner, case)
     plan.items[0, 0] = 10**6
@@ -295,7 +294,7 @@ def test_head_sizes_and_groups(sizes_runner, shape):
 
 @of_sizes
 def test_a_row_of_any_size_does_not_depend_on_its_batch(sizes_runner, shape):
-    """In a prompt at once, in chunks, and alone, across the begin of a partition."""
+    """In a prompt at once, in chunks, and alone, across the start of a partition."""
     length = PARTITION_TOKENS + 40
     whole = attend(sizes_runner, AttentionCase.of(shape, [(0, 0, length)]))
     for first, size in ((0, 1), (PARTITION_TOKENS - 3, 7), (PARTITION_TOKENS + 9, 31), (length - 1, 1)):
@@ -306,9 +305,9 @@ def test_a_row_of_any_size_does_not_depend_on_its_batch(sizes_runner, shape):
 @pytest.mark.parametrize(
     "shape", [SIZES[-3], SMALL, PAIRS, AttentionShape(128, 40, 16, True, "int8")], ids=lambda shape: shape.name
 )
-def test_queries_of_bfloat16_meet_keys_and_values_in_matrix_tiles(shape):
-    """In code for a processor that has them, which any machine can make: in any group, and with two tiles of rows no
-    more tiles are loaded than multiplied."""
+def test_bfloat16_attention_uses_matrix_tiles(shape):
+    """In code for a processor with matrix tiles, which any machine can compile: in any group, and with two tiles of
+    rows tiles are not loaded more often than multiplied."""
     spec = Attention(shape)
     text = assembly([spec], BY_NAME["amx"])[spec.name]
     assert "vdpbf16ps" not in text
@@ -317,7 +316,7 @@ def test_queries_of_bfloat16_meet_keys_and_values_in_matrix_tiles(shape):
 
 
 def test_windows_that_begin_at_each_group(runner):
-    """Weighted sums of two groups at a time, of which a window may leave out the first one."""
+    """Weighted sums of two groups at a time, of which a window may exclude the first one."""
     for before in range(600, 632, 16):
         case = AttentionCase.of(SMALL, [(0, before, 3), (1, before - 570, 1)], window=40)
         check(runner, case, window=40, softcap=5.0)

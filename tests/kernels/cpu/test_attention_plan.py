@@ -33,7 +33,7 @@ GROUP = 3
 
 
 def batch_of(*parts):
-    """Sequences of (tokens already there, tokens of this step)."""
+    """Sequences of (earlier tokens, tokens of this step)."""
     before, now = np.array(parts, np.int32).T
     starts = np.concatenate(([0], np.cumsum(now))).astype(np.int32)
     positions = np.concatenate([np.arange(a, a + n) for a, n in parts]).astype(np.int32)
@@ -48,7 +48,7 @@ def plan_of(batch, *, group=GROUP, counts=COUNTS, kv_heads=2, threads=2, partial
 
 
 def tokens_of(item, group=GROUP):
-    """How many tokens the item's rows meet, up to the last row's position."""
+    """The number of tokens that the item's rows see, up to the last row's position."""
     behind = (item[ROW] + item[ROWS] - 1) // group + item[SHIFT] + 1
     return min(behind, item[LAST] * PARTITION_TOKENS) - item[FIRST] * PARTITION_TOKENS
 
@@ -64,7 +64,7 @@ PARTS = st.lists(st.tuples(st.integers(0, 9000), st.one_of(st.just(1), st.intege
     st.sampled_from([0, 100, 5000]),
     st.sampled_from([0, 1, 700]),
 )
-def test_everything_is_met_once(parts, sizes, threads, partial_rows, window):
+def test_every_key_is_seen_once(parts, sizes, threads, partial_rows, window):
     group, counts = sizes
     batch = batch_of(*parts)
     plan = plan_of(batch, group=group, counts=counts, threads=threads, partial_rows=partial_rows, window=window)
@@ -116,7 +116,7 @@ def test_partials_are_written_once_and_merged(parts, threads, partial_rows, wind
 @settings(max_examples=examples(60))
 @given(PARTS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 3, 8]))
 def test_threads_end_together(parts, threads, kv_heads):
-    """Each thread draws the next item when it has ended one; none ends later than a fair share and one item."""
+    """Each thread draws the next item when it has finished one; none ends later than a fair share plus one item."""
     plan = plan_of(batch_of(*parts), threads=threads, kv_heads=kv_heads, partial_rows=10**6)
     costs = [tokens_of(item) for item in plan.items.tolist()]
     assert costs == sorted(costs, reverse=True)
@@ -141,7 +141,7 @@ def test_many_sequences_are_not_cut():
     assert (plan.items[:, PARTIAL] == -1).all()
 
 
-def test_the_longest_are_cut_while_partials_last():
+def test_the_longest_sequences_are_cut_while_partials_suffice():
     plan = plan_of(batch_of((2047, 1), (8191, 1), (4095, 1)), threads=16, partial_rows=16 * GROUP + 8 * GROUP)
     assert plan.merges[:, SEQUENCE].tolist() == [1, 2]
     assert plan.merges[:, PARTIAL].tolist() == [0, 16 * GROUP]
@@ -165,5 +165,5 @@ def test_row_counts(isa, group, bf16):
     else:
         assert isa.attention_rows <= wide <= max(isa.attention_rows, isa.attention_sums)
     items = -(-group // narrow)
-    # As even as can be: no row less would do with as many items.
+    # As even as possible: one row less would need more items.
     assert -(-group // items) == narrow

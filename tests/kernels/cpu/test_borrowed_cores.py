@@ -1,4 +1,4 @@
-"""Workers lend each other cores: who takes part in a run, what a worker that dies or stops holds, how it ends."""
+"""Workers lend each other cores: participation in runs, workers that die or stop, and shutdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pillion.kernels.cpu.runtime.thread_pool_code import _DRAWN
 from tests.kernels.cpu.test_thread_pool_threads import child, name_of
 from tests.support.small_kernels import ProgramTable, Remember, Scale, Uneven, WhoAmI, chain, step_with
 
-# Longer than any test: what a word must not hold, except where a test stands in for an owner that goes on and on.
+# Longer than any test: no word may contain it, except where a test simulates an owner that never stops.
 FOREVER_NS = 2**62
 
 
@@ -43,7 +43,7 @@ def lending_table():
 
 @pytest.fixture
 def pool_of(kernels, lending_table):
-    """Makes the pool of the worker with this core."""
+    """Make the pool of the worker with this core."""
     made = []
 
     def make(first):
@@ -56,23 +56,23 @@ def pool_of(kernels, lending_table):
 
 
 def held(lending_table):
-    """The first cores of the owners that keep their cores now, and the cores that are lent now."""
+    """The first cores of the owners that currently use their cores, and the cores that are currently lent."""
     times, now = lending_table._times(), time.monotonic_ns()
     return tuple([core for core, pair in enumerate(times) if pair[word] > now] for word in (0, 1))
 
 
 def kept_after(lending_table, begun_ns):
-    """The first cores of the owners that keep their cores until a moment after a run that began then."""
+    """The first cores of the owners that keep their cores until after the end of a run that began at ``begun_ns``."""
     return [core for core, (owned_ns, _) in enumerate(lending_table._times()) if owned_ns > begun_ns + LINGER_NS]
 
 
 def own(lending_table, first, until_ns):
-    """Writes until when an owner keeps its cores."""
+    """Write the time until which an owner uses its cores."""
     lending_table._words[(first * LINE_BYTES + OWNED_UNTIL) // 8] = until_ns
 
 
 def threads_of_runs(kernels, pool, runs=40, turns=20_000):
-    """The scratch of each call of a run: as many as threads took part, at least."""
+    """The scratch address of each call of a run: at least one per participating thread."""
     out, where = np.zeros(pool.threads, np.int64), np.zeros(pool.threads, np.int64)
     table = ProgramTable(kernels).add(Remember(), out=out, where=where, turns=turns)
     seen = set()
@@ -82,7 +82,7 @@ def threads_of_runs(kernels, pool, runs=40, turns=20_000):
     return seen
 
 
-def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, lending_table, pool_of):
+def test_a_worker_computes_on_the_core_of_an_idle_one(kernels, lending_table, pool_of):
     pool = pool_of(0)
     assert pool.threads == 2
     begun_ns = time.monotonic_ns()
@@ -100,7 +100,7 @@ def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, le
 
 
 def test_a_worker_of_several_processes_keeps_its_cores_and_borrows_none(kernels):
-    """One of them keeps the cores of all, whose number is not that of its own threads."""
+    """One of them reserves the cores of all, a number that differs from that of its threads."""
     lending_table = CoreLendingTable.create([0, 0, 2])
     pool = ThreadPool(kernels, 1, (), CoreShare(lending_table, 0, borrows=False))
     assert pool.threads == 1
@@ -112,7 +112,7 @@ def test_a_worker_of_several_processes_keeps_its_cores_and_borrows_none(kernels)
 
 
 def test_a_borrower_sleeps_while_others_end_an_entry(kernels, pool_of):
-    """It has given its core back then, and draws work items once or twice in vain, not once for each poll."""
+    """It has then returned its core, and draws work items in vain once or twice, not once per poll."""
     pool, waste = pool_of(0), np.zeros((2, 16), np.float32)
     table = ProgramTable(kernels).add(Uneven(), waste=waste, turns=20_000, more=100)
     wait_for("the borrower to take part", lambda: len(threads_of_runs(kernels, pool)) == 2)
@@ -121,7 +121,7 @@ def test_a_borrower_sleeps_while_others_end_an_entry(kernels, pool_of):
         assert pool._native._counters.view(np.int64)[_DRAWN // 8] <= 3 * pool.threads
 
 
-def test_nobody_borrows_the_core_of_a_busy_worker(kernels, lending_table, pool_of):
+def test_cores_of_busy_workers_are_not_borrowed(kernels, lending_table, pool_of):
     pool = pool_of(0)
     own(lending_table, 1, FOREVER_NS)
     assert len(threads_of_runs(kernels, pool)) == 1
@@ -141,7 +141,7 @@ def test_a_borrower_leaves_when_the_owner_begins_and_comes_back(kernels, lending
 
     thread = threading.Thread(target=lend)
     thread.start()
-    # A borrower may end the entry that it had begun, and an owner that is kept from its core for long is not busy.
+    # A borrower may finish the entry that it had started, and a descheduled owner is not busy.
     wait_for("the borrower to leave", lambda: len(threads_of_runs(kernels, borrower, 10)) == 1)
     done.set()
     thread.join()
@@ -153,13 +153,13 @@ def tasks():
 
 
 def sleeps_of(task):
-    """How often a thread of this process has gone to sleep."""
+    """The number of times that a thread of this process has gone to sleep."""
     with open(f"/proc/self/task/{task}/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt_switches"))
 
 
 def test_steps_wake_one_borrower_of_a_busy_owner(kernels):
-    """However many cores the owner has. Once it is idle, all of them take part."""
+    """Regardless of the number of its cores. Once it is idle, all of them take part."""
     lending_table, before = CoreLendingTable.create([0, 1, 1, 1]), tasks()
     pool = ThreadPool(kernels, 1, (), CoreShare(lending_table, 0))
     first, *others = sorted(tasks() - before)
@@ -171,7 +171,7 @@ def test_steps_wake_one_borrower_of_a_busy_owner(kernels):
     slept = [sum(map(sleeps_of, some)) for some in ([first], others)]
     own(lending_table, 1, FOREVER_NS)
     threads_of_runs(kernels, pool, 200)
-    # The others go to sleep once, and once more where they were just called.
+    # The others go to sleep once, and once more if they were just called.
     assert sum(map(sleeps_of, others)) - slept[1] <= 2 * len(others)
     wait_for("the first one to sleep", lambda: sleeps_of(first) > slept[0])
     own(lending_table, 1, 0)
@@ -182,7 +182,7 @@ def test_steps_wake_one_borrower_of_a_busy_owner(kernels):
 
 
 def test_one_borrower_has_a_core_at_a_time(kernels):
-    """Three workers; the third one has nothing to do, and both others want its core."""
+    """Three workers; the third one is idle, and both others want its core."""
     lending_table = CoreLendingTable.create([0, 1, 2])
     pools = [ThreadPool(kernels, 1, (), CoreShare(lending_table, first)) for first in (0, 1)]
     work = [chain(kernels) for _ in pools]
@@ -233,7 +233,7 @@ def test_results_stay_right_while_cores_come_and_go(kernels, lending_table, pool
 
 
 def test_close_does_not_wait_for_a_core(kernels, lending_table):
-    """A borrower that sleeps until a core is free looks up when a lease has run out."""
+    """A borrower that sleeps until a core is free wakes when a loan expires."""
     own(lending_table, 1, FOREVER_NS)
     pool = ThreadPool(kernels, 1, (), CoreShare(lending_table, 0))
     threads_of_runs(kernels, pool)
@@ -254,7 +254,7 @@ while True:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_dies_or_stops_holds_nothing_for_long(kernels, lending_table, pool_of, how):
+def test_cores_of_dead_or_stopped_workers_become_free(kernels, lending_table, pool_of, how):
     pool, process = pool_of(0), child(WORKER, lending_table.path)
     try:
         assert process.stdout.readline() == "running\n"
@@ -267,7 +267,7 @@ def test_a_worker_that_dies_or_stops_holds_nothing_for_long(kernels, lending_tab
         process.stdout.close()
 
 
-def test_two_workers_that_are_busy_both_get_on(kernels, lending_table, pool_of):
+def test_two_busy_workers_both_make_progress(kernels, lending_table, pool_of):
     pool, process = pool_of(0), child(WORKER, lending_table.path)
     try:
         assert process.stdout.readline() == "running\n"
@@ -309,7 +309,7 @@ def open_descriptors():
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
 
 
-def test_files_that_are_no_lending_table(tmp_path, lending_table):
+def test_other_files_are_refused_as_lending_table(tmp_path, lending_table):
     path = tmp_path / "lending"
     for content in (
         b"",
@@ -332,14 +332,14 @@ def test_files_that_are_no_lending_table(tmp_path, lending_table):
 @pytest.mark.parametrize(
     ("owners", "processors"), [([1, 1], ()), ([0, 0, 1], ()), ([0, 2, 0], ()), ([-1], ()), ([0], [2**45])]
 )
-def test_owners_must_make_sense(owners, processors):
+def test_invalid_owners_are_refused(owners, processors):
     lending_table = CoreLendingTable.create(owners, processors)
     with pytest.raises(AssertionError):
         lending_table.check_integrity()
     lending_table.close()
 
 
-def test_a_loan_that_never_ends_is_noticed(lending_table):
+def test_an_endless_loan_is_detected(lending_table):
     own(lending_table, 0, time.monotonic_ns() + 2 * LOAN_NS)
     with pytest.raises(AssertionError, match="longer than a loan"):
         lending_table.check_integrity()

@@ -1,4 +1,4 @@
-"""The compiler makes code that runs, and the cache keeps it on disk."""
+"""The compiler produces working code, and the cache stores it on disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def isa():
 
 
 def runs(kernels):
-    """Whether the kernel "halve" halves sixteen numbers."""
+    """Return whether the kernel "halve" halves sixteen numbers."""
     x, out = np.arange(16, dtype=np.float32), np.zeros(16, np.float32)
     words = np.zeros(Halve.layout.num_words, np.int64)
     Halve.layout.fill(words, {"x": x, "out": out})
@@ -57,7 +57,7 @@ def test_kernels_run(isa, checked):
 
 
 @pytest.mark.skipif(not {"avx2", "avx512"} <= {isa.name for isa in HERE}, reason="needs a processor with AVX-512")
-def test_a_row_uses_no_more_than_it_says():
+def test_instruction_sets_use_only_their_features():
     texts = {name: assembly([Scale()], BY_NAME[name])["scale_1"] for name in ("avx2", "avx512")}
     assert "zmm" in texts["avx512"]
     assert "ymm" in texts["avx2"]
@@ -87,11 +87,11 @@ def compiled(folder, isa, specs=SPECS, **more):
 
 
 def files(folder):
-    """The kept code; the file that locks it is none."""
+    """The cached code, without the lock file."""
     return sorted(file for file in folder.iterdir() if file.name != "compile.lock")
 
 
-def test_the_second_time_writes_no_ir(tmp_path, isa, monkeypatch):
+def test_cached_kernels_generate_no_ir(tmp_path, isa, monkeypatch):
     folder = tmp_path / "new" / "kernels"
     lines = []
     assert not compiled(folder, isa, progress=lines.append).from_cache
@@ -106,8 +106,8 @@ def test_the_second_time_writes_no_ir(tmp_path, isa, monkeypatch):
     assert len(files(folder)) == len(SPECS) + 1  # And the thread pool.
 
 
-def test_kernels_are_kept_one_by_one(tmp_path, isa):
-    """Another program compiles what is new in it, and subroutines once for both modes."""
+def test_kernels_are_cached_one_by_one(tmp_path, isa):
+    """Another program compiles only what is new in it, and subroutines once for both modes."""
     compiled(tmp_path, isa)
     before, lines = set(files(tmp_path)), []
     assert not compiled(tmp_path, isa, [Halve(), WhoAmI()], progress=lines.append).from_cache
@@ -150,7 +150,7 @@ def test_damaged_code_is_compiled_again(tmp_path, isa, damage, caplog):
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_code_that_others_may_write_is_not_run(tmp_path, isa, caplog, mode):
+def test_code_writable_by_others_is_not_run(tmp_path, isa, caplog, mode):
     compiled(tmp_path, isa)
     file = files(tmp_path)[0]
     file.chmod(mode)
@@ -159,7 +159,7 @@ def test_code_that_others_may_write_is_not_run(tmp_path, isa, caplog, mode):
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_another_mode_other_kernels_and_other_processors_are_other_code(tmp_path, isa, monkeypatch):
+def test_cache_keys_depend_on_mode_kernels_and_processor(tmp_path, isa, monkeypatch):
     compiled(tmp_path, isa)
     assert not compiled(tmp_path, isa, checked=True).from_cache
     assert not compiled(tmp_path, isa, specs=[*SPECS, WhoAmI()]).from_cache
@@ -171,13 +171,13 @@ def test_another_mode_other_kernels_and_other_processors_are_other_code(tmp_path
     ):
         monkeypatch.setattr(compiler, "target_of", lambda isa, other=other: other)
         assert not compiled(tmp_path, isa).from_cache
-    # Once the two kernels in checked mode, once a further one, and three times both with another thread pool.
+    # Once the two kernels in checked mode, once an additional one, and three times both with another thread pool.
     assert len(files(tmp_path)) == 3 + 2 + 1 + 3 * 3
     monkeypatch.undo()
     assert compiled(tmp_path, isa).from_cache
 
 
-def test_other_sources_are_other_code(tmp_path, monkeypatch):
+def test_cache_keys_depend_on_sources(tmp_path, monkeypatch):
     package = tmp_path / "cpu"
     package.mkdir()
     (package / "a.py").write_text("x = 1")
@@ -191,7 +191,7 @@ def test_other_sources_are_other_code(tmp_path, monkeypatch):
 
     imported_anew()
     (package / "b.py").write_text("y = 3")
-    # Code is that of the sources that were imported, whatever lies on disk by now.
+    # The digest is that of the imported sources, regardless of the current ones on disk.
     assert key_of("names") == seen[-1]
     imported_anew()
     (package / "b.py").rename(package / "c.py")
@@ -212,13 +212,13 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, isa, caplog):
     assert "cannot be kept" in caplog.text
 
 
-def test_the_oldest_are_removed(tmp_path, monkeypatch):
+def test_least_recently_used_files_are_evicted(tmp_path, monkeypatch):
     monkeypatch.setattr(code_cache, "MAX_ENTRIES", 3)
     cache = CodeCache(tmp_path)
     for age, key in enumerate("abc"):
         cache.write({key: key.encode()})
         os.utime(tmp_path / f"{key}.kernels", (1000 + age, 1000 + age))
-    assert cache.read("a") == b"a"  # So b is now the one that was not used for longest.
+    assert cache.read("a") == b"a"  # So b is now the least recently used one.
     cache.write({"d": b"d"})
     assert [cache.read(key) for key in "abcd"] == [b"a", None, b"c", b"d"]
     monkeypatch.setattr(code_cache, "MAX_CACHE_BYTES", 200)
@@ -226,7 +226,7 @@ def test_the_oldest_are_removed(tmp_path, monkeypatch):
     assert [cache.read(key) is not None for key in "abcde"] == [False, False, False, False, True]
 
 
-def test_code_beyond_the_bound_is_not_kept(tmp_path, monkeypatch, caplog):
+def test_code_above_the_limit_is_not_cached(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(code_cache, "MAX_ENTRY_BYTES", 8)
     cache = CodeCache(tmp_path)
     cache.write({"a": bytes(9), "b": bytes(8)})

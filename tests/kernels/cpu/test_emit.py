@@ -1,4 +1,4 @@
-"""The functions of the kernels' language against numpy and torch, on all special bit patterns and many that are not."""
+"""The functions of the kernels' language against numpy and torch, on all special bit patterns and many others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.kernel_runner import ISAS, Runner, isa_or_skip, isa_runs, row
 
 @dataclass(frozen=True, slots=True)
 class Apply(KernelSpec):
-    """out = a function of x, both float32 but for the result of "to_bf16"."""
+    """out = a function of x, both float32 except the result of "to_bf16"."""
 
     layout = RecordLayout("apply", pointers=("x", "out"), numbers=("vectors",))
     function: str
@@ -55,7 +55,7 @@ def test_powers_of_two(runner):
 
 
 @pytest.mark.parametrize(("function", "exact"), [("sigmoid", lambda x: 1 / (1 + np.exp(-x))), ("tanh", np.tanh)])
-def test_curves_that_end_flat(runner, function, exact):
+def test_saturating_functions(runner, function, exact):
     x = np.concatenate([np.linspace(-95, 95, 1 << 16), np.linspace(-1, 1, 1 << 12)]).astype(np.float32)
     np.testing.assert_allclose(apply(runner, function, x), exact(x.astype(np.float64)), rtol=0, atol=1e-6)
     assert np.isnan(apply(runner, "tanh", np.full(LANES, np.nan, np.float32))).all()
@@ -72,7 +72,7 @@ def test_softplus(runner):
 
 
 def test_bfloat16_is_rounded_as_torch_does(runner):
-    """Infinities, halfway cases, the largest number, NaN: but numbers below the normal ones may become zero."""
+    """Infinities, halfway cases, the largest number, NaN; but denormal numbers may become zero."""
     special = [0, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x3F808000, 0x3F818000, 0x7FC00000, 0xFF800001, 0x00800000]
     bits = np.random.default_rng(0).integers(0, 2**32, 1 << 16, dtype=np.uint64).astype(np.uint32)
     bits[: len(special)] = special

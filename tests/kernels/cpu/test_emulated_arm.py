@@ -1,6 +1,6 @@
-"""The kernels as ARM sees them: compiled for NEON, run under emulation.
+"""The kernels on ARM: compiled for NEON, run under emulation.
 
-Where the emulator or the cross compiler is missing, the skip of this one test stands for test_emulated_kernels.py, too.
+Without the emulator or the cross compiler, the skip of this one test also stands for test_emulated_kernels.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.small_kernels import Scale, Stray, WhoAmI
 
 
 @pytest.mark.skipif(not available(), reason="needs qemu-user and a cross compiler for aarch64")
-def test_threads_share_the_work_and_strays_are_seen(tmp_path_factory):
+def test_threads_share_the_work_and_faults_are_reported(tmp_path_factory):
     for checked in (False, True):
         runner = EmulatedRunner([Scale(), WhoAmI(), Stray()], tmp_path_factory.mktemp("arm"), checked)
         for threads in (1, 3):
@@ -32,7 +32,7 @@ def test_threads_share_the_work_and_strays_are_seen(tmp_path_factory):
 
 
 def shared_by(runner, threads):
-    """Each of 37 items is computed once, by whichever thread."""
+    """Each of 37 items is computed once, by any thread."""
     items = 37
     x, out = np.random.default_rng(1).standard_normal((2, items, 16), np.float32)
     expected = (x.astype(np.float64) * np.float32(0.3) + out).astype(np.float32)

@@ -1,6 +1,6 @@
-"""The tests of the kernels once more: as ARM code, under emulation.
+"""The tests of the kernels as ARM code, under emulation.
 
-Without an emulator this file has no tests, and test_emulated_arm.py says so.
+Without an emulator this file has no tests, and test_emulated_arm.py reports that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def emulated(module: Any, isa: str = "neon") -> type:
 
 
 def left_out(test: Any) -> bool:
-    """Whether a test needs kernels that check, which these do not, or takes long under emulation."""
+    """Return whether a test needs kernels that check accesses, unlike these, or takes long under emulation."""
     if with_checks.mark in getattr(test, "pytestmark", ()):
         return True
     return getattr(test, "is_hypothesis_test", False) or test is test_attention.test_a_row_does_not_depend_on_its_batch

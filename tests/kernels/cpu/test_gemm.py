@@ -1,4 +1,4 @@
-"""Products with packed weights against their reference, and that a row's bits depend on nothing but the row."""
+"""Products with packed weights against their reference; a row's bits depend only on the row."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from tests.support.kernel_runner import (
 from tests.support.machine_code import assembly
 from tests.support.matrix_tile import add_pairs
 
-# The kind of the weights, and the type of the rows.
+# Kinds of weights, and types of rows.
 KINDS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))
 EPILOGUES = ("store", "add", *GATED)
-# Every epilogue and every option, not every pair of them: tiles are shared, and what compiles is the time.
+# Every epilogue and every option, not all pairs: tiles are shared, and compiling takes most of the time.
 PLAIN = [
     Gemm(*kind, epilogue, bias=epilogue in ("add", "gated_gelu", "gated_clamped"))
     for kind in KINDS
@@ -56,7 +56,7 @@ PLAIN += [
 GROUPED = [Gemm(*kind, epilogue, grouped=True) for kind in KINDS for epilogue in ("store", "gated_silu")]
 GROUPED += [Gemm("bf16", "fp32", epilogue, grouped=True, bias=True) for epilogue in ("store", "gated_clamped")]
 SAMPLED = Gemm("bf16", "bf16", "store", "num_samples", bias=True)
-# Matrices of two heads, whose columns lie side by side in a row of x and of out.
+# Matrices of two heads, whose columns are adjacent in a row of x and of out.
 HEAD_COLUMNS, HEAD_INPUTS = 32, 48
 HEADS = [
     Gemm("bf16", rows, "store", x_step=HEAD_INPUTS * (2 if rows == "bf16" else 4), out_step=HEAD_COLUMNS * 4)
@@ -64,7 +64,7 @@ HEADS = [
 ]
 SPECS = [*PLAIN, *GROUPED, SAMPLED, *HEADS]
 FACTOR = 0.5
-# A vector register that an instruction keeps on the stack, or gets from there.
+# A vector register that is stored to or loaded from the stack.
 SPILL = re.compile(r"[yz]mm\d.*\(%rsp|\(%rsp.*[yz]mm\d|\b(q|v)\d.*\[sp")
 FILLER = 7.0
 
@@ -74,7 +74,7 @@ runner = runner_of(SPECS, ALL_MODES)
 
 @dataclass(frozen=True)
 class GemmCase:
-    """One product. x [T, depth] of the type that the kind wants; ``packed``: one matrix for each group."""
+    """One product. x [T, depth] of the kind's type; ``packed``: one matrix per group."""
 
     spec: Gemm
     packed: list[PackedWeight]
@@ -88,7 +88,8 @@ class GemmCase:
         return self.packed[0].pairs * (16 if self.spec.epilogue in GATED else 32)
 
     def new_out(self, rows: int) -> torch.Tensor:
-        """The output before the product. ``add`` gets random rows, each by its own seed, so that parts begin alike."""
+        """The output before the product. ``add`` gets random rows, each with its own seed, so that parts begin
+        alike."""
         if self.spec.epilogue == "add":
             return torch.stack([normal(self.width, seed=100 + row) for row in range(rows)])
         dtype = self.x.dtype if self.spec.epilogue in (*GATED, *ACTIVATED) else torch.float32
@@ -120,14 +121,14 @@ class GemmCase:
         }
 
     def run(self, runner: Any, x: torch.Tensor | None = None, out: torch.Tensor | None = None, threads: int = 3):
-        """The product of ``x``, or of all rows; fails if it wrote after them."""
+        """Return the product of ``x``, or of all rows; fail if it wrote after them."""
         x = self.x if x is None else x
         room = self.new_out(len(x) + 2)
         if out is not None:
             room[: len(x)] = out
         behind = room[len(x) :].clone()
         step = rows_step(0, len(x)) if self.spec.rows_of == "num_samples" else rows_step(len(x))
-        # Rows after the last one must not be read, or at least not be used.
+        # Rows after the last one must not affect the result.
         runner.run(self.spec, self.values(padded(x, extra=1, filler=torch.nan), room), step, threads)
         assert torch.equal(room[len(x) :], behind)
         return room[: len(x)]
@@ -161,7 +162,7 @@ def case(spec: Gemm, rows: int, columns: int, depth: int, seed: int = 0, groups:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Sums of products in float32, and one rounding to out's type."""
+    """Compare with the tolerance of float32 sums, and one rounding to out's type."""
     rounding = 2**-8 if found.dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=1e-5)
 
@@ -221,8 +222,8 @@ def test_a_row_does_not_depend_on_the_others(runner, spec):
 @pytest.mark.parametrize("spec", [spec for spec in PLAIN[: len(EPILOGUES)] if "gelu" not in spec.epilogue], ids=str)
 @pytest.mark.parametrize(("columns", "depth"), [(600, 48), (72, 2096), (33, 16)])
 def test_many_rows_in_matrix_tiles_have_the_bits_of_each_alone(runner, spec, columns, depth):
-    """Rows of several blocks, and panels of several ranges; a depth of two blocks of inputs and a rest, and one of a
-    rest alone."""
+    """Rows of several blocks, and panels of several ranges; a depth of two blocks of inputs and a rest, and one of only
+    a rest."""
     one = case(spec, 300, columns, depth)
     start = one.new_out(300)
     alone = torch.cat([one.run(runner, one.x[row : row + 1], start[row : row + 1]) for row in range(0, 300, 7)])
@@ -233,7 +234,7 @@ def test_many_rows_in_matrix_tiles_have_the_bits_of_each_alone(runner, spec, col
 
 @pytest.mark.parametrize("spec", HEADS, ids=str)
 @pytest.mark.parametrize("rows", [1, 20, 70])
-def test_heads_meet_their_own_matrix(runner, spec, rows):
+def test_heads_are_multiplied_by_their_own_matrix(runner, spec, rows):
     one = case(replace(spec, x_step=0), rows, HEAD_COLUMNS, HEAD_INPUTS, groups=[rows, 0])
     x = normal(rows, 2 * HEAD_INPUTS, seed=9).to(one.x.dtype)
     out = torch.full((rows, 2 * HEAD_COLUMNS), FILLER)
@@ -248,7 +249,7 @@ def test_heads_meet_their_own_matrix(runner, spec, rows):
 
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("groups", [[3, 0, 17, 1], [0, 0, 5, 0], [0, 0], [40, 2, 70]], ids=str)
-def test_groups_meet_their_own_matrix(runner, spec, groups):
+def test_groups_are_multiplied_by_their_own_matrix(runner, spec, groups):
     one = case(spec, sum(groups), 72, 48, groups=groups)
     assert_close(one.run(runner), one.expected())
 
@@ -272,8 +273,8 @@ def test_no_rows(runner, spec):
 @with_checks
 @pytest.mark.parametrize("rows", [17, 40])
 @pytest.mark.parametrize("short", ["x", "weights", "bias", "out"])
-def test_strays_are_noted(runner, short, rows):
-    """A checked product whose memory is too small is reported, and touches no other memory."""
+def test_out_of_bounds_accesses_are_reported(runner, short, rows):
+    """A checked product whose memory is too small is reported, and accesses no other memory."""
     one = case(Gemm("bf16", "bf16", "add", bias=True), rows, 64, 48)
     out = one.new_out(rows)
     values = one.values(padded(one.x), out)
@@ -284,7 +285,7 @@ def test_strays_are_noted(runner, short, rows):
 
 
 def test_bfloat16_weights_have_the_bits_of_float32_weights(runner):
-    """Under float32 rows, in every tile: one row, tiles of every height, and many rows."""
+    """With float32 rows, in every tile: one row, tiles of every height, and many rows."""
     narrow, wide = (case(Gemm(kind, "fp32", "add", bias=True), 50, 72, 80) for kind in ("bf16", "fp32"))
     rounded = replace(wide.packed[0], data=pack_linear(unpack(narrow.packed[0]).float(), "fp32").data)
     expected, start = replace(wide, packed=[rounded]).run(runner), wide.new_out(50)
@@ -293,7 +294,7 @@ def test_bfloat16_weights_have_the_bits_of_float32_weights(runner):
 
 
 REGISTERS = list(itertools.product(("avx512_bf16", "avx512", "avx2", "neon"), KINDS))
-# Each instruction set once, and AVX2 with the kind that nearly has too few registers.
+# Each instruction set once, and AVX2 with the kind that needs nearly all registers.
 SHORT = [REGISTERS[0], REGISTERS[4], REGISTERS[8], REGISTERS[9]]
 
 
@@ -303,9 +304,9 @@ SHORT = [REGISTERS[0], REGISTERS[4], REGISTERS[8], REGISTERS[9]]
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_sums_stay_in_registers(name, kind):
-    """No tile spills a vector, in code for this processor. Only the second input of a pair of bfloat16 may wait on the
+    """No tile spills a vector, in code for this processor. Only the second input of a pair of bfloat16 may be on the
     stack, once in each of the two steps of AVX2's loop, while the first is multiplied."""
-    # Code for AVX-512 of no particular processor, which runs nowhere, does spill some.
+    # Code for generic AVX-512, which is never run, does spill some.
     isa = isa_or_skip(name) if name.startswith("avx512") else BY_NAME[name]
     limits = TileKind(*kind).tiles(isa)
     texts, prefix = assembly([Gemm(kind[0], kind[1], "store")], isa), f"gemm_tile_{'_'.join(kind)}_"
@@ -318,8 +319,8 @@ def test_sums_stay_in_registers(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_rows_of_bfloat16_meet_weights_in_matrix_tiles(kind):
-    """In code for a processor that has them, which any machine can make: whatever the number of rows."""
+def test_bfloat16_products_use_matrix_tiles(kind):
+    """In code for a processor with matrix tiles, which any machine can compile, for any number of rows."""
     texts = assembly([Gemm(*kind, "store")], BY_NAME["amx"])
     tiles = {name: text for name, text in texts.items() if "_matrix_" in name}
     few = {name for name in texts if name.startswith("gemm_tile_")}
@@ -333,14 +334,14 @@ def test_rows_of_bfloat16_meet_weights_in_matrix_tiles(kind):
         assert not tiles
     for name, text in tiles.items():
         assert text.count("tdpbf16ps") >= 2
-        # A block of many rows leaves the shapes of tiles to its caller.
+        # A block of many rows leaves the tile configuration to its caller.
         assert ("ldtilecfg" in text) == bool(re.search(r"tilerelease\s.*retq", text, re.DOTALL)) == ("_tile_" in name)
 
 
 @pytest.mark.parametrize("spec", [Gemm("bf16", "bf16", "store"), Gemm(INT8_DOTS, "bf16", "store")], ids=str)
 def test_products_of_many_rows_load_one_tile_each(spec):
-    """Of the loop over the depth: two tiles of rows and two of weights for four products, no vector, no shapes, and
-    hardly anything else."""
+    """The loop over the depth loads two tiles of rows and two of weights for four products, and has no vectors, no tile
+    configurations, and hardly anything else."""
     name = f"gemm_matrix_block_{spec.weights}_{'bf16' if spec.weights == 'bf16' else 'int8'}_2"
     text = assembly([spec], BY_NAME["amx"])[name]
     (loop,) = [block for block in re.split(r"^\.L\w+:", text, flags=re.MULTILINE) if "tdp" in block]
@@ -356,7 +357,7 @@ def test_products_of_many_rows_load_one_tile_each(spec):
 @pytest.mark.parametrize("rows", [19, 300])
 @pytest.mark.parametrize("depth", [16, 32, 48, 64, 528, 2096])
 def test_sums_in_matrix_tiles_are_one_chain_over_the_depth(rows, depth):
-    """What an instruction adds: the first products of 16 pairs, then the second ones, and both to the sum."""
+    """An instruction adds the first products of 16 pairs, then the second ones, and both to the sum."""
     isa, spec = isa_or_skip(TILE_MODES[0][0]), Gemm("bf16", "bf16", "store")
     one = case(spec, rows, 64, depth)
     runner = Runner([spec], isa, checked=False)
@@ -372,7 +373,7 @@ def test_sums_in_matrix_tiles_are_one_chain_over_the_depth(rows, depth):
     assert torch.equal(found, torch.from_numpy(total))
 
 
-def test_specs_have_names_of_their_own():
+def test_specs_have_distinct_names():
     assert len({spec.name for spec in SPECS}) == len(SPECS)
     assert {spec.layout for spec in SPECS} == {LAYOUT}
     assert set(PLAIN_TYPES) == {weights for weights, _ in KINDS}

@@ -48,15 +48,15 @@ def test_auto_chooses_the_best_row(features, name):
 
 
 @pytest.mark.parametrize("name", ["avx512_bf16", "avx512", "avx2"])
-def test_products_do_not_load_where_two_begin_in_a_cycle(name):
-    """The choice holds for products of bfloat16 pairs alone; all else of the row stays as it is."""
+def test_products_do_not_load_if_two_start_per_cycle(name):
+    """The choice affects only products of bfloat16 pairs; the rest of the row does not change."""
     expected = replace(BY_NAME[name], products_load=name != "avx512_bf16")
     assert choose_isa(name, ZEN5) == expected
     assert choose_isa("auto", ZEN5).name == "avx512_bf16"
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))
-def test_a_row_that_is_asked_for_is_chosen_where_it_can_run(name):
+def test_a_requested_row_is_chosen_if_supported(name):
     row = BY_NAME[name]
     assert choose_isa(name, set(row.needs)) is row
     for missing in row.needs:
@@ -66,7 +66,7 @@ def test_a_row_that_is_asked_for_is_chosen_where_it_can_run(name):
 
 @pytest.mark.parametrize("name", [name for name in ISAS if not isa_runs(name)])
 def test_kernels_run_in_each_instruction_set(name):
-    """The tests of kernels leave out what the processor does not have, and this one says so once."""
+    """The tests of kernels skip unsupported instruction sets; this one reports it once."""
     isa_or_skip(name)
 
 
@@ -86,7 +86,7 @@ def test_an_unknown_choice_is_an_error_of_one_line():
     assert all(choice in raised.value.message for choice in CHOICES)
 
 
-def test_this_machine_gets_a_row_that_it_has_the_features_for():
+def test_this_machine_gets_a_supported_row():
     found = choose_isa("auto", host_features())
     if found is None:
         pytest.skip("no row of the table fits this processor")
@@ -94,7 +94,7 @@ def test_this_machine_gets_a_row_that_it_has_the_features_for():
 
 
 def test_exact_codes_are_another_arithmetic_by_name():
-    """Only where products else round quantized weights."""
+    """Only if products would otherwise round quantized weights."""
     for row in TABLE:
         found = choose_isa(row.name, row.needs, exact_codes=True)
         assert found is not None
@@ -117,7 +117,7 @@ def test_no_features_off_linux(monkeypatch):
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_rows_are_whole(row):
+def test_rows_are_complete(row):
     assert min(row.bf16_tiles.wide, row.fp32_tiles.wide, row.int8_tiles.wide) >= 1
     assert not set(row.needs) & set(row.without)
 

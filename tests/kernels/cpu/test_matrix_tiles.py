@@ -1,4 +1,4 @@
-"""Instructions on matrix tiles, the processor's own and emulated ones, against numpy, bit for bit."""
+"""Instructions on matrix tiles, the processor's own and emulated ones, against numpy, bit by bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.kernel_runner import EMULATED_TILES, TILES, Runner, isa_or_sk
 from tests.support.matrix_tile import add_codes, add_pairs
 
 SUMS, ROWS, COLUMNS = 0, 5, 7
-# Values of each size: some sums are denormal, some products are, and some operands.
+# Magnitudes of values: some sums are denormal, some products are, and some operands.
 SCALES = (1.0, 2.0**-50, 2.0**-62, 2.0**-64, 2.0**-125)
 
 
@@ -49,8 +49,8 @@ def runner(request):
 
 
 def product(runner, codes, sums, rows, columns):
-    """Runs the kernel on arrays [height, width], [height, steps] and [steps, width] of 32 bits; memory around them
-    is not zero."""
+    """Run the kernel on arrays [height, width], [height, steps] and [steps, width] of 32 bits; memory around them is
+    not zero."""
     room = [np.full((TILE_ROWS, TILE_STEPS), -5, np.int32) for _ in range(3)]
     for memory, part in zip(room, (sums, rows, columns), strict=True):
         memory[: part.shape[0], : part.shape[1]] = part.view(np.int32)
@@ -85,7 +85,7 @@ def test_pairs(runner, height, steps, width, scale):
 
 
 def test_pairs_of_all_sizes(runner):
-    """Sums whose terms are far apart are rounded once for each product."""
+    """Sums whose terms are far apart are rounded once per product."""
     random = np.random.default_rng(1)
     for _ in range(50):
         rows, columns = (bfloat16(random, (16, 16, 2), 2.0 ** random.integers(-40, 40, (16, 16, 2))) for _ in range(2))

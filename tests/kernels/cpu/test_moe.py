@@ -19,13 +19,13 @@ from tests.support.kernel_runner import normal, padded, rows_step, runner_of, st
 # (experts, chosen): below a vector, with a tail, as wide as real ones, and all of them.
 SIZES = [(8, 2), (20, 4), (128, 8), (4, 4)]
 ROUTES = [moe.RouteToExperts(*size, normalize) for size in SIZES for normalize in (False, True)]
-# Sigmoids, and numbers added to the scores where experts are chosen.
+# Sigmoids, and biases added to the scores to choose experts.
 OTHER_ROUTES = [
     moe.RouteToExperts(*size, normalize, sigmoid=sigmoid, biased=biased)
     for size, normalize in (((20, 4), True), ((128, 8), False))
     for sigmoid, biased in ((True, False), (False, True), (True, True))
 ]
-# (experts, chosen) in (groups, kept ones, best experts that count): DeepSeek V3's, V2's, and groups below a vector.
+# (experts, chosen) in (groups, kept groups, best experts that count): DeepSeek V3's, V2's, and groups below a vector.
 IN_GROUPS = [
     moe.RouteToExperts(256, 8, True, sigmoid=True, biased=True, groups=8, kept_groups=4),
     moe.RouteToExperts(160, 6, False, groups=8, kept_groups=3, group_best=1),
@@ -83,7 +83,7 @@ def test_route(runner, spec, spread):
     scores, experts = run_route(runner, spec, logits)
     expected = reference_route(logits, spec.chosen, spec.normalize)
     torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-7)
-    # Experts whose chances round to 0 are equal.
+    # Experts whose scores round to 0 are equal.
     counts = expected[0] > 0
     assert torch.equal(experts[counts], expected[1][counts])
 
@@ -136,8 +136,8 @@ def test_of_equal_experts_the_first_wins(runner):
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_broken_logits_lead_to_experts_that_exist(runner, poison):
-    """The results of broken rows do not matter, but no kernel may leave its memory, and other rows stay the same."""
+def test_broken_logits_choose_valid_experts(runner, poison):
+    """The results of broken rows do not matter, but accesses stay in bounds, and other rows do not change."""
     spec = moe.RouteToExperts(20, 4, True)
     logits = normal(4, 20)
     whole = logits.clone()
@@ -173,7 +173,7 @@ def test_group(runner, size, rows_of, count):
 @settings(max_examples=examples(20))
 @given(st.integers(1, 30), st.integers(0, 2**31))
 def test_groups_are_sorted_and_stable(runner, count, seed):
-    """Even where an expert stands twice in a row, as after broken logits."""
+    """Even if an expert occurs twice in a row, as after broken logits."""
     experts = torch.randint(0, 8, (count, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
     starts, places, sources = run_group(runner, moe.GroupByExpert(8, 2), experts)
     assert sorted(places.view(-1).tolist()) == list(range(2 * count))
@@ -269,8 +269,8 @@ def test_a_row_is_combined_by_itself(runner, count, seed):
 @pytest.mark.parametrize("rows_of", ["tokens", "samples"])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("count", "width", "factor"), [(1, 64, 1.0), (6, 40, 0.22)])
-def test_rows_are_weighed(runner, add, rows_of, count, width, factor):
-    """Rows after the last one stay as they are, and so does the memory of each row after its own."""
+def test_rows_are_weighted(runner, add, rows_of, count, width, factor):
+    """Rows after the last one do not change, nor does the memory of each row after its own."""
     spec = moe.WeighRows(add, rows_of)
     gates, found = padded(normal(count, 1, seed=1) * 3), padded(normal(count, width, seed=2))
     out = padded(normal(count, width), extra=1, filler=7.0)
@@ -291,7 +291,7 @@ def test_rows_are_weighed(runner, add, rows_of, count, width, factor):
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_references_are_the_torch_path(normalize):
-    """The references equal the torch path in float32, where an expert multiplies by its number plus one."""
+    """The references equal the torch path in float32, if an expert multiplies by its number plus one."""
     rows, router = normal(7, 32), normal(8, 32, seed=1)
     scores, experts = reference_route(rows @ router.T, 2, normalize)
     expected_scores, expected_experts = layers.route(rows, router, mixed(2, normalize))

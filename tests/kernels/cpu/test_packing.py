@@ -1,4 +1,4 @@
-"""Packed weights: where values lie, and what padding holds."""
+"""Packed weights: places of values, and content of padding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def weights_of(packed):
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(15))
 @given(columns=st.integers(1, 100), depth=st.integers(1, 70), seed=st.integers(0, 9))
-def test_what_is_packed_is_unpacked(kind, columns, depth, seed):
+def test_packing_round_trip(kind, columns, depth, seed):
     weight = normal(columns, depth, seed=seed)
     packed = pack_linear(weight, kind)
     assert packed.pairs * 32 >= columns > packed.pairs * 32 - 32
@@ -58,7 +58,7 @@ def test_places_of_fp32():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", [48, 40])
-def test_gate_and_up_in_turn(kind, inner):
+def test_gate_and_up_are_interleaved(kind, inner):
     gate, up = normal(inner, 32), normal(inner, 32, seed=1)
     packed = pack_gated(gate, up, kind)
     assert packed.pairs == -(-inner // 16)

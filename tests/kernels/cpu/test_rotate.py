@@ -23,12 +23,12 @@ from tests.support.examples import examples
 from tests.support.kernel_runner import batch_step, normal, padded, runner_of, stride, with_checks
 
 LAYERS, LAYER = 3, 1
-# Large enough to be seen.
+# Large enough to affect results.
 EPS = 0.1
-# Each sequence: (tokens already there, tokens of this step).
+# Each sequence: (earlier tokens, tokens of this step).
 MIXED = [(0, 16), (5, 1), (0, 1), (15, 1), (16, 1), (3, 40), (30, 3), (0, 35)]
 
-# The factors of queries at each position.
+# Factors of queries at each position.
 GROWTH = torch.linspace(1.0, 3.0, 128)
 
 SHAPES = [
@@ -48,7 +48,7 @@ OPTIONS = [
 ]
 
 
-# K and V in 8 bits.
+# 8-bit K and V.
 CODED = [
     RotateWrite(48, 2, 1, 16, bf16=True, codes="fp8_e4m3"),
     RotateWrite(64, 6, 2, 32, bf16=True, codes="int8"),
@@ -68,7 +68,7 @@ runner = runner_of(SPECS)
 
 
 def left_to_long(checked, name, params):
-    """What tests/kernels/cpu/conftest.py asks: options are checked with rows of one type, and so are some shapes."""
+    """The hook of tests/kernels/cpu/conftest.py: options, and some shapes, are checked with rows of one type."""
     return checked and params.get("spec") in (*OPTIONS, wide(SHAPES[1]), wide(SHAPES[3]))
 
 
@@ -78,7 +78,7 @@ def frequencies(spec):
 
 @functools.cache
 def tables_of(spec):
-    """Cosines and sines [128, head_dim / 2]; nobody reads after the last one."""
+    """Cosines and sines [128, head_dim / 2]; there is no access after the last one."""
     angles = torch.arange(128.0)[:, None] * frequencies(spec)
     return angles.cos(), angles.sin()
 
@@ -91,7 +91,7 @@ def norms_of(spec):
 
 
 def batch_of(parts, block_size, seed=0):
-    """Sequences that had ``before`` tokens, and get ``now`` more; another slot after each table's end."""
+    """Sequences of ``before`` tokens that get ``now`` more; another slot after each table's end."""
     slots = sum(-(-(before + now) // block_size) for before, now in parts) + 1
     sequences = Sequences(slots, block_size, seed)
     numbers = sequences.add(len(parts))
@@ -103,7 +103,7 @@ def batch_of(parts, block_size, seed=0):
 
 
 def stale_pool(spec, slots):
-    """A pool of NaN, each with bits of its own, so that a test sees a value that moved."""
+    """A pool of NaNs with distinct bits, so that a test detects a moved value."""
     shape = (slots, LAYERS, 2, spec.kv_heads, spec.block_size, spec.head_dim)
     count = functools.reduce(lambda a, b: a * b, shape)
     if spec.codes:
@@ -115,7 +115,7 @@ def stale_pool(spec, slots):
 
 
 def run(runner, spec, qkv, batch, pool, threads=3, squares=None):
-    """Runs the kernel, which writes ``pool``; returns queries [T, heads, head_dim]."""
+    """Run the kernel, which writes ``pool``; return queries [T, heads, head_dim]."""
     rows, room = padded(qkv), len(qkv) + 3
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     queries = torch.full((spec.kv_heads, room, spec.heads // spec.kv_heads, spec.head_dim), 7.0, dtype=dtype)
@@ -193,7 +193,7 @@ def test_any_batch(runner, spec, parts, seed):
 
 @pytest.mark.parametrize("spec", [SHAPES[0], *OPTIONS, *CODED, wide(OPTIONS[3])], ids=lambda spec: spec.name)
 def test_a_prompt_in_pieces_is_the_same(runner, spec):
-    """Row by row, or at once: the same bits; what a shorter step cleared after its end is written later."""
+    """Row by row, or at once: the same bits; values cleared after a shorter step's end are written later."""
     qkv = normal(37, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     whole, slots = batch_of([(0, 37)], spec.block_size)
     pool, pieces = stale_pool(spec, slots), stale_pool(spec, slots)
@@ -213,7 +213,7 @@ def test_codes_of_every_size(runner, spec):
     rows = torch.zeros(34, heads, spec.head_dim)
     for row, size in enumerate((1e-30, 1e-12, 1.0, 447.9, 3e4, 1e38)):
         rows[1 + row] = normal(heads, spec.head_dim, seed=row) * size
-    # The largest value makes the scale 1, and the others are then codes and their midpoints.
+    # The largest value sets the scale to 1, and the others are then codes and their midpoints.
     most = TYPES[spec.codes][1]
     steps = torch.arange(27 * heads * spec.head_dim).view(27, heads, spec.head_dim) * 2.0**-11
     rows[7:] = (steps * 16.0 - most).clamp(-most, most) if spec.codes == "int8" else steps
@@ -240,7 +240,7 @@ def test_a_row_with_nan_stays_one(runner):
 
 
 @with_checks
-def test_a_slot_that_the_pool_does_not_have_is_noted(runner):
+def test_slots_outside_the_pool_are_reported(runner):
     spec = SHAPES[0]
     batch, slots = batch_of([(0, 3)], spec.block_size)
     batch.block_tables[0, 0] = slots
@@ -251,7 +251,7 @@ def test_a_slot_that_the_pool_does_not_have_is_noted(runner):
     assert torch.equal(bits(pool), bits(before))
 
 
-def test_the_reference_turns_as_the_torch_path_does():
+def test_the_reference_rotates_like_the_torch_path():
     spec = wide(SHAPES[0])
     qkv, positions = normal(20, 8 * 16), torch.arange(40, 60)
     queries, keys, values = reference_rotate(spec, qkv, positions, tables_of(spec), None, EPS)
@@ -262,7 +262,7 @@ def test_the_reference_turns_as_the_torch_path_does():
 
 
 @pytest.mark.parametrize("spec", [wide(OPTIONS[1]), wide(OPTIONS[3]), wide(OPTIONS[4])], ids=lambda spec: spec.name)
-def test_the_reference_norms_as_the_torch_path_does(spec):
+def test_the_reference_norms_like_the_torch_path(spec):
     still = RotateWrite(16, 4, 2, 16, bf16=False, rope=False, qk_norm=spec.qk_norm)
     qkv, norms = normal(9, 8 * 16), norms_of(spec)
     queries, keys, _ = reference_rotate(still, qkv, torch.arange(9), tables_of(spec), norms, EPS)

@@ -40,7 +40,7 @@ SPECS = [
     *(rows.SoftCapScale(capped) for capped in (False, True)),
     *(kernel(group) for kernel in (rows.GroupMaxima, rows.LargestTokens) for group in (32, 128)),
 ]
-# Large enough to be seen.
+# Large enough to affect results.
 EPS = 0.1
 
 
@@ -48,7 +48,7 @@ runner = runner_of(SPECS)
 
 
 def run_norm(runner, spec, x, weight, bias=None, threads=3):
-    """x [rows, width] -> the same; fails if anything but these rows was written."""
+    """Return the norm of x [rows, width]; fail if anything else was written."""
     count, width = x.shape
     room = padded(x, extra=2, filler=torch.nan)
     out = torch.full((count + 2, room.shape[1]), 7.0, dtype=torch.bfloat16 if spec.bf16_out else torch.float32)
@@ -84,7 +84,7 @@ def test_norm(runner, spec, count, width):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_none_changes_the_type_alone(runner):
+def test_norm_none_only_casts(runner):
     x = normal(3, 32)
     assert torch.equal(run_norm(runner, rows.NormRows("none", True), x, torch.ones(32)), x.bfloat16())
     assert torch.equal(run_norm(runner, rows.NormRows("none", False), x, torch.ones(32)), x)
@@ -92,7 +92,7 @@ def test_none_changes_the_type_alone(runner):
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_norms_of_the_torch_path_are_all_one(wide):
-    """The norms agree where nothing is rounded in between; the loader adds Gemma's 1 + w."""
+    """The norms agree without rounding in between; the loader adds Gemma's 1 + w."""
     x, weight = normal(4, 48), normal(48, seed=1)
     torch.testing.assert_close(reference_norm(x, weight, EPS, "rms"), layers.RmsNorm(weight, EPS, wide)(x))
 
@@ -194,7 +194,8 @@ def test_soft_cap_scale(runner, count, width, divisor, cap):
 
 
 def largest(runner, logits, group):
-    """The maxima of groups and the largest token of each row, by the kernels; nothing else may be written."""
+    """Return the maxima of groups and the largest token of each row, by the kernels; fail if anything else was
+    written."""
     count, width = logits.shape
     room, groups = padded(logits, 1, 7.0), width // group
     maxima = torch.full((count + 1, -(-groups // 16) * 16), 7.0)
@@ -214,7 +215,7 @@ def largest(runner, logits, group):
 @pytest.mark.parametrize(("count", "width", "group"), [(1, 128, 128), (3, 32 * 70, 32), (5, 128 * 17, 128)])
 def test_largest_logits(runner, count, width, group):
     logits = normal(count, width) * 40
-    # Equal largest ones, in one group and in several, a negative zero among them; and a row of the lowest numbers.
+    # Equal maxima, in one group and in several, including a negative zero; and a row of the lowest numbers.
     logits[0] = torch.where(torch.arange(width) % 7 == 3, 0.0, -1.0)
     logits[0, 3] = -0.0
     logits[-1] = torch.finfo(torch.float32).min
@@ -224,7 +225,7 @@ def test_largest_logits(runner, count, width, group):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_has_no_largest_logit(runner, value):
+def test_logits_that_are_not_finite_have_no_largest_token(runner, value):
     logits = normal(3, 32 * 40)
     logits[1, 1111] = value
     maxima, tokens = largest(runner, logits, 32)
@@ -238,7 +239,7 @@ def test_no_rows_are_no_work(runner):
         run_norm(runner, spec, normal(1, 16)[:0], torch.ones(16))
 
 
-def test_infinite_rows_stay_their_own_business(runner):
+def test_infinite_rows_do_not_affect_others(runner):
     x = normal(3, 32)
     x[1, 5] = np.inf
     found = run_norm(runner, rows.NormRows("rms", False), x, torch.ones(32))
@@ -247,7 +248,7 @@ def test_infinite_rows_stay_their_own_business(runner):
 
 @pytest.mark.parametrize("width", [16, 40])
 def test_positions_are_added(runner, width):
-    """Of two texts, one of which is in its midst."""
+    """In two texts, one of them continued."""
     sequences = Sequences(8, 16, 0)
     one, two = sequences.add(2)
     sequences.step([(one, [0] * 9)])

@@ -1,4 +1,4 @@
-"""A thread pool runs each entry of a program in order, once for each thread, and reports strays."""
+"""A thread pool runs each entry of a program in order, once per thread, and reports out-of-bounds accesses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def kernels(request):
 
 @pytest.fixture
 def pool_of(kernels):
-    """Makes pools that end with the test."""
+    """Make pools that end with the test."""
     made = []
 
     def make(threads, affinity=(), of=None):
@@ -56,7 +56,7 @@ def pool_of(kernels):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_each_kernel_sees_what_the_one_before_it_wrote(kernels, pool_of, threads):
+def test_kernels_see_the_writes_of_earlier_ones(kernels, pool_of, threads):
     pool = pool_of(threads)
     for _ in range(50):
         table, rows, expected = chain(kernels)
@@ -100,7 +100,7 @@ def test_an_empty_program_and_one_of_skipped_kernels(kernels, pool_of):
 
 
 def test_late_helpers_take_no_part_in_a_later_run(kernels, pool_of):
-    """More threads than cores, and runs so short that most helpers come when all is over."""
+    """More threads than cores, and runs so short that most helpers arrive after the end."""
     threads, runs = 8, 3000
     pool = pool_of(threads)
     tables, outs = [], np.zeros((2, threads), np.int64)
@@ -117,7 +117,7 @@ def test_late_helpers_take_no_part_in_a_later_run(kernels, pool_of):
 
 
 def test_a_run_lasts_until_its_helpers_are_out(fast):
-    """The line of a helper that does not exist says ACTIVE: the leader waits, with the door closed."""
+    """The line of a helper that does not exist contains ACTIVE: the leader waits, with the door closed."""
     words = np.zeros(8 * 8, np.int64)
     lines = words[-words.ctypes.data % 64 // 8 :]
     lines[thread_pool_code.THREADS // 8] = 2
@@ -161,8 +161,8 @@ def test_scratch_is_shared_by_no_two_calls_at_a_time(kernels, pool_of):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_leaders_may_change_and_pools_may_be_many(kernels, pool_of, count):
-    """Four leaders at once, of one pool, which then runs one program after the other, or of two pools."""
+def test_several_leaders_and_pools(kernels, pool_of, count):
+    """Four concurrent leaders, of one pool, which then runs one program after the other, or of two pools."""
     pools = [pool_of(2) for _ in range(count)]
     work = [chain(kernels) for _ in range(4)]
 
@@ -194,14 +194,14 @@ def test_results_do_not_depend_on_what_a_library_did_to_the_leader(kernels, pool
         for threads in (1, 2):
             out[:] = 0
             pool_of(threads).run(table.program, step_with())
-            assert out.view(np.int32).all()  # Looked at as bits: comparisons flush too.
-        if flushes:  # And the leader is left as it was.
+            assert out.view(np.int32).all()  # As bits: comparisons would flush denormals as well.
+        if flushes:  # And the leader's mode is restored.
             assert not (denormals * 0.5).any()
     finally:
         torch.set_flush_denormal(False)
 
 
-def test_a_stray_is_reported_once_with_its_kernel_and_place(checked, pool_of):
+def test_a_fault_is_reported_once_with_kernel_and_offset(checked, pool_of):
     pool, out = pool_of(2, of=checked), np.zeros((4, 16), np.float32)
     for offset in (out.nbytes, -64, out.nbytes - 60):
         with pytest.raises(Internal, match=rf"stray_False .* byte {offset} "):
@@ -211,7 +211,7 @@ def test_a_stray_is_reported_once_with_its_kernel_and_place(checked, pool_of):
     assert out[1].all()
 
 
-def test_a_stray_of_the_scratch_is_reported(checked, pool_of):
+def test_a_fault_in_the_scratch_is_reported(checked, pool_of):
     bad, pool = ProgramTable(checked).add(Stray(scratch=True), out=None, offset=SCRATCH_BYTES), pool_of(2, of=checked)
     with pytest.raises(Internal, match=f"stray_True .* byte {SCRATCH_BYTES} "):
         pool.run(bad.program, step_with())

@@ -1,5 +1,5 @@
-"""The model of the thread pool and of core lending, thread_pool.pml: it follows the code word by word, spin finds no
-defect in it, and finds each of those that are planted in it."""
+"""The model of the thread pool and of core lending, thread_pool.pml: it follows the code word by word, and spin finds
+no defect in it, but every planted one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pillion.kernels.cpu.runtime import thread_pool_code
 CODE = Path(thread_pool_code.__file__)
 MODEL = CODE.with_name("thread_pool.pml")
 PAGE = "lab/docs/thread-pool.md"
-# What of the model's text only spin's preprocessor reads.
+# Lines of the model's text that only spin's preprocessor reads.
 MUTANT = re.compile(r"^#(ifdef|ifndef|else|endif)\b[ \t]*(\w*)", re.MULTILINE)
-# The shapes in which the model is searched, with the mutants that each of them must find.
+# Shapes in which the model is searched, with the mutants that each of them must find.
 FOUND_IN = {
     "POOL": [
         "COUNT_SLEEPERS_BEFORE_THE_MOVE",
@@ -37,24 +37,24 @@ FOUND_IN = {
     "OWNER": ["KEEP_CORES_FOR_EVER"],
     "RIVALS": ["CLAIM_IN_TWO_STEPS", "GIVE_BACK_WHAT_IS_ANOTHER_S"],
 }
-# Steps of a search, far more than the deepest one has.
+# Max steps of a search, far above the deepest one.
 MAX_DEPTH = 1_000_000
 CALLS = {"sleep", "wait", "work", "_poll", "_move", "_join", "_claim", "_give_back", "_keep_cores"}
 CALLS |= {"_execute_items", "_wait_until_out"}
 INSTRUCTIONS = {"atomic_load", "atomic_add", "atomic_swap", "atomic_raise", "atomic_exchange", "futex", "usleep"}
-# Words that are written plainly, and that others read.
+# Words that are written without atomics, and that others read.
 PLAIN = {"OWNED_UNTIL"}
 
 
 def word_of(address: ast.expr) -> str:
-    """The name of the word at an address: the last name in capitals, or the gate."""
+    """Return the name of the word at an address: the last name in capitals, or the gate."""
     names = [node.id.lstrip("_") for node in ast.walk(address) if isinstance(node, ast.Name) and node.id.isupper()]
     names = [name for name in names if name not in ("VALUE", "DOOR", "FIRST_THREAD_LINE", "LINE_BYTES")]
     return names[-1] if names else "GATE"
 
 
 def steps_of_code(method: ast.FunctionDef) -> list[str]:
-    """What a method does that other threads can see, in the text's order."""
+    """Return a method's steps that are visible to other threads, in the text's order."""
     found = []
     for node in ast.walk(method):
         if not isinstance(node, ast.Call):
@@ -70,12 +70,12 @@ def steps_of_code(method: ast.FunctionDef) -> list[str]:
             called = ast.unparse(node.args[0])
             found += [(node, word) for word in ("sleep", "wait", "work") if called == word]
             found += [(node, "usleep")] * ("usleep" in called)
-    # A call's arguments are worked out before it, and the loop's condition before its body.
+    # A call's arguments are computed before it, and the loop's condition before its body.
     return [step for node, step in sorted(found, key=lambda one: (one[0].end_lineno, one[0].end_col_offset))]
 
 
 def without_mutants(text: str) -> str:
-    """The model that nobody has changed."""
+    """The unchanged model."""
     kept, stack = [], []
     for line in text.splitlines():
         if directive := MUTANT.match(line):
@@ -96,7 +96,7 @@ def without_mutants(text: str) -> str:
 
 
 def steps_of_model() -> dict[str, list[str]]:
-    """Collects the atomic operations of each piece of the model, by the name of the method that it follows."""
+    """Collect the atomic operations of each piece of the model, by the name of the corresponding method."""
     found = {}
     for method, body in re.findall(
         r"/\* code: (\w+) \*/\s*(?:inline|proctype) (.*?\n\}\n)", without_mutants(MODEL.read_text()) + "\n", re.S
@@ -138,7 +138,7 @@ def test_each_word_of_the_pool_has_its_name_in_the_model():
     words = set()
     for module in (thread_pool_code, core_lending_table):
         for node in ast.parse(Path(module.__file__).read_text()).body:
-            # Places of words are multiples of 8, most of them declared side by side.
+            # Places of words are multiples of 8, most of them declared together.
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
                 words |= {name.id for name in node.targets[0].elts if isinstance(name, ast.Name)}
     words -= {"RUN", "MAIN", "BORROW", "_PLAIN_MXCSR", "_PLAIN_FPCR", "_VALUE"}
@@ -160,12 +160,12 @@ def test_each_mutant_of_the_model_is_searched_for():
 
 @cache
 def missing() -> str:
-    """What of the model checker this machine does not have."""
+    """The tools of the model checker that this machine lacks."""
     return ", ".join(tool for tool in ("spin", "cc") if shutil.which(tool) is None)
 
 
 def search(folder: Path, shape: str, *mutants: str) -> str:
-    """What spin's search through all orders of steps says, in a shape of the model."""
+    """Return spin's output of a search through all orders of steps, for a shape of the model."""
     if missing():
         pytest.skip(f"{missing()} is not there: on Debian, apt-get install spin gcc libc6-dev")
     defines = [f"-D{name}" for name in (f"{shape}_SHAPE", *mutants)]
@@ -197,7 +197,7 @@ def test_a_planted_defect_is_found(tmp_path, shape, mutant):
 @pytest.mark.long
 @pytest.mark.parametrize("shape", ["POOL", "RUNS"])
 def test_every_run_ends(tmp_path, shape):
-    """In the model's graph of states there is no circle, so that no order of steps goes on for ever."""
+    """The model's state graph has no cycle, so that no order of steps is infinite."""
     if missing():
         pytest.skip(f"{missing()} is not there: on Debian, apt-get install spin gcc libc6-dev")
     subprocess.run(["spin", f"-D{shape}_SHAPE", "-a", str(MODEL)], cwd=tmp_path, check=True)

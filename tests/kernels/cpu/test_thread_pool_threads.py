@@ -1,4 +1,4 @@
-"""The threads of a pool: how they begin and end, what they cost, and that several pools can share cores."""
+"""The threads of a pool: their start, end and cost, and several pools that share cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 from tests.support.small_kernels import CONDITION, ProgramTable, Scale, Uneven, WhoAmI, chain, step_with
 
-# Real time that nothing is asked of a pool: what the system charges to this process meanwhile is the test's subject.
+# Real time of an idle pool: the test measures the CPU time that the system charges to this process meanwhile.
 IDLE_S = 1.0
 
 
@@ -34,7 +34,7 @@ def fast():
 
 
 @pytest.mark.parametrize("threads", [0, -1, MAX_CPU_THREADS + 1])
-def test_numbers_of_threads_that_cannot_be(fast, threads):
+def test_invalid_numbers_of_threads(fast, threads):
     with pytest.raises(ConfigError, match="a thread pool has"):
         ThreadPool(fast, threads)
 
@@ -92,7 +92,7 @@ def helpers():
 
 
 def assert_helpers(expected):
-    """Waits for this number of helpers: the system lists a thread that was joined a moment longer."""
+    """Wait for this number of helpers: the system lists a joined thread a moment longer."""
     wait_for(f"{expected} helpers", lambda: helpers() == expected)
 
 
@@ -108,7 +108,7 @@ def test_close_joins_and_may_be_repeated(fast):
         pool.run(ProgramTable(fast).program, step_with())
 
 
-def test_a_pool_that_is_forgotten_ends(fast):
+def test_a_garbage_collected_pool_ends(fast):
     before = helpers()
     pool = ThreadPool(fast, 3)
     assert_helpers(before + 2)
@@ -144,14 +144,14 @@ def test_a_run_in_a_forked_child_is_refused(fast):
     pool.close()
 
 
-def test_an_idle_pool_burns_nothing(fast):
+def test_an_idle_pool_uses_no_cpu_time(fast):
     pool = ThreadPool(fast, 3)
     table, _, _ = chain(fast)
     for _ in range(20):
         pool.run(table.program, step_with())
 
     def burned_s():
-        """What the system charges to the helpers. Other tests of this process may have left threads behind."""
+        """Return the CPU time of the helpers. Other tests of this process may have left threads behind."""
         return sum(
             thread.user_time + thread.system_time
             for thread in psutil.Process().threads()
@@ -201,7 +201,7 @@ def child(script, *args):
 
 
 def test_many_more_threads_than_cores_never_hang(fast):
-    """A helper that wakes for the run before may find the next one's door open before its gate is set."""
+    """A helper that wakes for the previous run may find the next one's door open before its gate is set."""
     process = child(CROWD, 5_000)
     try:
         assert process.communicate(timeout=200)[0] == "done\n"
@@ -209,8 +209,8 @@ def test_many_more_threads_than_cores_never_hang(fast):
         process.kill()
 
 
-def test_a_leader_that_waits_sleeps_behind_an_entry_that_was_left_out(fast):
-    """The leader's call is short and the helper's long: the leader must not spin until the helper has ended."""
+def test_a_waiting_leader_sleeps_after_a_skipped_entry(fast):
+    """The leader's call is short and the helper's long: the leader must not spin until the helper has finished."""
     pool, waste = ThreadPool(fast, 2), np.zeros((2, 16), np.float32)
     x, y = np.ones((1, 16), np.float32), np.zeros((1, 16), np.float32)
     table = ProgramTable(fast).add(Scale(), CONDITION, x=x, out=y, items=1, factor=1.0)
@@ -221,12 +221,12 @@ def test_a_leader_that_waits_sleeps_behind_an_entry_that_was_left_out(fast):
         pool.run(table.program, step_with())
         return (time.thread_time() - mine) / (time.monotonic() - begin) < 0.5
 
-    # Where the helper comes late, the leader does its call as well; it does not come late every time.
+    # If the helper is late, the leader does its call as well; it is not late every time.
     wait_for("a run in which the leader sleeps", sleeps)
     pool.close()
 
 
-def test_whoever_leads_is_bound(fast):
+def test_every_leader_is_bound_to_its_core(fast):
     """The first run is often a warm-up, on a thread that never leads again."""
     core = sorted(os.sched_getaffinity(0))[-1]
     pool, table, found = ThreadPool(fast, 1, [core]), ProgramTable(fast), []
@@ -252,7 +252,7 @@ print("done")
 """
 
 
-def test_two_processes_with_pools_on_the_same_cores_both_get_on(fast):
+def test_two_processes_with_pools_on_the_same_cores_both_make_progress(fast):
     """Both leave their pool open: the interpreter's exit ends it."""
     workers = [child(WORKER, 4000), child(WORKER, 4000)]
     for process in workers:

@@ -1,4 +1,4 @@
-"""The kernels for what layers read of a token beside the residual stream, against plain torch."""
+"""The kernels of layers' inputs per token beside the residual stream, against plain torch."""
 
 from __future__ import annotations
 

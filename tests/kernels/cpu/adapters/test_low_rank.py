@@ -1,4 +1,4 @@
-"""Products with adapters against plain torch, and that a row's bits depend on nothing but the row and its adapter."""
+"""Products with adapters against plain torch; a row's bits depend only on the row and its adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.kernel_runner import MODES, TILE_MODES, normal, padded, regis
 from tests.support.machine_code import assembly
 
 DEPTH, COLUMNS = 80, 96
-# Of products with a matrix for each head only, which tests of whole steps run.
+# Only for products with a matrix per head, which tests of whole steps run.
 SIZES = {"a_stride": 0, "b_stride": 0}
 # Weights of the base, type of the rows, epilogue, and which rows.
 CASES = [
@@ -43,8 +43,8 @@ runner = runner_of([*SHRINKS, *PRODUCTS, *PLAIN, *EXPERT_SHRINKS, *EXPERT_PRODUC
 
 
 class LayerCase:
-    """A layer with adapters: ``ranks`` by slot; 0 is a slot without an adapter. The first half of the outputs and the
-    second have pairs of their own, but in slots of odd numbers, whose second half has none."""
+    """A layer with adapters: ``ranks`` by slot; 0 is a slot without an adapter. The two halves of the outputs have
+    separate pairs, but in slots of odd numbers the second half has none."""
 
     def __init__(self, case: tuple[str, ...], ranks: tuple[int, ...]) -> None:
         self.case, self.ranks = case, ranks
@@ -54,7 +54,7 @@ class LayerCase:
         gated = self.epilogue == "gated_silu"
         self.packed = pack_gated(*both, weights) if gated else pack_linear(torch.cat(both), weights)
         self.words = np.zeros((len(ranks), SLOT.num_words), np.int64)
-        # What each slot adds, in the order of the packed outputs: x -> A x, rounded -> B A x.
+        # Contribution of each slot, in the order of the packed outputs: x -> A x, rounded -> B A x.
         self.a: list[torch.Tensor] = []
         self.b: list[torch.Tensor] = []
         self.kept: list[Any] = []
@@ -160,7 +160,7 @@ def layer(request):
     return LayerCase(request.param, (16, 5, 24, 0))
 
 
-# Interleaved, all of one, some without, none, and more rows than a run or a tile has.
+# Interleaved, all of one, some without, none, and more rows than a run or a tile.
 MIXES = ([0, 1, 2, 3, -1, 0, 1, 2], [1] * 5, [-1, 0, -1], [-1, -1], [2], [0, -1, 2] * 15)
 
 
@@ -169,7 +169,7 @@ def test_rows_of_many_adapters(runner, layer, slots):
     x, numbers = layer.inputs(len(slots)), list(range(len(slots)))
     found = layer.run(runner, x, slots, layer.out(numbers))
     wanted = layer.expected(x, slots, layer.out(numbers))
-    # A shrunk value that is nearly between two bfloat16 numbers may round to the other one.
+    # A shrunk value near the middle of two bfloat16 numbers may round to the other one.
     tolerance = 2e-2 if layer.rows == "bf16" else 2e-5
     torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
 
@@ -229,7 +229,8 @@ class ExpertCase:
         return pack_tiles(bits.numpy())
 
     def run(self, runner: Any, x: torch.Tensor, chosen: torch.Tensor, slots: list[int], threads: int) -> torch.Tensor:
-        """The products [rows, CHOSEN, COLUMNS] of rows [rows, DEPTH] with their ``chosen`` experts [rows, CHOSEN]."""
+        """Return the products [rows, CHOSEN, COLUMNS] of rows [rows, DEPTH] with their ``chosen`` experts [rows,
+        CHOSEN]."""
         order = chosen.view(-1).argsort(stable=True)
         places = torch.empty_like(order, dtype=torch.int32)
         places[order] = torch.arange(len(order), dtype=torch.int32)
@@ -271,10 +272,10 @@ class ExpertCase:
 @pytest.mark.parametrize("rows", ["bf16", "fp32"])
 @pytest.mark.parametrize("slots", [[0, 1, 2, -1, 2, 0], [-1, -1], [2], [0, -1, 2] * 9], ids=len)
 def test_rows_of_experts(runner, rows, slots):
-    """Each expert has matrices of its own, and a row has the same bits whatever the other rows and experts are."""
+    """Each expert has separate matrices, and a row has the same bits for any other rows and experts."""
     case, count = ExpertCase(rows), len(slots)
     x = normal(count, DEPTH, seed=4).to(case.dtype)
-    # An expert may have all rows, and another one none.
+    # One expert may have all rows, and another one none.
     for chosen in (torch.tensor([[2, 0]] * count), torch.tensor([[n % 3, (n // 3 + n + 1) % 3] for n in range(count)])):
         found = case.run(runner, x, chosen, slots, 3)
         tolerance = 2e-2 if rows == "bf16" else 2e-5

@@ -1,4 +1,4 @@
-"""Rows in 8 bits, with a scale for each group of inputs, and their products with codes of 4 and 8 bits."""
+"""8-bit rows, with a scale per group of inputs, and their products with codes of 4 and 8 bits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ runner = runner_of(SPECS, ALL_MODES)
 
 
 def rounded_by(runner: Any, spec: CodeInputs, x: torch.Tensor, group: int, threads: int = 3):
-    """Codes and the constants of rows; fails if something was written after them."""
+    """Return codes and constants of rows; fail if something was written after them."""
     (count, depth), groups = x.shape, -(-x.shape[1] // group)
     out, constants = torch.full((count + 1, depth + 64), 7, dtype=torch.int8), torch.full((count + 1, 3 * groups), 7.0)
     values = {"x": x, "out": out, "constants": constants, "depth": depth, "inputs": group, "x_stride": stride(x)}
@@ -86,7 +86,7 @@ def test_each_group_of_a_row_becomes_the_codes_of_torch(runner, bf16, group):
 
 
 def matrix_of(kind: str, columns: int, inputs: int, group: int, shifted: bool, seed: int) -> QuantizedMatrix:
-    """Random codes, of which both ends occur, with scales that a float16 holds or, wider, does not."""
+    """Random codes, including both ends, with scales that fit a float16 or, wider, do not."""
     coding, wide = DOT_KINDS[kind].coding, DOT_KINDS[kind].constant_bytes == 4
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, len(CODINGS[coding]), (columns, inputs), generator=generator).to(torch.uint8)
@@ -124,7 +124,7 @@ class GroupedCodes:
         self.starts = None if groups is None else torch.tensor([0, *groups]).cumsum(0).to(torch.int32)
 
     def new_out(self, begin: int, end: int) -> torch.Tensor:
-        """Random rows, each by its number, so that parts begin alike."""
+        """Random rows, by their number, so that parts begin alike."""
         width = self.packed[0].pairs * (16 if self.gated else 32)
         dtype = self.x.dtype if self.gated else torch.float32
         rows = [normal(width, seed=100 + row).to(dtype) for row in range(begin, end)]
@@ -157,7 +157,7 @@ class GroupedCodes:
         }
 
     def run(self, runner: Any, begin: int = 0, end: int | None = None, threads: int = 3) -> torch.Tensor:
-        """The product of rows begin .. end - 1; fails if it wrote after them."""
+        """Return the product of rows begin .. end - 1; fail if it wrote after them."""
         end = len(self.x) if end is None else end
         room = self.new_out(begin, end + 2)
         behind = room[end - begin :].clone()
@@ -222,7 +222,7 @@ def test_experts_meet_their_own_rows(runner, spec, groups):
 
 @pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
 def test_sums_at_the_ends_of_codes_are_exact(runner, spec):
-    """The largest codes of both signs, whose products with 16 bits or saturation would be wrong."""
+    """The largest codes of both signs, whose products would be wrong with 16 bits or saturation."""
     if spec.bias or spec.epilogue in GATED or spec.offsets:
         return
     kind = DOT_KINDS[spec.weights]
@@ -252,8 +252,8 @@ def test_packed_codes_stand_for_the_same_numbers(kind, shifted):
 @with_checks
 @pytest.mark.parametrize("rows", [2, 37])
 @pytest.mark.parametrize("short", ["x", "weights", "input_sums", "bias", "out"])
-def test_strays_are_noted(runner, short, rows):
-    """A checked product whose memory is too small is reported, and touches no other memory."""
+def test_out_of_bounds_accesses_are_reported(runner, short, rows):
+    """A checked product whose memory is too small is reported, and accesses no other memory."""
     one = GroupedCodes(PRODUCTS[1], rows, 64, 96, 32)
     values = one.values(runner, one.x, one.new_out(0, rows))
     values["x"] = values["x"][:rows]
@@ -274,7 +274,7 @@ def test_sums_stay_in_registers_and_are_dot_products(name, spec):
     texts = {text: code for text, code in assembly([spec], isa).items() if "_tile_" in text}
     instruction = isa.int8_dot or {"x86_64": "pmaddwd", "aarch64": "mla"}[isa.machine]
     assert len(texts) == isa.dot_tiles.most + max(0, isa.dot_tiles.narrow - isa.dot_tiles.wide)
-    # A row alone waits for memory. A table of values takes registers, of which this row of the table has 16.
+    # A row alone is bound by memory. A table of values takes registers, of which this row of the table has 16.
     spilling = name == "avx2" and "fp4" in spec.weights
     for tile, text in texts.items():
         assert "_1x" in tile or spilling or not [line for line in text.splitlines() if SPILL.search(line)], tile
@@ -298,7 +298,7 @@ def test_all_rows_of_the_table_give_the_same_bits(name, spec):
 @pytest.mark.parametrize("group", [16, 32, 48, 80, 128])
 @pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
 def test_matrix_tiles_give_the_bits_of_registers(spec, group):
-    """Whole groups of all numbers of steps, a shorter last one, and rows for one pass over the scratch and for two."""
+    """Groups of all numbers of steps, a shorter last one, and rows for one pass over the scratch and for two."""
     one, found = GroupedCodes(spec, 530 if group == 32 else 45, 64, 176, group), []
     for row in ("avx512_bf16", TILE_MODES[0][0]):
         runner = Runner([spec, *CODES.values()], isa_or_skip(row), checked=False)
@@ -307,13 +307,13 @@ def test_matrix_tiles_give_the_bits_of_registers(spec, group):
     assert torch.equal(found[0], found[1])
 
 
-def test_many_rows_meet_codes_in_matrix_tiles():
-    """In code for a processor that has them, which any machine can make."""
+def test_many_rows_use_matrix_tiles():
+    """In code for a processor with matrix tiles, which any machine can compile."""
     for spec in PRODUCTS:
         tiles = {name: text for name, text in assembly([spec], BY_NAME["amx"]).items() if "_matrix_tile_" in name}
         assert len(tiles) == 2
         assert all("tdpbsud" in text for text in tiles.values())
 
 
-def test_specs_have_names_of_their_own():
+def test_specs_have_distinct_names():
     assert len({spec.name for spec in SPECS}) == len(SPECS)

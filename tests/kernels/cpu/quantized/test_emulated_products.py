@@ -1,4 +1,4 @@
-"""The tests of quantized products once more: as ARM code, under emulation, where there is an emulator."""
+"""The tests of quantized products as ARM code, under emulation, if there is an emulator."""
 
 from __future__ import annotations
 

@@ -77,5 +77,5 @@ def test_one_size_of_each(runner):
         check_sums(runner, spec, 5, 7, 48, 3)
 
 
-def test_specs_have_names_of_their_own():
+def test_specs_have_distinct_names():
     assert len({spec.name for spec in SPECS}) == len(SPECS)

@@ -1,4 +1,4 @@
-"""Rows that become int8, and their products in integers, against torch; and that a row's bits depend on it alone."""
+"""Rows quantized to int8, and their integer products, against torch; a row's bits depend only on the row."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ runner = runner_of(SPECS, ALL_MODES)
 
 
 def rounded_by(runner: Any, spec: CodeInputs, x: torch.Tensor, threads: int = 3):
-    """Codes and the constants of rows; fails if something was written after them."""
+    """Return codes and constants of rows; fail if something was written after them."""
     count, depth = x.shape
     out, constants = torch.full((count + 1, depth + 64), 7, dtype=torch.int8), torch.full((count + 1, 3), 7.0)
     values = {"x": x, "out": out, "constants": constants, "depth": depth, "inputs": depth, "x_stride": stride(x)}
@@ -112,7 +112,7 @@ class Product:
         self.starts = None if groups is None else torch.tensor([0, *groups]).cumsum(0).to(torch.int32)
 
     def new_out(self, begin: int, end: int) -> torch.Tensor:
-        """Random rows, each by its number, so that parts begin alike."""
+        """Random rows, by their number, so that parts begin alike."""
         width = self.packed[0].pairs * (16 if self.spec.epilogue in GATED else 32)
         dtype = self.x.dtype if self.spec.epilogue in GATED else torch.float32
         rows = [normal(width, seed=100 + row).to(dtype) for row in range(begin, end)]
@@ -144,7 +144,7 @@ class Product:
         }
 
     def run(self, runner: Any, begin: int = 0, end: int | None = None, threads: int = 3) -> torch.Tensor:
-        """The product of rows begin .. end - 1; fails if it wrote after them."""
+        """Return the product of rows begin .. end - 1; fail if it wrote after them."""
         end = len(self.x) if end is None else end
         room = self.new_out(begin, end + 2)
         behind = room[end - begin :].clone()
@@ -165,7 +165,7 @@ class Product:
 
 
 def _matrix(columns: int, inputs: int, shifted: bool, seed: int) -> QuantizedMatrix:
-    """Random codes, of which both ends occur."""
+    """Random codes, including both ends."""
     codes = torch.randint(0, 256, (columns, inputs), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
     codes[0, 0], codes[-1, -1] = 128, 127
     scales = (normal(columns, 1, seed=seed + 50).abs() + 0.5) / (74 * inputs**0.5)
@@ -206,14 +206,14 @@ def test_a_row_does_not_depend_on_the_others(runner, spec):
 
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("groups", [[3, 0, 17, 1], [0, 0]], ids=str)
-def test_groups_meet_their_own_matrix(runner, spec, groups):
+def test_groups_are_multiplied_by_their_own_matrix(runner, spec, groups):
     one = Product(spec, sum(groups), 72, 80, groups)
     assert_close(one.run(runner), one.expected())
 
 
 @pytest.mark.parametrize("ends", [(-128, -128), (-128, 127), (127, 127)], ids=str)
-def test_no_sum_is_too_large(runner, ends):
-    """All codes at their ends, in a depth at which neither 16 bits nor float32's 24 hold a sum."""
+def test_sums_do_not_overflow(runner, ends):
+    """All codes at their ends, in a depth at which sums exceed 16 bits and float32's 24."""
     of_weights, of_rows = ends
     codes = torch.full((32, 16_384), of_weights, dtype=torch.int8).view(torch.uint8)
     matrix = QuantizedMatrix("int8", codes, torch.ones(32, 1), 16_384, row_codes=WHOLE_ROWS)
@@ -228,8 +228,8 @@ def test_no_sum_is_too_large(runner, ends):
 @with_checks
 @pytest.mark.parametrize("rows", [2, 17, 40])
 @pytest.mark.parametrize("short", ["x", "weights", "input_sums", "bias", "out"])
-def test_strays_are_noted(runner, short, rows):
-    """A checked product whose memory is too small is reported, and touches no other memory."""
+def test_out_of_bounds_accesses_are_reported(runner, short, rows):
+    """A checked product whose memory is too small is reported, and accesses no other memory."""
     one = Product(PRODUCTS[1], rows, 64, 96)
     values = one.values(runner, one.x, one.new_out(0, rows))
     values["x"] = values["x"][:rows]
@@ -257,8 +257,8 @@ def test_sums_stay_in_registers_and_are_dot_products(name):
         assert any(instruction in line for line in lines), tile
 
 
-def test_many_codes_meet_codes_in_matrix_tiles():
-    """In code for a processor that has them, which any machine can make."""
+def test_int8_products_use_matrix_tiles():
+    """In code for a processor with matrix tiles, which any machine can compile."""
     texts = assembly([Gemm(INT8_DOTS, "bf16", "store")], BY_NAME["amx"])
     tiles = {name: text for name, text in texts.items() if "_matrix_" in name}
     assert set(tiles) == {
@@ -290,5 +290,5 @@ def test_parts_of_one_projection_round_rows_together_or_not():
     assert both.row_codes == WHOLE_ROWS
 
 
-def test_specs_have_names_of_their_own():
+def test_specs_have_distinct_names():
     assert len({spec.name for spec in SPECS}) == len(SPECS)

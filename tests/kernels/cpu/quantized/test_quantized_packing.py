@@ -1,4 +1,4 @@
-"""Packed quantized weights: the order of codes, what panels cannot hold, and the constants of groups."""
+"""Packed quantized weights: the order of codes, what panels do not support, and the constants of groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.kernel_runner import normal
 def random_matrix(
     columns: int, inputs: int, group: int, coding: str = "uint4", seed: int = 0, *, half: bool = False
 ) -> QuantizedMatrix:
-    """Random codes and constants; ``half``: these are float16 numbers."""
+    """Random codes and constants; ``half``: constants are float16 numbers."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(len(CODINGS[coding]), (columns, inputs), generator=generator).to(torch.uint8)
     if coding == "fp8_e4m3":
@@ -57,7 +57,7 @@ def test_units_hold_every_code(bits):
     seed=st.integers(0, 9),
 )
 def test_packed_codes_are_the_matrix(coding, columns, inputs, group, half, seed):
-    """Its value, from codes, scales and offsets, of one matrix and of two in turn."""
+    """Dequantized by codes, scales and offsets, for one matrix and for two in turn."""
     matrix, other = (random_matrix(columns, inputs, group, coding, seed + part, half=half) for part in (0, 5))
     kind = packed_kind([matrix, other], "bf16")
     assert kind.endswith("_half") == (half and ("int" in coding or coding == "fp4_e2m1"))
@@ -96,8 +96,8 @@ def test_symmetric_codes_need_no_offsets():
 
 
 def test_constants_are_float16_where_that_is_exact():
-    """The constants of all matrices decide together. A zero point of 8 becomes none; other offsets stay, with codes
-    from 0 on."""
+    """All matrices have one type of constants. A zero point of 8 is dropped; other offsets stay, with codes from 0
+    on."""
     half = random_matrix(8, 64, 32, half=True)
     assert packed_kind([half], "bf16") == "uint4_half"
     assert packed_kind([half, random_matrix(8, 64, 32)], "bf16") == "int4"

@@ -1,4 +1,4 @@
-"""Products with quantized weights against their reference, and that a row's bits depend on nothing but the row."""
+"""Products with quantized weights against their reference; a row's bits depend only on the row."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.support.kernel_runner import (
 )
 from tests.support.machine_code import assembly_of
 
-# The kinds whose constants are float32, and that of codes that float32 constants do not have.
+# The kinds with float32 constants, and the one whose codes have none.
 CODES = [name for name, kind in CODE_KINDS.items() if kind.constant_bytes == 4 or kind.codes not in CODE_KINDS]
 
-# The codings that give panels of each kind, and whether their groups have offsets.
+# The codings packed into panels of each kind, and whether their groups have offsets.
 PLAIN = [
     Gemm("int4", "bf16", "store"),
     Gemm("int4", "bf16", "add", bias=True, offsets=True),
@@ -57,8 +57,8 @@ GROUPED = [
     Gemm("fp4_e2m1_half", "bf16", "gated_clamped", grouped=True, bias=True),
 ]
 SPECS = [*PLAIN, *GROUPED]
-# In `make test`, products of other kinds have rows of one type in each mode: where kernels check, the processor has no
-# products of bfloat16 pairs, and numbers are float32 under rows of either type.
+# In `make test`, other kinds have rows of one type in each mode: checked kernels have no products of bfloat16 pairs,
+# and compute in float32 for rows of either type.
 OF_BOTH_ROWS = ("int4", "nf4")
 
 
@@ -66,14 +66,14 @@ runner = runner_of(SPECS)
 
 
 def left_to_long(checked: bool, name: str, params: dict[str, Any]) -> bool:
-    """What tests/kernels/cpu/conftest.py asks."""
+    """The hook of tests/kernels/cpu/conftest.py."""
     spec = params.get("spec")
     kind, rows = (spec.weights, spec.rows) if spec else (params.get("kind", "int4"), params.get("rows"))
     return kind not in OF_BOTH_ROWS and rows == ("bf16" if checked else "fp32")
 
 
 def matrix(spec: Gemm, columns: int, inputs: int, group: int, seed: int) -> QuantizedMatrix:
-    """Random codes of the spec's kind, every one of which occurs, and numbers of about 1 / sqrt(inputs)."""
+    """Random codes of the spec's kind, each of which occurs, and numbers of about 1 / sqrt(inputs)."""
     kind = CODE_KINDS[spec.weights]
     coding = "uint4" if kind.codes == "int4" and spec.offsets else kind.codes.removesuffix("_whole")
     values = CODINGS[coding]
@@ -162,7 +162,7 @@ def test_a_row_does_not_depend_on_the_others(runner, spec):
 
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("groups", [[3, 0, 17, 1], [0, 0]], ids=str)
-def test_groups_meet_their_own_matrix(runner, spec, groups):
+def test_groups_are_multiplied_by_their_own_matrix(runner, spec, groups):
     one = case(spec, sum(groups), 72, 80, 32, groups=groups)
     assert_close(one, one.run(runner))
 
@@ -172,7 +172,7 @@ def test_groups_meet_their_own_matrix(runner, spec, groups):
     "spec", [PLAIN[0], *(one for one in PLAIN if one.weights == "nf4")], ids=lambda spec: spec.name
 )
 def test_many_rows(runner, spec, columns):
-    """Few panels are cut into blocks of rows. Many meet all rows at once, which are more than there is room for beside
+    """Few panels are cut into blocks of rows. Many panels are multiplied by all rows at once, more than fit beside
     widened groups."""
     one = case(spec, 1100, columns, 48, 16)
     found = one.run(runner, threads=1)
@@ -203,7 +203,7 @@ def test_every_code_is_exact(runner, kind, rows):
     if kind == "int8":
         codes[128] = 0
     codes[~CODINGS[coding].isfinite()] = 0
-    # A scale of 1 is a float16 number, too.
+    # A scale of 1 is a float16 number as well.
     weight = QuantizedMatrix(coding, codes.to(torch.uint8).repeat(32, 1), torch.ones(32, 1), len(values))
     assert packed_kind([weight], "fp32").removesuffix("_half") in (kind, "int4")
     x = torch.eye(len(values), dtype=torch.float32 if rows == "fp32" else torch.bfloat16)
@@ -217,8 +217,8 @@ def test_every_code_is_exact(runner, kind, rows):
 @with_checks
 @pytest.mark.parametrize("rows", [2, 17])
 @pytest.mark.parametrize("short", ["x", "weights", "input_sums", "bias", "out"])
-def test_strays_are_noted(runner, short, rows):
-    """A checked product whose memory is too small is reported, and touches no other memory."""
+def test_out_of_bounds_accesses_are_reported(runner, short, rows):
+    """A checked product whose memory is too small is reported, and accesses no other memory."""
     one = case(PLAIN[1], rows, 64, 96, 32)
     out = one.new_out(rows)
     values: dict[str, Any] = one.values(padded(one.x), out)
@@ -237,7 +237,7 @@ def test_strays_are_noted(runner, short, rows):
     ],
 )
 def test_sums_stay_in_registers(name, rows):
-    """No tile spills a vector, in code for this processor: neither the tallest ones, which keep the most sums, nor the
+    """No tile spills a vector, in code for this processor: neither the tallest ones, with the most sums, nor the
     lowest. Tiles of float32 rows are the same without products of bfloat16 pairs."""
     tiles = assembly_of(
         [Gemm(kind, rows, "store", offsets=True) for kind in CODE_KINDS], isa_or_skip(name), outer_tiles

@@ -33,7 +33,7 @@ GROUPED = [
     Gemm("int4", "bf16", "store", grouped=True),
     Gemm("fp4_e2m1_half", "bf16", "gated_clamped", grouped=True, bias=True),
 ]
-# In registers of a processor without tiles, and in tiles, which are emulated where it has none.
+# In registers of a processor without tiles, and in tiles, emulated if it has none.
 NAMES = ("avx512_bf16", TILE_MODES[0][0])
 
 
@@ -56,7 +56,7 @@ def plain_spec(spec: Gemm) -> Gemm:
 
 
 def rounded(one: GemmCase) -> GemmCase:
-    """The same product with plain weights, which are within a step of the exact ones and on average equal to them."""
+    """The same product with plain weights, within a step of the exact ones and equal to them on average."""
     packed = []
     for weight in one.packed:
         exact = unpack(weight)
@@ -70,8 +70,8 @@ def rounded(one: GemmCase) -> GemmCase:
 
 
 def enlarged(weight: PackedWeight) -> torch.Tensor:
-    """The columns in float64, as their enlarged constants give them; float64 holds every product of a code and a
-    constant."""
+    """The columns in float64, computed from their enlarged constants; products of a code and a constant are exact in
+    float64."""
     kind, parts = CODE_KINDS[weight.kind], 2 if weight.offsets else 1
     size = parts * PANEL_COLUMNS * kind.constant_bytes
     whole, found = weight.data.view(weight.pairs, -1), []
@@ -104,7 +104,7 @@ def test_bits_are_those_of_plain_weights(runner, spec, rows, columns, inputs, gr
 
 
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
-def test_groups_meet_their_own_matrix(runner, spec):
+def test_groups_are_multiplied_by_their_own_matrix(runner, spec):
     one = case(spec, 21, 72, 80, 32, groups=[3, 0, 17, 1])
     assert torch.equal(one.run(runner), rounded(one).run(runner))
 
@@ -120,8 +120,8 @@ def test_a_row_does_not_depend_on_the_others(runner, columns):
 
 
 @pytest.mark.parametrize("kind", ["int4_half", "uint4_half", "nf4", "int8", "fp8_e4m3"])
-def test_codes_meet_rows_in_matrix_tiles(kind):
-    """In code that any machine can make: nothing spills, and 128 weights take no more than 60 instructions."""
+def test_rounded_products_use_matrix_tiles(kind):
+    """In code that any machine can compile: nothing spills, and 128 weights take at most 60 instructions."""
     spec = Gemm(kind, "bf16", "store", offsets=kind == "uint4_half")
     texts = assembly([spec], BY_NAME["amx"])
     few = {name: text for name, text in texts.items() if name.startswith("gemm_round_tile_")}
@@ -135,7 +135,7 @@ def test_codes_meet_rows_in_matrix_tiles(kind):
         assert 30 < loop.count("\n\t") <= 60
 
 
-def test_strays_are_noted():
+def test_out_of_bounds_accesses_are_reported():
     spec = SPECS[0]
     runner = Runner([spec], rounding("avx512_bf16"), checked=True)
     for short in ("x", "weights", "out"):

@@ -54,8 +54,8 @@ def test_partials_are_added_in_the_order_of_the_ranks(runner, spec, threads, wid
     assert arrived(words).tolist() == [7, 7, 8]
 
 
-def test_a_wait_that_lasts_ends_all_waits(runner):
-    """Rank 0 may sleep once here; rank 1 does not come, and an aborted wait is none."""
+def test_a_timeout_aborts_all_waits(runner):
+    """Rank 0 may sleep once here; rank 1 never arrives, and waits end at once after an abort."""
     words = words_of(0, 6, 7)
     step = step_of(1)
     runner.run(MeetRanks(RANKS), {"rank": 0, "number": 1, "words": words, "collective": collective()}, step)

@@ -18,7 +18,7 @@ SPECS = [
     Convolve(5, bias=True, gated=True),
     Convolve(3, bias=False, gated=True, bf16=True),
 ]
-# The last piece is not full. Sequences have rows of one token and of several, and a state before them or none.
+# The last piece is not full. Sequences have rows of one token and of several, with an earlier state or without.
 CHANNELS, PIECES, COUNTS, FOUND = 150, 3, (1, 7, 2, 1), (True, False, True, False)
 
 runner = runner_of(SPECS)

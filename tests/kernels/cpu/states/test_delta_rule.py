@@ -15,9 +15,9 @@ from tests.support.kernel_runner import columns_of, normal, runner_of, stride
 from tests.support.machine_code import assembly
 from tests.support.piece_pool import PiecePool
 
-# Neighbouring heads share a key. Keys fill no whole vector; sums over 23 or 24 values have one part or several.
+# Neighbouring heads share a key. Keys do not fill vectors; sums over 23 or 24 values have one part or several.
 KEY_HEADS, HEADS, HEAD_DIM, COUNTS, FOUND = 2, 6, 32, (1, 9, 3), (True, False, True)
-# With a factor for each row of a matrix there are as many keys as heads, and keys fill whole vectors.
+# With a factor per row of a matrix there is one key per head, and keys fill vectors.
 BY_ROWS = PrepareDelta(HEADS, HEADS, 48, by_rows=True), RunDeltaRule(HEADS, HEADS, 48, HEAD_DIM, by_rows=True)
 PREPARE = [PrepareDelta(KEY_HEADS, HEADS, 24, doubled=True), PrepareDelta(KEY_HEADS, HEADS, 23)]
 RUN = [RunDeltaRule(KEY_HEADS, HEADS, key_dim, HEAD_DIM) for key_dim in (24, 23)]
@@ -116,6 +116,6 @@ def test_the_last_row_writes_states_past_the_caches(run):
 
 
 def matrices(pieces):
-    """Returns the heads' matrices [heads, rows, columns] of their pieces."""
+    """Return the heads' matrices [heads, rows, columns] of their pieces."""
     each = len(pieces) // HEADS
     return torch.stack([torch.cat(pieces[head * each : (head + 1) * each], 1) for head in range(HEADS)])

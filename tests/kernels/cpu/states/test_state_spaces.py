@@ -73,6 +73,6 @@ def test_scans_and_states(runner):
 
 
 def matrices(pieces, heads=HEADS):
-    """Returns the heads' matrices [heads, head_dim, columns] of their pieces, which have them by columns."""
+    """Return the heads' matrices [heads, head_dim, columns] of their pieces, which have them by columns."""
     each = len(pieces) // heads
     return torch.stack([torch.cat(pieces[head * each : (head + 1) * each], 1).t() for head in range(heads)])
