@@ -119,9 +119,9 @@ DYNAMIC, STATIC = fp8((BLOCK, BLOCK)), fp8(None)
 @pytest.mark.parametrize(
     ("producer", "flags", "able", "kind", "said"),
     [
-        (DYNAMIC, {}, True, Fp8Matrix, "multiply in FP8: their inputs are rounded as the checkpoint's config says"),
-        (DYNAMIC, {}, False, PackedMatrix, "which they are not on this GPU"),
-        (DYNAMIC, {"batch_invariant": True}, True, PackedMatrix, "which they are not with --batch-invariant"),
+        (DYNAMIC, {}, True, Fp8Matrix, "multiply in FP8, with inputs quantized as in the checkpoint's config"),
+        (DYNAMIC, {}, False, PackedMatrix, "but they are not quantized on this GPU"),
+        (DYNAMIC, {"batch_invariant": True}, True, PackedMatrix, "but they are not quantized with --batch-invariant"),
         (DYNAMIC, {"dtype": "float32"}, True, PackedMatrix, ""),
         (STATIC, {}, True, PackedMatrix, ""),
     ],

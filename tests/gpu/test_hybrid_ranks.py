@@ -97,5 +97,5 @@ def test_a_pool_of_another_division_is_refused(tmp_path):
     _, flags = make_model(tmp_path / "model", MODELS["qwen3-5"])
     prepared = prepare(flags)
     backend = gpu_backend(prepared, BLOCK_SIZE)
-    with pytest.raises(ConfigError, match="over 1 shards of a pool, and the pool of its KV node has 2"):
+    with pytest.raises(ConfigError, match="over 1 shards of a pool, but the pool of its KV node has 2"):
         backend.bind_pool(FakeDividedPool(backend.layout, SLOTS, 2), SLOTS)

@@ -128,5 +128,5 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(driver, rank, name, fir
         return
     packed = backend.adapters.pack(weights)
     backend.adapters.place(1, packed)
-    with pytest.raises(Internal, match="adapter slot 2 is none of 2"):
+    with pytest.raises(Internal, match="adapter slot 2 is out of range: there are 2"):
         backend.adapters.place(2, packed)
