@@ -11,6 +11,7 @@ from pillion.engine.assemble_worker import start_worker
 from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loaded_model import BackendFactory
 from pillion.engine.load_model import load_model
+from pillion.engine.scheduling.partial_blocks import PARTIAL_BLOCK_PERCENT
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
 from pillion.engine.streams.stream_servicer import DecodeServicer
 from pillion.engine.streams.stream_session import StreamLimits
@@ -19,7 +20,11 @@ from pillion.engine.worker.worker_server import WorkerServer, serve
 
 
 async def start_decode(
-    flags: DecodeFlags, *, backend_factory: BackendFactory = load_model, turn: StartTurn = AT_ONCE
+    flags: DecodeFlags,
+    *,
+    backend_factory: BackendFactory = load_model,
+    turn: StartTurn = AT_ONCE,
+    partial_block_percent: int = PARTIAL_BLOCK_PERCENT,
 ) -> WorkerServer:
     """Start a decode worker, which attaches to its KV node and serves when its ``turn`` comes. Raises ConfigError for
     flags that cannot work."""
@@ -32,6 +37,7 @@ async def start_decode(
         max_num_seqs=flags.max_num_seqs,
         target_itl_ms=0.0 if auto else float(flags.target_itl_ms),
         target_itl_steps=AUTO_TARGET_STEPS if auto else 0.0,
+        partial_block_percent=partial_block_percent,
         backend_factory=backend_factory,
         turn=turn,
     )

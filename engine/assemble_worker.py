@@ -4,7 +4,7 @@ the model                          engine/load_model.py
 grammars                           on decode workers, if llguidance is usable
 draft tokens                       --speculative-config
 adapters                           --enable-lora
-partial blocks                     --partial-block-percent, on decode workers
+partial blocks                     on decode workers
 states                             for hybrid models
 ranks, stages, lent cores          also engine/load_model.py
 standbys                           the turn for which a loaded worker waits
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from pillion.config import DecodeFlags, WorkerFlags
+from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_loader import AdapterLoader
 from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.adapters.adapter_targets import listed_targets
@@ -35,6 +35,7 @@ from pillion.engine.scheduling.partial_blocks import PartialBlocks
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.scheduling.states import States
 from pillion.engine.worker.worker import StartTurn, Worker, WorkerParts
+from pillion.host.adapter_folders import STORE_BYTES
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability.metrics import Meters
 
@@ -49,6 +50,7 @@ async def start_worker(
     max_num_seqs: int,
     target_itl_ms: float = 0.0,
     target_itl_steps: float = 0.0,
+    partial_block_percent: int = 0,
     backend_factory: BackendFactory,
     turn: StartTurn,
 ) -> Worker:
@@ -87,7 +89,7 @@ async def start_worker(
             targets = listed_targets(flags.lora_target_modules)
             await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank, targets)
         parts = WorkerParts(
-            make_scheduler=partial(_make_scheduler, limits, model, flags, grammars, drafts),
+            make_scheduler=partial(_make_scheduler, limits, model, flags, partial_block_percent, grammars, drafts),
             grammars=grammars,
             step_masks=None if grammars is None else StepMasks.of,
             drafts=drafts,
@@ -104,14 +106,15 @@ def _make_scheduler(
     limits: Callable[..., Scheduler],
     model: LoadedModel,
     flags: WorkerFlags,
+    partial_block_percent: int,
     grammars: GrammarCompiler | None,
     drafts: WorkerDrafts | None,
     pool_slots: int,
 ) -> Scheduler:
     """Return the scheduler of one epoch over a pool of ``pool_slots``, with its features."""
     blocks, pages = BlockManager(flags.block_size), model.backend.layout.state_pages
-    # Prefill ranges end with whole blocks, and hybrid models cannot continue from KV alone.
-    percent = flags.partial_block_percent if isinstance(flags, DecodeFlags) and not pages else 0
+    # Hybrid models cannot continue from KV alone.
+    percent = 0 if pages else partial_block_percent
     return limits(
         blocks=blocks,
         partial_blocks=PartialBlocks(pool_slots * percent // 100, blocks.free_slots) if percent else None,
@@ -135,4 +138,4 @@ def _load_grammars(model: LoadedModel) -> GrammarCompiler | None:
 def _adapter_loader(flags: WorkerFlags, model: LoadedModel, node: NodeClient, meters: Meters) -> AdapterLoader:
     """Return the adapter loader of a worker whose backend has adapter slots."""
     process = AdapterProcess(model.adapter_reader(flags.max_lora_rank, listed_targets(flags.lora_target_modules)))
-    return AdapterLoader(process, model.backend, flags.lora_store_bytes, node, meters)
+    return AdapterLoader(process, model.backend, STORE_BYTES, node, meters)

@@ -3,6 +3,7 @@
 assemble.py         what a gateway has, and which flags turn it on; open this first
 gateway.py          Gateway.generate: checks, tokenizes, admits and starts a request
 gateway_server.py   the gateway as a component: ports, heartbeat, draining
+gateway_limits.py   limits and periods that no flag sets
 boxed_process.py    a process for jobs of strangers' making, which can be killed
 boxed_worker.py     that process; it imports nothing of Pillion
 http_api/           OpenAI's HTTP API

@@ -4,7 +4,7 @@ always                   OpenAI's API, Anthropic's Messages, Responses, prefix p
 --model, --also-model    models with their tokenizers, templates and formats
 --api-keys, --api-key    tenants and their quotas
 --enable-lora            names of adapters, and their files
---enable-prefix-caching  reading ahead (--max-read-ahead)
+--enable-prefix-caching  reading ahead
 --batch-path             batches        --record-path  bundles of requests        --ui  web page
 """
 
@@ -37,6 +37,7 @@ from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.batches.batches_api import batch_routes
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.gateway_limits import GatewayLimits
 from pillion.gateway.gateway_server import GatewayServer, Ports
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.request_grammars import GrammarMaker
@@ -80,7 +81,9 @@ DAY_S = 24 * 3600
 Listen = Callable[[Gateway, GatewayServicer, MoreRoutes], Awaitable[Ports]]
 
 
-async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None = None) -> GatewayServer:
+async def start_gateway(
+    flags: GatewayFlags, *, prepared: PreparedModel | None = None, limits: GatewayLimits | None = None
+) -> GatewayServer:
     """Start a gateway. With ``prepared``, --model is not prepared again. ``check_flags`` has passed.
 
     Raises:
@@ -98,14 +101,19 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     async def listen(gateway: Gateway, servicer: GatewayServicer, more_routes: MoreRoutes) -> Ports:
         return await _listen(flags, gateway, servicer, identity, more_routes)
 
-    return await serve_models(flags, entries, listen, keys)
+    return await serve_models(flags, entries, listen, keys, limits)
 
 
 async def serve_models(
-    flags: GatewayFlags, entries: Mapping[str, ModelEntry], listen: Listen, keys: KeyFile | None = None
+    flags: GatewayFlags,
+    entries: Mapping[str, ModelEntry],
+    listen: Listen,
+    keys: KeyFile | None = None,
+    limits: GatewayLimits | None = None,
 ) -> GatewayServer:
     """Connect a gateway of these models, by served name, to its cluster, then open its ports and start heartbeats.
     Without ``keys`` it needs no API key. Raise ConfigError as :func:`start_gateway` does."""
+    limits = limits or GatewayLimits()
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     grace_s, loads = flags.heartbeat_timeout_ms / 1000, SharedLoads(flags.redis_url)
@@ -114,12 +122,13 @@ async def serve_models(
     # Without API keys there are no tenants with quotas.
     quotas = Quotas(None if keys is None else SharedBuckets(flags.redis_url))
     ring = None if keys is None else keys.ring
-    reads_ahead = flags.enable_prefix_caching and flags.max_read_ahead
-    read_ahead = ReadAhead(cluster, flags.max_read_ahead) if reads_ahead else None
-    recorder = await asyncio.to_thread(Recorder, flags, cluster.view.stood_still) if flags.record_path else None
-    gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters, read_ahead, recorder)
+    reads_ahead = flags.enable_prefix_caching and limits.max_read_ahead
+    read_ahead = ReadAhead(cluster, limits.max_read_ahead) if reads_ahead else None
+    recorder = await asyncio.to_thread(Recorder, flags, limits, cluster.view.stood_still) if flags.record_path else None
+    options = _options(flags, limits, entries)
+    gateway = Gateway(entries, cluster, options, ring, quotas, adapters, read_ahead, recorder, limits)
     lines = LineCalls()
-    batches = _batches(flags, gateway, lines) if flags.batch_path else None
+    batches = _batches(flags.batch_path, limits, gateway, lines) if flags.batch_path else None
     # Work beside requests, stopped when the gateway drains, and what is freed after the last call; both last first.
     background, resources = contextlib.AsyncExitStack(), contextlib.AsyncExitStack()
     if adapters is not None:
@@ -161,40 +170,44 @@ async def serve_models(
         batches.start()
     if adapters is not None:
         adapters.start(heartbeat_s)
-    record = ComponentRecord(
+    record = _record(component_id, ports, entries)
+    return GatewayServer(record, gateway, registry, servicer, ports, heartbeat_s, background, resources, keys)
+
+
+def _record(component_id: str, ports: Ports, entries: Mapping[str, ModelEntry]) -> ComponentRecord:
+    return ComponentRecord(
         component_id=component_id,
         role="gateway",
         address=ports.grpc.address,
         version=VERSION,
         model=", ".join(entries),
     )
-    return GatewayServer(record, gateway, registry, servicer, ports, heartbeat_s, background, resources, keys)
 
 
-def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayOptions:
+def _options(flags: GatewayFlags, limits: GatewayLimits, entries: Mapping[str, ModelEntry]) -> GatewayOptions:
     longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
     return GatewayOptions(
         policy=parse_policy(flags.split_policy),
         # Without chunked prefill a prefill range is one chunk.
         chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),
-        max_attempts=flags.max_attempts,
+        max_attempts=limits.max_attempts,
         max_inflight_requests=flags.max_inflight_requests,
         max_inflight_tokens=flags.max_inflight_tokens,
         prefix_caching=flags.enable_prefix_caching,
-        max_running_requests=flags.max_running_requests,
+        max_running_requests=limits.max_running_requests,
     )
 
 
-def _batches(flags: GatewayFlags, gateway: Gateway, lines: LineCalls) -> BatchRunner:
+def _batches(path: str, limits: GatewayLimits, gateway: Gateway, lines: LineCalls) -> BatchRunner:
     """Create the runner of the batches in --batch-path. Raise ConfigError."""
     folder = BatchFolder(
-        flags.batch_path,
-        max_bytes=flags.batch_bytes,
-        file_bytes=flags.batch_file_bytes,
-        keep_s=flags.batch_keep_days * DAY_S,
+        path,
+        max_bytes=limits.batch_bytes,
+        file_bytes=limits.batch_file_bytes,
+        keep_s=limits.batch_keep_days * DAY_S,
         tenant_percent=TENANT_PERCENT,
     )
-    return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, flags.max_batch_requests)
+    return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, limits.max_batch_requests)
 
 
 def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry], cluster: Cluster) -> AdapterNames:

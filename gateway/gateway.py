@@ -39,6 +39,7 @@ from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, flow_of,
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.model_formats import ModelFormats
+from pillion.gateway.gateway_limits import GatewayLimits
 from pillion.gateway.grammars.request_grammars import GrammarMaker, TenantTurns
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.planning.forced_plan import ForcedPlan
@@ -180,9 +181,11 @@ class Gateway:
         adapters: AdapterNames | None = None,
         read_ahead: ReadAhead | None = None,
         recorder: Recorder | None = None,
+        limits: GatewayLimits = GatewayLimits(),  # noqa: B008  (frozen)
     ) -> None:
         self._models = models
         self._read_ahead, self._recorder = read_ahead, recorder
+        self.limits = limits
         self.adapters = adapters
         # A served name takes precedence over another model's alias.
         self._by_name = {alias: entry for entry in models.values() for alias in entry.aliases} | dict(models)

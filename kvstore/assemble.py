@@ -32,11 +32,12 @@ from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecords
 from pillion.kvstore.prefix_pins.pin_servicer import pin_calls
 from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
 from pillion.kvstore.tiers.object_tier.object_store import ObjectStore, parse_object_url
+from pillion.settings.node_limits import NodeLimits
 
 
-async def start_kvnode(flags: KVNodeFlags) -> KVNode:
+async def start_kvnode(flags: KVNodeFlags, limits: NodeLimits | None = None) -> KVNode:
     """Start a node; it serves when this returns. Raise ConfigError, with everything freed, if it cannot start."""
-    node = make_kvnode(flags)
+    node = make_kvnode(flags, limits)
     try:
         await node.start()
     except BaseException:
@@ -45,23 +46,25 @@ async def start_kvnode(flags: KVNodeFlags) -> KVNode:
     return node
 
 
-def make_kvnode(flags: KVNodeFlags) -> KVNode:
+def make_kvnode(flags: KVNodeFlags, limits: NodeLimits | None = None) -> KVNode:
     """Create a node on the running loop. Raise ConfigError for contradicting flags and for an unusable disk or
     bucket."""
     refuse_contradictions(flags)
+    limits = limits or NodeLimits()
     if not flags.node_id:
         raise ConfigError("--node-id must name the node")
     directory = NodeDirectory(flags)
     surviving = SurvivingMemory(flags, open_domain) if flags.keeper_socket else None
     memory = NodeMemory(flags, open_domain) if surviving is None else surviving
     # A tenant's prefix pins may have half of the share for all.
-    shares = PoolShares(flags.max_pinned_percent, flags.max_pinned_percent // 2, flags.state_percent)
-    ledger = Ledger(new_id, flags.decode_reserve_percent, shares)
+    shares = PoolShares(limits.pinned_percent, limits.pinned_percent // 2, limits.state_percent)
+    ledger = Ledger(new_id, limits.decode_reserve_percent, shares)
     records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None
     pins = NodePrefixPins(ledger, records)
     changes = BlockLog(secrets.randbits(62) + 1)
     return KVNode(
         flags,
+        limits,
         directory,
         memory,
         NodeExchange(flags, directory.addresses, lambda: directory.boot_epoch, pins.ending_in),

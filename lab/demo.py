@@ -92,8 +92,8 @@ def demo(**values: Any) -> int:
                 f"the demonstration asks its own cluster and takes no {option_name(name)}: use pillion serve"
             )
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
-    # Avoid another cluster's ports; the demo ends before a standby is useful.
-    for name, value in {"http_port": 0, "grpc_port": 0, "max_model_len": 4096, "standby": False}.items():
+    # Avoid another cluster's ports.
+    for name, value in {"http_port": 0, "grpc_port": 0, "max_model_len": 4096}.items():
         if ctx.get_parameter_source(name) is default:
             values[name] = value
     flags = with_model(ServeFlags, values)
@@ -105,7 +105,8 @@ def demo(**values: Any) -> int:
 async def _demo(flags: ServeFlags, notices: Notices) -> int:
     stop, stages = asyncio.Event(), dict[str, float]()
     stop_on_signals(stop)
-    cluster = LocalCluster(flags, notices)
+    # It ends before a standby could be of use.
+    cluster = LocalCluster(flags, notices, standby=False)
     try:
         work = await run_unless(stop.wait(), _run(cluster, notices, stages))
         if not work:

@@ -26,7 +26,6 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from pillion.errors import ConfigError
-from pillion.host.adapter_folders import STORE_BYTES
 from pillion.host.cores import MAX_CPU_THREADS
 from pillion.net.addresses import is_local
 from pillion.settings.sampling_defaults import parse_override
@@ -211,11 +210,6 @@ def refuse_contradictions(flags: Any) -> None:
         )
     if given("http_port") and flags.http_port == flags.grpc_port:
         raise ConfigError(f"--http-port and --grpc-port are both {flags.http_port}: each needs a port of its own")
-    if given("batch_path") and flags.batch_file_bytes > flags.batch_bytes:
-        raise ConfigError(
-            f"--batch-file-bytes {flags.batch_file_bytes} is more than --batch-bytes {flags.batch_bytes}, which is for"
-            " all files together"
-        )
 
 
 def listed_origins(values: Sequence[str]) -> list[str]:
@@ -411,9 +405,6 @@ class PoolFlags:
     host_bytes: int = size_flag(
         0, "Pinned host memory for blocks that leave a GPU's pool, before the disk. 0: none.", least=0
     )
-    decode_reserve_percent: int = flag(
-        10, "Share of the pool that prompts leave to running decodes (I5).", least=0, most=90
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,16 +470,7 @@ class ChunkedPrefillFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraStoreFlags:
-    """Limits what copies of adapters may take on a machine, whose components all share them."""
-
-    lora_store_bytes: int = size_flag(
-        STORE_BYTES, "Most bytes that the copies of adapters may take on a machine.", least=1
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraFlags(EnableLoraFlags, LoraStoreFlags):
+class LoraFlags(EnableLoraFlags):
     """Says for how many adapters (LoRA), and how large ones, workers have room."""
 
     max_loras: int = flag(
@@ -523,7 +505,7 @@ class InternalServerFlags(CommonFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
+class KVNodeFlags(PoolFlags, InternalServerFlags):
     """Holds the flags of ``pillion kvnode``, the owner of one memory domain's pool."""
 
     node_id: str = flag("kvnode-0", "Name of this node, unique in the cluster.", placement=True)
@@ -534,25 +516,6 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     kv_device: str = flag(
         "cpu", "Where the KV pool is: cpu, cuda, cuda:N, or divided, as in cuda:0,cuda:1.", placement=True
     )
-    max_pinned_percent: int = flag(
-        50,
-        "Share of the pool that prefixes may have that users pin (pillion cache pin).",
-        least=0,
-        most=90,
-    )
-    state_percent: int = flag(
-        100,
-        "Most of the pool that states of hybrid models may have, apart from those that running requests hold.",
-        least=0,
-        most=100,
-    )
-    low_watermark_percent: int = flag(
-        2,
-        "Free share of the pool below which blocks are evicted ahead of need.",
-        least=0,
-        most=90,
-    )
-    high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.", least=0, most=90)
     keeper_socket: str = flag(
         "",
         "Unix socket of the process that keeps this node's pool over its death (pillion keeper). Empty: the pool goes"
@@ -560,14 +523,9 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         placement=True,
     )
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
-    fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node, disk or bucket.", least=1)
-    max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.", least=0)
     hand_over_timeout_s: float = flag(
-        0.0,
-        "Time in which a node that is told to stop gives its warmest blocks to other nodes, or to its disk. 0: none.",
-        least=0,
+        0.0, "Time that a stopping node may take to copy its warmest blocks to other nodes, or to its disk.", least=0
     )
-    hand_over_bytes_per_s: int = size_flag(64 * 2**20, "Most bytes a second that it gives them.", least=1)
     disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
     disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=0)
     object_url: str = flag("", "Bucket to which KV blocks are copied, s3://BUCKET/PREFIX?endpoint=URL. Empty: none.")
@@ -631,12 +589,6 @@ class DecodeFlags(StepFlags, WorkerFlags):
         " where many wait; 0: off.",
         kind=parse_target_itl_ms,
     )
-    partial_block_percent: int = flag(
-        1,
-        "Share of the pool in which a worker keeps the partial blocks that answers end with. 0: none.",
-        least=0,
-        most=50,
-    )
 
     @property
     def step_budget_tokens(self) -> int:
@@ -655,19 +607,6 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     chunk_size: int = size_flag(512, "Tokens per prefill chunk; a multiple of the block size.", least=1)
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.", least=1)
     max_inflight_tokens: int = size_flag(2_000_000, "Most prompt tokens in the gateway at once.", least=1)
-    max_read_ahead: int = flag(
-        2,
-        "Most waiting requests at once whose KV is brought from lower tiers while they wait. 0: none.",
-        least=0,
-        most=64,
-    )
-    max_running_requests: int = flag(
-        0,
-        "Most requests that a model's workers get at once; the first one of each tenant goes there beyond it. 0: the "
-        "--max-num-seqs of all of its decode workers, and a quarter more, at least 16 more, so that no place stays "
-        "empty.",
-        least=0,
-    )
     allowed_origins: tuple[str, ...] = flag((), ALLOWED_ORIGINS, kind=str)
     allowed_hosts: tuple[str, ...] = flag(
         (),
@@ -675,16 +614,7 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         " Without API keys, on a loopback address, others than localhost, addresses and --host are refused.",
         kind=str,
     )
-    timeout_keep_alive: int = flag(
-        75, "Seconds that an HTTP connection may stay without a further request.", least=1, most=86_400
-    )
     strict_fields: bool = flag(False, STRICT_FIELDS)
-    stream_ping_ms: int = flag(
-        10_000,
-        "Milliseconds after which a stream without a first token gets a comment (in Messages a ping), again and again"
-        " until it begins. 0: none.",
-        least=0,
-    )
     ui: bool = flag(False, "Serve a page for people at /ui: chat, and a live picture of the cluster for operators.")
     lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str)
     allow_runtime_lora_updating: bool = flag(
@@ -699,24 +629,11 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of the public certificate's private key.")
     tls_ca: str = flag("", "PEM of the authorities that sign clients' certificates. Empty: clients need none.")
-    max_attempts: int = flag(
-        4, "Attempts in a row that bring no token when components are lost under a request.", least=1
-    )
     batch_path: str = flag("", "Folder for files and batches (/v1/batches). Empty: there are none.")
-    batch_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=2**20)
-    batch_file_bytes: int = size_flag(200 * 2**20, "Largest file that clients may bring there.", least=1)
-    batch_keep_days: int = flag(30, "Days after which files there, and batches that have ended, are removed.", least=2)
     record_path: str = flag(
         "",
         "Folder for bundles of requests that failed, were slow or are to be kept, or redis: the one of --redis-url."
         " Empty: none.",
-    )
-    record_bytes: int = size_flag(
-        0, "Most bytes that bundles may have; the oldest ones go. 0: 1 GiB in a folder, 64 MiB in Redis.", least=0
-    )
-    record_days: int = flag(30, "Days after which bundles are removed.", least=1)
-    record_slow_ms: int = flag(
-        10_000, "A request is slow whose client waits longer for its first token or a later one. 0: none is.", least=0
     )
     record_share: float = flag(0.0, "Share of all other requests that are recorded.", least=0, most=1)
     record_content: Literal["none", "hash", "full"] = flag(
@@ -729,7 +646,6 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         "File with the key that signs bundles, of 16 bytes or more; Redis needs one. Empty: record.key in their folder,"
         " made anew.",
     )
-    max_batch_requests: int = flag(32, "Most requests of batches in a gateway at once.", least=1)
     drain_timeout_s: float = other_default(RequestServerFlags, "drain_timeout_s", 30.0)
     gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.", least=1, most=MAX_WORKERS)
     probe_listen: str = flag("", "Another address whose gRPC health says whether the gateway is ready.", placement=True)
@@ -743,9 +659,6 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
 
     # The terminal shows only what its user has to know; a component that runs alone writes more into its log.
     log_level: str = other_default(CommonFlags, "log_level", "warning")
-    fence_kill_after_s: float = flag(
-        30.0, "A worker that stays fenced for longer is killed and started again.", least=0
-    )
     prefill_workers: int = flag(
         -1, "Prefill workers to start. -1: one on a CPU, none on a GPU, which does both.", least=-1, most=MAX_WORKERS
     )
@@ -755,13 +668,6 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
         "Ranks of each prefill worker. 0: as many as --tensor-parallel-size says.",
         least=0,
         most=MAX_RANKS,
-    )
-    share_cores: bool = flag(True, "Let workers on a CPU compute on the cores of those that have nothing to do.")
-    fork_server: bool = flag(
-        True, "Start components as forks of a process that has imported their packages. Linux alone."
-    )
-    standby: bool = flag(
-        True, "Keep a started process beside each worker and KV node, which takes over at once when it dies."
     )
 
 

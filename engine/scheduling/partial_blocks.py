@@ -11,7 +11,7 @@ root, so that adapters, salts and kinds of rotary embedding stay apart. The copy
 with it, and the reader's own slot is written then (copy-on-write, as for parallel samples). What is gone is computed
 (I1).
 
-The slots are at most ``--partial-block-percent`` of the pool, and are the first to go where a decode lacks a slot or
+The slots are at most PARTIAL_BLOCK_PERCENT of the pool, and are the first to go where a decode lacks a slot or
 the node asks for some back. Sans-IO (I9).
 """
 
@@ -23,6 +23,9 @@ from collections.abc import Iterable
 from pillion.engine.scheduling.block_chain import BlockChain
 from pillion.engine.scheduling.block_manager import FreeSlots
 from pillion.engine.scheduling.sequence import Sequence
+
+# Share of the pool's slots for partial blocks.
+PARTIAL_BLOCK_PERCENT = 1
 
 
 class PartialBlock(BlockChain):

@@ -12,7 +12,7 @@
 A worker that was only paused (SIGSTOP, then SIGCONT) goes through *fenced* and loads nothing again (I4). A worker that
 failed neither emits nor commits any more; its process exits and is started again. The node frees what it held when the
 attach socket ends. The time from *fenced* to *live* is bounded here, except for a step that does not end: the process's
-parent kills it then (``--fence-kill-after-s``).
+parent kills it then (FENCE_KILL_AFTER_S).
 """
 
 from __future__ import annotations

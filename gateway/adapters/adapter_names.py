@@ -37,7 +37,7 @@ from pillion.gateway.adapters.adapter_spread import AdapterSpread
 from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, MAX_NAMES, NamedAdapter, NameTable
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
-from pillion.host.adapter_folders import KEEP_S, cache_root
+from pillion.host.adapter_folders import KEEP_S, STORE_BYTES, cache_root
 from pillion.kvstore.index.shared_names import SharedNames
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Reading
@@ -125,9 +125,9 @@ class AdapterNames:
         self._flags = flags
         self._folders = [Path(folder).expanduser().resolve() for folder in flags.lora_path]
         self._shared = shared
-        copier = AdapterCopier(str(cache_root()), flags.lora_store_bytes)
+        copier = AdapterCopier(str(cache_root()), STORE_BYTES)
         self._process = AdapterProcess(copier, MAX_PROCESS_BYTES)
-        self.store = AdapterStore(store_bytes=flags.lora_store_bytes, digest_of=self._process.digest)
+        self.store = AdapterStore(store_bytes=STORE_BYTES, digest_of=self._process.digest)
         self._spread = AdapterSpread(nodes, self.digests, self.store)
         self._tasks: list[asyncio.Task[None]] = []
         # This counts running requests by the name of their adapter.

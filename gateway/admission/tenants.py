@@ -40,7 +40,7 @@ class Tenant:
             other tenants' streams, so without a permission it is 0, the usual priority. At MAX_PRIORITY the tenant is
             served in the background.
         max_inflight_requests, max_inflight_tokens: the most answers and prompt tokens in the gateway at once.
-        max_pinned_tokens: the tokens that it may have pinned at each KV node, below half of --max-pinned-percent of the
+        max_pinned_tokens: the tokens that it may have pinned at each KV node, below a quarter of the
             pool.
         cache_group: tenants of one group share KV; "" shares with nobody.
         operator: whether it may see the whole cluster (GetStatus), and load and unload adapters.

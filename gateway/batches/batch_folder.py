@@ -67,7 +67,7 @@ class FolderFull(Overloaded):
 
 
 class FileTooLarge(InvalidRequest):
-    """Says that a file is larger than --batch-file-bytes."""
+    """A file larger than ``file_bytes``."""
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ class Upload:
             write_all(self._file, data)
 
     def keep(self, filename: str, purpose: str, seconds: int | None = None) -> FileRecord:
-        """Ends the writing of the file, which is its tenant's for ``seconds``, or --batch-keep-days. Raises
+        """Ends the writing of the file, which is its tenant's for ``seconds``, or ``keep_s``. Raises
         InvalidRequest for an empty file."""
         if not self.size:
             raise InvalidRequest.of(FieldViolation("file", "it is empty"))
@@ -180,16 +180,14 @@ class BatchFolder:
             # A tenant without a name may fill the folder, so its files are not looked through.
             files = self.files(tenant) if tenant else []
             mine_bytes = sum(one.bytes for one in files) + sum(upload.most_bytes for upload in mine)
-            self._require_room(
-                "bytes (--batch-bytes)", self.max_bytes, self.used_bytes(), tenant, mine_bytes, size_bytes
-            )
+            self._require_room("bytes", self.max_bytes, self.used_bytes(), tenant, mine_bytes, size_bytes)
             count = len(list(self._files.glob("*.json")))
             self._require_room("files", MAX_FILES, count + len(self.uploads), tenant, len(files) + len(mine), 1)
             return Upload(self, tenant, size_bytes)
 
     def too_large(self) -> InvalidRequest:
         """Makes the error for a file that is larger than clients may bring."""
-        return FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes (--batch-file-bytes)"))
+        return FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes"))
 
     def _require_room(self, what: str, most: int, used: int, tenant: str, mine: int, more: int) -> None:
         """Raises FolderFull where so much more does not fit in the folder, or within the share of a tenant with a
@@ -214,7 +212,7 @@ class BatchFolder:
         seconds: int | None = None,
     ) -> FileRecord:
         """Moves a whole file, written as ``part``, to its place and writes its record; both are on the disk then. It is
-        removed after ``seconds``, if that is sooner than --batch-keep-days."""
+        removed after ``seconds``, if that is sooner than ``keep_s``."""
         now = int(time.time())
         record = FileRecord(
             id=name,
@@ -355,7 +353,7 @@ class BatchFolder:
         return sum(map(_size, os.scandir(self._files))) + sum(map(_size, journals))
 
     def full(self) -> bool:
-        """Returns whether --batch-bytes is used up."""
+        """Return True if ``max_bytes`` are used."""
         return self.used_bytes() >= self.max_bytes
 
     def sweep(self, now_s: float) -> None:

@@ -147,7 +147,7 @@ class BatchRunner:
             await self.on_disk(self.folder.sweep, time.time())
             full = await self.on_disk(self.folder.full)
             if full and not self._full:
-                log.warning("batches stand still: the folder of --batch-path holds --batch-bytes bytes")
+                log.warning("batches are paused: the folder of --batch-path holds %d bytes", self.folder.max_bytes)
             self._full = full
         for record in await self.on_disk(self._unclaimed):
             mine = sum(one.record.tenant == record.tenant for one in self._claimed.values())

@@ -245,7 +245,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
     Endpoint handles. With --allowed-origins the writes of a browser's streams are wrapped once.
     """
     pages, tenant_of = _Pages(gateway, flags), gateway.tenant_of
-    calls = ModelCalls(gateway, flags.strict_fields, flags.stream_ping_ms)
+    calls = ModelCalls(gateway, flags.strict_fields, gateway.limits.stream_ping_ms)
     routes = [
         Route("/health", Endpoint("GET", pages.health, None, statuses=(503,))),
         Route(
@@ -417,7 +417,7 @@ async def start_http(
         proxy_headers=False,
         limit_concurrency=max_connections - handshakes,
         backlog=ACCEPTED_AT_ONCE,
-        timeout_keep_alive=flags.timeout_keep_alive,
+        timeout_keep_alive=gateway.limits.keep_alive_s,
     )
     config.load()
     config.ssl = None if identity is None else tls.http_context(identity)

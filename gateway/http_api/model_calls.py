@@ -4,7 +4,7 @@ body --> read by the API --> first delta --> status and headers --> events of th
             | 4xx with a param   | 4xx, 5xx                           | the error as an event
 
 The status is sent with the first delta, so that a refusal is a status and not an event. But proxies hang up on a stream
-that is silent for long: after --stream-ping-ms the status is sent without a delta, and something that clients pass
+that is silent for long: after ``ping_ms`` the status is sent without a delta, and something that clients pass
 over, again and again until the first delta comes. A client that goes away before or after cancels its request (I8).
 
 A call has one prompt or several, whose deltas are read in batches of all that are there.
@@ -214,7 +214,7 @@ NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[Answe
 
 class ModelCalls:
     """Answers calls for a model's answers, of every HTTP API. ``gateway`` is the gateway behind them; ``strict_fields``
-    says whether fields that no API documents are refused, and ``ping_ms`` is --stream-ping-ms."""
+    says whether fields that no API documents are refused, and ``ping_ms`` is the period of pings."""
 
     def __init__(self, gateway: Gateway, strict_fields: bool = False, ping_ms: int = 0) -> None:
         self.gateway = gateway
@@ -331,7 +331,7 @@ class ModelCalls:
 
     @contextlib.asynccontextmanager
     async def _heard(self, call: HttpCall, arrived_s: float) -> AsyncIterator[None]:
-        """Lets a stream's client hear something while its answer has not begun: every --stream-ping-ms since its body
+        """Lets a stream's client hear something while its answer has not begun: every ``ping_ms`` since its body
         was there, at ``arrived_s`` of the loop's clock."""
         loop, speaking = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         timer = loop.call_at(arrived_s + self._ping_s, lambda: speaking.add(loop.create_task(self._speak(call))))

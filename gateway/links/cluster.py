@@ -40,7 +40,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 VIEW_POLL_S = 0.25
-# Timeout of a fetch for a KV node that hangs; a node enforces its own, --fetch-timeout-ms.
+# Timeout of a fetch for a KV node that hangs; a node enforces its own, shorter one.
 MAX_FETCH_S = 5.0
 # Blocks of a prompt on no known node from which on a bucket is asked, and its timeout.
 MIN_ASKED_BLOCKS = 8

@@ -33,12 +33,12 @@ log = logging.getLogger("pillion.gateway")
 
 # At most this many waiting requests are remembered here; later ones are not read ahead.
 MAX_IN_LINE = 256
-# Reading ahead for one request takes at most this long, and its node's --fetch-timeout-ms.
+# Timeout of reading ahead for one request; its node's own fetch timeout is shorter.
 MAX_READ_AHEAD_S = 10.0
 
 
 class ReadAhead:
-    """Reads ahead for at most ``most`` waiting requests at once (--max-read-ahead), in the order in which they began to
+    """Reads ahead for at most ``most`` waiting requests at once, in the order in which they began to
     wait."""
 
     def __init__(self, cluster: Cluster, most: int) -> None:

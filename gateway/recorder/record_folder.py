@@ -45,7 +45,7 @@ class RecordFolder:
         """Writes an encoded bundle. Raises ConfigError for one that is too large, and OSError."""
         now = time.time()
         if len(raw) > self._max_bytes:
-            raise ConfigError(f"the bundle {bundle_id} has {len(raw)} bytes, more than --record-bytes")
+            raise ConfigError(f"the bundle {bundle_id} has {len(raw)} bytes, more than {self._max_bytes}")
         if self._bytes + len(raw) > self._max_bytes or now - self._counted_s > LOOK_EVERY_S:
             self._make_room(len(raw), now)
         write(self._path, bundle_id, raw)

@@ -17,7 +17,7 @@ from pillion.records.bundle import KEY_FILE, Bundle, decode, read, read_key
 
 # With this --record-path bundles are kept in the Redis of --redis-url. A folder of this name is ./redis.
 REDIS = "redis"
-# Without --record-bytes bundles have at most so many bytes. A small Redis holds the index of all blocks besides.
+# Total size of bundles. A small Redis holds the index of all blocks as well.
 FOLDER_BYTES, REDIS_BYTES = 2**30, 64 * 2**20
 
 _ID = re.compile(r"[0-9a-f]{24}")

@@ -26,6 +26,7 @@ from pillion._version import VERSION
 from pillion.config import GatewayFlags
 from pillion.errors import Cancelled, ConfigError, InvalidRequest, PillionError
 from pillion.gateway.admission.turns import AdmissionPermit
+from pillion.gateway.gateway_limits import GatewayLimits
 from pillion.gateway.recorder.record_folder import make_key
 from pillion.gateway.recorder.record_store import FOLDER_BYTES, REDIS, REDIS_BYTES, open_records
 from pillion.gateway.recorder.story import AnswerLog, Story, described
@@ -61,7 +62,7 @@ MAX_BEGINNINGS = 4096
 LAST_WRITES_S = 5.0
 DAY_S = 24 * 3600
 # A replay needs to know these flags.
-_FLAGS = ("split_policy", "chunk_size", "enable_chunked_prefill", "enable_prefix_caching", "max_attempts")
+_FLAGS = ("split_policy", "chunk_size", "enable_chunked_prefill", "enable_prefix_caching")
 # What became of requests that were to be recorded, and have no bundle.
 LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"
 
@@ -74,12 +75,13 @@ class Recorder:
     def __init__(
         self,
         flags: GatewayFlags,
+        limits: GatewayLimits = GatewayLimits(),  # noqa: B008  (frozen)
         stood_still: Callable[[str, float], tuple[float, float] | None] = lambda component_id, now: None,
     ) -> None:
-        self._flags = flags
+        self._flags, self._slow_ms = flags, limits.record_slow_ms
         self._stood_still = stood_still
-        max_bytes = flags.record_bytes or (REDIS_BYTES if flags.record_path == REDIS else FOLDER_BYTES)
-        kept = open_records(flags.record_path, flags.redis_url, max_bytes, flags.record_days * DAY_S)
+        max_bytes = limits.record_bytes or (REDIS_BYTES if flags.record_path == REDIS else FOLDER_BYTES)
+        kept = open_records(flags.record_path, flags.redis_url, max_bytes, limits.record_days * DAY_S)
         with contextlib.ExitStack() as opened:
             self._records = opened.enter_context(kept)
             self._key = own_key(flags)
@@ -161,7 +163,7 @@ class Recorder:
         if story.error is not None and not isinstance(story.error, Cancelled | InvalidRequest):
             return "failed"
         # Nobody waits for a request in the background.
-        slow_ms = 0 if story.admitted.background else self._flags.record_slow_ms
+        slow_ms = 0 if story.admitted.background else self._slow_ms
         return "slow" if slow_ms and story.longest_wait_s * 1000 > slow_ms else None
 
     def _may_cause(self, tenant: str) -> bool:
@@ -180,7 +182,8 @@ class Recorder:
     def _write(self, story: Story, reason: Reason) -> None:
         label = story.admitted.request_id
         try:
-            self._records.keep(story.id, encode(bundle_of(story, reason, self._flags, self._key), self._key))
+            bundle = bundle_of(story, reason, self._flags, self._slow_ms, self._key)
+            self._records.keep(story.id, encode(bundle, self._key))
         except Exception as error:
             if not self.counts[UNWRITTEN]:
                 # A full disk or an absent Redis would fill the log, too.
@@ -202,7 +205,7 @@ def own_key(flags: GatewayFlags) -> bytes:
     return make_key(Path(flags.record_path))
 
 
-def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, key: bytes) -> Bundle:
+def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, slow_ms: int, key: bytes) -> Bundle:
     """Makes the bundle of a request that has ended."""
     admitted, content = story.admitted, story.content
     ago_s, asked = time.monotonic() - admitted.arrived, admitted.asked.model
@@ -218,7 +221,7 @@ def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, key: bytes) -> 
         request=_request(admitted, content, key),
         answers=tuple(_answers(story, content, key)),
         story=story.events(),
-        slow_ms=flags.record_slow_ms,
+        slow_ms=slow_ms,
         flags={name.replace("_", "-"): str(getattr(flags, name)) for name in _FLAGS},
         workers=tuple(convert(one, BundleWorker, from_attributes=True) for one in story.workers()),
         error="" if story.error is None else described(story.error),

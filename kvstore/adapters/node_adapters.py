@@ -24,6 +24,7 @@ from pillion.config import KVNodeFlags
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
 from pillion.host.adapter_folders import (
     ADAPTERS,
+    STORE_BYTES,
     TRANSFER_TIMEOUT_S,
     adapter_draft,
     cache_root,
@@ -56,7 +57,7 @@ class NodeAdapters:
         self._node_id = flags.node_id
         self.addresses = addresses
         self.root = cache_root()
-        self._store_bytes = flags.lora_store_bytes
+        self._store_bytes = STORE_BYTES
         self.reading = 0
 
     async def pieces(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:

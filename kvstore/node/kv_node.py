@@ -37,6 +37,7 @@ from pillion.kvstore.tiers.storage import Storage
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
+from pillion.settings.node_limits import NodeLimits
 from pillion.tasks import end_tasks
 from pillion.v1 import kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus
@@ -57,6 +58,7 @@ class KVNode:
     def __init__(
         self,
         flags: KVNodeFlags,
+        limits: NodeLimits,
         directory: NodeDirectory,
         memory: NodeMemory,
         exchange: NodeExchange,
@@ -71,7 +73,7 @@ class KVNode:
         bucket: ObjectStore | None,
     ) -> None:
         self.address = flags.node_advertise
-        self._flags, self._directory = flags, directory
+        self._flags, self._limits, self._directory = flags, limits, directory
         self._memory, self._exchange = memory, exchange
         self._disk, self._bucket, self._survival = disk, bucket, survival
         self.prefix_pins, self.regions, self._calls = prefix_pins, regions, calls
@@ -170,7 +172,7 @@ class KVNode:
                 if self._directory.beat_now():
                     await asyncio.sleep(min(self._flags.heartbeat_ms / 1000, within_s / 2))
                 left_s = within_s - (time.monotonic() - began_s)
-                rate = self._flags.hand_over_bytes_per_s
+                rate = self._limits.hand_over_bytes_per_s
                 await storage.hand_over(await self._directory.others(), self._directory.look_up, left_s, rate)
         except TimeoutError:
             log.warning("what is warm was not handed over within %g s", within_s)
@@ -246,6 +248,7 @@ class KVNode:
         assert self._memory.pool is not None
         self._storage = Storage(
             self._flags,
+            self._limits,
             shape,
             self._memory.pool,
             self.pool,

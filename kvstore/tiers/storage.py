@@ -28,6 +28,7 @@ from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.hand_over import HandOver, LookUp, OtherNode, rooms_of, warm_tips
+from pillion.settings.node_limits import NodeLimits
 from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.registry import ComponentRecord
 
@@ -51,6 +52,7 @@ class Storage:
     def __init__(
         self,
         flags: KVNodeFlags,
+        limits: NodeLimits,
         shape: PoolShape,
         memory: PoolMemory,
         pool: Pool,
@@ -75,8 +77,8 @@ class Storage:
             pool.ledger,
             memory,
             self._tiers,
-            flags.low_watermark_percent,
-            flags.high_watermark_percent,
+            limits.low_watermark_percent,
+            limits.high_watermark_percent,
             self._blocks_lost,
             pool.changed,
         )
@@ -84,8 +86,8 @@ class Storage:
         self.fetcher = Fetcher(
             pool.ledger,
             memory,
-            timeout_s=flags.fetch_timeout_ms / 1000,
-            max_bytes=flags.max_fetch_bytes,
+            timeout_s=limits.fetch_timeout_s,
+            max_bytes=limits.max_fetch_bytes,
             changed=pool.changed,
             source=exchange.source,
             tiers=self._near,

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from lab.benchmarks.report import save, show_table
 from lab.testbed.cluster import ServedCluster, served
+from lab.testbed.defaults import CLUSTER, Defaults
 from lab.testbed.faults.board import FaultBoard, hook_environment
 from lab.testbed.faults.points import AT_START, POINTS
 from pillion.drill.streams import StreamLoad, pauses_of
@@ -201,13 +202,14 @@ def phase_seconds(faults: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float
 def measure(args: argparse.Namespace, workers: int) -> dict[str, Any]:
     """Run all cases on a cluster with ``workers`` workers of each kind."""
     flags = ["--prefill-workers", str(workers), "--decode-workers", str(workers), "--log-format", "json"]
-    flags += ["--max-model-len", "2048", "--log-level", "info", "--standby" if args.standby else "--no-standby"]
+    flags += ["--max-model-len", "2048", "--log-level", "info"]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         folder = pathlib.Path(name)
         board = FaultBoard(folder / "board")
+        standbys: Defaults = {CLUSTER: {"standby": args.standby}}
         environ = hook_environment(folder / "board", redis_is_sound=False)
-        with served(folder, args.model, *flags, environ=environ) as cluster:
+        with served(folder, args.model, *flags, environ=environ, defaults=standbys) as cluster:
             until("the cluster was not whole", lambda: whole(cluster, args.standby))
             load = StreamLoad(cluster.target, args.prompt_tokens, args.answer_tokens)
             try:

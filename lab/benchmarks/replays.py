@@ -25,6 +25,7 @@ from typing import Any
 from rich.table import Table
 
 from lab.benchmarks.report import show_table
+from lab.testbed import defaults
 from lab.testbed.cluster import served
 from lab.testbed.conditions import wait_for
 from lab.testbed.hosts import Hosts, hosts
@@ -43,8 +44,9 @@ LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 MODEL = ("--dtype", "float32", "--max-model-len", "1024")
 NODES = ("kv-a", "kv-b")
 FORCED = [f"node={node_id}" for node_id in NODES]
+NODE = ("--kv-transport", "grpc")
 # A long timeout, since late fetches would be computed and not meet the tiers.
-NODE = ("--kv-transport", "grpc", "--fetch-timeout-ms", "60000")
+FETCHING = {defaults.NODE: {"fetch_timeout_s": 60.0}}
 DECODE = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
 EDGE = (
     *("--chunk-size", "64", "--split-policy", "fraction:0.5", "--heartbeat-timeout-ms", "10000"),
@@ -70,6 +72,7 @@ def run_replays(requests: int, folder: pathlib.Path) -> dict[str, Any]:
     for name in ("first", "fresh"):
         (folder / name).mkdir()
     with s3_service(folder / "s3") as service, hosts(folder / "first", "--model", str(model), *MODEL) as cluster:
+        cluster.defaults = FETCHING
         flags = {
             "kv-a": ("--kv-pool-bytes", "512KiB", "--disk-path", str(folder / "disk")),
             "kv-b": ("--kv-pool-bytes", "1MiB", "--object-url", service.direct_url()),

@@ -30,6 +30,7 @@ from rich.table import Table
 
 from lab.benchmarks.report import save, show_table, spread
 from lab.testbed.conditions import wait_for
+from lab.testbed.defaults import NODE
 from lab.testbed.hosts import Hosts, hosts
 from lab.testbed.plain_model import plain_folder
 from lab.testbed.s3_service import s3_service
@@ -38,6 +39,13 @@ from pillion import Client
 BLOCK_TOKENS = 16
 # Percentage of the pool that nodes keep free, the flags' maximum.
 LOW_PERCENT = 90
+# Limits of the nodes that read.
+LIMITS = {
+    "fetch_timeout_s": 60.0,
+    "max_fetch_bytes": 16 * 2**30,
+    "low_watermark_percent": LOW_PERCENT,
+    "high_watermark_percent": LOW_PERCENT,
+}
 # Prompts that warm a new worker, and their length.
 WARMING = 4
 WARMING_TOKENS = 300
@@ -139,18 +147,10 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> tuple[Tiers, int]:
     with s3_service(folder / "s3") as service:
         common = ("--model", model, "--dtype", "bfloat16", "--max-model-len", str(most + 32))
         with hosts(folder, *common, forked=False) as cluster:
-            pool: tuple[str, ...] = (
-                "--kv-transport",
-                "grpc",
-                "--kv-pool-bytes",
-                args.pool,
-                "--fetch-timeout-ms",
-                "60000",
-            )
-            pool += ("--max-fetch-bytes", "16GiB", "--low-watermark-percent", str(LOW_PERCENT))
-            pool += ("--high-watermark-percent", str(LOW_PERCENT))
+            pool = ("--kv-transport", "grpc", "--kv-pool-bytes", args.pool)
             bucket = ("--object-url", service.direct_url())
             cluster.node("kv-a", "--kv-transport", "grpc", "--kv-pool-bytes", args.pool, *bucket)
+            cluster.defaults = {NODE: LIMITS}
             target = cluster.gateway("--split-policy", "colocated")
             tiers = Tiers(cluster, args, target)
             tiers.serve_at("kv-a")

@@ -1,8 +1,7 @@
 """Time until a killed component is ready, by phase: `make bench BENCH=warm_restart`.
 
 In a cluster without standbys and load, the decode worker, prefill worker and KV node are killed with SIGKILL in turn.
-Two rows each: `forked` by the supervisor's fork server, and `started` by their command line, like a container with one
-component (without the container's own start). The time ends with the component's log line that it is ready, i.e. in the
+The time ends with the component's log line that it is ready, i.e. in the
 registry:
 
     signal --> noticed by the supervisor --> loaded (workers: model and kernels) --> attached to the node --> ready
@@ -30,7 +29,6 @@ from lab.testbed.cluster import ServedCluster, served
 from lab.testbed.conditions import wait_for
 
 ROLES = ("decode", "prefill", "kvnode")
-MODES = {"forked": "--fork-server", "started": "--no-fork-server"}
 PHASES = ("noticed", "loaded", "attached", "ready")
 READY_WITHIN_S = 240.0
 # A supervisor gives up on a component that dies six times in a minute.
@@ -85,9 +83,9 @@ def cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """Run all kills of a mode on one cluster."""
-    flags = [MODES[mode], "--no-standby", "--log-format", "json", "--log-level", "info", "--max-model-len", "2048"]
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all kills on one cluster."""
+    flags = ["--log-format", "json", "--log-level", "info", "--max-model-len", "2048"]
     flags += args.flags
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         began_s = time.monotonic()
@@ -124,33 +122,28 @@ def phase_seconds(kills: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]
 
 
 def table_of(results: dict[str, Any]) -> Table:
-    """Make a table with a row per role and mode."""
-    table = Table(
-        "component", "", "kills", "median s", "least s", "most s", "CPU s", *PHASES, title="Killed until ready"
-    )
+    """Make a table with a row per role."""
+    table = Table("component", "kills", "median s", "least s", "most s", "CPU s", *PHASES, title="Killed until ready")
     for role in ROLES:
-        for mode, found in results.items():
-            row, ready = found[role], found[role]["ready_s"]
-            figures = [f"{ready[one]:.2f}" for one in ("median", "min", "max")]
-            phases = [f"{row['phases_s'][one]:.2f}" if one in row["phases_s"] else "" for one in PHASES]
-            table.add_row(role, mode, str(len(row["kills"])), *figures, f"{row['cpu_s']:.2f}", *phases)
-    for mode, found in results.items():
-        start = found["start"]
-        table.add_row("cluster's start", mode, "", f"{start['wall_s']:.2f}", "", "", f"{start['cpu_s']:.2f}")
+        row, ready = results[role], results[role]["ready_s"]
+        figures = [f"{ready[one]:.2f}" for one in ("median", "min", "max")]
+        phases = [f"{row['phases_s'][one]:.2f}" if one in row["phases_s"] else "" for one in PHASES]
+        table.add_row(role, str(len(row["kills"])), *figures, f"{row['cpu_s']:.2f}", *phases)
+    start = results["start"]
+    table.add_row("cluster's start", "", f"{start['wall_s']:.2f}", "", "", f"{start['cpu_s']:.2f}")
     return table
 
 
 def main() -> None:
-    """Measure both modes and print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(prog="python -m lab.benchmarks.warm_restart", description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--kills", type=int, default=10, help="of each component")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES])
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of pillion serve, last")
     parser.add_argument("--save", default="warm_restart", help="name among the results; empty: nothing is kept")
     args = parser.parse_args()
     load = os.getloadavg()
-    results = {mode: measure(args, mode) for mode in args.modes}
+    results = measure(args)
     show_table(table_of(results))
     print(f"load average before {load[0]:.1f}, after {os.getloadavg()[0]:.1f}")
     if args.save:

@@ -19,6 +19,7 @@ from pillion.errors import Overloaded, PillionError, Unavailable
 from pillion.gateway.admission.admission import Admission
 from pillion.gateway.admission.answer_times import AnswerTimes, DecodeFleet
 from pillion.gateway.admission.turns import AdmissionPermit, ModelTurns, shared_slots
+from pillion.gateway.gateway_limits import GatewayLimits
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.links.load_exchange import REPORT_S, AssignedLoad, OwnLoad
 from pillion.gateway.planning.cluster_view import ClusterSnapshot, choose_by_hits, choose_workers, parse_policy
@@ -44,8 +45,6 @@ class GatewaySettings:
     chunk_size: int
     max_inflight_requests: int
     max_inflight_tokens: int
-    max_running_requests: int
-    max_attempts: int
     enable_prefix_caching: bool
 
 
@@ -93,7 +92,7 @@ class SimGateway:
             self._refuse(request, error)
             return
         permit.allowed_tokens = request.answer_tokens
-        flow = FleetRequest(self, request, now, self._settings.max_attempts, AssignedLoad(self.load))
+        flow = FleetRequest(self, request, now, GatewayLimits.max_attempts, AssignedLoad(self.load))
         try:
             self._turns.wait(permit, now)
         except Overloaded as error:
@@ -139,8 +138,6 @@ class SimGateway:
         self.on_end(request)
 
     def _slots(self) -> int:
-        if self._settings.max_running_requests:
-            return self._settings.max_running_requests
         seen_s = self.seen_s
         if self._slots_of[0] != seen_s:
             workers = [self.site.workers[one.component_id] for one in self.site.roster(seen_s).of_role["decode"]

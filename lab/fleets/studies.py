@@ -24,7 +24,7 @@ from pillion.errors import ConfigError
 SIMULATED_FLAGS = (
     *("prefill_workers", "decode_workers", "gateway_workers", "block_size", "kv_pool_bytes", "max_model_len", "device"),
     *("max_num_batched_tokens", "max_num_batched_prefill_tokens", "max_num_seqs", "target_itl_ms", "split_policy"),
-    *("chunk_size", "max_inflight_requests", "max_inflight_tokens", "max_running_requests", "max_attempts"),
+    *("chunk_size", "max_inflight_requests", "max_inflight_tokens"),
     *("enable_prefix_caching", "heartbeat_ms"),
 )
 MAX_FLEET_WORKERS = 10_000

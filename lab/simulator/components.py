@@ -30,6 +30,7 @@ from pillion.kvstore.tiers.disk_tier.disk_files import PAGE_BYTES
 from pillion.net import rpc
 from pillion.net.addresses import IN_PROCESS
 from pillion.prefill_service.assemble import start_prefill
+from pillion.settings.node_limits import NodeLimits
 from pillion.settings.speculative_config import NO_SPECULATION, SpeculativeConfig
 from pillion.supervisor.restarts import EXIT_CONFIG
 from pillion.v1 import gateway_pb2_grpc
@@ -55,7 +56,6 @@ def node_flags(shape: ClusterShape, name: str, disk_path: str) -> KVNodeFlags:
         heartbeat_timeout_ms=shape.timeout_ms,
         kv_pool_bytes=shape.slots * layout_of(BLOCK_TOKENS).block_bytes,
         kv_transport="grpc",
-        fetch_timeout_ms=1000,
         disk_path=disk_path,
         disk_bytes=shape.disk_blocks * PAGE_BYTES,
         keeper_socket=name if shape.kept else "",
@@ -85,7 +85,7 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, turn: Si
     if role not in ("prefill", "decode") and turn.waiting:
         await turn.wait()
     if role == "kvnode":
-        return await start_kvnode(node_flags(shape, name, disk_path))
+        return await start_kvnode(node_flags(shape, name, disk_path), NodeLimits(fetch_timeout_s=1.0))
     if role == "gateway":
         return await start_simulated_gateway(shape, name)
     flags = worker_flags(shape, name)
@@ -104,10 +104,9 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, turn: Si
         max_num_batched_tokens=shape.step_tokens,
         max_num_seqs=shape.max_seqs,
         speculative_config=draft_tokens,
-        # Not 0, which small pools would round to.
-        partial_block_percent=5,
     )
-    return await start_decode(decode, backend_factory=factory, turn=turn)
+    # 1 % of a small pool would be 0.
+    return await start_decode(decode, backend_factory=factory, turn=turn, partial_block_percent=5)
 
 
 class _NoHttp:

@@ -4,7 +4,7 @@
   `networks` (network namespaces with slow, lossy or cut links; `wire` carries their packets), `forks` and
   `nested_forks` (components as forks of one process, with fork servers that are forks as well), `release` (the tree and
   protos of the last release).
-- Faults: `faults` kills or stops processes at named points of their code.
+- Faults: `faults` kills or stops processes at named points of their code; `defaults` changes limits that no flag sets.
 - Services: `redis` (a private redis-server), `redis_kinds` (Redis Cluster, Sentinels, TLS), `s3_service` (S3 behind a
   faulty relay), `otlp` (a receiver of traces), `plane_source` (a KV node that others copy from), `certs`, `ports`.
 - Models: `tiny_model` (random checkpoints), `scripted_model` (predefined answers with tool calls), `draft_models`,

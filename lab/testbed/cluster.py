@@ -16,7 +16,8 @@ from typing import Protocol
 import psutil
 
 from lab.testbed.conditions import WITHIN_S, wait_for
-from lab.testbed.faults.board import FaultBoard, hook_environment
+from lab.testbed.defaults import CLUSTER, DECODE, Defaults, defaults_environment
+from lab.testbed.faults.board import FaultBoard, hook_environment, hook_path
 from lab.testbed.faults.points import BY_NAME
 from lab.testbed.forks import shared_forks
 from lab.testbed.nested_forks import FORKED_VARIABLE
@@ -30,6 +31,8 @@ from pillion.supervisor.local_cluster import compute_environ
 from pillion.supervisor.standbys.process_title import STANDBY_VARIABLE, WAITING_NAME, WAITING_TITLE
 from pillion.v1.kvnode_pb2 import NodeStatus
 
+# Defaults of served clusters.
+QUIET: Defaults = {CLUSTER: {"standby": False}, DECODE: {"partial_block_percent": 0}}
 READY_TIMEOUT_S = 200.0
 # Covers the longest drain and the end of all processes.
 STOP_TIMEOUT_S = 120.0
@@ -275,6 +278,7 @@ def served(
     environ: Mapping[str, str] | None = None,
     faults: bool = False,
     forked: bool = False,
+    defaults: Defaults | None = None,
 ) -> Iterator[ServedCluster]:
     """Run `pillion serve MODEL FLAGS` with its temporary files under ``folder``, and stop it at the end.
 
@@ -288,9 +292,10 @@ def served(
             a timeout, and Redis is waited for.
         forked: components are forks (:mod:`lab.testbed.forks`), as with ``faults`` or FORKED_VARIABLE; tests start such
             clusters by the hundred.
+        defaults: defaults of the product's parameters.
 
-    Unless flags set them, there are no standbys, which take as long to start as the cluster, and no partial blocks, so
-    that leaked slots show.
+    Unless ``defaults`` set them, there are no standbys, which take as long to start as the cluster, and no partial
+    blocks, so that leaked slots show.
     """
     port = free_port()
     temporary = folder / "t"
@@ -298,8 +303,8 @@ def served(
     log = folder / "serve.log"
     command = [sys.executable, "-m", "pillion", "serve", model, "--grpc-port", str(port), "--http-port", "0", *flags]
     policy = {"PILLION_SPLIT_POLICY": split_policy} if split_policy else {}
-    quiet = {"PILLION_LOG_LEVEL": "info", "PILLION_STANDBY": "false", "PILLION_PARTIAL_BLOCK_PERCENT": "0"}
-    environment = policy | {**quiet, **os.environ, **(environ or {})}
+    environment = policy | {"PILLION_LOG_LEVEL": "info", **os.environ, **(environ or {})}
+    environment |= defaults_environment(QUIET, defaults or {}) | hook_path(environment)
     board = None
     if faults:
         environment |= {"PILLION_HEARTBEAT_TIMEOUT_MS": str(PATIENT_MS), **hook_environment(folder / "board")}

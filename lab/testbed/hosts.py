@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 from lab.testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, HostProcess, proven_status
 from lab.testbed.conditions import POLL_S, WITHIN_S, wait_for
+from lab.testbed.defaults import Defaults, defaults_environment
+from lab.testbed.faults.board import hook_path
 from lab.testbed.forks import shared_forks
 from lab.testbed.nested_forks import ON_HOST
 from lab.testbed.networks import HostNetwork
@@ -43,6 +45,7 @@ class Hosts:
         folder: files and logs; its path must be short, since Unix sockets are in it.
         caches: model cache of a node's machine, shared by its workers, by node; the default is this process's.
         environ: added to the environment of all processes.
+        defaults: defaults of the product's parameters in all processes.
         packages: folder with another version's ``pillion`` for a process, by its name; others run this tree.
         forked: processes are forks of a process of their version (:mod:`lab.testbed.forks`).
         network: a node and its workers run on the host of the node's name, Redis and gateways on EDGE. Nodes and
@@ -63,6 +66,7 @@ class Hosts:
         self.processes: dict[str, HostProcess] = {}
         self.caches: dict[str, pathlib.Path] = {}
         self.environ: dict[str, str] = {}
+        self.defaults: Defaults = {}
         self.packages: dict[str, pathlib.Path] = {}
         self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
         self._common = ("--redis-url", redis.url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", str(PATIENT_MS))
@@ -206,7 +210,9 @@ class Hosts:
             # Reachable from other hosts.
             common = (*common, "--insecure-internal")
         environment = child_environ(os.environ, self.redis.url) | compute_environ(1) | self.environ
-        environment["TMPDIR"] = str(self.folder)
+        environment |= defaults_environment(self.defaults) | {"TMPDIR": str(self.folder)}
+        if self.defaults:
+            environment |= hook_path(environment)
         if machine in self.caches:
             environment["PILLION_CACHE"] = str(self.caches[machine])
         if name in self.packages:

@@ -28,7 +28,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NoReturn
 
+from lab.testbed.defaults import DEFAULTS_VARIABLE
 from lab.testbed.faults.board import BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE, other_paths
+from lab.testbed.faults.hooks import change_defaults
 from pillion.cli import app
 from pillion.supervisor import local_cluster
 from pillion.supervisor.child_process import ChildProcess, ForkedProcess, reader_of
@@ -55,7 +57,7 @@ FORKED_VARIABLE = "TESTBED_FORKED"
 # read settings of the product and of exporters at their start, and the fake CUDA driver its own when called.
 LATE_VARIABLES = (
     *("TMPDIR", "PYTEST_CURRENT_TEST", "TRANSFORMERS_VERBOSITY", "TQDM_DISABLE"),
-    *(BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE),
+    *(BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE, DEFAULTS_VARIABLE),
     # Folder of a benchmark's results.
     *(FORKED_VARIABLE, "LAB_WRITTEN"),
 )
@@ -87,6 +89,7 @@ def install(text: str) -> None:
         replace_once()
 
     def main(argv: list[str] | None = None) -> None:
+        change_defaults()
         if sys.argv[1:2] == [ON_HOST]:
             _enter(sys.argv[2])
             del sys.argv[1:3], sys.orig_argv[3:5]

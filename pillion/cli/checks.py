@@ -37,8 +37,6 @@ def check_flags(flags: Any) -> None:
         raise ConfigError("--max-num-batched-prefill-tokens is smaller than one block")
     if 0 < values.get("max_num_batched_tokens", 0) < values.get("max_num_seqs", 1):
         raise ConfigError("--max-num-batched-tokens must hold one token for each of --max-num-seqs")
-    if values.get("low_watermark_percent", 0) > values.get("high_watermark_percent", 0):
-        raise ConfigError("--low-watermark-percent must not be above --high-watermark-percent")
     parse_cores(values.get("cpu_affinity", ""))
     _check_tls(values)
     for name in ("listen", "node_listen"):

@@ -50,12 +50,12 @@ OTHER_VARIABLES = {
 # Flags without effect, accepted for one release with a warning: the class that they belonged to, and the explanation.
 GONE: dict[str, tuple[type, str]] = {
     "vllm_metric_names": (config.CommonFlags, "metrics have vLLM's names as well, always"),
-    "lora_file_bytes": (config.LoraStoreFlags, "an adapter may have 8 GiB"),
-    "lora_transfer_timeout_s": (config.LoraStoreFlags, "an adapter may take 120 s from another machine"),
+    "lora_file_bytes": (config.LoraFlags, "an adapter may have 8 GiB"),
+    "lora_transfer_timeout_s": (config.LoraFlags, "an adapter may take 120 s from another machine"),
     "max_waiting_tickets": (config.KVNodeFlags, "1,024 new requests may wait for the memory of a KV node"),
     "kv_log_changes": (config.KVNodeFlags, "a KV node keeps the newest 65,536 changes for its followers"),
     "max_kv_followers": (config.KVNodeFlags, "a KV node has at most 16 followers"),
-    "max_tenant_pinned_percent": (config.KVNodeFlags, "a tenant may have half of --max-pinned-percent"),
+    "max_tenant_pinned_percent": (config.KVNodeFlags, "prefix pins of one tenant may have a quarter of the pool"),
     "max_message_bytes": (config.GatewayFlags, "a gateway's gRPC messages have at most 16 MiB"),
     "cut_system_lines": (config.GatewayFlags, "Claude Code's billing line is left out of system texts, always"),
     "max_retained_percent": (config.KVNodeFlags, "the block that rested longest is evicted first"),
@@ -68,9 +68,38 @@ GONE: dict[str, tuple[type, str]] = {
     "max_waiting_seqs": (config.DecodeFlags, "1,024 sequences may wait on a decode worker"),
     "measure": (config.PrepareFlags, "`python -m lab.benchmarks.quantization` shows what quantized weights cost"),
     "max_waiting_prefills": (config.PrefillFlags, "256 prefill ranges may wait or run on a prefill worker"),
+    "fork_server": (config.ServeFlags, "components are forks of a process that has imported their packages"),
+    "standby": (config.ServeFlags, "each worker and KV node has a standby"),
+    "share_cores": (config.ServeFlags, "workers on a CPU also use the cores of idle workers"),
+    "fence_kill_after_s": (config.ServeFlags, "a worker is killed after 30 s of being fenced"),
+    "decode_reserve_percent": (config.PoolFlags, "prompts leave 10 % of the pool to running decodes"),
+    "max_pinned_percent": (config.KVNodeFlags, "prefix pins may have half of the pool"),
+    "state_percent": (config.KVNodeFlags, "states of hybrid models may have the whole pool"),
+    "low_watermark_percent": (config.KVNodeFlags, "blocks are evicted ahead of need below 2 % of free slots"),
+    "high_watermark_percent": (config.KVNodeFlags, "eviction ahead of need stops at 5 % of free slots"),
+    "fetch_timeout_ms": (config.KVNodeFlags, "a fetch of blocks may take 2 s"),
+    "max_fetch_bytes": (config.KVNodeFlags, "a fetch of blocks may have 1 GiB"),
+    "hand_over_bytes_per_s": (config.KVNodeFlags, "a stopping KV node copies 64 MiB of warm blocks a second"),
+    "lora_store_bytes": (config.LoraFlags, "copies of adapters may take 64 GiB of a machine"),
+    "partial_block_percent": (config.DecodeFlags, "partial blocks of answers may have 1 % of the pool"),
+    "max_running_requests": (config.GatewayFlags, "it is --max-num-seqs of all decode workers plus a quarter"),
+    "max_read_ahead": (config.GatewayFlags, "KV of 2 waiting requests is read ahead at the same time"),
+    "max_attempts": (config.GatewayFlags, "a request fails after 4 attempts in a row without a token"),
+    "timeout_keep_alive": (config.GatewayFlags, "idle HTTP connections are closed after 75 s"),
+    "stream_ping_ms": (config.GatewayFlags, "streams without a token get a comment every 10 s"),
+    "batch_bytes": (config.GatewayFlags, "the folder of --batch-path may have 10 GiB"),
+    "batch_file_bytes": (config.GatewayFlags, "an uploaded file may have 200 MiB"),
+    "batch_keep_days": (config.GatewayFlags, "files and ended batches are removed after 30 days"),
+    "max_batch_requests": (config.GatewayFlags, "32 requests of batches run in a gateway at the same time"),
+    "record_bytes": (config.GatewayFlags, "bundles may have 1 GiB in a folder and 64 MiB in Redis"),
+    "record_days": (config.GatewayFlags, "bundles are removed after 30 days"),
+    "record_slow_ms": (config.GatewayFlags, "a request is slow that waits longer than 10 s for a token"),
 }
 # Those that were switches: --NAME and --no-NAME, without a value.
-GONE_SWITCHES = ("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "history", "allow_credentials")
+GONE_SWITCHES = (
+    *("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "history", "allow_credentials"),
+    *("fork_server", "standby", "share_cores"),
+)
 
 GONE_COMMANDS = {
     "pillion demo": "`make demo` in a clone of the repository runs it",

@@ -22,19 +22,16 @@ GROUPS = {
     "Adapters": "enable_lora max_loras max_lora_rank lora allow_runtime_lora_updating",
     "Answers": "generation_config override_generation_config chat_template allow_special default_chat_template_kwargs"
     " tool_call_parser reasoning_parser enable_auto_tool_choice",
-    "Public ports": "host root_path http_port grpc_port ui allowed share_ports"
-    " strict_fields stream_ping_ms timeout_keep_alive",
+    "Public ports": "host root_path http_port grpc_port ui allowed share_ports strict_fields",
     "Keys and certificates": "api_keys api_key tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
-    " pipeline_parallel_size enable_expert_parallel device cpu share_cores core_lending_table first_core"
-    " enforce_eager batch_invariant exact_weights drain_timeout_s fence_kill_after_s fork_server standby",
-    "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent"
-    " max_pinned_percent state_percent"
-    " low_watermark high_watermark hand_over host_bytes disk object fetch max_fetch_bytes"
-    " keeper_socket",
-    "Scheduling": "max_num target_itl_ms speculative_config partial split_policy chunk_size enable_chunked_prefill",
-    "Limits of a gateway": "max_inflight max_running_requests max_attempts max_read_ahead",
-    "Batches": "batch max_batch_requests",
+    " pipeline_parallel_size enable_expert_parallel device cpu core_lending_table first_core"
+    " enforce_eager batch_invariant exact_weights drain_timeout_s",
+    "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching"
+    " hand_over host_bytes disk object keeper_socket",
+    "Scheduling": "max_num target_itl_ms speculative_config split_policy chunk_size enable_chunked_prefill",
+    "Limits of a gateway": "max_inflight",
+    "Batches": "batch",
     "Records of requests": "record",
     "Cluster": "redis_url heartbeat component_id node attach_socket listen advertise probe_listen",
     "Logs and metrics": "log metrics",

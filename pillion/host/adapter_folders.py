@@ -90,7 +90,7 @@ def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> 
         excess_bytes -= size
     if excess_bytes > 0:
         reason = (
-            f"the adapters would take {total_bytes} bytes, and may take {max_bytes} (--lora-store-bytes); the disk has"
+            f"the adapters would take {total_bytes} bytes, and may take {max_bytes}; the disk has"
             f" {free_bytes} bytes free, and {MIN_FREE_BYTES} stay so"
         )
         raise OSError(errno.ENOSPC, reason)

@@ -52,7 +52,6 @@ READY_TIMEOUT_S = 60.0
 READY_POLL_S = 0.01
 # Timeout of close(); the threads are daemons, so the interpreter's end does not wait longer.
 CLOSE_TIMEOUT_S = 20.0
-MAX_ATTEMPTS = 4
 INTERRUPTED_S = 1.0
 STOP_GRACE_S = 1.0
 NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
@@ -181,6 +180,7 @@ async def _start_gateway(
     flags: OfflineFlags, model: Any, entry: Any, registry: LocalRegistry, stack: contextlib.AsyncExitStack
 ) -> Any:
     from pillion.gateway.gateway import Gateway
+    from pillion.gateway.gateway_limits import GatewayLimits
     from pillion.gateway.links.cluster import Cluster
     from pillion.gateway.planning.cluster_view import parse_policy
     from pillion.gateway.request.admitted_request import GatewayOptions
@@ -190,7 +190,7 @@ async def _start_gateway(
         policy=parse_policy("colocated"),
         # Longer than any prompt: there are no prefill workers to split chunks for.
         chunk_tokens=max(model.max_model_len, flags.block_size),
-        max_attempts=MAX_ATTEMPTS,
+        max_attempts=GatewayLimits.max_attempts,
         max_inflight_requests=MAX_ANSWERS_AT_ONCE,
         max_inflight_tokens=MAX_ANSWERS_AT_ONCE * model.max_model_len,
         prefix_caching=flags.enable_prefix_caching,

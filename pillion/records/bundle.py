@@ -157,7 +157,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         reason: why the request was recorded.
         tenant: the request's tenant; "" without API keys.
         content: how texts and token ids are kept.
-        slow_ms: the gateway's --record-slow-ms at the time; 0 for none.
+        slow_ms: wait for a token from which the gateway called a request slow; 0 for none.
         flags: the gateway's settings that a replay needs, by name.
         workers: the components that worked on the request.
         error: why the request failed, as "Kind: message"; "" if it did not.

@@ -50,6 +50,8 @@ from pillion.tasks import end_tasks
 PREPARE_STOP_GRACE_S = 2.0
 # A worker's first heartbeat and the gateway's next read of the registry take a moment, longer on a busy machine.
 PREFILL_KNOWN_S = 30.0
+# Time for which a worker may stay fenced, its drain included, before it is killed.
+FENCE_KILL_AFTER_S = 30.0
 NODE_SOCKET = "kvnode-0.sock"
 KEEPER_SOCKET = "keeper.sock"
 # How often a waiting OpenMP thread polls before it sleeps. With two workers of two threads on two cores, the same GEMMs
@@ -63,8 +65,16 @@ class LocalCluster:
     ``flags`` are the given ones. :meth:`prepare` resolves them: without "auto", and with real ports.
     """
 
-    def __init__(self, flags: ServeFlags, notices: Notices) -> None:
+    def __init__(
+        self,
+        flags: ServeFlags,
+        notices: Notices,
+        *,
+        standby: bool = True,
+        fence_kill_after_s: float = FENCE_KILL_AFTER_S,
+    ) -> None:
         self.flags = flags
+        self._standby, self._fence_kill_after_s = standby, fence_kill_after_s
         self.notices = notices
         self.supervisor: Supervisor | None = None
         self.runtime: RuntimeDir | None = None
@@ -108,8 +118,7 @@ class LocalCluster:
         elif speculation.model:
             with self.notices.progress(f"preparing draft model {speculation.model}") as step:
                 await prepare_in_child(speculation.model_flags(subset(PrepareFlags, self.flags)), step)
-        if self.flags.fork_server:
-            self._begin_fork_server()
+        self._begin_fork_server()
         prepared, fit = prepared_model(self.flags)
         check_stages(self.flags, prepared)
         if fit is not None and fit.max_model_len_tokens < prepared.max_model_len:
@@ -124,7 +133,7 @@ class LocalCluster:
         lending_table = core_lending_table(self.flags)
         if lending_table is not None:
             self._ending.callback(lending_table.close)
-        specs = process_specs(self.flags, self.runtime.path, self._redis_binary, lending_table)
+        specs = process_specs(self.flags, self.runtime.path, self._redis_binary, lending_table, standby=self._standby)
         redis_url = redis_url_of(self.flags, self.runtime.path)
         launch = self._fork_server.launch if self._fork_server is not None else None
         self.supervisor = Supervisor(specs, self.notices, launch=launch)
@@ -140,7 +149,7 @@ class LocalCluster:
                     "bold yellow",
                 )
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
-        watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_component, self.notices)
+        watching = watch_fences(node, self._fence_kill_after_s, self.supervisor.kill_component, self.notices)
         fences = asyncio.create_task(watching, name="fences")
         telling = asyncio.create_task(tell_down(self.supervisor.down, redis_url, self.flags), name="what is down")
         self._ending.push_async_callback(end_tasks, fences, telling)
@@ -191,7 +200,12 @@ def keeper_spec(socket: Path, environ: Mapping[str, str]) -> ProcessSpec:
 
 
 def process_specs(
-    flags: ServeFlags, folder: Path, redis_binary: Path | None, lending_table: CoreLendingTable | None = None
+    flags: ServeFlags,
+    folder: Path,
+    redis_binary: Path | None,
+    lending_table: CoreLendingTable | None = None,
+    *,
+    standby: bool = True,
 ) -> list[ProcessSpec]:
     """Describe every process of the cluster, for resolved flags. ``redis_binary`` is None if the flags have a running
     Redis."""
@@ -227,8 +241,7 @@ def process_specs(
         place["keeper_socket"] = str(folder / KEEPER_SOCKET)
         specs.append(keeper_spec(folder / KEEPER_SOCKET, environ))
     node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
-    standby = {"standby": flags.standby}
-    more = {"environ": environ, "drain_s": node.hand_over_timeout_s, **standby}
+    more = {"environ": environ, "drain_s": node.hand_over_timeout_s, "standby": standby}
     specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, **more))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
@@ -246,8 +259,9 @@ def process_specs(
             needs = (node.node_id,)
             survives = kept and processes_of(flags)[role] == 1
             # Without prefill workers, decode workers compute prompts; so prefill workers are spare.
-            more = {"environ": compute, "needs": needs, "survives": survives, "spare": role == "prefill", **standby}
-            specs.append(component_spec(role, component_id, worker, listen, level=2, kind=role, **more))
+            more = {"environ": compute, "needs": needs, "survives": survives, "standby": standby}
+            more |= {"level": 2, "kind": role, "spare": role == "prefill"}
+            specs.append(component_spec(role, component_id, worker, listen, **more))
     return specs + gateway_specs(flags, folder, environ, level=3)
 
 
@@ -338,7 +352,7 @@ def core_lending_table(flags: ServeFlags) -> CoreLendingTable | None:
     """
     threads, bound = threads_of(flags), parse_cores(flags.cpu_affinity)
     cores, owned = min(len(bound) or usable_cores(), MAX_CPU_THREADS), max(first_cores(flags, threads)) + threads
-    if not flags.share_cores or flags.device != "cpu" or sys.platform != "linux" or owned > cores:
+    if flags.device != "cpu" or sys.platform != "linux" or owned > cores:
         return None
     cores = owned if flags.cpu_threads else cores
     if threads == cores:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pillion.config import OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
+from pillion.settings.node_limits import NodeLimits
 
 DECODE_STOCK_BLOCKS = 16
 # Without an explicit maximum length, it is lowered to the pool's capacity, but not below this number of tokens.
@@ -37,6 +38,7 @@ def fit_pool(
     decode_workers: int,
     step_bytes: int = 0,
     beside_blocks: int = 0,
+    reserve_percent: int = NodeLimits.decode_reserve_percent,
 ) -> PoolFit:
     """Compute the size of the pool that ``flags`` describe, whose bytes are resolved. ``step_bytes`` of the machine's
     memory are reserved for the largest steps of its workers. A request needs ``beside_blocks`` besides those of its
@@ -44,7 +46,7 @@ def fit_pool(
 
     Raises ConfigError if the pool cannot hold one request of full length, or the machine cannot hold the pool.
     """
-    kv_pool_bytes, reserve_percent = flags.kv_pool_bytes, flags.decode_reserve_percent
+    kv_pool_bytes = flags.kv_pool_bytes
     total = kv_pool_bytes // block_bytes
     stock = DECODE_STOCK_BLOCKS * decode_workers
     # Blocks for running decodes only: their reserve, and the free slots that workers lease ahead.

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from lab.testbed.cluster import AMID_STEPS, PATIENT_MS
 from lab.testbed.conditions import WITHIN_S, until, within
+from lab.testbed.defaults import DECODE, defaults_environment
 from lab.testbed.faults.board import FaultBoard, hook_environment
 from lab.testbed.faults.points import BY_NAME
 from lab.testbed.redis import running_redis
@@ -88,6 +89,7 @@ class ForkedWorkers:
 async def forked_workers(folder: pathlib.Path) -> AsyncIterator[ForkedWorkers]:
     board = FaultBoard(folder / "board")
     environ = child_environ(os.environ, "") | hook_environment(folder / "board")
+    environ |= defaults_environment({DECODE: {"partial_block_percent": 0}})
     server = ForkServer(preloaded_modules("cpu"), environ, lambda line: None)
     server.start()
     try:
@@ -113,7 +115,7 @@ async def edge_of(
         stack.push_async_callback(gateway.stop)
         patient(gateway.gateway.cluster.index)
         place = {"component_id": WORKER, "listen": f"unix:{folder}/d.sock", "attach_socket": attach, "cpu_threads": 1}
-        yield node, gateway, DecodeFlags(**common, **shape, **place, partial_block_percent=0)
+        yield node, gateway, DecodeFlags(**common, **shape, **place)
 
 
 async def answer_over_a_kill(workers: ForkedWorkers, folder: pathlib.Path, url: str, model: str) -> list[Delta]:

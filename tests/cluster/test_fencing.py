@@ -20,6 +20,7 @@ import pytest
 
 from lab.testbed.cluster import ServedCluster, alive, served, words_of
 from lab.testbed.conditions import result_of, wait_for
+from lab.testbed.defaults import CLUSTER
 from lab.testbed.tiny_model import byte_prompt, save_model
 from pillion import Client
 from pillion.types import Delta
@@ -32,8 +33,9 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--kv-pool-bytes", "32
 FLAGS += ("--max-num-batched-prefill-tokens", "16", "--prefill-workers", "2", "--decode-workers", "2")
 # Nobody falls silent for so long because the machine is busy.
 FLAGS += ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "20000")
-PATIENT, HASTY = ("--fence-kill-after-s", "600"), ("--fence-kill-after-s", "4")
-RANKED = (*PATIENT, "--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1")
+# Seconds until a fenced worker is killed: never, and soon.
+PATIENT_S, HASTY_S = 600.0, 4.0
+RANKED = ("--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1")
 WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
 # The step at which a worker is held: amid a long prompt, and amid an answer, which gets a token from each step at most.
 HELD_AT_CHUNK, HELD_AT_TOKEN = 10, 30
@@ -46,9 +48,12 @@ SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 50, 1000
 def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServedCluster]:
     model = str(save_model(tmp_path_factory.mktemp("model") / "tiny"))
     flags = (*FLAGS, *request.param)
+    kill_s = PATIENT_S if request.param else HASTY_S
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as folder,
-        served(pathlib.Path(folder), model, *flags, faults=True) as running,
+        served(
+            pathlib.Path(folder), model, *flags, faults=True, defaults={CLUSTER: {"fence_kill_after_s": kill_s}}
+        ) as running,
     ):
         yield running
 
@@ -206,7 +211,7 @@ def test_a_worker_that_loses_a_process_ends_with_all_and_is_started_again(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cluster", [pytest.param(HASTY, id="killed when fenced")], indirect=True)
+@pytest.mark.parametrize("cluster", [pytest.param((), id="killed when fenced")], indirect=True)
 def test_workers_that_stay_away_are_killed_and_started_again(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:

@@ -28,6 +28,7 @@ import redis
 
 from lab.testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
 from lab.testbed.conditions import WITHIN_S, wait_for
+from lab.testbed.defaults import GATEWAY, Defaults
 from lab.testbed.ports import free_port
 from lab.testbed.tiny_model import save_model
 from pillion import Client, Delta, StructuredOutputs
@@ -45,13 +46,14 @@ KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("free", "bound", "late"
 TENANTS = "[tenant.free]\noperator = true\n[tenant.bound]\nrequests_per_minute = 12\n[tenant.late]\n"
 TENANTS += "[tenant.once]\nrequests_per_minute = 1\n"
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64MiB", "--gateway-workers", "2")
-FLAGS += ("--drain-timeout-s", "300", "--max-batch-requests", "16")
+FLAGS += ("--drain-timeout-s", "300")
 HTTP_PORT = free_port()
 STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 300
 # A batch has so many lines, of which so many run at once; answers to every other one take many steps. A line begins
 # where another one is done, so at this submit eight are.
 LINES, LINES_AT_ONCE, STEPS = 60, 16, {0: 40, 1: 250}
 HELD_AT_SUBMIT = LINES_AT_ONCE + 8
+LINES_LIMIT: Defaults = {GATEWAY: {"max_batch_requests": LINES_AT_ONCE}}
 # For so many steps the decode worker goes on between two looks whether all of its streams have begun.
 STEPS_BETWEEN_LOOKS = 5
 # The message of an answer, counted from 0, with which it counts as begun where the SDK is to resume it.
@@ -98,7 +100,7 @@ def cluster(
     flags = (*FLAGS, "--api-keys", str(keys_file), "--http-port", str(HTTP_PORT), "--batch-path", str(batches))
     with pytest.MonkeyPatch.context() as environ, tempfile.TemporaryDirectory(prefix="pil-") as folder:
         environ.setenv("PILLION_API_KEY", KEYS["free"])
-        with served(pathlib.Path(folder), model, *flags, faults=True) as running:
+        with served(pathlib.Path(folder), model, *flags, faults=True, defaults=LINES_LIMIT) as running:
             wait_for("both gateways to listen", lambda: both_listen(running))
             yield running
 

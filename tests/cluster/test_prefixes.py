@@ -39,7 +39,7 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     folder = tmp_path_factory.mktemp("prefixes")
     model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 512, "block_size": BLOCK}
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
-        node = {"kv_pool_bytes": 2**20, "max_pinned_percent": 90}
+        node = {"kv_pool_bytes": 2**20, "pinned_percent": 90}
         async with running_components(
             pathlib.Path(name), model=model, node=node, gateway={"chunk_size": 32}
         ) as running:

@@ -17,8 +17,10 @@ import grpc
 import pytest
 
 from lab.testbed.certs import make_certs
-from lab.testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, ServedCluster
+from lab.testbed.cluster import PATIENT_MS, QUIET, READY_TIMEOUT_S, ServedCluster
 from lab.testbed.conditions import WITHIN_S, until, wait_for
+from lab.testbed.defaults import defaults_environment
+from lab.testbed.faults.board import hook_path
 from lab.testbed.ports import free_port
 from lab.testbed.redis import running_redis
 from lab.testbed.tiny_model import save_model
@@ -154,7 +156,8 @@ def test_serve_with_keys_and_certificates(certs: pathlib.Path, tmp_path: pathlib
     internal = [f"--internal-tls-{kind}={certs}/{file}" for kind, file in _INTERNAL]
     ports = [f"--grpc-port={port}", "--http-port=0", "--max-model-len=512", "--kv-pool-bytes=16MiB"]
     command = [sys.executable, "-m", "pillion", "serve", str(model), *ports, *flags, *internal, f"--api-keys={keys}"]
-    environ = {**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "PILLION_STANDBY": "false"}
+    environ = {**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+    environ |= defaults_environment(QUIET) | hook_path(environ)
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
     cluster = ServedCluster(process, temporary, port, log)

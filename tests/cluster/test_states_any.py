@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lab.testbed.conditions import until, wait_for
+from lab.testbed.defaults import DECODE
 from lab.testbed.eagle_heads import save_head
 from lab.testbed.faults.board import FaultBoard, hook_environment
 from lab.testbed.faults.points import BY_NAME
@@ -131,9 +132,9 @@ async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest
         pool = {"kv_pool_bytes": 44 * 4096}
         prefill = {"max_num_batched_prefill_tokens": CHUNK_TOKENS}
         draft_tokens = parse_speculative_config(drafting(model, folder / "head", "eagle3"))
-        decode = {"partial_block_percent": 0, "speculative_config": draft_tokens}
+        decode = {"speculative_config": draft_tokens}
         running = await stack.enter_async_context(
-            running_components(folder, model=shape, node=pool, prefill=prefill, decode=decode)
+            running_components(folder, model=shape, node=pool, prefill=prefill, decode=decode, partial_block_percent=0)
         )
         clients = {
             policy: await stack.enter_async_context(
@@ -174,11 +175,12 @@ def test_whatever_comes_together_and_dies(folder: pathlib.Path, name: str, slots
     draft_tokens = drafting(model, folder / "draft", method)
     with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)) as cluster:
         cluster.environ.update(hook_environment(folder / "board"))
+        cluster.defaults = {DECODE: {"partial_block_percent": 0}}
         board = FaultBoard(folder / "board")
         cluster.node("kv-a", "--kv-pool-bytes", str(slots * 4096))
         workers = (
             cluster.worker("prefill", "kv-a", "--max-num-batched-prefill-tokens", str(CHUNK_TOKENS)),
-            cluster.worker("decode", "kv-a", "--partial-block-percent", "0", "--speculative-config", draft_tokens),
+            cluster.worker("decode", "kv-a", "--speculative-config", draft_tokens),
         )
         targets = {
             policy: cluster.gateway("--split-policy", policy, "--chunk-size", str(CHUNK_TOKENS), name=f"g{number}")

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lab.testbed.conditions import wait_for
+from lab.testbed.defaults import NODE
 from lab.testbed.faults.board import FaultBoard, hook_environment
 from lab.testbed.faults.points import BY_NAME
 from lab.testbed.hosts import Hosts, hosts
@@ -27,6 +28,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.usefixtures("ow
 
 PROMPTS = [tokens_of(70, 2), tokens_of(200, 3), tokens_of(33, 4)]
 TOKENS, MORE = 20, tokens_of(20, 9)
+# A fetch that is late brings less.
+FETCHING = {"fetch_timeout_s": 60.0}
 LOW_PERCENT = 20
 
 
@@ -78,9 +81,10 @@ def whole(prompt: list[int]) -> int:
 
 def test_states_move_between_nodes(folder: pathlib.Path) -> None:
     model = make_model(folder / "model", HYBRIDS["falcon-h1"])[0]
-    flags = ("--kv-pool-bytes", "16MiB", "--fetch-timeout-ms", "60000")
+    flags = ("--kv-pool-bytes", "16MiB")
     with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "512") as cluster:
         cluster.environ.update(hook_environment(folder / "board"))
+        cluster.defaults = {NODE: FETCHING}
         for node_id in ("kv-a", "kv-b"):
             cluster.node(node_id, *flags)
         decode, prefill = cluster.worker("decode", "kv-b"), cluster.worker("prefill", "kv-a")
@@ -153,10 +157,11 @@ def test_where_texts_part_is_known_to_all_nodes(folder: pathlib.Path, policy: st
 def test_states_come_back_from_disk(folder: pathlib.Path) -> None:
     model = make_model(folder / "model", HYBRIDS["granite-hybrid"])[0]
     # The pool holds a few of the texts, and the disk all.
-    flags = ("--kv-pool-bytes", "2MiB", "--disk-path", str(folder / "disk"), "--fetch-timeout-ms", "60000")
+    flags = ("--kv-pool-bytes", "2MiB", "--disk-path", str(folder / "disk"))
     # A lease never waits for what leaves, so nothing is lost on the way.
-    flags += ("--low-watermark-percent", str(LOW_PERCENT), "--high-watermark-percent", "40")
+    leaving = {"low_watermark_percent": LOW_PERCENT, "high_watermark_percent": 40}
     with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "256") as cluster:
+        cluster.defaults = {NODE: FETCHING | leaving}
         cluster.node("kv-a", *flags)
         decode = cluster.worker("decode", "kv-a")
         target = cluster.gateway("--split-policy", "colocated")
@@ -187,8 +192,9 @@ async def test_states_come_from_a_bucket(folder: pathlib.Path, monkeypatch: pyte
 
 
 def _over_a_bucket(folder: pathlib.Path, model: pathlib.Path, url: str, prompts: list[list[int]]) -> None:
-    flags = ("--kv-pool-bytes", "16MiB", "--fetch-timeout-ms", "60000", "--object-url", url)
+    flags = ("--kv-pool-bytes", "16MiB", "--object-url", url)
     with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "512") as cluster:
+        cluster.defaults = {NODE: FETCHING}
         target = cluster.gateway("--split-policy", "colocated", "--heartbeat-timeout-ms", "1000")
         cluster.node("kv-a", *flags)
         decode = cluster.worker("decode", "kv-a")

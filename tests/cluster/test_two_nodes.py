@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from lab.testbed.conditions import wait_for
+from lab.testbed.defaults import NODE
 from lab.testbed.faults.board import FaultBoard, hook_environment
 from lab.testbed.faults.points import BY_NAME
 from lab.testbed.hosts import Hosts, hosts
@@ -61,9 +62,10 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
     shape = {"hidden_size": 256, "num_hidden_layers": 8, "num_key_value_heads": 8, "head_dim": 64}
     model = str(save_model(folder / "tiny", num_attention_heads=8, **shape))
     # What a fetch does not bring in its time is computed, and here every block is counted.
-    flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB", "--fetch-timeout-ms", "60000")
+    flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB")
     with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "4096") as cluster:
         cluster.environ.update(hook_environment(folder / "board"))
+        cluster.defaults = {NODE: {"fetch_timeout_s": 60.0}}
         cluster.node("kv-a", *flags)
         cluster.node("kv-b", *flags)
         # Workers leave one after the other, and the gateway is to forget each soon.
@@ -131,9 +133,10 @@ def check_a_node_killed_in_mid_transfer(cluster: Hosts, target: str, board: Faul
 @pytest.mark.cluster
 def test_second_turns_hit_where_a_drained_node_has_handed_over(folder: pathlib.Path) -> None:
     model = str(save_model(folder / "tiny"))
-    flags = ("--kv-pool-bytes", "64MiB", "--fetch-timeout-ms", "60000")
-    leaving = ("--hand-over-timeout-s", "60", "--hand-over-bytes-per-s", "1GiB")
+    flags = ("--kv-pool-bytes", "64MiB")
+    leaving = ("--hand-over-timeout-s", "60")
     with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "2048") as cluster:
+        cluster.defaults = {NODE: {"fetch_timeout_s": 60.0, "hand_over_bytes_per_s": 2**30}}
         cluster.node("kv-a", *flags, *leaving)
         cluster.node("kv-b", *flags)
         first = cluster.worker("decode", "kv-a")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lab.testbed.cluster import alive, proven_status, served
+from lab.testbed.defaults import CLUSTER, DECODE, Defaults
 from lab.testbed.faults.board import FaultBoard, hook_environment
 from lab.testbed.hosts import EDGE, hosts
 from lab.testbed.networks import HostNetwork, network
@@ -41,6 +42,7 @@ STEPS = ("--chunk-size", "64", "--max-num-batched-prefill-tokens", "64")
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--heartbeat-ms", "400", *STEPS)
 # Long enough for a machine whose cores other processes want, too.
 TIMEOUT = ("--heartbeat-timeout-ms", "8000")
+STANDBYS: Defaults = {CLUSTER: {"standby": True}}
 POOL = ("--kv-pool-bytes", "8MiB")
 # So small that requests take turns, and that blocks go to disk and come back.
 SMALL_POOL = ("--kv-pool-bytes", "3MiB")
@@ -145,14 +147,14 @@ def _one_node(
     folder: pathlib.Path, model: tuple[str, ...], environ: dict[str, str], board: FaultBoard, wide: bool
 ) -> Iterator[FaultPlace]:
     name, *lora = model
-    flags, workers = (*FLAGS, *TIMEOUT, "--standby", *lora), 1
+    flags, workers = (*FLAGS, *TIMEOUT, *lora), 1
     flags += SMALL_POOL if wide else POOL
     if wide:
         workers = 2
         flags += ("--prefill-workers", "2", "--decode-workers", "2", "--gateway-workers", "2")
         flags += ("--speculative-config", str(speculative(3)), "--disk-path", str(folder / "disk"))
     names = {f"{role}-{number}" for role in ("prefill", "decode", "gateway") for number in range(workers)}
-    with served(folder, name, *flags, environ=environ, forked=True) as cluster:
+    with served(folder, name, *flags, environ=environ, forked=True, defaults=STANDBYS) as cluster:
         yield FaultPlace(
             (cluster.target,),
             frozenset(names | {"kvnode-0"}),
@@ -180,8 +182,8 @@ def _two_nodes(
         for node in nodes:
             cluster.node(node, *POOL)
         # What decode workers keep of ended answers would look like leaked slots.
-        decode = ("--partial-block-percent", "0", *enabled)
-        workers = [cluster.worker("decode", node, *decode) for node in nodes]
+        cluster.defaults = {DECODE: {"partial_block_percent": 0}}
+        workers = [cluster.worker("decode", node, *enabled) for node in nodes]
         # What it computes for the decode worker of the other node is fetched from its own.
         workers.append(cluster.worker("prefill", nodes[0], "--max-num-batched-prefill-tokens", "64", *enabled))
         edge = ("--chunk-size", "64", *enabled, *modules)

@@ -13,6 +13,10 @@ from lab.testbed.conditions import until, within
 from lab.testbed.redis import running_redis
 from pillion import AsyncClient
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
+from pillion.engine.scheduling.partial_blocks import PARTIAL_BLOCK_PERCENT
+from pillion.gateway.gateway_limits import GatewayLimits
+from pillion.settings.node_limits import NodeLimits
+from tests.support.fixed_limits import split_limits
 from tests.support.patient_calls import patient_calls
 from tests.support.redis_nodes import patient
 
@@ -53,8 +57,9 @@ class Components:
         """Run a second gateway before the same workers, with other flags; yield its gRPC address."""
         from pillion.gateway.assemble import start_gateway
 
-        edge = DISAGGREGATED | flags
-        component = await start_gateway(GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **edge))
+        edge, limits = split_limits(GatewayLimits, DISAGGREGATED | flags)
+        gateway = GatewayFlags(**self.common, **self.model, http_port=0, grpc_port=0, **edge)
+        component = await start_gateway(gateway, limits=limits)
         patient(component.gateway.cluster.index)
         try:
             yield component.grpc_address
@@ -81,6 +86,7 @@ async def running_components(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     gateway: dict[str, Any] | None = None,
+    partial_block_percent: int = PARTIAL_BLOCK_PERCENT,
 ) -> AsyncIterator[Components]:
     """Start Redis, one KV node, one prefill worker, one decode worker and one gateway under ``folder``.
 
@@ -96,8 +102,9 @@ async def running_components(
         url = stack.enter_context(running_redis()).url
         common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": PATIENT_MS}
         socket = str(folder / "a.sock")
+        own, limits = split_limits(NodeLimits, node or {})
         kvnode = await start_kvnode(
-            KVNodeFlags(**common, node_listen=f"unix:{folder}/k.sock", attach_socket=socket, **(node or {}))
+            KVNodeFlags(**common, node_listen=f"unix:{folder}/k.sock", attach_socket=socket, **own), limits
         )
         stack.push_async_callback(kvnode.stop)
         worker = {**common, **model, "attach_socket": socket, "cpu_threads": 1}
@@ -106,11 +113,13 @@ async def running_components(
         )
         stack.push_async_callback(first.stop)
         second = await start_decode(
-            DecodeFlags(**worker, component_id="decode-0", listen=f"unix:{folder}/d.sock", **(decode or {}))
+            DecodeFlags(**worker, component_id="decode-0", listen=f"unix:{folder}/d.sock", **(decode or {})),
+            partial_block_percent=partial_block_percent,
         )
         stack.push_async_callback(second.stop)
-        chosen = DISAGGREGATED | (gateway or {})
-        edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **chosen))
+        chosen, gateway_limits = split_limits(GatewayLimits, DISAGGREGATED | (gateway or {}))
+        shown = GatewayFlags(**common, **model, http_port=0, grpc_port=0, **chosen)
+        edge = await start_gateway(shown, limits=gateway_limits)
         stack.push_async_callback(edge.stop)
         patient(edge.gateway.cluster.index)
         await until_known(edge.gateway, {"prefill-0", "decode-0"})

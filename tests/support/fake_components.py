@@ -28,6 +28,7 @@ from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError
 from pillion.gateway.assemble import start_gateway
+from pillion.gateway.gateway_limits import GatewayLimits
 from pillion.gateway.gateway_server import GatewayServer
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.kvstore.index.index import PrefixHit
@@ -40,6 +41,7 @@ from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeT
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.common import check_hello, finish_to_pb, hello_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
+from tests.support.fixed_limits import split_limits
 from tests.support.patient_calls import patient_calls
 from tests.support.redis_nodes import patient
 
@@ -523,12 +525,13 @@ async def running_fake_cluster(
             await registry.heartbeat(record(component_id, role.removeprefix("far-"), address, **far, **runs))
         options = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
         options |= {"split_policy": "disaggregated"} | flags
+        options, limits = split_limits(GatewayLimits, options)
         model = toy_model(folder / "model", template=template)
         if config is not None:
             shutil.copy(config, model.folder)
         # The process of the template starts with the first conversation: most tests have none.
         with mock.patch.object(ChatTemplate, "warm_up"):
-            gateway = await start_gateway(GatewayFlags(**options), prepared=model)
+            gateway = await start_gateway(GatewayFlags(**options), prepared=model, limits=limits)
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
         if "decode" in roles and "kvnode" in roles:

@@ -21,7 +21,9 @@ from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.gpu.mapped_memory import map_pool
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.node.kv_node import KVNode
+from pillion.settings.node_limits import NodeLimits
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
+from tests.support.fixed_limits import split_limits
 from tests.support.redis_nodes import patient
 
 BLOCK_BYTES = 8192
@@ -81,6 +83,8 @@ class KVHost:
     working: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self) -> None:
+        # A fetch that is over brings less, which is what most tests count.
+        own, limits = split_limits(NodeLimits, {"fetch_timeout_s": 60.0, **self.flags})
         self.node = await start_kvnode(
             KVNodeFlags(
                 node_id=self.name,
@@ -91,9 +95,9 @@ class KVHost:
                 heartbeat_ms=50,
                 # Its workers do not beat: no silence of theirs means anything.
                 heartbeat_timeout_ms=60_000,
-                # A fetch that is over brings less, which is what most tests count.
-                **{"fetch_timeout_ms": 60_000, **self.flags},
-            )
+                **own,
+            ),
+            limits,
         )
         assert self.node._directory._registry is not None
         # A fetch asks it where the sources are.

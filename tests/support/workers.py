@@ -27,6 +27,7 @@ from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.net.rpc import open_channel
 from pillion.prefill_service.assemble import start_prefill
+from pillion.settings.node_limits import NodeLimits
 from pillion.types import SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from pillion.v1.decode_pb2 import Submit
@@ -34,6 +35,7 @@ from pillion.v1.kvnode_pb2 import OpenTicketReply
 from pillion.v1.prefill_pb2 import RunPrefillRequest
 from pillion.wire.common import hello_to_pb, sampling_to_pb
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory
+from tests.support.fixed_limits import split_limits
 from tests.support.patient_calls import patient_calls
 
 BLOCK = 4
@@ -269,10 +271,10 @@ async def running_workers(
         }
         backends = backend(BLOCK), backend(BLOCK)
         pool_bytes = slots * backends[0].layout.block_bytes
+        own, limits = split_limits(NodeLimits, node or {})
         kvnode = await start_kvnode(
-            KVNodeFlags(
-                **{**common, "node_listen": f"unix:{folder}/k.sock", "kv_pool_bytes": pool_bytes, **(node or {})}
-            )
+            KVNodeFlags(**{**common, "node_listen": f"unix:{folder}/k.sock", "kv_pool_bytes": pool_bytes, **own}),
+            limits,
         )
         stack.push_async_callback(kvnode.stop)
         worker: dict[str, Any] = {**common, "block_size": BLOCK, "cpu_threads": 1, "max_model_len": 1024}
@@ -289,12 +291,12 @@ async def running_workers(
                     **worker,
                     "component_id": "decode-0",
                     "listen": f"unix:{folder}/d.sock",
-                    # Nothing is to be leased when all is over.
-                    "partial_block_percent": 0,
                     **(decode or {}),
                 }
             ),
             backend_factory=load or factory(backends[1], tokenizer),
+            # Nothing is to be leased when all is over.
+            partial_block_percent=0,
         )
         stack.push_async_callback(second.stop, 0.0)
         client = NodeClient(kvnode.address, "test-gateway")

@@ -134,13 +134,13 @@ def hook_environment(board: pathlib.Path, *, redis_is_sound: bool = True) -> dic
     """Return the environment variables that give a cluster the hooks. Unless the test breaks Redis, its processes wait
     long for each answer of Redis, however busy the machine is."""
     patience = {REDIS_PATIENCE_VARIABLE: str(REDIS_PATIENCE_MS)} if redis_is_sound else {}
-    return {BOARD_VARIABLE: str(board), **_hook_path(os.environ), **patience}
+    return {BOARD_VARIABLE: str(board), **hook_path(os.environ), **patience}
 
 
 def hooked(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with the hooks and, unless it has one, without a board: forks count nothing before they
     have one."""
-    return {BOARD_VARIABLE: "", **environ, **_hook_path(environ)}
+    return {BOARD_VARIABLE: "", **environ, **hook_path(environ)}
 
 
 def other_paths(environ: Mapping[str, str]) -> str:
@@ -149,5 +149,5 @@ def other_paths(environ: Mapping[str, str]) -> str:
     return os.pathsep.join(path for path in paths if path and path not in HOOK_PATHS)
 
 
-def _hook_path(environ: Mapping[str, str]) -> dict[str, str]:
+def hook_path(environ: Mapping[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (*HOOK_PATHS, other_paths(environ))))}

@@ -22,6 +22,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from lab.testbed.defaults import change_module, modules_to_change
 from lab.testbed.faults.board import BOARD_VARIABLE, REDIS_PATIENCE_VARIABLE, FaultBoard
 from lab.testbed.faults.points import POINTS
 
@@ -70,6 +71,13 @@ def wait_for_redis() -> None:
         module.RedisLink.call_each = patiently
 
     sys.meta_path.insert(0, _ChangeFinder({_REDIS_LINK: lengthen}))
+
+
+def change_defaults() -> None:
+    """Make this process and its forks use the defaults that its environment sets."""
+    found = modules_to_change()
+    if found:
+        sys.meta_path.insert(0, _ChangeFinder(dict.fromkeys(found, change_module)))
 
 
 def _pass(by_role: dict[str, int]) -> None:

@@ -1,1 +1,1 @@
-"""Starts processes ahead of need (--standby, --fork-server)."""
+"""Processes started ahead of need: standbys, and the fork server."""

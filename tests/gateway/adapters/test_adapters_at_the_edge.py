@@ -433,8 +433,9 @@ async def test_an_adapter_that_takes_too_long_is_refused(made, flags, folder, mo
         assert (await load(fakes, "sql", "v0")).status == 200
 
 
-async def test_a_full_store_is_a_bound_that_was_met(made, flags, folder):
-    async with running(made, **flags, lora_store_bytes=10) as fakes:
+async def test_a_full_store_is_a_bound_that_was_met(made, flags, folder, monkeypatch):
+    monkeypatch.setattr(adapter_names, "STORE_BYTES", 10)
+    async with running(made, **flags) as fakes:
         refused = await load(fakes, "sql", "v0")
         assert (refused.status, "and may take 10" in refused.error["message"]) == (429, True)
 

@@ -374,7 +374,7 @@ async def test_without_a_folder_the_flag_is_named() -> None:
 async def test_a_full_folder_is_507(tmp_path: pathlib.Path) -> None:
     async with running(tmp_path, batch_bytes=2**20, batch_file_bytes=2**20) as (_, client):
         await client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
-        with pytest.raises(openai.APIStatusError, match="--batch-bytes") as failed:
+        with pytest.raises(openai.APIStatusError, match="bytes") as failed:
             await client.files.create(file=("in.jsonl", bytes(2**20)), purpose="batch")
         assert (failed.value.status_code, failed.value.code) == (507, "insufficient_storage")
 

@@ -121,7 +121,7 @@ async def test_a_client_that_is_gone_is_told_from_one_that_has_ended_its_side(be
 
 
 async def test_a_flag_says_how_long_a_connection_stays_without_a_request() -> None:
-    async with running_fake_cluster(timeout_keep_alive=1) as fakes:
+    async with running_fake_cluster(keep_alive_s=1) as fakes:
         async with connected(fakes.gateway.http_address) as (reader, writer):
             writer.write(request_bytes("GET", "/version", headers={"Connection": "keep-alive"}))
             assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")

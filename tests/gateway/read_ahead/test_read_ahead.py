@@ -40,7 +40,7 @@ async def line(tmp_path: pathlib.Path, **gateway: Any) -> AsyncIterator[Componen
         "low_watermark_percent": 50,
         "high_watermark_percent": 60,
         # A machine that stands still does not end a fetch.
-        "fetch_timeout_ms": 60_000,
+        "fetch_timeout_s": 60.0,
     }
     options = {"split_policy": "colocated", "max_running_requests": 1, **gateway}
     with tempfile.TemporaryDirectory(prefix="pil-") as short:

@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import pytest
 
 from lab.testbed.conditions import WITHIN_S, loop_turns, until
+from lab.testbed.defaults import NODE, defaults_environment
+from lab.testbed.faults.board import hook_path
 from pillion.cli.flags import to_argv
 from pillion.errors import Conflict, Overloaded, Unavailable
 from pillion.kvstore.client.attachment import Attachment
@@ -342,7 +343,10 @@ class ProcessLives(Lives):
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-m", "pillion", "kvnode", *to_argv(self.flags)])
+        # Nothing is evicted ahead of need.
+        defaults = defaults_environment({NODE: {"low_watermark_percent": 0}})
+        environ = os.environ | defaults | hook_path(os.environ)
+        self.process = subprocess.Popen([sys.executable, "-m", "pillion", "kvnode", *to_argv(self.flags)], env=environ)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -401,7 +405,6 @@ class PrintedEvents:
 
 async def test_kill_9_of_the_node(short_folder: str, keeper_socket: str) -> None:
     lives = ProcessLives(short_folder, keeper_socket)
-    lives.flags = replace(lives.flags, low_watermark_percent=0)
     lives.start()
     printed = PrintedEvents(lives.flags.node_listen, short_folder)
     try:

@@ -51,7 +51,6 @@ def flags_in(folder: str, **more: object) -> KVNodeFlags:
         "node_listen": f"unix:{folder}/node.sock",
         "attach_socket": f"{folder}/attach.sock",
         "kv_pool_bytes": NUM_SLOTS * BLOCK_BYTES,
-        "decode_reserve_percent": 10,
         # Its workers do not beat: no silence of theirs means anything, but where a test says so.
         "heartbeat_timeout_ms": 600_000,
     }

@@ -87,12 +87,8 @@ def test_the_defaults_are_good(cls: Any) -> None:
         (ServeFlags(heartbeat_ms=5000), "must be longer"),
         (DecodeFlags(max_num_seqs=-1), "--max-num-seqs -1 is less than 1"),
         (PrefillFlags(max_num_batched_prefill_tokens=8), "smaller than one block"),
-        (KVNodeFlags(decode_reserve_percent=100), "more than 90"),
+        (KVNodeFlags(gpu_memory_utilization=1.5), "more than 1"),
         (KVNodeFlags(metrics_port=-1), "--metrics-port -1 is less than 0"),
-        (KVNodeFlags(low_watermark_percent=-1), "--low-watermark-percent -1 is less than 0"),
-        (KVNodeFlags(low_watermark_percent=9), "--low-watermark-percent must not be above --high-watermark-percent"),
-        (KVNodeFlags(fetch_timeout_ms=-5), "--fetch-timeout-ms -5 is less than 1"),
-        (KVNodeFlags(max_fetch_bytes=-1), "--max-fetch-bytes -1 is less than 0"),
         (KVNodeFlags(disk_bytes=-1), "--disk-bytes -1 is less than 0"),
         # What the components alone refused, when all others ran already.
         (ServeFlags(lora_modules=("a=b",)), "--lora-modules needs --enable-lora"),
@@ -100,7 +96,6 @@ def test_the_defaults_are_good(cls: Any) -> None:
         (ServeFlags(enable_lora=True, lora_path=("a",)), "--allow-runtime-lora-updating and --lora-path"),
         (ServeFlags(http_port=9000, grpc_port=9000), "--http-port and --grpc-port are both 9000"),
         (GatewayFlags(gateway_workers=2), "--gateway-workers is a flag of pillion serve"),
-        (ServeFlags(batch_path="b", batch_bytes=2**20), "is more than --batch-bytes"),
     ],
 )
 def test_flags_that_cannot_work(flags: Any, complaint: str) -> None:

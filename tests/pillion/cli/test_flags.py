@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from pillion.cli.app import cli, takes_model, with_model
 from pillion.cli.flags import (
     ALL_FLAGS,
+    GONE,
+    GONE_SWITCHES,
     FlagCommand,
     check_variables,
     env_name,
@@ -225,6 +227,23 @@ def test_a_flag_with_one_value_that_is_gone_is_taken_by_those_that_had_it(tmp_pa
     for argv in (["--max-waiting-tickets=8"], [f"--config={file}"]):
         assert output(KVNodeFlags, argv).count("--max-waiting-tickets has no effect") == 1
     assert output(GatewayFlags, [f"--config={file}"]) == ""
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_each_flag_that_is_gone_says_what_holds_instead(name: str) -> None:
+    owner, about = GONE[name]
+    if not issubclass(ServeFlags, owner):
+        pytest.skip("a flag of another command")
+
+    @click.command()
+    @flag_options(ServeFlags)
+    def command(**values: Any) -> None:
+        assert name not in values
+
+    argv = [option_name(name)] if name in GONE_SWITCHES else [f"{option_name(name)}=1"]
+    result = CliRunner().invoke(command, argv, env={"PILLION_CONFIG": None})
+    assert result.exit_code == 0, result.output
+    assert f"{option_name(name)} has no effect and goes with the next release: {about}" in result.stderr
 
 
 def test_a_switch_that_is_gone_is_taken_without_a_value(tmp_path: pathlib.Path) -> None:

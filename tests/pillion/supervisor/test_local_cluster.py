@@ -210,7 +210,6 @@ def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, {"split_policy": "colocated", "decode_workers": 2}, [0, 0, 2, 2]),
         (2, {"split_policy": "colocated"}, None),
         (1, {}, None),
-        (2, {"share_cores": False}, None),
         (2, {"cpu_threads": 2}, None),
     ],
 )

@@ -12,12 +12,12 @@ from pillion.errors import ConfigError
 from pillion.supervisor import pool_fit as fit
 from pillion.supervisor.pool_fit import PoolFit, fit_pool, human_bytes
 
-POOL = ServeFlags(kv_pool_bytes=2**30, block_size=16, decode_reserve_percent=10, max_model_len=8192)
+POOL = ServeFlags(kv_pool_bytes=2**30, block_size=16, max_model_len=8192)
 
 
-def fitted(flags: ServeFlags) -> PoolFit:
+def fitted(flags: ServeFlags, reserve_percent: int = 10) -> PoolFit:
     """The pool of blocks of 256 KiB, for a model of 8,192 tokens and one decode worker."""
-    return fit_pool(flags, 2**18, flags.max_model_len or 8192, 1)
+    return fit_pool(flags, 2**18, flags.max_model_len or 8192, 1, reserve_percent=reserve_percent)
 
 
 def test_the_pool_in_tokens() -> None:
@@ -26,16 +26,16 @@ def test_the_pool_in_tokens() -> None:
 
 @pytest.mark.parametrize("reserve", [0, 10, 50, 90])
 def test_a_pool_too_small_says_how_much_is_enough(reserve: int) -> None:
-    small = replace(POOL, kv_pool_bytes=2**26, decode_reserve_percent=reserve)
+    small = replace(POOL, kv_pool_bytes=2**26)
     with pytest.raises(ConfigError) as caught:
-        fitted(small)
+        fitted(small, reserve)
     assert "\n" not in caught.value.message
     found = re.search(r"at least (\d+) bytes", caught.value.message)
     assert found
     enough = int(found[1])
-    fitted(replace(small, kv_pool_bytes=enough))
+    fitted(replace(small, kv_pool_bytes=enough), reserve)
     with pytest.raises(ConfigError):
-        fitted(replace(small, kv_pool_bytes=int(enough * 0.9)))
+        fitted(replace(small, kv_pool_bytes=int(enough * 0.9)), reserve)
 
 
 @pytest.mark.parametrize("megabytes", [24, 40, 100, 200, 400])

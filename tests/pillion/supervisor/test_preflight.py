@@ -95,7 +95,7 @@ PATHS = {
 NAMES_A_PATH = re.compile(r"\b(folder|file|PEM|PATH|drafted)\b|_path$|_file$", re.IGNORECASE)
 # Flags that speak of paths and name none.
 OTHERS = {"root_path", "served_model_name", "allow_runtime_lora_updating"}
-OTHERS |= {"disk_bytes", "batch_bytes", "batch_file_bytes", "batch_keep_days", "record_bytes"}
+OTHERS |= {"disk_bytes"}
 
 
 @pytest.mark.parametrize("field", PATHS)

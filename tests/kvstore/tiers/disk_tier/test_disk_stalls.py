@@ -221,7 +221,7 @@ async def test_a_node_serves_on_while_its_disk_hangs(
     folder = Path(short_folder, "disk")
     # Evicting ends where it begins, so that a pool with enough free slots is one that evicts nothing more.
     flags = {**EAGER, "high_watermark_percent": EAGER["low_watermark_percent"]}
-    flags |= {"disk_path": str(folder), "fetch_timeout_ms": int(1500 * LATE_S)}
+    flags |= {"disk_path": str(folder), "fetch_timeout_s": 1.5 * LATE_S}
     async with hosts(short_folder, redis, "a", **flags) as (a,):
         prompts = [prompt(*range(first, first + 8)) for first in range(100, 1300, 100)]
         for hashes in prompts:

@@ -104,7 +104,7 @@ async def test_evicted_blocks_come_back_from_the_bucket(
 
 
 async def test_a_bucket_in_trouble_only_brings_less(short_folder: str, redis: RedisServer, service: S3Service) -> None:
-    async with hosts(short_folder, redis, "a", object_url=service.url(), fetch_timeout_ms=300, **EAGER) as (a,):
+    async with hosts(short_folder, redis, "a", object_url=service.url(), fetch_timeout_s=0.3, **EAGER) as (a,):
         hashes = prompt(*range(30))
         await a.serve(hashes)
         await a.until(written)
