@@ -22,5 +22,5 @@ def test_damaged_numbers_of_rounded_rows_are_refused(tmp_path, monkeypatch):
     assert weights.linear("layers.0.o").kind == quantized_packing.INT8_DOTS
     # Sums of more products exceed 32 bits.
     monkeypatch.setattr(quantized_packing, "MAX_DOT_INPUTS", weights.linear("layers.0.o").depth - 16)
-    with pytest.raises(ConfigError, match="do not fit together"):
+    with pytest.raises(ConfigError, match="are inconsistent"):
         weights.linear("layers.0.o")
