@@ -34,9 +34,7 @@ def choose(
     met where there are not enough."""
     freed: Counter[str] = Counter()
     chosen: list[AdmissionPermit] = []
-    ends = {
-        key: (one for one in line if one is not permit and held_by(one, bound)) for key, line in yielding.ends().items()
-    }
+    ends = {key: (one for one in line if held_by(one, bound)) for key, line in yielding.ends().items()}
     last = {key: next(line, None) for key, line in ends.items()}
     while (met := bound.met(permit.tenant, amount, freed)) is not None:
         if permit.tenant.background:
@@ -71,7 +69,7 @@ def _next(
     hidden = [one for one in last if one.tenant.background]
     if hidden:
         return max(hidden, key=level)
-    other = max((one for one in last if one.tenant.name != tenant.name), key=level, default=None)
-    if other is not None and (bound.of[tenant.name] - freed[tenant.name] + amount) / tenant.weight < level(other):
-        return other
+    highest = max(last, key=level, default=None)
+    if highest is not None and (bound.of[tenant.name] - freed[tenant.name] + amount) / tenant.weight < level(highest):
+        return highest
     return next((one for one in last if one.tenant.name == tenant.name and one.order > permit.order), None)

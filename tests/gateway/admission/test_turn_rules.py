@@ -31,7 +31,7 @@ A, B, HEAVY, OWN = (
     Tenant(name="a"),
     Tenant(name="b"),
     Tenant(name="h", weight=3.0),
-    Tenant(name="o", max_inflight_requests=4),
+    Tenant(name="o", max_inflight_requests=4, max_inflight_tokens=6),
 )
 TENANTS = [A, B, HEAVY, OWN, A.in_background(), HEAVY.in_background(), Tenant(name="")]
 
@@ -74,7 +74,7 @@ def test_who_gives_way(scenes: list[Random]) -> None:
         name = "max_inflight_tokens" if of_prompts else "max_inflight_requests"
         bound = ConcurrencyLimit(name, "requests", rng.randint(4, 16), of_prompts)
         yielding, waiting = YieldingRequests(), []
-        tenants = rng.sample(TENANTS, 3)
+        tenants = [OWN, *rng.sample(TENANTS, 2)] if rng.random() < 0.5 else rng.sample(TENANTS, 3)
         for number in range(rng.randint(1, 12)):
             order = float(rng.randint(0, 4))
             one = AdmissionPermit(rng.choice(tenants), rng.randint(1, 2), order=order, number=number)
