@@ -205,7 +205,7 @@ def shared_slots(workers: Sequence[ComponentRecord], others_running: Sequence[in
     sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
     slots = sequences + max(MIN_SPARE_SLOTS, int(sequences * SPARE_SLOTS_SHARE))
     even = slots // (len(others_running) + 1)
-    return max(1, slots - sum(min(even, running) for running in others_running))
+    return slots - sum(min(even, running) for running in others_running)
 
 
 class SlotOwner(Protocol):

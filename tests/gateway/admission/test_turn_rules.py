@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
@@ -14,17 +15,24 @@ from pillion.errors import Overloaded
 from pillion.gateway.admission import giving_way
 from pillion.gateway.admission.tenants import BACKGROUND_SHARE, BoundMet, ConcurrencyLimit, Tenant, share_of
 from pillion.gateway.admission.turns import (
+    ANSWER_RESERVE,
     JOB_BYTES,
     MIN_DEPARTURES,
+    MIN_SPARE_SLOTS,
     RATE_HALF_LIFE_S,
     SMALL_JOB_BYTES,
+    SPARE_SLOTS_SHARE,
     AdmissionPermit,
     DepartureRate,
+    FairQueue,
     ModelTurns,
     ThreadTurns,
+    WaitingRequest,
     YieldingRequests,
+    shared_slots,
 )
 from pillion.rules.priority import OUTPUT_COST
+from pillion.wire.registry import ComponentRecord
 from tests.support.scenes import random_scenes
 
 A, B, HEAVY, OWN = (
@@ -360,3 +368,139 @@ def test_jobs_get_threads_by_size_and_shares(scenes: list[Random]) -> None:
                     line.keep({"a"})
             assert turns.jobs == of.total()
             assert [job.place.number for job in turns.grant()] == model.grant()
+
+
+@given(random_scenes())
+def test_a_gateway_gets_an_even_share_of_slots_and_what_others_leave(scenes: list[Random]) -> None:
+    for rng in scenes:
+        workers = [
+            ComponentRecord(
+                component_id=str(number),
+                role="decode",
+                address="x",
+                max_step_tokens=rng.choice([64, 64, 64, 64, 0]),
+                running_requests=rng.randint(0, 40),
+                free_seqs=rng.choice([0, rng.randint(0, 90)]),
+            )
+            for number in range(rng.randint(0, 3))
+        ]
+        others = [rng.randint(0, 60) for _ in range(rng.choice([0, 1, 2, 16]))]
+        found = shared_slots(workers, others)
+        if not workers or any(not worker.max_step_tokens for worker in workers):
+            assert found == 0
+            continue
+        sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
+        slots = sequences + max(MIN_SPARE_SLOTS, int(sequences * SPARE_SLOTS_SHARE))
+        even = slots // (len(others) + 1)
+        assert found == slots - sum(min(even, running) for running in others)
+        assert found >= max(1, even)
+        assert type(found) is int
+
+
+@given(random_scenes())
+def test_what_is_ahead_in_a_line_is_served_before(scenes: list[Random]) -> None:
+    """Of tenants that have had as much, the others go first: a wait is rather predicted too long."""
+    for rng in scenes:
+        queue, line = FairQueue(), LineModel()
+        # Sums of halves are exact.
+        tenants = [A, B, Tenant(name="h", weight=2.0)]
+        for number in range(rng.randint(0, 15)):
+            one = AdmissionPermit(rng.choice(tenants), rng.randint(1, 3), order=float(rng.randint(0, 3)), number=number)
+            one.tokens = rng.randint(1, 6)
+            queue.push(one.tenant, WaitingRequest(one.order, number, one.tokens, one.answers))
+            line.push(one)
+            if rng.random() < 0.4:
+                first = line.first(set())
+                assert first is not None
+                assert queue.pop().number == first.number
+                line.pop(first)
+        last = AdmissionPermit(rng.choice(tenants), 1, order=float(rng.randint(0, 3)), number=99, tokens=3)
+        found = queue.ahead(last.tenant, WaitingRequest(last.order, 99, 3, 1))
+        line.push(last)
+        before = 0
+        while True:
+            heads = [
+                min(line.of(name), key=lambda one: (one.order, one.number)) for name in {"a", "b", "h"} if line.of(name)
+            ]
+            turn = min(heads, key=lambda one: (line.counters[one.tenant.name], one.tenant == last.tenant))
+            line.pop(turn)
+            if turn is last:
+                break
+            before += turn.answers
+        assert found == before
+
+
+class FixedTimes:
+    """Predicts the same for each answer."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def ended(self, _: object) -> None:
+        pass
+
+    def seconds(self, *_: object) -> float:
+        return self._seconds
+
+
+@given(random_scenes())
+def test_who_would_come_too_late_is_refused(scenes: list[Random]) -> None:
+    """When it comes, with a reserve; and when its turn has come, if its answer alone takes longer."""
+    for rng in scenes:
+        answer_s = rng.choice([0.0, 1.0, 4.0])
+        model, pace, owner, now_s = TurnModel(rng.randint(1, 3)), DepartureRate(), Owner(), 0.0
+        times: Any = FixedTimes(answer_s)
+        turns = ModelTurns(lambda model=model: model.slots, times)
+        line = model.lines[False]
+
+        def lasts(one: AdmissionPermit, model: TurnModel = model, answer_s: float = answer_s) -> float:
+            return answer_s if one.allowed_tokens and model.answers else 0.0
+
+        for number in range(rng.randint(4, 40)):
+            now_s += rng.choice([0.25, 1.0])
+            if model.running and rng.random() < 0.5:
+                one = rng.choice(model.running)
+                turns.free(one, 3)
+                model.running.remove(one)
+                model.lines[one.tenant.background].charge(one, 3)
+                left = one
+            else:
+                left = None
+                one = AdmissionPermit(rng.choice(TENANTS), rng.randint(1, 2), order=now_s, number=number)
+                one.tokens, one.allowed_tokens = rng.randint(1, 9), rng.choice([0, 9, 9])
+                one.deadline_s = rng.choice([None, now_s + rng.choice([0.5, 1.25, 2.0, 5.0, 9.0])])
+                hidden = one.tenant.background
+                alone = one.tenant.name not in {"", *model.present()} and not hidden
+                waits = not alone and (bool(line.waiting) or not model.fits(one))
+                place = WaitingRequest(one.order, one.number, one.tokens, one.answers)
+                wait_s = pace.wait_s(turns.waiting.ahead(one.tenant, place)) if waits else 0.0
+                needs_s = wait_s + lasts(one) * ANSWER_RESERVE
+                if one.deadline_s is not None and not hidden and needs_s >= one.deadline_s - now_s:
+                    with pytest.raises(Overloaded) as caught:
+                        turns.wait(one, now_s)
+                    lacks_s = max(wait_s, needs_s - (one.deadline_s - now_s))
+                    assert caught.value.retry_after_ms == max(1, math.ceil(lacks_s * 1000))
+                    assert f"wait would take about {wait_s:.1f} s" in caught.value.message
+                    continue
+                turns.wait(one, now_s)
+                model.lines[hidden].push(one)
+            expected, given_up = [], []
+            while (found := model.next(now_s)) is not None and model.fits(*found):
+                turn = found[0]
+                late = turn.deadline_s is not None and not turn.tenant.background
+                if late and lasts(turn) >= (turn.deadline_s or 0.0) - now_s:
+                    given_up.append(turn)
+                    model.lines[turn.tenant.background].waiting.remove(turn)
+                else:
+                    model.lines[turn.tenant.background].pop(turn)
+                    model.running.append(turn)
+                expected.append(turn)
+            assert turns.grant(owner, now_s, lambda _: False) == expected
+            assert [one for one in expected if one.given_up is not None] == given_up
+            if left is not None:
+                turns.left(left, now_s)
+                pace.left(left.answers, bool(line.waiting), now_s)
+            elif one not in expected:
+                turns.began(one, now_s)
+                if not one.tenant.background:
+                    pace.began(now_s)
