@@ -40,19 +40,20 @@ FILES = (
 # Quick sans-IO tests of folders in which others are slow or start servers; elsewhere all tests of the folder run.
 TESTS = {
     "engine/scheduling": (
-        "test_adapter_slots.py",
-        "test_flows.py",
         "test_free_slots.py",
         "test_order.py",
         "test_parallel_samples.py",
-        "test_partial_blocks.py",
-        "test_properties.py",
         "test_queue_rules.py",
         "test_scheduler.py",
         "test_scores.py",
         "test_slots.py",
-        "test_state_places.py",
-        "test_states.py",
+    ),
+    "gateway/admission": (
+        "test_answer_times.py",
+        "test_fairness.py",
+        "test_giving_way.py",
+        "test_prediction_rules.py",
+        "test_turn_rules.py",
     ),
     "gateway/request": (
         "test_accounts.py",
