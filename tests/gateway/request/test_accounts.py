@@ -9,11 +9,22 @@ import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
+from lab.testbed.admitted import admitted_request
 from pillion.errors import Unavailable
 from pillion.gateway.planning.planner import replan
 from pillion.gateway.request import events as ev
+from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.gateway.request.request_machine import ParallelSamples, RequestMachine, RequestState
-from pillion.types import AnswerSoFar, FinishReason, TokenLogprob, Usage
+from pillion.types import (
+    AnswerSoFar,
+    FinishReason,
+    GenerateRequest,
+    Resume,
+    SamplingParams,
+    StreamOrigin,
+    TokenLogprob,
+    Usage,
+)
 from pillion.v1.decode_pb2 import DecodeTimings
 from tests.gateway.request.test_request import EOS, PARTS, REMOTE, ack, follower, hold, machine, planned, to_decoding
 from tests.support.scenes import random_scenes
@@ -172,12 +183,22 @@ def test_a_request_that_waits_has_no_times_of_workers() -> None:
     assert (found.admission_ms, found.total_ms, found.tail_tokens) == (2000.0, 2000.0, 21)
 
 
+def resumed_request(
+    prompt: int, max_tokens: int, answer: tuple[int, ...], reason: FinishReason | None, scored: int = 0
+) -> AdmittedRequest:
+    """A request that another gateway began, which wants the log probabilities of its prompt."""
+    resume = Resume(StreamOrigin(0, bytes(32), 8), (AnswerSoFar(answer, reason),), scored)
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(EOS,), prompt_logprobs=0)
+    asked = GenerateRequest(resume=resume)
+    return admitted_request(tuple(range(prompt)), max_attempts=9, asked=asked, sampling=sampling)
+
+
 @given(random_scenes())
 def test_the_prompts_tokens_are_scored_once_over_all_attempts(scenes: list[Random]) -> None:
     """The first has no score, ``scored_tokens`` are not wanted, and a new attempt scores only the rest."""
     for rng in scenes:
         skipped = rng.randint(0, 9)
-        m = RequestMachine(tuple(range(12)), 9, frozenset({EOS}), 9, 0.0, scored_tokens=skipped)
+        m = RequestMachine(resumed_request(12, 9, (), None, skipped))
         (look_up,) = m.start()
         scored: list[TokenLogprob] = []
         losses = 0
@@ -289,8 +310,7 @@ def test_an_end_without_timings_leaves_those_that_came() -> None:
 def test_a_resumed_answer_goes_on_after_its_tokens(
     answer: tuple[int, ...], reason: FinishReason | None, actions: list[str]
 ) -> None:
-    so_far = AnswerSoFar(answer, reason)
-    m = RequestMachine(tuple(range(21)), 5, frozenset({EOS}), 4, 0.0, resumed=so_far, cached_tokens=8)
+    m = RequestMachine(resumed_request(21, 5, answer, reason))
     assert [type(action).__name__ for action in m.start()] == actions
     assert m.state is (RequestState.PLANNING if actions == ["LookUp"] else RequestState.DONE)
     assert m.tokens() == (*range(21), *answer)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from opentelemetry import trace
 
+from lab.testbed.admitted import admitted_request
 from lab.testbed.conditions import loop_turns
 from pillion.errors import Cancelled, Conflict, Internal, InvalidRequest, NotFound, PillionError, Unavailable
 from pillion.gateway.links.decode_link import DecodeDelta
@@ -21,7 +22,6 @@ from pillion.gateway.request.component_calls import ComponentCalls
 from pillion.v1.decode_pb2 import DecodeError
 from tests.gateway.request.test_request import hold
 from tests.support.scenes import random_scenes
-from tests.support.scripted import admitted_request
 
 RETURN_WAIT_S = 7.0
 AWAY = (Unavailable, Conflict, Cancelled)
