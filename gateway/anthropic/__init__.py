@@ -1,1 +1,1 @@
-"""Serves Anthropic's Messages at the HTTP port. Open anthropic_api.py first."""
+"""Anthropic's Messages API on the HTTP port. Start with anthropic_api.py."""

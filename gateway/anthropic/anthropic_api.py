@@ -1,4 +1,4 @@
-"""Serves the endpoints of Anthropic's API; calls for answers go through ModelCalls."""
+"""Endpoints of Anthropic's API; ModelCalls generates the answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is t
 
 
 def anthropic_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
-    """Returns the pages of Anthropic's API for the table of the HTTP port."""
+    """Return the routes of Anthropic's API."""
     api, tenant_of = AnthropicApi(calls), calls.gateway.tenant_of
     answered = Endpoint(
         "POST",
@@ -43,8 +43,8 @@ def anthropic_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
 
 
 class AnthropicApi:
-    """Handles the calls of Anthropic's API; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the
-    handlers raise into responses."""
+    """Handlers of Anthropic's API. :class:`pillion.gateway.http_api.http_call.Endpoint` converts their exceptions to
+    responses."""
 
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
@@ -52,7 +52,7 @@ class AnthropicApi:
 
     @reads_body
     async def messages(self, call: HttpCall, raw: bytes) -> None:
-        """Answers a conversation with the assistant's next message, as Anthropic has it."""
+        """Generate the assistant's next message of a conversation (Anthropic's Messages)."""
         marked = _MarkedCall(self._calls.gateway, self._pins)
         try:
             await self._calls.answer(call, raw, messages_request, marked.new_writer, marked.begun, marked.places)
@@ -61,7 +61,7 @@ class AnthropicApi:
 
     @reads_body
     async def count_tokens(self, call: HttpCall, raw: bytes) -> None:
-        """Counts the tokens that a conversation's prompt would have."""
+        """Count the tokens of a conversation's prompt."""
         gateway = self._calls.gateway
         request, names = await self._calls.read(call, count_tokens_request, raw)
         await self._calls.entry(request.model, call.tenant)
@@ -73,9 +73,11 @@ class AnthropicApi:
 
 
 class _MarkedCall:
-    """Handles one call of /v1/messages with its breakpoints: their tokens are counted while the prompt is computed, and
-    pinned when its first delta is there. Where a model's layers carry states they are counted before, because its
-    workers keep states at these places."""
+    """One call of /v1/messages with its breakpoints.
+
+    The tokens before each breakpoint are counted while the prompt is computed, and pinned after its first delta. For a
+    hybrid model they are counted earlier, since its workers store states at these positions.
+    """
 
     def __init__(self, gateway: Gateway, pins: PrefixPins) -> None:
         self._gateway = gateway
@@ -83,7 +85,7 @@ class _MarkedCall:
         self._counting: asyncio.Future[list[tuple[int, ...] | BaseException | None]] | None = None
 
     def begun(self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry) -> None:
-        """Begins to count the prompt's tokens up to each breakpoint, once."""
+        """Start counting the prompt's tokens before each breakpoint, once."""
         if not asked.breakpoints or not self._gateway.caches_prefixes or self._counting is not None:
             return
         (request,) = asked.requests
@@ -93,7 +95,7 @@ class _MarkedCall:
     async def places(
         self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, prompt: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Returns how many tokens of the prompt stand before each breakpoint, as far as they are counted in time."""
+        """Return the number of prompt tokens before each breakpoint, of those counted within EPHEMERAL_WAIT_S."""
         self.begun(call, asked, entry)
         found: list[tuple[int, ...] | BaseException | None] = []
         if self._counting is not None:
@@ -103,7 +105,7 @@ class _MarkedCall:
     async def new_writer(
         self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> MessageWriter:
-        """Makes the writer of an answer, which knows how many tokens of the prompt were prefix-pinned."""
+        """Pin the prompt up to its breakpoints and return the answer's writer, which reports the pinned tokens."""
         head = {
             "id": f"msg_{call.answer_id}",
             "model": entry.name,
@@ -111,7 +113,7 @@ class _MarkedCall:
         }
         pinned: dict[int, int] = {}
         if self._counting is not None:
-            # One time limit covers the pins of all breakpoints, so an answer is never held back for longer.
+            # One timeout for all breakpoints bounds the delay of the answer.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EPHEMERAL_WAIT_S):
                     for point, ids in zip(asked.breakpoints, await self._counting, strict=True):
@@ -120,14 +122,14 @@ class _MarkedCall:
         return MessageWriter(head, asked.shows_thinking, pinned)
 
     def close(self) -> None:
-        """Ends the counting of tokens, because the call is over."""
+        """Cancel the counting of tokens."""
         if self._counting is not None:
             self._counting.cancel()
 
     async def _pinned(
         self, call: HttpCall, point: Breakpoint, ids: tuple[int, ...] | None, entry: ModelEntry, reader: DeltaReader
     ) -> int:
-        """Pins the prompt up to a breakpoint; returns how many tokens are pinned, 0 where nothing is pinned."""
+        """Pin the prompt up to a breakpoint; return the number of pinned tokens."""
         prompt, placed = reader.first_prompt()
         if placed is None:
             return 0
@@ -139,5 +141,5 @@ class _MarkedCall:
 
 
 def _tokens_before(ids: tuple[int, ...] | None, prompt: tuple[int, ...]) -> int:
-    """Returns how many tokens of a prompt stand before a breakpoint of these ids."""
+    """Return the number of prompt tokens before a breakpoint; ``ids`` of None means the whole prompt."""
     return len(prompt) if ids is None else shared_tokens(ids, prompt)

@@ -1,4 +1,4 @@
-"""Writes errors in the form that Anthropic's clients know."""
+"""Errors in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from pillion.gateway.http_api.http_errors import MAX_MESSAGE_CHARS, ApiError, ErrorForm
 
-# These are the types that Anthropic gives to errors, by the status that OpenAI's clients get.
+# HTTP status (OpenAI's) -> Anthropic's error type.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -19,15 +19,15 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_DETAILS = {"type": "object", "description": "What else a client may read; few errors have it."}
-# Anthropic's tool runner asks for a thread that the server stores. Where it reads this, it goes on without one.
+_DETAILS = {"type": "object", "description": "Machine-readable details, of a few errors."}
+# Anthropic's tool runner requests a stored thread. On this error it continues without one.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-# Anthropic has a status of its own for a service that cannot take a request now.
+# Anthropic's status for an overloaded service.
 _STATUSES = {503: 529}
 
 
 def _write(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """Writes ``{"type": "error", "error": {"type", "message", "details"}, "request_id"}``; few errors have details."""
+    """Encode ``{"type": "error", "error": {"type", "message", "details"}, "request_id"}``; few errors have details."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     said: dict[str, Any] = {"type": kind, "message": (error.brief or error.message)[:MAX_MESSAGE_CHARS]}
     if error.param == "thread":
@@ -41,9 +41,9 @@ ANTHROPIC_ERRORS = ErrorForm(
     "AnthropicError",
     {
         "type": "object",
-        "description": "What an error's body holds at Anthropic's API.",
+        "description": "Body of an error response of Anthropic's API.",
         "properties": {
-            "type": {"enum": ["error"], "description": "What this object is."},
+            "type": {"enum": ["error"], "description": "Type of the object."},
             "error": {
                 "type": "object",
                 "description": "The error, with Anthropic's type.",

@@ -1,4 +1,4 @@
-"""Writes responses as Anthropic's clients read them: named server-sent events, or one message at the end.
+"""Responses in Anthropic's format: named server-sent events, or one message at the end.
 
 message_start  ping  (content_block_start  content_block_delta ...  content_block_stop) ...  message_delta  message_stop
 """
@@ -26,27 +26,26 @@ _STOP_REASONS = {
     FinishReason.LENGTH: "max_tokens",
     FinishReason.TOOL_CALLS: "tool_use",
 }
-# For each kind of part of an answer this gives the type of its deltas, and the field that holds their text.
+# Part of an answer -> type of its deltas, and the field with their text.
 _DELTAS = {
     PartKind.REASONING: ("thinking_delta", "thinking"),
     PartKind.TEXT: ("text_delta", "text"),
     PartKind.CALL: ("input_json_delta", "partial_json"),
 }
 
-# This is the longer of the two times to live that a breakpoint may have.
+# The longer of a breakpoint's two possible TTLs.
 HOUR_S = 3600
 
 _encode = msgspec.json.Encoder().encode
 
 
 class MessageWriter(AnswerWriter):
-    """Writes the response to one call of /v1/messages.
+    """Writer of the response to one call of /v1/messages.
 
     Args:
         head: the message's fields "id", "model" and "system_fingerprint".
-        shows_thinking: whether thinking blocks have their text; otherwise their signatures have it.
-        pinned: how many of the prompt's first tokens its ``cache_control`` breakpoints have pinned, by their times to
-            live in seconds.
+        shows_thinking: whether thinking blocks contain their text; otherwise their signatures do.
+        pinned: TTL in seconds -> number of prompt tokens pinned by ``cache_control`` breakpoints.
     """
 
     def __init__(self, head: Mapping[str, Any], shows_thinking: bool, pinned: Mapping[int, int]) -> None:
@@ -55,14 +54,13 @@ class MessageWriter(AnswerWriter):
         self._pinned = pinned
         self._parts = OutputParts()
         self._begun = False
-        # In an event, this precedes the text of the block that grows.
+        # Bytes of a delta event before the text, for the current block.
         self._front = b""
         self._finish_reason: FinishReason | None = None
         self._stop_string = ""
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """Writes an answer's deltas as events of content blocks; before the first ones it writes the message's
-        start."""
+        """Return deltas as events of content blocks, preceded by the start of the message."""
         written = []
         if not self._begun:
             self._begun = True
@@ -75,19 +73,19 @@ class MessageWriter(AnswerWriter):
         return b"".join(written)
 
     def last_events(self, usage: Usage) -> bytes:
-        """Writes the events that end the last content block and the message."""
+        """Return the events that end the last content block and the message."""
         stopped = self._block_end(self._parts.all[-1]) if self._parts.all else b""
         ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._pinned)})
         return stopped + ended + _event("message_stop", {})
 
     def keep(self, prompt: int, delta: Delta) -> None:
-        """Collects a delta of an answer for :meth:`whole`."""
+        """Collect a delta for :meth:`whole`."""
         for _, text, _ in self._parts.take(delta):
             self.size_bytes += len(text)
         self._note_end(delta)
 
     def whole(self, usage: Usage) -> bytes:
-        """Writes the whole message, for a client that asked for no stream."""
+        """Return the whole message, for a call without streaming."""
         return _encode(self._message([self._block(part) for part in self._parts.all], usage))
 
     def _delta_events(self, delta: Delta) -> list[bytes]:
@@ -106,7 +104,7 @@ class MessageWriter(AnswerWriter):
         return written
 
     def _block_end(self, part: OutputPart) -> bytes:
-        """Writes the events that end the content block of a part."""
+        """Return the events that end a part's content block."""
         signature = self._signature(part)
         signed = {"index": part.index, "delta": {"type": "signature_delta", "signature": signature}}
         return (_event("content_block_delta", signed) if signature else b"") + _event(
@@ -121,7 +119,7 @@ class MessageWriter(AnswerWriter):
         return {**self._head, "content": content, **self._stop(), "usage": _usage(usage, self._pinned)}
 
     def _stop(self) -> dict[str, str | None]:
-        """Gives the fields that say why the answer ended."""
+        """Return the fields with the reason of the answer's end."""
         reason = _STOP_REASONS[self._finish_reason]
         if self._stop_string:
             reason = "stop_sequence"
@@ -130,7 +128,7 @@ class MessageWriter(AnswerWriter):
         return {"stop_reason": reason, "stop_sequence": self._stop_string or None}
 
     def _block(self, part: OutputPart) -> dict[str, Any]:
-        """Makes a content block of a part of the answer."""
+        """Convert a part of the answer to a content block."""
         match part.kind:
             case PartKind.REASONING:
                 shown = part.text if self._shows_thinking else ""
@@ -141,14 +139,14 @@ class MessageWriter(AnswerWriter):
                 return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
 
     def _signature(self, part: OutputPart) -> str:
-        """Returns the signature of a part of the answer: what was thought, where the client is not shown it."""
+        """Return a part's signature, "" unless it is thinking whose text is omitted."""
         hidden = part.kind is PartKind.REASONING and not self._shows_thinking and part.text
         return signature_of(hidden) if hidden else ""
 
 
 def _input(arguments: str) -> Raw | dict[str, str]:
-    """Returns a call's arguments as an object. Text that is no object, as in a call that was cut short, stands in an
-    object that Anthropic has for it."""
+    """Return a call's arguments as an object. Text that is not an object, e.g. of a truncated call, is wrapped in the
+    one that Anthropic uses for it."""
     try:
         msgspec.json.decode(arguments, type=dict[str, Raw])
     except (ValueError, RecursionError):
@@ -157,8 +155,7 @@ def _input(arguments: str) -> Raw | dict[str, str]:
 
 
 def _usage(usage: Usage, pinned: Mapping[int, int]) -> dict[str, Any]:
-    """Returns a call's usage under Anthropic's names. They divide the prompt's tokens into those that were found, those
-    that were computed and pinned, and the others."""
+    """Return the usage in Anthropic's fields, which divide prompt tokens into cached, newly pinned, and others."""
     found = usage.cached_tokens
     hour = max(0, pinned.get(HOUR_S, 0) - found)
     written = max(0, max(pinned.values(), default=0) - found)

@@ -1,8 +1,7 @@
-"""Defines the fields of Anthropic's requests; a field's type says what becomes of it (openai_fields.py).
+"""Fields of Anthropic's requests. A field's type decides how it is handled (openai_fields.py).
 
-Every list in a body has texts, or objects with names of fields in them. So the number of strings in a body, which are
-counted before it is parsed, bounds how many objects are made of it. JSON that is passed on, such as a tool's schema, is
-not parsed.
+Every list in a body contains strings, or objects with field names. So the number of strings, which are counted before
+parsing, bounds the number of objects. JSON that is passed on, e.g. a tool's schema, is not parsed.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from pillion.gateway.http_api.tool_fields import ToolBody, ToolChoice
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
-    """Marks a breakpoint: the prompt up to the end of its block is pinned, as far as the tenant's quota goes.
+    """A breakpoint: the prompt up to the end of its block is pinned, within the tenant's quota.
 
     Attributes:
-        type: only "ephemeral" is known.
-        ttl: how long, from each request that has the breakpoint on; default: "5m".
-        scope: a prefix is found by all requests of its tenant and cache_salt.
+        type: only "ephemeral".
+        ttl: time to live, restarted by each request with the breakpoint; default: "5m".
+        scope: a prefix is shared by all requests of its tenant and cache_salt.
     """
 
     type: Literal["ephemeral"]
@@ -33,12 +32,12 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """Holds a text.
+    """A text.
 
     Attributes:
         text: the text.
         cache_control: a breakpoint after the text.
-        citations: what stood beside an earlier answer's text.
+        citations: citations of an earlier answer.
     """
 
     text: str
@@ -47,11 +46,11 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fie
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", forbid_unknown_fields=True):
-    """Holds what the assistant thought; most models' templates leave it out of later prompts.
+    """The assistant's thinking; most models' templates omit it from later prompts.
 
     Attributes:
         thinking: the text.
-        signature: the text, where the answer came with display "omitted"; another server's is accepted without effect.
+        signature: contains the text if display was "omitted"; another server's is accepted without effect.
     """
 
     thinking: str
@@ -59,14 +58,14 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", forbid_unk
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", forbid_unknown_fields=True):
-    """Describes a call of a tool by the assistant.
+    """A tool call of the assistant.
 
     Attributes:
-        id: the id that the result of the call names.
+        id: the id that the call's result names.
         name: the tool's name.
-        input: the arguments. What is no object is the model's to read.
+        input: the arguments. Anything but an object is passed to the model as it is.
         cache_control: a breakpoint after the call.
-        caller: what an earlier answer said of the call.
+        caller: metadata of an earlier answer.
     """
 
     id: str
@@ -77,12 +76,12 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", forbid_unkn
 
 
 class OtherBlock(msgspec.Struct, tag_field="type", tag=OTHER, forbid_unknown_fields=True):
-    """Holds a block of any other type, such as a call of a tool that a server runs, its result, or a document. The
-    model reads its text. One without text is left out, or refused in what the user says last.
+    """A block of any other type, e.g. a server-side tool call, its result, or a document. The model reads its text.
+    Without text it is dropped, or refused in the last user turn.
 
     Attributes:
         sent_type: the block's type.
-        text, content, source, tool_name: what may have its text.
+        text, content, source, tool_name: fields that may contain its text.
         cache_control: a breakpoint after the block.
     """
 
@@ -95,12 +94,11 @@ class OtherBlock(msgspec.Struct, tag_field="type", tag=OTHER, forbid_unknown_fie
 
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image", forbid_unknown_fields=True):
-    """Holds an image. In the place of one that a tool gave back the model reads that it cannot see it; a user's is
-    refused.
+    """An image. One in a tool result is replaced by a note that the model cannot see it; a user's is refused.
 
     Attributes:
         source: the image.
-        cache_control: a breakpoint after what the model reads.
+        cache_control: a breakpoint after the note.
     """
 
     source: Ignored[Raw] = Raw()
@@ -111,12 +109,12 @@ ResultPart = TextBlock | ImageBlock | OtherBlock
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", forbid_unknown_fields=True):
-    """Holds what a tool gave back.
+    """A tool's result.
 
     Attributes:
         tool_use_id: the id of the call.
-        content: a text, or blocks, in the place of whose images the model reads that it cannot see them.
-        is_error: whether the tool failed; the model then reads "Error: " before the content.
+        content: a text, or blocks; images are replaced by a note that the model cannot see them.
+        is_error: whether the tool failed; "Error: " then precedes the content.
         cache_control: a breakpoint after the result.
     """
 
@@ -130,12 +128,12 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | ImageBlock 
 
 
 class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds one message. Where the last one is the assistant's, the answer goes on within it.
+    """One message. If the last one is the assistant's, the answer continues it.
 
     Attributes:
-        role: who speaks. "developer" and "tool" are a chat's.
-        tool_calls, tool_call_id: an assistant's calls, and the one that a tool answers, as a chat has them.
-        content: a text, or blocks, whose texts are joined by line ends. What the user says last has to have some.
+        role: the author. "developer" and "tool" are those of chat completions.
+        tool_calls, tool_call_id: an assistant's calls, and the call of a tool result, as in chat completions.
+        content: a text, or blocks, whose texts are joined by newlines. Required in the user's last message.
     """
 
     role: Literal["user", "assistant", "system", "developer", "tool"]
@@ -145,23 +143,22 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AnthropicTool(ToolBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes a tool in any of its shapes; a tool of a type like "bash_20250124" is not offered to the model.
+    """A tool in any supported form; one of a type like "bash_20250124" is not offered to the model.
 
     Attributes:
-        cache_control: a breakpoint after the system prompt, within which templates write tools.
+        cache_control: a breakpoint after the system prompt, where templates write tools.
     """
 
     cache_control: CacheControl | None = None
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Says whether the model thinks before it answers, where its template leaves the choice.
+    """Whether the model thinks before it answers, if its template has the choice.
 
     Attributes:
         type: "enabled" and "disabled" set the template's variables enable_thinking and thinking; "adaptive" sets none.
-        budget_tokens: nothing is cut at it; max_tokens bounds thinking and text together.
-        display: "omitted" leaves the text of thinking blocks out; their signatures bring it back with the
-            conversation.
+        budget_tokens: not enforced; max_tokens bounds thinking and text together.
+        display: "omitted" omits the text of thinking blocks; their signatures carry it through the conversation.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -170,11 +167,11 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(FormatHolder, forbid_unknown_fields=True):
-    """Holds further options of an answer.
+    """Further options of an answer.
 
     Attributes:
         effort: the variable reasoning_effort of the model's chat template.
-        task_budget: the model is not told; max_tokens bounds each answer.
+        task_budget: not passed to the model; max_tokens bounds each answer.
     """
 
     effort: ReasoningEffort | None = None
@@ -182,25 +179,25 @@ class OutputConfig(FormatHolder, forbid_unknown_fields=True):
 
 
 class CountTokensBody(StructureBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/messages/count_tokens, as Anthropic has it.
+    """Body of POST /v1/messages/count_tokens, as Anthropic defines it.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
+        model: name of the served model; may be omitted if only one is served.
         messages: the conversation, oldest message first.
-        system: instructions before the conversation: a text, or blocks that are joined by line ends.
-        tools: the tools that the model may call.
+        system: instructions before the conversation: a text, or blocks that are joined by newlines.
+        tools: tools that the model may call.
         tool_choice: how they may be called.
-        parallel_tool_calls: whether an answer may have several calls, as in a chat; default true.
+        parallel_tool_calls: whether an answer may have several calls, as in chat completions; default true.
         thinking: whether the model thinks before it answers.
         output_config: further options of the answer.
         cache_control: a breakpoint after the last message.
         speed: there is one speed; see priority.
-        context_management, compaction: nothing is left out of a conversation; one that is too long is refused.
-        mcp_servers, container: the model is not told of tools that a server runs.
+        context_management, compaction: a conversation is never shortened; one that is too long is refused.
+        mcp_servers, container: server-side tools are not offered to the model.
         fallbacks, fallback_credit_token: the named model answers, or the call fails.
-        billing_policy, user_profile_id, workspace_id: whom Anthropic bills; --api-keys says who calls here.
-        functions, function_call: refused; tools and tool_choice have replaced them.
-        inference_geo: the answer is computed where this cluster is.
+        billing_policy, user_profile_id, workspace_id: for Anthropic's billing; --api-keys identifies callers here.
+        functions, function_call: refused; use tools and tool_choice.
+        inference_geo: answers are computed where this cluster is.
     """
 
     model: str = ""
@@ -229,16 +226,16 @@ class CountTokensBody(StructureBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class MessagesBody(CountTokensBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/messages, as Anthropic has it; SamplingParams describes the fields of sampling.
+    """Body of POST /v1/messages, as Anthropic defines it; SamplingParams describes the sampling fields.
 
     Attributes:
-        max_tokens: most tokens to generate, thinking included.
+        max_tokens: max tokens to generate, thinking included.
         stop_sequences: texts that end the answer and are not part of it.
-        stream: whether the answer is sent as server-sent events while it grows.
-        metadata: a label; nothing is stored.
+        stream: whether to send the answer as server-sent events while it is generated.
+        metadata: a label; not stored.
         service_tier: all requests are of one tier; see priority.
-        diagnostics: the usage says how much of the prompt was cached.
-        priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
+        diagnostics: the usage reports the prompt's cached tokens.
+        priority: smaller is more urgent, from -100 to 100; default 0. Below 0 needs a permission of the tenant.
         cache_salt: only requests with the same salt share cached prefixes.
     """
 

@@ -1,7 +1,6 @@
-"""Turns the bodies of Anthropic's calls into requests of the gateway.
+"""Conversion of Anthropic's request bodies to requests of the gateway.
 
-One message of Anthropic's may become several: each result of a tool is a message of its own, and what a user says in
-messages that follow each other is one message.
+One message may become several, since each tool result is a separate message; consecutive user messages are joined.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ from pillion.types import (
 Body = TypeVar("Body", bound=CountTokensBody)
 
 MAX_BREAKPOINTS = 4
-# Claude Code begins the system prompt of each request with a line that has a hash of the request, behind which no
-# prefix would be found.
+# Claude Code starts each system prompt with a line that contains a hash of the request, which would defeat prefix
+# caching.
 BILLING_HEADER = "x-anthropic-billing-header:"
 _TTLS_S = {None: 300, "5m": 300, "1h": 3600}
 _NAMES: Mapping[str, str] = {
@@ -63,15 +62,19 @@ _NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesRequest(AskedCall):
-    """Holds a parsed call of /v1/messages. ``shows_thinking`` says whether thinking blocks have their text.
-    ``breakpoints`` are those of its cache_control, the deepest of each time to live, in the order of the prompt."""
+    """A parsed call of /v1/messages.
+
+    Attributes:
+        shows_thinking: whether thinking blocks contain their text.
+        breakpoints: those of cache_control, the deepest of each TTL, in prompt order.
+    """
 
     shows_thinking: bool
     breakpoints: tuple[Breakpoint, ...] = ()
 
 
 def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
-    """Reads the body of POST /v1/messages, without the billing lines of its system texts. Raises ApiError."""
+    """Parse the body of POST /v1/messages, without the billing lines of system texts. Raises ApiError."""
     body = _without_billing(parse(raw, MessagesBody))
     thinking = body.thinking or Thinking("adaptive")
     structured, structure_names = structure_of(body)
@@ -105,8 +108,10 @@ def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
 
 
 def count_tokens_request(raw: bytes) -> tuple[GenerateRequest, Mapping[str, str]]:
-    """Reads the body of POST /v1/messages/count_tokens, without the lines that :func:`messages_request` leaves out;
-    returns the request, and the client's names of its fields. Raises ApiError."""
+    """Parse the body of POST /v1/messages/count_tokens, without billing lines.
+
+    Returns the request, and the client's names of its fields. Raises ApiError.
+    """
     body = _without_billing(parse(raw, CountTokensBody))
     _checked_marks(body)
     conversation = _BlockConversation(body)
@@ -117,8 +122,7 @@ def count_tokens_request(raw: bytes) -> tuple[GenerateRequest, Mapping[str, str]
 
 
 def _without_billing(body: Body) -> Body:
-    """Returns a body without the first lines of its system texts that begin with BILLING_HEADER, and without the blocks
-    of which nothing is left then."""
+    """Remove leading lines that start with BILLING_HEADER from the system texts, and blocks that are empty then."""
     if not body.system:
         return body
     if isinstance(body.system, str):
@@ -137,7 +141,7 @@ def _without_billing(body: Body) -> Body:
 
 
 def _after_billing(text: str) -> str:
-    """Returns a text from its first line on that is no billing line."""
+    """Return a text without its leading billing lines."""
     at = 0
     while text.startswith(BILLING_HEADER, at):
         at = (text.find("\n", at) + 1) or len(text)
@@ -145,12 +149,11 @@ def _after_billing(text: str) -> str:
 
 
 class _BlockConversation:
-    """Converts the body of a call to the gateway's own types; of a body that is not ``whole``, it converts only the
-    messages. Raises ApiError.
+    """Conversion of a call's body to the gateway's types; without ``whole``, of its messages only. Raises ApiError.
 
     Attributes:
-        messages, options, tools: the gateway's own.
-        names: the client's names of fields, by the gateway's.
+        messages, options, tools: the gateway's.
+        names: the gateway's names of fields -> the client's.
     """
 
     def __init__(self, body: CountTokensBody, *, whole: bool = True) -> None:
@@ -158,14 +161,14 @@ class _BlockConversation:
             raise refused("messages", "at least one message is needed")
         self.names = dict(_NAMES)
         gathered = GatheredMessages("user", "messages", self.names)
-        # These are the names of the tools that the conversation has called, by the ids of the calls.
+        # Call id -> name of the tool.
         self._called: dict[str, str] = {}
         if body.system:
             gathered.add(ChatMessage("system", _text(body.system, "system")), "system")
         last = len(body.messages) - 1
         if whole and body.messages[last].role == "user" and body.messages[last].content == []:
             raise refused(f"messages[{last}].content", "the last message of the user is empty")
-        # Earlier turns are told, not judged: a client sends them again with each turn.
+        # Be lenient with earlier turns: a client resends them with each turn.
         earlier = max((n for n, one in enumerate(body.messages) if one.role == "assistant"), default=-1)
         earlier = earlier if whole else last
         for n, message in enumerate(body.messages):
@@ -180,8 +183,7 @@ class _BlockConversation:
         self.names |= read.names
 
     def _converted(self, message: AnthropicMessage, path: str, is_new: bool) -> Iterator[ChatMessage]:
-        """Yields the gateway's messages that one of the client's stands for. Of a message that ``is_new`` every block
-        has to be told."""
+        """Yield the gateway's messages for one of the client's. In a new one, a block without text is an error."""
         role = "system" if message.role == "developer" else message.role
         if role == "tool":
             yield self._answer(message, path)
@@ -220,7 +222,7 @@ class _BlockConversation:
             yield ChatMessage(role, "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts))
 
     def _answer(self, message: AnthropicMessage, path: str) -> ChatMessage:
-        """Returns a tool's result that came as a message, as a chat has it."""
+        """Convert a tool result that came as a message of role "tool"."""
         if message.tool_call_id is None:
             raise refused(f"{path}.tool_call_id", REQUIRED, "missing_required_parameter")
         content = message.content
@@ -235,32 +237,29 @@ class _BlockConversation:
 
 
 def _other_texts(block: OtherBlock, path: str, number: int, role: str, *, is_new: bool = False) -> list[str]:
-    """Returns the text of block ``number`` of the content ``path`` of a ``role``. Raises ApiError for one without text
-    in what the user says that ``is_new``."""
+    """Return the text of block ``number`` of ``path``. Raises ApiError for a new user block without text."""
     text = next(filter(None, map(text_in, (block.text, block.content, block.source, block.tool_name))), "")
     return [text] if text else without_text(block.sent_type, path, number, role, is_image=False, is_new=is_new)
 
 
 def _thoughts(block: ThinkingBlock, path: str) -> str:
-    """Returns the text of a thinking block, which its signature has where the client was not shown it. Raises
-    ApiError."""
+    """Return the text of a thinking block, decoded from its signature if it was omitted. Raises ApiError."""
     try:
         signed = None if block.thinking else signed_thoughts(block.signature)
     except ValueError:
-        raise refused(f"{path}.signature", "it is not as it was sent: send thinking blocks back unchanged") from None
+        raise refused(f"{path}.signature", "the signature was changed; send thinking blocks back unchanged") from None
     if signed is None and block.signature:
         note_ignored(f"{path}.signature")
     return block.thinking or signed or ""
 
 
 def _one_user(messages: Sequence[ChatMessage]) -> ChatMessage:
-    """Joins what a user says in messages that follow each other."""
+    """Join consecutive user messages."""
     return ChatMessage("user", "\n".join(message.content for message in messages))
 
 
 def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
-    """Returns the deepest breakpoint, and the deepest one with the longer time to live. Raises ApiError for too
-    many."""
+    """Return the deepest breakpoint, and the deepest one with the longer TTL. Raises ApiError for too many."""
     chosen: list[Breakpoint] = []
     for marked, cut in reversed(_checked_marks(body)):
         ttl_s = _TTLS_S[marked.ttl]
@@ -271,9 +270,8 @@ def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
 
 
 def _checked_marks(body: CountTokensBody) -> list[tuple[CacheControl, CountTokensBody | None]]:
-    """Returns what :func:`_marks` yields. Raises ApiError for too many breakpoints."""
-    # For each breakpoint the body before it is copied, so no more copies are made than it takes to see that there are
-    # too many.
+    """Return the results of :func:`_marks`. Raises ApiError for too many breakpoints."""
+    # Each breakpoint copies the body before it, so stop at the first one above the limit.
     marks = list(islice(_marks(body), MAX_BREAKPOINTS + 1))
     if len(marks) > MAX_BREAKPOINTS:
         raise refused("cache_control", f"too many breakpoints; at most {MAX_BREAKPOINTS} are possible")
@@ -281,10 +279,9 @@ def _checked_marks(body: CountTokensBody) -> list[tuple[CacheControl, CountToken
 
 
 def _marks(body: CountTokensBody) -> Iterator[tuple[CacheControl, CountTokensBody | None]]:
-    """Yields each cache_control of a body, in the order of the prompt, with the body cut off after it (None where it is
-    the whole body)."""
+    """Yield each cache_control in prompt order, with the body truncated after it, or None for the whole body."""
     replace = msgspec.structs.replace
-    # Something has to follow the instructions, because most templates need a user's message.
+    # Most templates require a user message.
     start = replace(body, messages=[AnthropicMessage("user", ".")])
     for tool in body.tools or ():
         if tool.cache_control is not None:
@@ -318,14 +315,14 @@ def _text(content: str | Sequence[ResultPart], path: str) -> str:
 
 
 def _options(body: CountTokensBody) -> ChatOptions:
-    """Returns the options by which a conversation becomes a prompt."""
+    """Return the template options of a conversation."""
     last, thinks = body.messages[-1], None
     calls = [one for one in last.content if isinstance(one, ToolUseBlock)] or last.tool_calls
     if calls:
-        text = "the answer cannot go on after calls of tools: send their results"
+        text = "an answer cannot be continued after tool calls; send their results"
         raise refused(f"messages[{len(body.messages) - 1}]", text)
     if body.thinking is not None and body.thinking.type != "adaptive":
-        # Each model's template knows one of these two names of a variable, or none.
+        # Templates use one of these two variable names, or neither.
         thinks = body.thinking.type == "enabled"
     effort = None if body.output_config is None else body.output_config.effort
     wanted: list[tuple[str, object, str]] = [(name, thinks, "thinking") for name in ("enable_thinking", "thinking")]

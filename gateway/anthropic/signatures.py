@@ -1,27 +1,25 @@
-"""Writes what an assistant thought into the signature of a thinking block whose text is left out, and reads it back.
+"""Signatures of thinking blocks whose text is omitted: they encode the text.
 
-A client sends a thinking block back as it came. Where the text were lost, the next prompt would not begin with the
-answer that is in the prefix cache, and the model would not know why it called a tool. So the signature holds the text,
-as it does at Anthropic's. The client may have asked for the text just as well, so it is spelled otherwise, not
-encrypted.
+A client sends a thinking block back unchanged. Without its text, the next prompt would not start with the answer in
+the prefix cache, and the model would not see why it called a tool. So, as at Anthropic, the signature contains the
+text. It is encoded, not encrypted: the client could have requested the text.
 """
 
 from __future__ import annotations
 
 import base64
 
-# No signature of Anthropic's begins so, because base64 has no period.
+# Not a prefix of Anthropic's signatures: base64 has no period.
 _MARK = "pillion."
 
 
 def signature_of(thoughts: str) -> str:
-    """Returns the signature that stands for ``thoughts``."""
+    """Encode ``thoughts`` as a signature."""
     return _MARK + base64.b64encode(thoughts.encode()).decode()
 
 
 def signed_thoughts(signature: str) -> str | None:
-    """Returns the thoughts for which a signature stands; None for a signature of another server. Raises ValueError for
-    one that was changed."""
+    """Decode a signature; None for one of another server. Raises ValueError for a modified one."""
     if not signature.startswith(_MARK):
         return None
     return base64.b64decode(signature[len(_MARK) :], validate=True).decode()

@@ -1,4 +1,4 @@
-"""Serves the public gRPC service, in gateway_servicer.py: the check of keys, and converters around the gateway.
+"""Public gRPC service (gateway_servicer.py): checks API keys and converts messages.
 
-Policy never comes in here: it belongs to gateway/gateway.py, which the HTTP API shares.
+Policy is in gateway/gateway.py, which the HTTP API shares.
 """

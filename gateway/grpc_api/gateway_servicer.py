@@ -1,4 +1,4 @@
-"""Serves the public gRPC service: the check of keys, and converters around the gateway. It decides nothing."""
+"""Public gRPC service: checks API keys and converts messages for the gateway. Contains no policy."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from pillion.wire.public import (
 
 M = TypeVar("M", bound=Message)
 
-# A call without a deadline gets a deadline from gRPC that is centuries away.
+# gRPC reports a deadline centuries away for a call without one; anything above this is no deadline.
 MAX_DEADLINE_S = 10 * 365 * 86_400.0
-# Only calls of this service need a key; health and reflection are open to everybody.
+# Health and reflection need no key.
 _NEEDS_KEY = "/pillion.v1.Gateway/"
 _GENERATE = "/pillion.v1.Gateway/Generate"
 _COUNTED = (
@@ -59,15 +59,15 @@ _COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class GrpcCall:
-    """Describes a call of the service that a feature serves: it takes a message and a context and returns the answer. A
-    ``raw`` call gets its message as bytes, and counts the items in them before it reads them."""
+    """A call of the service that a feature implements: a coroutine from message and context to the reply. A ``raw``
+    call gets its message as bytes, to count its items before parsing."""
 
     serve: Callable[[Any, Any], Awaitable[Any]]
     raw: bool = False
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Raises Unauthenticated for a call that needs an API key and has no valid one, before its message is read."""
+    """Interceptor that raises Unauthenticated for a call without a valid API key, before its message is parsed."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -84,8 +84,8 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
 
 class RawGenerate(grpc.aio.ServerInterceptor):
-    """Hands the messages of Generate, and those of ``raw_calls``, on as bytes; their handlers count the items in a
-    message before they read it."""
+    """Interceptor that passes the messages of Generate and of ``raw_calls`` on as bytes: handlers count the items in a
+    message before parsing it."""
 
     def __init__(self, raw_calls: Iterable[str]) -> None:
         self._raw_calls = {f"{_NEEDS_KEY}{name}" for name in raw_calls}
@@ -100,22 +100,27 @@ class RawGenerate(grpc.aio.ServerInterceptor):
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
-    """Serves pillion.v1.Gateway. ``calls`` are those of the service that features serve, by name; ``raw_calls`` are the
-    names of those whose messages come as bytes."""
+    """Implementation of pillion.v1.Gateway.
+
+    Args:
+        calls: calls that features implement, by method name.
+    """
 
     def __init__(self, gateway: Gateway, calls: Mapping[str, GrpcCall]) -> None:
         self._gateway = gateway
         for name, call in calls.items():
             setattr(self, name, self._noting(name, call.serve))
         self.raw_calls = frozenset(name for name, call in calls.items() if call.raw)
-        # This counts open streams: from the call until the last message has been given to the transport.
+        # Open streams: from the call until the last message was passed to the transport.
         self.streams = 0
 
     async def Generate(  # noqa: N802
         self, request: Any, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        """Streams an answer; the call's end, for whatever reason, cancels what is left of the request. The ``request``
-        is a serialized GenerateRequest, as RawGenerate hands it on."""
+        """Stream an answer. However the call ends, the rest of the request is cancelled.
+
+        ``request`` is a serialized GenerateRequest (see RawGenerate).
+        """
         self.streams += 1
         try:
             runner = await self._noting("Generate", self._begin)(request, context)
@@ -123,7 +128,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             try:
                 if runner.admitted.cut:
                     await context.send_initial_metadata(((MAX_TOKENS_HEADER, str(runner.admitted.max_tokens)),))
-                # An answer always has a first delta, or an error takes its place.
+                # The first item is always a delta, or raises.
                 first = delta_to_pb(await anext(runner))
                 if (origin := runner.origin()) is not None:
                     first.origin.CopyFrom(origin_to_pb(origin))
@@ -136,7 +141,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             self.streams -= 1
 
     def _noting(self, name: str, serve: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Returns ``serve``, whose refusals leave a trace."""
+        """Wrap ``serve`` so that its refusals are recorded."""
 
         async def noted(request: Any, context: Any) -> Any:
             try:
@@ -148,7 +153,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         return noted
 
     async def _begin(self, request: bytes, context: Any) -> RequestRunner:
-        """Admits the request of a Generate call."""
         metadata = context.invocation_metadata()
         tenant = self._gateway.tenant_of(header(metadata, "authorization"))
         plan = None
@@ -157,7 +161,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             plan = parse_plan(words)
         generate = await self._gateway.off_loop(tenant, len(request), read_generate, request)
         label = request_label(generate.request_id or header(metadata, "x-request-id"))
-        # The id is sent whatever the call's end is.
+        # Sent however the call ends.
         context.set_trailing_metadata((("x-request-id", label),))
         runner = await self._gateway.generate(
             replace(generate, request_id=label),
@@ -173,19 +177,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def ListModels(  # noqa: N802
         self, request: gateway_pb2.ListModelsRequest, context: Any
     ) -> gateway_pb2.ListModelsResponse:
-        """Returns the models that live workers serve, and their adapters."""
+        """Return the models that live workers serve, and their adapters."""
         tenant = caller(self._gateway, context)
         return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models(tenant)])
 
     async def GetStatus(  # noqa: N802
         self, request: gateway_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GetStatusResponse:
-        """Returns the cluster's components and the gateways' totals."""
+        """Return the cluster's components and the gateways' totals."""
         return status_to_pb(self._gateway.status(caller(self._gateway, context)))
 
 
 def note_refusal(gateway: Gateway, name: str, metadata: Any, error: PillionError) -> None:
-    """Notes that a call of the method ``name`` is answered with an error."""
+    """Record that a call of method ``name`` is answered with an error."""
     tenant = STRANGERS
     with contextlib.suppress(Unauthenticated):
         tenant = gateway.find_tenant(header(metadata, "authorization")).name
@@ -197,13 +201,13 @@ def note_refusal(gateway: Gateway, name: str, metadata: Any, error: PillionError
 
 
 def read_generate(raw: bytes) -> GenerateRequest:
-    """Reads a serialized GenerateRequest. Raises InvalidRequest."""
+    """Parse and convert a serialized GenerateRequest. Raises InvalidRequest."""
     check_generate_message(raw)
     return generate_of(parsed(raw, gateway_pb2.GenerateRequest))
 
 
 def parsed(raw: bytes, kind: type[M]) -> M:
-    """Reads a serialized message. Raises InvalidRequest."""
+    """Parse a serialized message. Raises InvalidRequest."""
     try:
         return kind.FromString(raw)
     except DecodeError as error:
@@ -211,25 +215,25 @@ def parsed(raw: bytes, kind: type[M]) -> M:
 
 
 def generate_of(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
-    """Returns the request that a message asks for. Raises InvalidRequest."""
+    """Convert a message to the gateway's request. Raises InvalidRequest."""
     check_counts({name: len(attrgetter(name)(message)) for name in _COUNTED})
     check_counts({"resume.answers.token_ids": sum(len(one.token_ids) for one in message.resume.answers)})
     return request_from_pb(message)
 
 
 def caller(gateway: Gateway, context: Any) -> Tenant:
-    """Returns the tenant of a call. Raises Unauthenticated."""
+    """Return the tenant of a call. Raises Unauthenticated."""
     return gateway.tenant_of(header(context.invocation_metadata(), "authorization"))
 
 
 def timeout_of(context: Any) -> float | None:
-    """Returns the seconds that a call's client gives it; None for no limit."""
+    """Return the seconds until a call's deadline, None without one."""
     left = context.time_remaining()
     return None if left is None or left > MAX_DEADLINE_S else float(left)
 
 
 def header(metadata: Any, wanted: str) -> str:
-    """Returns the first value of ``wanted`` in a call's metadata, "" where there is none."""
+    """Return the first value of ``wanted`` in a call's metadata, or ""."""
     for name, value in metadata or ():
         if name == wanted:
             return value if isinstance(value, str) else ""

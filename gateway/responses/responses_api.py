@@ -1,6 +1,4 @@
-"""Serves OpenAI's Responses API without storing anything: every call brings its whole conversation, and nothing is
-stored.
-"""
+"""OpenAI's Responses API without storage: every call has its whole conversation."""
 
 from __future__ import annotations
 
@@ -23,22 +21,22 @@ _EXAMPLE = {"model": "demo", "input": "What is the capital of France?", "max_out
 
 
 def responses_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
-    """Returns the page of the Responses API for the table of the HTTP port."""
+    """Return the route of the Responses API."""
     api, tenant_of = ResponsesApi(calls), calls.gateway.tenant_of
     answered = Endpoint("POST", api.responses, tenant_of, ResponsesBody, example=_EXAMPLE, in_batches=True)
     return [Route("/v1/responses", answered)]
 
 
 class ResponsesApi:
-    """Handles the calls of the Responses API; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the
-    handler raises into responses."""
+    """Handlers of the Responses API. :class:`pillion.gateway.http_api.http_call.Endpoint` converts their exceptions to
+    responses."""
 
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
 
     @reads_body
     async def responses(self, call: HttpCall, raw: bytes) -> None:
-        """Answers a conversation with output items: reasoning, messages and calls of functions."""
+        """Generate a conversation's next output items: reasoning, messages and function calls."""
         await self._calls.answer(call, raw, partial(_read, call), self._new_writer)
 
     async def _new_writer(
@@ -52,8 +50,7 @@ class ResponsesApi:
 
 
 def _read(call: HttpCall, raw: bytes, request_id: str) -> ResponsesRequest:
-    """Reads a body. Raises ApiError. An error of a stream ends the response, which is
-    empty until the answer's writer is made."""
+    """Parse a body, and let an error before the first delta end the stream as an empty response. Raises ApiError."""
     asked = responses_request(raw, request_id)
     first = asked.requests[0]
     call.error_event = ResponsesWriter(_head(call, first.model, first.sampling), None, asked).failed

@@ -1,10 +1,9 @@
-"""Writes responses as clients of OpenAI's Responses read them: numbered server-sent events, or one object at the end.
+"""Responses in the format of OpenAI's Responses API: numbered server-sent events, or one object at the end.
 
     created  in_progress  item ...  completed, incomplete or failed
     item: output_item.added  content_part.added  delta ...  done  content_part.done  output_item.done
 
-The fields that stay the same from event to event are encoded once for each item; an event costs the encoding of its
-text.
+Fields that are the same in all events of an item are encoded once; an event costs the encoding of its text.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from pillion.gateway.http_api.output_parts import OutputPart, OutputParts, PartK
 from pillion.gateway.responses.responses_requests import ResponsesRequest
 from pillion.types import Delta, FinishReason, TokenLogprob, Usage
 
-# For each kind of part this has the beginning of its item's id, and the kind of the events of its text.
+# Part kind -> prefix of its item's id; part kind -> event type of its text.
 _PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
 _KINDS = {
     PartKind.REASONING: "response.reasoning_text",
     PartKind.TEXT: "response.output_text",
     PartKind.CALL: "response.function_call_arguments",
 }
-# A failed response has one of these codes, by the error's own code; OpenAI's clients know no others that fit.
+# Code of an error -> code of a failed response; OpenAI's clients have no others that fit.
 _CODES = {
     "context_length_exceeded": "context_length_exceeded",
     "rate_limit_exceeded": "rate_limit_exceeded",
@@ -41,11 +40,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponsesWriter(AnswerWriter):
-    """Writes the response to one call of /v1/responses.
+    """Writer of the response to one call of /v1/responses.
 
     Args:
         head: the response's fields "id", "created_at", "model" and "system_fingerprint", and those of sampling.
-        tokens: texts of the model's tokens, for log probabilities; None for a response that has no text.
+        tokens: texts of the model's tokens, for log probabilities; None for a response without text.
         asked: the call.
     """
 
@@ -57,16 +56,16 @@ class ResponsesWriter(AnswerWriter):
         self._parts = OutputParts()
         self._custom = CustomCalls(asked.custom)
         self._spaced = asked.spaced
-        # This is the number of the response's next event.
+        # Sequence number of the next event.
         self._number = 0
-        # In an event, these bytes stand before and after the text of the item that grows.
+        # Bytes of a delta event before and after the text, for the current item.
         self._front = self._back = b""
         self._finish_reason: FinishReason | None = None
-        # These are the log probabilities of tokens whose text has not come yet.
+        # Log probabilities of tokens whose text is pending.
         self._held: list[TokenLogprob] = []
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """Returns the deltas as events of output items, the first ones after those of the response's begin."""
+        """Return deltas as events of output items, preceded by the start of the response."""
         written = self._begin()
         for _, delta in batch:
             if not self._shows and self._parts.further_text(delta):
@@ -76,20 +75,20 @@ class ResponsesWriter(AnswerWriter):
         return b"".join(written)
 
     def last_events(self, usage: Usage) -> bytes:
-        """Returns the events that end the last item and the response."""
+        """Return the events that end the last item and the response."""
         ended = [*self._item_done(self._parts.all[-1])] if self._parts.all else []
         status = self._status()
         return b"".join([*ended, self._event(f"response.{status}", {"response": self._response(status, usage)})])
 
     def failed(self, error: bytes) -> bytes:
-        """Returns the response as a failed one, with what there is of it."""
+        """Return the events of a failed response, with the items so far."""
         said = msgspec.json.decode(error)["error"]
         code = _CODES.get(said["code"], "server_error")
         response = self._response("failed", None) | {"error": {"code": code, "message": said["message"]}}
         return b"".join([*self._begin(), self._event("response.failed", {"response": response})])
 
     def keep(self, prompt: int, delta: Delta) -> None:
-        """Collects a delta of the answer for :meth:`whole`."""
+        """Collect a delta for :meth:`whole`."""
         for part, text, _ in self._parts.take(self._custom.read(delta)):
             self.size_bytes += len(text)
             self._add_logprobs(part, delta)
@@ -98,11 +97,11 @@ class ResponsesWriter(AnswerWriter):
         self._last_logprobs()
 
     def whole(self, usage: Usage) -> bytes:
-        """Returns the whole response, for a client that asked for no stream."""
+        """Return the whole response, for a call without streaming."""
         return _encode(self._response(self._status(), usage))
 
     def _begin(self) -> list[bytes]:
-        """Returns the events of the response's begin, unless they have been written."""
+        """Return the events of the response's start, once."""
         if self._number:
             return []
         begun = self._response("in_progress", None)
@@ -127,8 +126,7 @@ class ResponsesWriter(AnswerWriter):
             yield self._event("response.output_text.delta", fields)
 
     def _add_logprobs(self, part: OutputPart, delta: Delta) -> list[TokenLogprob]:
-        """Adds the log probabilities of a delta with text to that text, with those of tokens before it that brought no
-        text."""
+        """Add a delta's log probabilities, and those of preceding tokens without text, to a text part."""
         if not self._shows or part.kind is not PartKind.TEXT:
             return []
         logprobs = [*self._held, *delta.logprobs]
@@ -136,8 +134,7 @@ class ResponsesWriter(AnswerWriter):
         return logprobs
 
     def _last_logprobs(self) -> list[TokenLogprob]:
-        """Adds, at an answer's end, the log probabilities of the tokens that brought no text, such as the one that ends
-        it. They belong to the text before them, whether they came in its delta or in one of their own."""
+        """At the end, add the log probabilities of tokens without text, e.g. EOS, to the text before them."""
         held = self._held
         if self._finish_reason is None or not held or not self._parts.all:
             return []
@@ -195,7 +192,7 @@ class ResponsesWriter(AnswerWriter):
         return "incomplete" if self._finish_reason is FinishReason.LENGTH else "completed"
 
     def _item_status(self, part: OutputPart, status: str) -> str:
-        """Returns the status of an item of a response with ``status``: only the last item can be incomplete."""
+        """Return the status of an item; only the last one can be incomplete."""
         return "incomplete" if status != "completed" and part is self._parts.all[-1] else "completed"
 
     def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
@@ -218,7 +215,7 @@ class ResponsesWriter(AnswerWriter):
         }
 
     def _place(self, part: OutputPart) -> dict[str, Any]:
-        """Returns the fields that say to which part of the response the text of an item belongs."""
+        """Return the fields that locate the text of an item in the response."""
         place = {"item_id": self._item_id(part), "output_index": part.index}
         return place if part.kind is PartKind.CALL else {**place, "content_index": 0}
 
@@ -258,7 +255,7 @@ class ResponsesWriter(AnswerWriter):
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Returns a call's usage under the names of OpenAI's Responses."""
+    """Return the usage in the fields of OpenAI's Responses."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {**cached_fields(usage), "cache_write_tokens": 0},

@@ -1,7 +1,7 @@
-"""Defines the fields of POST /v1/responses; a field's type says what becomes of it (openai_fields.py).
+"""Fields of POST /v1/responses. A field's type decides how it is handled (openai_fields.py).
 
-The number of strings in a body bounds how many objects are made of it, as in Anthropic's requests, and JSON that is
-passed on is not parsed.
+As in Anthropic's requests, the number of strings in a body bounds the number of objects, and JSON that is passed on is
+not parsed.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from pillion.gateway.http_api.tool_fields import ToolBody, ToolChoice
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds an item of the conversation; items of an earlier response may be sent back as they were received.
+    """An item of the conversation; items of an earlier response may be sent back unchanged.
 
     Attributes:
         type: "message" (the default) has role and content, "function_call" has call_id, name and arguments,
             "function_call_output" has call_id and output, "custom_tool_call" has call_id, name and input,
-            "custom_tool_call_output" has call_id and output, "reasoning" has content or a summary. An item of any other
-            type is told by its text, or left out.
-        role: "user", "system", "developer" or "assistant"; "tool" with a tool_call_id is a result, as a chat has it.
-        content: a text, or parts that are joined by line ends.
-        call_id: the id that joins a call and its result.
-        tool_calls, tool_call_id: an assistant's calls, and the one that is answered, as a chat has them.
+            "custom_tool_call_output" has call_id and output, "reasoning" has content or a summary. Of an item of any
+            other type the model reads its text; without text it is dropped.
+        role: "user", "system", "developer" or "assistant"; "tool" with a tool_call_id is a result, as in chat
+            completions.
+        content: a text, or parts that are joined by newlines.
+        call_id: the id that links a call and its result.
+        tool_calls, tool_call_id: an assistant's calls, and the call of a result, as in chat completions.
         name: the tool's name.
         namespace: the name of the tool's namespace.
-        arguments: a JSON object, as text. What is no object, as of a call that was cut short, is the model's to read.
-        input: the text that a custom tool was called with.
-        output: what the tool gave back.
-        summary: parts of reasoning, read where it has no content.
-        id, status, phase, caller: what an earlier answer said of the item.
-        encrypted_content: reasoning that only OpenAI can read.
+        arguments: a JSON object, as text. Anything else, e.g. of a truncated call, is passed to the model as it is.
+        input: the input of a custom tool's call.
+        output: the tool's result.
+        summary: parts of reasoning, read if it has no content.
+        id, status, phase, caller: metadata of an earlier answer.
+        encrypted_content: reasoning that only OpenAI can decrypt.
     """
 
     type: str = "message"
@@ -57,19 +58,19 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     caller: Ignored[Raw] = Raw()
 
     def __post_init__(self) -> None:
-        # The role is checked at once, so that every item has a string, and their number is bounded: megabytes of {}
-        # would be millions of items.
+        # Checked while parsing so that every item has a string, which bounds their number: megabytes of {} would be
+        # millions of items.
         if self.type == "message" and self.role is None:
             raise ValueError("Object missing required field `role`")
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """Sets options of reasoning.
+    """Options of reasoning.
 
     Attributes:
         effort: the variable reasoning_effort of the model's chat template.
         summary, generate_summary: reasoning items always have their whole text, and no summary.
-        context, mode: the model reads of earlier reasoning what its template shows.
+        context, mode: the model's template decides which earlier reasoning is in the prompt.
     """
 
     effort: ReasoningEffort | None = None
@@ -80,39 +81,38 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/responses; SamplingParams describes the fields of sampling.
+    """Body of POST /v1/responses; SamplingParams describes the sampling fields.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
+        model: name of the served model; may be omitted if only one is served.
         input: a text, or the items of a conversation.
         instructions: a system message before the conversation.
-        max_output_tokens: most tokens to generate, reasoning included; default: what the context has left.
-        tools: the functions and custom tools that the model may call, alone or in namespaces.
-        tool_choice: "auto" (the default where there are tools), "none", "required", the tool to call, or the tools that
-            may be called.
+        max_output_tokens: max tokens to generate, reasoning included; default: the rest of the context.
+        tools: functions and custom tools that the model may call, possibly in namespaces.
+        tool_choice: "auto" (the default with tools), "none", "required", the tool to call, or the allowed tools.
         parallel_tool_calls: whether one answer may have several calls; default true.
         reasoning: options of reasoning.
-        include: "message.output_text.logprobs" asks for log probabilities; what asks for more of reasoning, which
-            always has its text, or of items of OpenAI's own tools, has no effect.
-        top_logprobs: number of alternatives that are reported with each token, where log probabilities are asked for.
-        stream: whether the answer is sent as server-sent events while it grows.
-        stream_options: nothing is added to the events of that stream.
+        include: "message.output_text.logprobs" requests log probabilities; requests for reasoning, which always has its
+            text, or for items of OpenAI's own tools have no effect.
+        top_logprobs: number of alternatives per token, if log probabilities are requested.
+        stream: whether to send the answer as server-sent events while it is generated.
+        stream_options: the stream's events have no options.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         truncation: a conversation that is too long is refused, also with "auto".
-        metadata: labels, at most 16 of 64 and 512 characters; they come back with the response.
-        user, safety_identifier: labels of at most 512 characters; they come back with the response.
+        metadata: labels, at most 16 of 64 and 512 characters; returned with the response.
+        user, safety_identifier: labels of at most 512 characters; returned with the response.
         prompt_cache_key: prefixes are found by their tokens, wherever they were computed; cache_salt separates them.
-        prompt_cache_retention, prompt_cache_options: prefixes stay as long as there is room for them.
-        client_metadata: what Codex says of itself, its turn and its window.
-        context_management: nothing is left out of a conversation; one that is too long is refused.
-        max_tool_calls: it bounds the calls of tools that a server runs, of which there are none.
+        prompt_cache_retention, prompt_cache_options: prefixes are cached until they are evicted.
+        client_metadata: Codex's data about itself, its turn and its window.
+        context_management: a conversation is never shortened; one that is too long is refused.
+        max_tool_calls: bounds server-side tool calls, of which there are none.
         service_tier: all requests are of one tier; see priority.
         store: nothing is stored.
-        access_programs, moderation: nothing that a user or a model says is judged.
+        access_programs, moderation: texts of users and models are not moderated.
         image: no answer has images.
-        functions, function_call: refused; tools and tool_choice have replaced them.
+        functions, function_call: refused; use tools and tool_choice.
         background, conversation, previous_response_id, prompt: refused, because nothing is stored.
-        priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
+        priority: smaller is more urgent, from -100 to 100; default 0. Below 0 needs a permission of the tenant.
         cache_salt: only requests with the same salt share cached prefixes.
     """
 
@@ -153,5 +153,5 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
     background: Raw = Raw()
     conversation: Raw = Raw()
     previous_response_id: Raw = Raw()
-    # A body of another API has a field "prompt" that is read.
+    # "prompt" is a field with a meaning in another API's body.
     stored_prompt: Raw = msgspec.field(name="prompt", default=Raw())

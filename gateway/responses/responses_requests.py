@@ -1,6 +1,6 @@
-"""Turns the bodies of POST /v1/responses into requests of the gateway.
+"""Conversion of the bodies of POST /v1/responses to requests of the gateway.
 
-Items of the assistant that follow each other, reasoning, text and calls, are one message of the conversation.
+Consecutive items of the assistant (reasoning, text and calls) become one message of the conversation.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from pillion.types import (
     ToolCall,
 )
 
-# What the model reads before the result of a call of which only the id came.
+# Text for the model before the result of a call that was sent by id only.
 LOST_CALL = "[This is the result of a call of a tool that is not part of this conversation.]"
 LOGPROBS = "message.output_text.logprobs"
-# The reasoning of an answer has no summary, whichever of these is asked for.
+# Values of "summary" that are echoed although no answer has a summary.
 _SUMMARIES = ("auto", "concise", "detailed")
 _NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -56,13 +56,13 @@ _NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(AskedCall):
-    """Holds a parsed call of the Responses API.
+    """A parsed call of the Responses API.
 
     Attributes:
-        logprobs: whether log probabilities are shown.
-        echoed: the fields of the request that come back with the response, as JSON has them.
-        custom: the names of the custom tools, as the model has them.
-        spaced: the namespaces of tools and their names there, by the names that the model has.
+        logprobs: whether log probabilities are returned.
+        echoed: request fields that the response repeats, encoded.
+        custom: names of the custom tools, as the model has them.
+        spaced: the model's name of a tool -> its namespace and its name there.
     """
 
     logprobs: bool
@@ -72,7 +72,7 @@ class ResponsesRequest(AskedCall):
 
 
 def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
-    """Reads the body of POST /v1/responses. Raises ApiError."""
+    """Parse the body of POST /v1/responses. Raises ApiError."""
     body = parse(raw, ResponsesBody)
     reasoning = body.reasoning or ReasoningConfig()
     logprobs = LOGPROBS in (body.include or ())
@@ -115,7 +115,7 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
 
 
 def _messages(body: ResponsesBody, names: dict[str, str]) -> tuple[ChatMessage, ...]:
-    """Returns the conversation. The client's names of its messages are added to ``names``. Raises ApiError."""
+    """Return the conversation, and add the client's names of its messages to ``names``. Raises ApiError."""
     conversation = _ItemConversation(names)
     if body.instructions:
         conversation.gathered.add(ChatMessage("system", body.instructions), "instructions")
@@ -124,29 +124,29 @@ def _messages(body: ResponsesBody, names: dict[str, str]) -> tuple[ChatMessage, 
     elif not body.input:
         raise refused("input", "at least one item is needed")
     else:
-        # Earlier turns are told, not judged: a client sends them again with each turn.
+        # Be lenient with earlier turns: a client resends them with each turn.
         last = len(body.input) - 1
         earlier = next((n for n in range(last, -1, -1) if body.input[n].role in (None, "assistant")), -1)
         for n, item in enumerate(body.input):
             conversation.add_item(item, f"input[{n}]", is_new=n > earlier)
     messages = conversation.gathered.joined(_one_turn)
     if not messages:
-        raise refused("input", "at least one item with a text is needed; nothing is stored here that it may refer to")
+        raise refused("input", "at least one item with text is needed; nothing is stored that an item could refer to")
     return messages
 
 
 class _ItemConversation:
-    """Makes messages of a conversation's items."""
+    """Conversion of items to messages."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self.gathered = GatheredMessages("assistant", "input", names)
-        # These are the names of the functions that were called, by the ids of calls.
+        # Call id -> name of the function.
         self._called: dict[str, str] = {}
-        # Whether an item was left out of which only its id came.
+        # Whether an item sent by id only was dropped.
         self._has_references = False
 
     def add_item(self, item: InputItem, path: str, is_new: bool) -> None:
-        """Adds one item of the conversation. Every part of one that ``is_new`` has to be told. Raises ApiError."""
+        """Add an item of the conversation. In a new one, a part without text is an error. Raises ApiError."""
         if item.type == "message":
             self._add_message(item, path, is_new)
         elif item.type in ("function_call", "custom_tool_call"):
@@ -161,16 +161,16 @@ class _ItemConversation:
             call_id = _needed(item.call_id, f"{path}.call_id")
             text = _content(item.output, f"{path}.output", "tool").text
             if self._has_references and call_id not in self._called:
-                # Nothing is stored here, so the call that was referred to is lost.
+                # The call was sent by id only, and nothing is stored.
                 self.gathered.add(ChatMessage("user", f"{LOST_CALL}\n{text}"), path)
                 return
             self.gathered.add(ChatMessage("tool", text, tool_call_id=call_id, name=self._called.get(call_id, "")), path)
         elif item.type == "reasoning":
-            # A reasoning item that another server has encrypted says nothing here.
+            # Reasoning encrypted by another server has no text.
             if text := text_in(item.content) or text_in(item.summary):
                 self.gathered.add(ChatMessage("assistant", "", reasoning=text), path)
         elif text := text_in(item.content) or text_in(item.output) or text_in(item.summary):
-            # The result of a call that the model is not told of is no result of its own.
+            # The model did not see this call, so its result is not a tool message.
             role = item.role or ("user" if item.type.endswith("_output") else "assistant")
             self.gathered.add(ChatMessage("system" if role == "developer" else role, text), path)
         else:
@@ -197,7 +197,7 @@ class _ItemConversation:
 
 
 def _one_turn(messages: Sequence[ChatMessage]) -> ChatMessage:
-    """Joins what the assistant says in items that follow each other."""
+    """Join consecutive messages of the assistant."""
     return ChatMessage(
         "assistant",
         "\n".join(message.content for message in messages if message.content),
@@ -213,14 +213,16 @@ def _needed(value: Any, path: str) -> Any:
 
 
 def _content(raw: Raw, path: str, role: str, is_new: bool = False) -> ReadContent:
-    """Reads what an item of a ``role`` says. Raises ApiError."""
+    """Parse the content of an item of a ``role``. Raises ApiError."""
     content: str | list[ContentPart] = parse_field(raw, str | list[ContentPart], path) if given(raw) else ""
     return read_content(content, role, path, is_new=is_new, shown=("input_image",))
 
 
 def _echoed(body: ResponsesBody, structured: StructuredOutputs | None) -> dict[str, Raw]:
-    """Returns what a response repeats of its request, with OpenAI's defaults, except for the sampling values. The
-    fields are encoded here, once, because a stream repeats them three times."""
+    """Return the request fields that the response repeats, with OpenAI's defaults, except for sampling.
+
+    Encoded once, because a stream repeats them three times.
+    """
     reasoning = body.reasoning or ReasoningConfig()
     echoed = {
         "instructions": body.instructions,
@@ -244,8 +246,7 @@ def _echoed(body: ResponsesBody, structured: StructuredOutputs | None) -> dict[s
 
 
 def _echoed_format(body: ResponsesBody, structured: StructuredOutputs | None) -> Any:
-    """Returns the format of an answer as a response repeats it: OpenAI's as it came, another as OpenAI would have
-    it."""
+    """Return the answer's format as the response repeats it: OpenAI's unchanged, another converted to OpenAI's."""
     sent = body.text.format if body.text is not None else Raw()
     if structured is None:
         return {"type": "text"}

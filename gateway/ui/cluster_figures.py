@@ -1,7 +1,7 @@
-"""Computes rates, shares and quantiles of what happened between two readings of a cluster, for the live picture.
+"""Rates, shares and quantiles between two readings of a cluster, for the live picture.
 
 A reading has the cluster's status and the metrics of the gateway that shows the picture. Sans-IO (I9). A figure that
-neither reports is None, never zero: the page shows a dash for it.
+was not reported is None, never zero: the page shows a dash.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pillion.observability.metrics import Distribution, Labels, Metric, Values
 from pillion.types import ClusterStatus, ComponentStatus
 
 USES = ("decode", "tail", "prefill", "speculative", "idle")
-# Grammars left no choice of the tokens with this use; they are shown with the speculative ones.
+# Tokens that a grammar left no choice for; shown with the speculative ones.
 FORCED = "forced"
 SOURCES = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
-# The rates of a gateway's flow, and the quantiles of its latencies.
+# Keys of :func:`flow`.
 FLOW = ("generated", "prompt", "cached", "sources", "requests", "refused", "first_token", "between_tokens")
 ANSWERED = ("stop", "length")
 CANCELLED = "cancelled"
-# A component without a heartbeat for this long is late; seconds later its record is gone from the registry.
+# Heartbeat age at which a component is late; seconds later its record expires from the registry.
 LATE_MS = 3000
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterReading:
-    """Holds the state of the cluster at one moment.
+    """State of the cluster at one moment.
 
     Attributes:
-        at_s: the time, on a clock that only goes forward.
+        at_s: time on a monotonic clock.
         metrics: the gateway's own metrics.
     """
 
@@ -42,19 +42,18 @@ class ClusterReading:
     metrics: Values
 
     def gauge(self, metric: Metric, *labels: str) -> float | None:
-        """Returns the value of one of the gateway's gauges; None where it has none."""
+        """Return the value of one of the gateway's gauges, or None."""
         value = self.metrics.get(metric, {}).get(labels)
         return value if isinstance(value, int | float) else None
 
 
 def fenced_by(status: ClusterStatus) -> dict[str, str]:
-    """Returns the components that KV nodes have fenced, each with its node."""
+    """Return the components that KV nodes have fenced: component id -> node id."""
     return {name: node.component_id for node in status.components for name in node.fenced_components}
 
 
 def all_components(status: ClusterStatus) -> tuple[ComponentStatus, ...]:
-    """Returns the components of the registry, and after them, without a role, those whose record has expired there and
-    which only the node that fenced them still knows."""
+    """Return the registry's components, then, without a role, fenced ones whose record has expired there."""
     known = {one.component_id for one in status.components}
     gone = [
         ComponentStatus(component_id=name, role="", node_id=node)
@@ -65,7 +64,7 @@ def all_components(status: ClusterStatus) -> tuple[ComponentStatus, ...]:
 
 
 def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok", "late", "fenced", "down"]:
-    """Returns a component's state, given the ids of all components that are fenced."""
+    """Return a component's state. ``fenced`` has the ids of all fenced components."""
     if component.trouble:
         return "down"
     if component.component_id in fenced:
@@ -74,9 +73,10 @@ def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok"
 
 
 def steps(before: ClusterReading | None, now: ClusterReading, component_id: str) -> dict[str, Any] | None:
-    """Describes a worker's steps by two of its heartbeats: how many a second, their mean duration, the share of the
-    time in which one ran, and the shares of their budgets by each of USES. Returns None where the heartbeats do not
-    report steps, or where the process was started between them."""
+    """Return steps per second, their mean duration, the busy share of the time, and each of USES' share of the budget.
+
+    Computed from two heartbeats of a worker. None if they report no steps, or if the process restarted in between.
+    """
     if before is None or (seconds := now.at_s - before.at_s) <= 0:
         return None
     first, second = (
@@ -91,7 +91,7 @@ def steps(before: ClusterReading | None, now: ClusterReading, component_id: str)
     if min(count, *grown.values()) < 0:
         return None
     total, total_s = sum(grown.values()), (second.steps_ms - first.steps_ms) / 1000
-    # Speculative and forced tokens both come beside the one token that each decode gets.
+    # Both come in addition to the one token that each decode gets.
     grown["speculative"] += grown.pop(FORCED)
     return {
         "per_second": count / seconds,
@@ -102,9 +102,11 @@ def steps(before: ClusterReading | None, now: ClusterReading, component_id: str)
 
 
 def flow(before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
-    """Returns the gateway's rates per second between two readings, by the names of FLOW: tokens, prompt tokens by each
-    of SOURCES, requests that ended by "answered", "cancelled" and "failed", and those that were refused by reason. They
-    are None where nothing was read before."""
+    """Return the gateway's rates per second between two readings, by the names of FLOW.
+
+    Prompt tokens are split by SOURCES, finished requests into "answered", "cancelled" and "failed", refused ones by
+    reason. All are None without an earlier reading.
+    """
     if before is None or (seconds := now.at_s - before.at_s) <= 0:
         return dict.fromkeys(FLOW)
 
@@ -115,7 +117,7 @@ def flow(before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
         return found
 
     sources = dict.fromkeys(SOURCES, 0.0) | rates(names.PROMPT_TOKENS, lambda labels: labels[1])
-    # The rates are added up because a difference of rates may be a little below zero, and would be shown as -0 %.
+    # Summed rather than subtracted: a difference may be slightly negative and would be shown as -0 %.
     cached = sum(rate for source, rate in sources.items() if source not in ("prefill", "tail"))
     return {
         "generated": sum(rates(names.GENERATED_TOKENS, str).values()),
@@ -130,9 +132,9 @@ def flow(before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
 
 
 def quantile(found: Distribution, share: float) -> float:
-    """Returns a histogram's quantile at ``share``, as Prometheus's histogram_quantile computes it.
+    """Return a histogram's quantile at ``share``, computed as by Prometheus's histogram_quantile.
 
-    It is linear within a bucket, infinite beyond the last bound, and 0 for an empty histogram.
+    Linear within a bucket, infinite beyond the last bound, 0 for an empty histogram.
     """
     rank, below = share * found.count, 0
     for number, count in enumerate(found.counts):
@@ -146,8 +148,7 @@ def quantile(found: Distribution, share: float) -> float:
 
 
 def _grown(before: ClusterReading, now: ClusterReading, metric: Metric) -> Iterator[tuple[Labels, float]]:
-    """Yields how much each of a counter's cells grew. A cell that is smaller than before was counted from zero
-    again."""
+    """Yield the growth of each of a counter's cells. A cell that shrank was reset to zero in between."""
     firsts = before.metrics.get(metric, {})
     for labels, value in now.metrics.get(metric, {}).items():
         first = firsts.get(labels, 0.0)
@@ -155,7 +156,7 @@ def _grown(before: ClusterReading, now: ClusterReading, metric: Metric) -> Itera
 
 
 def _quantiles(before: ClusterReading, now: ClusterReading, metric: Metric) -> dict[str, float | None] | None:
-    """Returns quantiles of a histogram's change, for JSON, which has no infinity: one beyond the last bound is None."""
+    """Return quantiles of a histogram's change, None for one beyond the last bound (JSON has no infinity)."""
     counts = [0] * (len(metric.bounds) + 1)
     for reading, apply in ((now, operator.add), (before, operator.sub)):
         for cell in reading.metrics.get(metric, {}).values():

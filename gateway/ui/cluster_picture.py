@@ -1,9 +1,9 @@
-"""Makes the live picture: figures of heartbeats and of the gateway's own metrics.
+"""Live picture of the cluster, from heartbeats and the gateway's own metrics.
 
     every poll:  status, own metrics --> ClusterReading --> figures over some seconds --> JSON
 
-Sans-IO (I9). Components' steps and pools come with their heartbeats, so no metrics page of theirs is needed. A figure
-that nobody reports is None, never zero.
+Sans-IO (I9). Steps and pools of components come with their heartbeats, so their metrics pages are not read. A figure
+that was not reported is None, never zero.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Values
 from pillion.types import WORKERS, ClusterStatus, ComponentStatus
 
-# Rates are taken over this time, or over a little more where a poll was late.
+# Time over which rates are computed; slightly more after a late poll.
 WINDOW_S = 5.0
-# No rates are computed from an older reading than this, as after a pause of all viewers, because a mean over minutes
-# would look like one over seconds.
+# Max age of the reading that rates start from. After a pause of all viewers a mean over minutes would look like one
+# over seconds.
 OLDEST_S = 2 * WINDOW_S
-# Viewers who ask within this time get the same picture, so more viewers cost the gateway no more.
+# Time for which a picture is reused, so that more viewers cost the gateway nothing.
 REFRESH_S = 0.5
 
 
 class ClusterPicture:
-    """Makes the picture that all viewers of one gateway process share. The class is not thread-safe.
+    """Picture that all viewers of one gateway process share. Not thread-safe.
 
     Args:
         component_id: the gateway's own id.
@@ -34,18 +34,19 @@ class ClusterPicture:
 
     def __init__(self, component_id: str) -> None:
         self._component_id = component_id
-        # These are the readings within WINDOW_S before the newest, the oldest first, or else the one before it.
+        # Readings of the last WINDOW_S, oldest first, or else the newest one before it.
         self._readings: list[ClusterReading] = []
         self._picture: dict[str, Any] = {}
 
     def at(self, now_s: float, status: Callable[[], ClusterStatus], metrics: Callable[[], Values]) -> dict[str, Any]:
-        """Returns the picture at ``now_s`` (monotonic seconds), or the last one where that is hardly older. ``status``
-        and ``metrics`` are called where a new reading is taken."""
+        """Return the picture at ``now_s`` (monotonic seconds), or the last one if it is younger than REFRESH_S.
+
+        ``status`` and ``metrics`` are called for a new reading only.
+        """
         if self._readings and now_s - self._readings[-1].at_s < REFRESH_S:
             return self._picture
         now = ClusterReading(now_s, status(), metrics())
         before = [old for old in self._readings if now_s - old.at_s <= WINDOW_S]
-        # Where nothing was read within the window, a reading that is a little older is still good for rates.
         before = before or [old for old in self._readings[-1:] if now_s - old.at_s <= OLDEST_S]
         self._readings = [*before, now]
         self._picture = self._drawn(before[0] if before else None, now)
@@ -68,7 +69,7 @@ class ClusterPicture:
 
 
 def _component(one: ComponentStatus, fenced: Container[str], found: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns a component as the picture shows it; ``steps`` and ``pool`` only where it has them."""
+    """Return a component as JSON; ``steps`` for workers and ``pool`` for KV nodes only."""
     shown: dict[str, Any] = {
         "component_id": one.component_id,
         "role": one.role,
@@ -85,7 +86,7 @@ def _component(one: ComponentStatus, fenced: Container[str], found: dict[str, An
         shown |= {"queued_tokens": one.queued_tokens, "free_seqs": one.free_seqs, "kernels": one.kernels}
         shown |= {"adapters": len(one.adapters), "ranks": one.tensor_parallel_size, "steps": found}
     if one.role == "kvnode":
-        # Pinned blocks are committed ones; the picture shows them once, as pinned.
+        # Pinned blocks are committed ones; show them once.
         pinned = min(one.pinned_blocks, one.committed_blocks)
         shown["pool"] = {
             "total": one.total_blocks,

@@ -1,8 +1,8 @@
-"""Handles the page for people (--ui): its files, which are open, and what operators may see: the live picture, and the
-stories of recorded requests.
+"""Handlers of the web page (--ui): its files, which need no key, and for operators the live picture and the
+explanations of recorded requests.
 
-The page holds no data and no key. What it may do is bounded by its policy: it runs this port's scripts alone, asks this
-port alone, is framed by nobody, sends no form and writes no HTML from text (Trusted Types).
+The page contains no data and no key. Its content security policy restricts it: it runs only this port's scripts, calls
+only this port, cannot be framed, submits no form and writes no HTML from text (Trusted Types).
 """
 
 from __future__ import annotations
@@ -53,15 +53,13 @@ HEADERS = [
 ]
 
 
-# The page tells of so many of the newest bundles, and of none that is larger. All that it is told has at most so many
-# bytes.
+# Number of newest bundles that the page explains, the max size of each, and the max size of all explanations.
 NEWEST_STORIES = 20
 MAX_TOLD_BUNDLE_BYTES, MAX_STORIES_BYTES = 2**18, 2**20
 
 
 def read_files() -> dict[str, tuple[bytes, bytes]]:
-    """Returns the bytes and content types of all files of the page for people by name, some 180 KB, which a gateway
-    keeps in memory."""
+    """Return name -> (bytes, content type) of the page's files, about 180 KB, which the gateway keeps in memory."""
     return {
         path.name: (path.read_bytes(), TYPES[path.suffix] + b"; charset=utf-8")
         for path in sorted(FOLDER.iterdir())
@@ -70,14 +68,16 @@ def read_files() -> dict[str, tuple[bytes, bytes]]:
 
 
 def newest_stories(path: str, key_file: str, redis_url: str = "") -> bytes:
-    """Returns the stories of the newest bundles at a --record-path as JSON, the newest first. It blocks. Raises
-    ConfigError, and Unavailable where Redis does not answer."""
+    """Return the explanations of the newest bundles at a --record-path as JSON, newest first. Blocks.
+
+    Raises ConfigError, and Unavailable if Redis does not answer.
+    """
     stories: list[bytes] = []
     with open_records(path, redis_url) as records:
         for bundle_id, size_bytes in itertools.islice(records.listed(), NEWEST_STORIES):
             try:
                 if size_bytes > MAX_TOLD_BUNDLE_BYTES:
-                    raise ConfigError("This bundle is too large for this page, but not for pillion explain.")
+                    raise ConfigError("This bundle is too large for this page; use pillion explain.")
                 story = explained(*decode(records.read(bundle_id), bundle_id, key_at(path, key_file)))
             except ConfigError as error:
                 story = {"title": bundle_id, "phases": [], "sentences": [error.message]}
@@ -89,7 +89,7 @@ def newest_stories(path: str, key_file: str, redis_url: str = "") -> bytes:
 
 
 def ui_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
-    """Returns the page's rows for the table of the HTTP port, with --ui. Its files need no key."""
+    """Return the page's routes if --ui is set, else none."""
     if not flags.ui:
         return []
     ui = UiApi(calls.gateway, flags)
@@ -103,7 +103,7 @@ def ui_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
 
 
 class UiApi:
-    """Serves the page for people of one gateway. Its files are read when this object is made."""
+    """Handlers of one gateway's web page. Its files are read at construction."""
 
     def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
@@ -113,17 +113,17 @@ class UiApi:
         self._files = read_files()
 
     async def page(self, call: HttpCall) -> None:
-        """Shows a page for people: chat, and a live picture of the cluster. The page itself holds no data."""
+        """Show the web page: chat, and a live picture of the cluster. The page itself contains no data."""
         await self._send(call, PAGE)
 
     async def file(self, call: HttpCall) -> None:
-        """Gives a style sheet or a script of the page for people."""
+        """Return a style sheet or a script of the web page."""
         await self._send(call, str(call.parameters["name"]))
 
     async def cluster(self, call: HttpCall) -> None:
-        """Gives operators what the live picture shows: parts, steps' budgets, pools, queues and hits, with rates over
-        some seconds where it was read that shortly before."""
-        # Each viewer is checked, even where another viewer's poll has made the picture.
+        """Return the live picture for operators: components, step budgets, pools, queues and hits, with rates over a
+        few seconds if it was read that recently."""
+        # Check each viewer, even for a picture that is reused.
         self._gateway.operators_only(call.tenant)
         picture = self._picture.at(
             time.monotonic(),
@@ -133,10 +133,10 @@ class UiApi:
         await call.answer(200, msgspec.json.encode(picture), HEADERS)
 
     async def records(self, call: HttpCall) -> None:
-        """Gives operators the stories of the newest recorded requests, without texts, as `pillion explain` tells
-        them."""
+        """Return the explanations of the newest recorded requests for operators, without texts, as `pillion explain`
+        prints them."""
         self._gateway.operators_only(call.tenant)
-        # The folder may be large, and one look at it at a time is enough.
+        # One scan at a time: the folder may be large.
         try:
             async with self._reading:
                 body = await asyncio.to_thread(newest_stories, *self._records)
