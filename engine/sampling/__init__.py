@@ -1,4 +1,4 @@
-"""Chooses tokens on the CPU, as a pure function of (logits, history, seed, position) (I6).
+"""Choice of tokens on the CPU: a pure function of (logits, history, seed, position) (I6).
 
     sampler.py         the stages of a row of logits, from its bias and penalties to the chosen token
     masks.py           what grammars and requests allow
@@ -9,6 +9,6 @@
     logprobs.py        log probabilities of chosen and most likely tokens
     scores.py          log probabilities of a prompt's tokens
 
-Read sampler.py first. kernels/gpu/sampling does all this on a GPU. Requests, sequences, and stop strings, which the
-gateway looks for, stay out of here.
+Read sampler.py first. kernels/gpu/sampling does all this on a GPU. Requests, sequences and stop strings (which the
+gateway finds) are not handled here.
 """

@@ -1,6 +1,6 @@
-"""Masks rows whose requests allow only some tokens (``allowed_token_ids``), together with the masks of grammars.
+"""Masks of ``allowed_token_ids``, combined with those of grammars.
 
-A request's mask never changes, so it is made once for each stream, and its rows need no thread. Imports no torch.
+A request's mask never changes, so it is made once per stream. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALL = np.uint32(2**32 - 1)
 
 
 def mask_of(token_ids: Collection[int], vocab_size: int) -> UInt32:
-    """Returns the mask of these tokens, uint32 [ceil(vocabulary / 32)]; all of them are below ``vocab_size``."""
+    """Return the mask of these tokens, uint32 [ceil(vocab_size / 32)]; all are below ``vocab_size``."""
     mask = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
     ids = np.fromiter(token_ids, np.int64, len(token_ids))
     np.bitwise_or.at(mask, ids // _WORD_BITS, np.uint32(1) << (ids % _WORD_BITS).astype(np.uint32))
@@ -26,12 +26,12 @@ def mask_of(token_ids: Collection[int], vocab_size: int) -> UInt32:
 
 @dataclass(frozen=True, slots=True)
 class AllowedMasks:
-    """Implements :class:`pillion.kernels.step.RowMasks` for rows with masks of their own.
+    """:class:`pillion.kernels.step.RowMasks` for rows with their own masks.
 
     Attributes:
-        rows: [M] rising numbers of the rows that have such a mask, a grammar, or both.
-        bits: uint32 [M, words], the rows' own masks; all bits are set for a row that only has a grammar.
-        grammars: the masks of grammars; None where no row has one.
+        rows: [M] rising numbers of the rows with such a mask, a grammar, or both.
+        bits: uint32 [M, words], the rows' own masks; all bits set for a row with only a grammar.
+        grammars: the masks of grammars; None if no row has one.
     """
 
     rows: Int64
@@ -40,7 +40,7 @@ class AllowedMasks:
 
     @classmethod
     def of(cls, own: Mapping[int, UInt32], grammars: RowMasks | None) -> AllowedMasks:
-        """Returns the masks of a step's rows: ``own``, by row, of one row at least, and those of grammars."""
+        """Return the masks of a step's rows: ``own`` by row, at least one, and those of grammars."""
         rows = np.array(sorted({*own, *(() if grammars is None else grammars.rows.tolist())}), np.int64)
         bits = np.full((len(rows), len(next(iter(own.values())))), _ALL)
         for place, row in enumerate(rows.tolist()):
@@ -49,7 +49,7 @@ class AllowedMasks:
         return cls(rows, bits, grammars)
 
     def take(self) -> tuple[UInt32, Bool]:
-        """Waits for the grammars' masks. A grammar that takes none of a row's own tokens decides alone."""
+        """Wait for the grammars' masks. If a grammar allows none of a row's own tokens, it decides alone."""
         there = np.ones(len(self.rows), dtype=bool)
         if self.grammars is None:
             return self.bits, there

@@ -1,4 +1,4 @@
-"""Computes top_k, top_p and min_p, each as a *cut*: the smallest logit that a row may still draw.
+"""top_k, top_p and min_p, each as a *cut*: the smallest logit that a row may still draw.
 
 The filters apply to scores = logits / temperature, in the order of Hugging Face's warpers. ``top_k`` keeps the k
 largest; ``top_p`` keeps the shortest head of the rest, by falling probability, whose mass reaches p (the *nucleus*);
@@ -6,10 +6,10 @@ largest; ``top_p`` keeps the shortest head of the rest, by falling probability, 
 so a row's filters together are one number. Tokens that tie with the last one kept are kept as well: the set depends on
 the logits and not on the order of equals.
 
-Large logits of a row are found through the largest logits of its groups: the k largest are among those that reach the
-k-th largest of the groups' maxima. So top_k reads some groups and not the vocabulary. A *lone* nucleus, one without
-top_k, needs the mass of all tokens. Its cut is computed only if it matters: mostly the token that wins among all tokens
-is inside the nucleus, as one sum over the row shows (:func:`in_nucleus`), and then it also wins among those inside.
+A row's largest logits are found through its groups' maxima: the k largest are among those that reach the k-th largest
+maximum. So top_k reads some groups and not the vocabulary. A *lone* nucleus, one without top_k, needs the mass of all
+tokens. Its cut is computed only if it matters: mostly the token that wins among all tokens is inside the nucleus, as
+one sum over the row shows (:func:`in_nucleus`), and then it also wins among those inside.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.kernels.step import Bool, Float32, Int64, SamplingRows
 
-# A row whose top_k touches more groups than this is cut on its own, over the whole vocabulary.
+# Max groups that top_k may touch; a row above is cut alone, over the whole vocabulary.
 MAX_HEAD_GROUPS = 256
-# A nucleus is first sought among tokens at least this many times as likely as the most likely one, if they are few.
+# A nucleus is first sought among few tokens at least this many times as likely as the most likely one.
 _SHORT_NUCLEUS = np.float32(1e-4)
 _SHORT_NUCLEUS_TOKENS = 4096
-# Whether a token is in a nucleus is first asked of this many groups with the largest logits. Their mass is reduced by
-# far more than sums of all tokens can be off by rounding.
+# Groups with the largest logits in which a nucleus is sought first. Their mass is reduced by far more than sums of all
+# tokens can be off by rounding.
 _NUCLEUS_GROUPS = 16
 _LESS = 1 - 1e-4
-# A longer nucleus is found by the mass in this many ranges of logits, and then token by token in one range. Ranges end
-# at a weight of e^-32 of the largest; smaller weights share the last range.
+# A longer nucleus is found by the mass per range of logits, and then token by token in one range. Ranges end at a
+# weight of e^-32 of the largest; smaller weights share the last range.
 _RANGES = 4096
 _RANGE_END = 32.0
 
@@ -43,8 +43,8 @@ def cut_rows(rows: SamplingRows) -> Bool:
 
 
 def whole_groups(logits: torch.Tensor) -> Float32:
-    """Returns the logits C-contiguous, with a multiple of GROUP_TOKENS columns. A vocabulary that is no such multiple
-    is padded with -inf in a copy."""
+    """Return the logits C-contiguous, with a multiple of GROUP_TOKENS columns; if necessary a copy, padded with
+    -inf."""
     missing = -logits.shape[1] % GROUP_TOKENS
     if missing:
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
@@ -53,24 +53,24 @@ def whole_groups(logits: torch.Tensor) -> Float32:
 
 
 def group_maxima(table: Float32) -> Float32:
-    """Returns each group's largest logit, [R, W / 128], of a table [R, W]; NaN for groups that contain a NaN."""
+    """Return each group's largest logit, [R, W / 128], of a table [R, W]; NaN for groups that contain a NaN."""
     grouped = torch.from_numpy(table).view(len(table), -1, GROUP_TOKENS)
     maxima: Float32 = grouped.amax(-1).numpy()
     return maxima
 
 
 def gather_groups(table: Float32, rows: Int64, groups: Int64) -> Float32:
-    """Returns the logits [..., 128] of ``groups`` of ``rows``, which broadcast."""
+    """Return the logits [..., 128] of ``groups`` of ``rows``, which broadcast."""
     per_row = table.shape[1] // GROUP_TOKENS
     values: Float32 = table.reshape(-1, GROUP_TOKENS)[rows * per_row + groups]
     return values
 
 
 def heads(table: Float32, maxima: Float32, rows: Int64, counts: Int64, max_groups: int) -> tuple[Float32, Int64, Int64]:
-    """Finds at least the ``counts`` largest logits of each of ``rows``, both [F], through groups' maxima [F, G].
+    """Find at least the ``counts`` largest logits of each of ``rows``, both [F], through groups' maxima [F, G].
 
     Returns values [F, M] and their tokens [F, M], rising, padded at the end (-inf, -1), and the number of groups that
-    each row touches [F]. A row that touches more than ``max_groups`` has no values.
+    each row touches [F]. A row above ``max_groups`` has no values.
     """
     num_groups = maxima.shape[1]
     falling = -np.sort(-maxima, axis=1)
@@ -93,7 +93,7 @@ def heads(table: Float32, maxima: Float32, rows: Int64, counts: Int64, max_group
 
 
 def lone_nuclei(rows: SamplingRows, drawn: Int64, width: int) -> Int64:
-    """Returns which of ``drawn`` [S] have a lone nucleus: top_p, and no top_k that limits their ``width`` tokens."""
+    """Return which of ``drawn`` [S] have a lone nucleus: top_p, and no top_k below ``width`` tokens."""
     unlimited = (rows["top_k"][drawn] == 0) | (rows["top_k"][drawn] >= width)
     found: Int64 = np.flatnonzero((rows["top_p"][drawn] < 1.0) & unlimited)
     return found
@@ -102,8 +102,8 @@ def lone_nuclei(rows: SamplingRows, drawn: Int64, width: int) -> Int64:
 def surely_in_nucleus(
     table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64, tokens: Int64
 ) -> npt.NDArray[np.bool_]:
-    """Returns which of ``tokens`` [S] of the rows ``drawn`` [S] top_p keeps for certain, as far as the groups with the
-    largest logits show: these have all likelier tokens then, and so much mass that the nucleus reaches further."""
+    """Return which of ``tokens`` [S] of the rows ``drawn`` [S] top_p surely keeps, by the groups with the largest
+    logits: these contain all likelier tokens, and so much mass that the nucleus extends beyond."""
     count = min(_NUCLEUS_GROUPS, maxima.shape[1])
     groups = np.argpartition(-maxima, count - 1, axis=1)[:, :count]
     top, temperature = maxima.max(axis=1)[:, None], rows["temperature"][drawn][:, None]
@@ -117,18 +117,15 @@ def surely_in_nucleus(
 
 
 def in_nucleus(row: Float32, top: np.float32, temperature: np.float32, top_p: float, token: int) -> bool:
-    """Returns whether ``top_p`` keeps ``token`` of row [W], which is so if the mass of likelier tokens is below p."""
+    """Return whether ``top_p`` keeps ``token`` of row [W]: the mass of likelier tokens is below p."""
     weights = _weights(row, top, temperature)
     likelier = weights[weights > weights[token]].sum(dtype=np.float64)
     return bool(likelier < top_p * float(weights.sum()))
 
 
 def cuts(table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64, *, lone: bool = True) -> Float32:
-    """Returns the cut of each row of ``drawn`` [S], -inf where any token may be drawn. ``maxima`` [S, G] are the rows'
-    maxima by group.
-
-    ``lone`` says whether lone nuclei (:func:`lone_nuclei`) are cut, too.
-    """
+    """Return the cut of each row of ``drawn`` [S], -inf if any token may be drawn. ``maxima`` [S, G] are the rows'
+    maxima by group; ``lone`` includes lone nuclei (:func:`lone_nuclei`)."""
     top, temperature = maxima.max(axis=1), rows["temperature"][drawn]
     top_p, min_p = rows["top_p"][drawn], rows["min_p"][drawn]
     top_k = np.where(rows["top_k"][drawn] < table.shape[1], rows["top_k"][drawn], 0)
@@ -151,12 +148,12 @@ def cuts(table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64, *, l
 
 
 def softmax_mass(row: Float32, top: np.float32, temperature: np.float32) -> float:
-    """Returns the sum of exp((row - top) / temperature) over a row [W]."""
+    """Return the sum of exp((row - top) / temperature) over a row [W]."""
     return float(_weights(row, top, temperature).sum())
 
 
 def _head_cuts(falling: Float32, top: Float32, temperature: Float32, top_k: Int64, top_p: Float32) -> Float32:
-    """Computes cuts [F] by top_k and top_p from at least the top_k largest logits [F, M] of each row, falling."""
+    """Return cuts [F] by top_k and top_p from at least the top_k largest logits [F, M] of each row, falling."""
     each, width = np.arange(len(falling)), falling.shape[1]
     cut: Float32 = falling[each, np.minimum(top_k, width) - 1]
     if (top_p < 1.0).any():
@@ -169,7 +166,7 @@ def _head_cuts(falling: Float32, top: Float32, temperature: Float32, top_k: Int6
 
 
 def row_cut(row: Float32, top: np.float32, temperature: np.float32, top_k: int, top_p: float) -> np.float32:
-    """Computes the cut of one row [W] by top_k (0: all) and top_p."""
+    """Return the cut of one row [W] by top_k (0: all) and top_p."""
     cut = np.float32(-np.inf)
     if top_k > 0:
         cut = np.partition(row, len(row) - top_k)[len(row) - top_k]

@@ -1,4 +1,4 @@
-"""Makes Gumbel noise, which turns an argmax into a draw, structured so that most of it need not be computed.
+"""Gumbel noise, which turns an argmax into a draw, structured so that most of it need not be computed.
 
 By the Gumbel-max trick, the token with the largest ``score + noise`` is an exact draw from softmax(score) if each
 token's noise is Gumbel, which is -log of an exponential number. The exponential number is called the token's *wait*.
@@ -14,8 +14,8 @@ One random word gives a group's E and its first token (the one with the least wa
 of 128 tokens. Groups use stream 1 of the counters (index: group / 4), single tokens stream 0 (index: token / 4). The
 last group of a vocabulary is padded to 128 tokens.
 
-Random words come without a state from Philox-4x32-10: the key is a row's seed, the counter (position low, position
-high, index, stream). So a request that moves carries no generator along (I6), and any number can be computed alone.
+Random words come from the stateless Philox-4x32-10: the key is a row's seed, the counter (position low, position high,
+index, stream). So a request that moves carries no generator (I6), and any number can be computed alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GROUP_BITS = 7
 
 WORDS_PER_COUNTER = 4
 
-# These are arrays without dimensions, which numpy takes faster than its scalars.
+# Zero-dimensional arrays, which numpy handles faster than its scalars.
 _WORD = np.array(0xFFFFFFFF, np.uint64)
 _HALF = np.array(32, np.uint64)
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
@@ -41,8 +41,8 @@ _GROUP_STREAM = np.array(1, np.uint64)
 
 
 def group_waits(seeds: UInt64, positions: Int64, num_groups: int, tokens: Int64) -> tuple[Float32, Int64, Float32]:
-    """Returns, for rows with seeds and positions [R], each group's least wait and the token (0 .. 127) that has it,
-    both [R, num_groups], and the wait of one of each row's ``tokens`` [R], which costs little beside the groups.
+    """Return, for rows with seeds and positions [R], each group's least wait and the token (0 .. 127) that has it, both
+    [R, num_groups], and the wait of one of each row's ``tokens`` [R], which costs little more.
 
     The upper 25 bits of a group's word are the wait, the lower 7 the token.
     """
@@ -59,13 +59,13 @@ def group_waits(seeds: UInt64, positions: Int64, num_groups: int, tokens: Int64)
 
 
 def token_waits(seeds: UInt64, positions: Int64, tokens: Int64, first_waits: Float32, firsts: Int64) -> Float32:
-    """Returns waits of tokens; all arrays are [N]. ``first_waits`` and ``firsts`` belong to the tokens' groups."""
+    """Return waits of tokens; all arrays are [N]. ``first_waits`` and ``firsts`` are those of the tokens' groups."""
     index = (tokens // WORDS_PER_COUNTER).astype(np.uint64)
     return _token_waits(random_words(seeds, positions, index, _TOKEN_STREAM), tokens, first_waits, firsts)
 
 
 def _token_waits(words: UInt64, tokens: Int64, first_waits: Float32, firsts: Int64) -> Float32:
-    """Returns waits of tokens by the words [N, 4] of their counters."""
+    """Return waits of tokens by the words [N, 4] of their counters."""
     own = _exponential(words[np.arange(len(tokens)), tokens % WORDS_PER_COUNTER], 32)
     own[tokens % GROUP_TOKENS == firsts] = 0.0
     waits: Float32 = first_waits + own
@@ -73,8 +73,7 @@ def _token_waits(words: UInt64, tokens: Int64, first_waits: Float32, firsts: Int
 
 
 def _exponential(words: UInt64, bits: int) -> Float32:
-    """Turns uniform words into Exp(1) numbers, none 0 or infinite. Small numbers have the finest steps, because they
-    win."""
+    """Turn uniform words into Exp(1) numbers, none 0 or infinite. Small numbers, which win, have the finest steps."""
     uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-bits)
     np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
     numbers: Float32 = -np.log1p(-uniform)
@@ -82,7 +81,7 @@ def _exponential(words: UInt64, bits: int) -> Float32:
 
 
 def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UInt64]) -> UInt64:
-    """Computes Philox-4x32-10 (Salmon et al., 2011), with the constants of Random123 and Triton.
+    """Return Philox-4x32-10 (Salmon et al., 2011), with the constants of Random123 and Triton.
 
     Takes four counter words and two key words, 32 bits each, in uint64 arrays that broadcast to one shape; returns
     the four output words on a new last axis.
@@ -94,7 +93,7 @@ def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UI
     multipliers, steps = _MULTIPLIERS.reshape(pair), _KEY_STEPS.reshape(pair)
     rounds = np.arange(_ROUNDS, dtype=np.uint64).reshape(_ROUNDS, *pair[1:], 1)
     for keys in (_pair(*key, key[0].shape) + rounds * steps) & _WORD:
-        # Only the lower halves of words are multiplied, because the upper halves of odd words are meaningless.
+        # Only the lower halves are multiplied; the upper halves of odd words are meaningless.
         product = ((even & _WORD) * multipliers)[::-1]
         even = (product >> _HALF) ^ odd ^ keys
         odd = product
@@ -102,7 +101,7 @@ def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UI
 
 
 def random_words(seeds: UInt64, positions: Int64, index: UInt64, stream: UInt64) -> UInt64:
-    """Returns the four words of counters (position, index, stream) under keys ``seeds``, on a new last axis."""
+    """Return the four words of counters (position, index, stream) under keys ``seeds``, on a new last axis."""
     places = positions.astype(np.uint64)
     counter = (places & _WORD, places >> _HALF, index, stream)
     return philox(counter, (seeds & _WORD, seeds >> _HALF))

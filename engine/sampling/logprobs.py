@@ -1,6 +1,6 @@
-"""Reports log probabilities of the chosen token and of the most likely ones, by the model's unedited logits.
+"""Log probabilities of the chosen and the most likely tokens, by the model's unedited logits.
 
-Where a grammar masks a row, they are those of the masked distribution: allowed tokens have a mass of one.
+For a row with a grammar, by the masked distribution: allowed tokens have a mass of one.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from pillion.engine.sampling.cuts import group_maxima, heads, softmax_mass
 from pillion.kernels.step import Float32, Int64
 from pillion.types import TokenLogprob
 
-# This log probability is reported for a probability of zero, as OpenAI does: JSON has no number for minus infinity.
+# Reported for a probability of zero, as OpenAI does: JSON has no minus infinity.
 MIN_LOGPROB = -9999.0
 
 
 class LogprobReport:
-    """Holds the log probabilities of a step's rows that report them: log-softmax of the raw logits.
+    """The log probabilities of a step's rows that report them: log-softmax of the raw logits.
 
-    It is made before the logits are edited and read when the tokens are known and the edits are undone, so that
-    temperature, penalties and bias have no effect.
+    Made before the logits are edited and read when the edits are undone, so that temperature, penalties and bias have
+    no effect.
     """
 
     def __init__(self, table: Float32, vocab_size: int, alternatives: Int64) -> None:
-        """Takes ``table`` [R, W], which is C-contiguous and -inf after the vocabulary; ``alternatives`` is
+        """Make a report of ``table`` [R, W], C-contiguous and -inf after the vocabulary; ``alternatives`` is
         SamplingRows.logprobs."""
         self._table = table
         self._reporting = np.flatnonzero(alternatives >= 0)
         counts = np.minimum(alternatives[self._reporting], vocab_size)
         maxima = group_maxima(table)[self._reporting]
         values, tokens, _ = heads(table, maxima, self._reporting, np.maximum(counts, 1), maxima.shape[1])
-        # The sort is stable, so of tokens with equal logits the lower id comes first.
+        # Stable: of equal logits the lower id comes first.
         order = np.argsort(-values, axis=1, kind="stable")[:, : counts.max(initial=0)]
         self._values, self._tokens = np.take_along_axis(values, order, 1), np.take_along_axis(tokens, order, 1)
         self._counts = np.minimum(counts, (self._tokens >= 0).sum(axis=1))
@@ -39,8 +39,8 @@ class LogprobReport:
         self._log_mass = top + np.log(np.array(masses))
 
     def of(self, chosen: Int64, *, ranked: bool = False) -> tuple[TokenLogprob | None, ...]:
-        """Returns an entry for each row's token ``chosen`` [R]; None for rows that report nothing. ``ranked`` entries
-        have ranks, and a log probability of NaN where a row's logits are no numbers."""
+        """Return an entry for each row's token ``chosen`` [R]; None for rows without a report. ``ranked`` entries have
+        ranks, and NaN for rows whose logits are not finite."""
         entries: list[TokenLogprob | None] = [None] * len(chosen)
         tokens = chosen[self._reporting]
         logits = self._table[self._reporting, tokens]
@@ -64,5 +64,4 @@ class LogprobReport:
 
 
 def _floored(logprobs: Float32) -> Float32:
-    """Makes numbers finite; NaN and minus infinity become MIN_LOGPROB."""
     return np.maximum(np.nan_to_num(logprobs, nan=MIN_LOGPROB, neginf=MIN_LOGPROB, posinf=0.0), MIN_LOGPROB)

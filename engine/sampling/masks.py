@@ -1,11 +1,10 @@
-"""Applies masks of grammars: a row chooses among the tokens that its mask allows.
+"""Masks of grammars: a row chooses among the tokens that its mask allows.
 
 Most masks allow nearly all tokens or very few, so logits are seldom masked (:class:`AllowedTokens`). If a row's
-likeliest token is allowed, the row draws among all tokens and rejects candidates that the mask bans. If few tokens are
-allowed, the row compares just these. In any other row the logits of banned tokens become minus infinity. Logit edits,
-top_k, top_p and log probabilities need masked logits, so where a row with a mask has one of them, all rows with a mask
-are masked first (:func:`mask_rows`). Both ways choose the same tokens, bit by bit, so it does not matter that other
-rows of the step decide which way is taken.
+likeliest token is allowed, the row draws among all tokens and rejects banned candidates. If few tokens are allowed, the
+row compares just these. In any other row the logits of banned tokens become -inf. Logit edits, top_k, top_p and log
+probabilities need masked logits, so if a row with a mask has one of them, all rows with a mask are masked first
+(:func:`mask_rows`). Both ways choose the same tokens, bit by bit, whatever the other rows of the step need.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from pillion.engine.sampling.cuts import cut_rows
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.kernels.step import NO_IDS, Bool, Float32, Int64, RowEdit, SamplingRows, UInt32
 
-# If a mask allows at most this many tokens, the sampler compares all of them.
+# Max allowed tokens of a mask for the sampler to compare all of them.
 FEW_TOKENS = 512
-# This stands for the place of a row none of whose candidates is banned: it has no mask, its logits are masked, or its
-# candidates are the few tokens that its mask allows.
+# Place of a row without banned candidates: it has no mask, its logits are masked, or its candidates are the few tokens
+# that its mask allows.
 _ANY = -1
 _ONE = np.uint32(1)
 _WORD_BITS = 32
 
 
 def mask_rows(table: Float32, rows: Int64, bits: UInt32, edits: tuple[RowEdit, ...]) -> tuple[RowEdit, ...]:
-    """Masks ``rows`` [M] of logits [R, V] in place, whose masks are ``bits`` [M, words]. Returns the edits without the
-    bans that would leave a row nothing to choose."""
+    """Mask ``rows`` [M] of logits [R, V] in place by ``bits`` [M, words]. Return the edits without bans that would
+    leave a row nothing to choose."""
     for row, mask in zip(rows.tolist(), bits, strict=True):
         keep_allowed(table[row], mask)
     return possible_bans(edits, rows, bits)
 
 
 def possible_bans(edits: tuple[RowEdit, ...], rows: Int64, bits: UInt32) -> tuple[RowEdit, ...]:
-    """Returns the edits without the bans that would leave one of ``rows`` [M], whose masks are ``bits`` [M, words],
-    nothing to choose."""
+    """Return the edits without bans that would leave one of ``rows`` [M], with masks ``bits`` [M, words], nothing to
+    choose."""
     edits_of = {edit.row: edit for edit in edits if len(edit.banned)}
     for row, mask in zip(rows.tolist(), bits, strict=True) if edits_of else ():
         edit = edits_of.get(row)
@@ -48,7 +47,7 @@ def possible_bans(edits: tuple[RowEdit, ...], rows: Int64, bits: UInt32) -> tupl
 
 
 def keep_allowed(row: Float32, mask: UInt32) -> None:
-    """Makes the logits of a row [V] minus infinity where the mask, uint32 [ceil(V / 32)], has no bit set."""
+    """Set the logits of a row [V] to -inf where the mask, uint32 [ceil(V / 32)], has no bit set."""
     if 2 * int(np.bitwise_count(mask).sum()) > len(row):
         row[_set_bits(~mask[None], len(row))[1]] = -np.inf
         return
@@ -67,7 +66,7 @@ def _bans_all(mask: UInt32, banned: Int64) -> bool:
 
 @dataclass(slots=True)
 class AllowedTokens:
-    """Holds the masks of a step's rows, and applies them to candidates where the rows' logits are not masked.
+    """The masks of a step's rows, for candidates of rows whose logits are not masked.
 
     Attributes:
         rows: [M] rising numbers of the rows with a mask.
@@ -76,24 +75,23 @@ class AllowedTokens:
 
     rows: Int64
     bits: UInt32
-    # This array has, for each row whose likeliest token is allowed, the index of the row's mask in ``bits``. All other
-    # rows have _ANY.
+    # By row: the index of its mask in ``bits`` if its likeliest token is allowed, else _ANY.
     _places: Int64 = field(default_factory=lambda: NO_IDS)
-    # These arrays list each allowed token of the rows with few, and the token's row; they are ordered by row and token.
+    # Every allowed token of the rows with few, and its row; ordered by row and token.
     _few_rows: Int64 = field(default_factory=lambda: NO_IDS)
     _few_ids: Int64 = field(default_factory=lambda: NO_IDS)
 
     @classmethod
     def of(cls, rows: Int64, bits: UInt32, sampling: SamplingRows) -> AllowedTokens | None:
-        """Returns what ``rows`` may choose; None where edits, cuts or reports need their masked logits."""
+        """Return what ``rows`` may choose; None if edits, cuts or reports need their masked logits."""
         if sampling.edits or cut_rows(sampling)[rows].any() or (sampling.logprobs[rows] >= 0).any():
             return None
         return cls(rows, bits)
 
     def settle(self, table: Float32, maxima: Float32, tokens: Int64, broken: Bool) -> None:
-        """Finds out how each row is chosen, by its likeliest token among all [R], its group maxima [R, G], and whether
-        its largest logit is not finite [R]. For rows whose likeliest token is banned, writes what they are among the
-        allowed tokens, but minus infinity for maxima where few are allowed. May mask rows of ``table`` [R, W]."""
+        """Decide how each row is chosen, by its likeliest token among all [R], its group maxima [R, G], and whether its
+        largest logit is not finite [R]. For rows whose likeliest token is banned, set these to the allowed tokens',
+        with maxima of -inf if few are allowed. May mask rows of ``table`` [R, W]."""
         each = np.arange(len(self.rows))
         fits = self._has(each, tokens[self.rows])
         self._places = np.full(len(table), _ANY)
@@ -104,7 +102,7 @@ class AllowedTokens:
         masks = self.bits[others]
         few = np.bitwise_count(masks).sum(axis=1) <= FEW_TOKENS
         if few.any():
-            # No group of these rows has candidates, because their tokens are listed.
+            # These rows' tokens are listed, so no group has candidates.
             maxima[self.rows[others[few]]] = -np.inf
             self._list_few(self.rows[others[few]], masks[few], table, tokens, broken)
         for row, mask in zip(self.rows[others[~few]].tolist(), masks[~few], strict=True):
@@ -114,7 +112,7 @@ class AllowedTokens:
             broken[row] = not isfinite(table[row, tokens[row]])
 
     def _list_few(self, rows: Int64, masks: UInt32, table: Float32, tokens: Int64, broken: Bool) -> None:
-        """Lists the tokens that these masks of ``rows`` allow, and finds the likeliest ones."""
+        """List the tokens that these masks of ``rows`` allow, and find the likeliest ones."""
         places, ids = _set_bits(masks, table.shape[1])
         self._few_rows, self._few_ids = rows[places], ids
         values = table[self._few_rows, ids]
@@ -125,8 +123,8 @@ class AllowedTokens:
             tokens[row] = ids[best] if best >= 0 else 0
 
     def pass_over(self, totals: Float32, rows: Int64, tokens: Int64) -> None:
-        """Makes the totals [S, G] of those ``tokens`` [S, G] that ``rows`` [S] may not choose minus infinity, in every
-        row whose largest total is one of them."""
+        """Set the totals [S, G] of banned ``tokens`` [S, G] of ``rows`` [S] to -inf, in every row whose largest total
+        is one of them."""
         masked = np.flatnonzero(self._places[rows] >= 0)
         best = totals[masked].argmax(axis=1)
         wrong = masked[~self._has(self._places[rows[masked]], tokens[masked, best])]
@@ -135,8 +133,8 @@ class AllowedTokens:
             totals[wrong] = np.where(allowed, totals[wrong], np.float32(-np.inf))
 
     def candidates(self, rows: Int64, at: Int64, tokens: Int64) -> tuple[Int64, Int64]:
-        """Drops candidates, each a token [N] of the row at a place [N] in ``rows`` [S], that may not be chosen, and
-        adds all tokens of rows that have few. Both are ordered by row, then by token."""
+        """Drop banned candidates, each a token [N] of the row at a place [N] in ``rows`` [S], and add all tokens of
+        rows that have few. Both results are ordered by row, then by token."""
         places = self._places[rows[at]]
         fits = places == _ANY
         some = np.flatnonzero(places >= 0)
@@ -152,15 +150,14 @@ class AllowedTokens:
         return at[order], np.concatenate((tokens, self._few_ids[own >= 0]))[order]
 
     def _has(self, places: Int64, tokens: Int64) -> Bool:
-        """Returns whether the masks at these places have these tokens, which broadcast."""
+        """Return whether the masks at these places have these tokens, which broadcast."""
         words = np.minimum(tokens // _WORD_BITS, self.bits.shape[1] - 1) + places * self.bits.shape[1]
         found: Bool = (self.bits.reshape(-1).take(words) >> (tokens % _WORD_BITS).astype(np.uint32)) & _ONE != 0
         return found
 
 
 def _set_bits(masks: UInt32, width: int) -> tuple[Int64, Int64]:
-    """Returns the row and the number of each bit below ``width`` that is set in ``masks`` [M, words], ordered by
-    both."""
+    """Return row and number of each bit below ``width`` that is set in ``masks`` [M, words], ordered by both."""
     words = np.flatnonzero(masks != 0)
     bits = np.unpackbits(masks.reshape(-1)[words].view(np.uint8), bitorder="little")
     found = np.flatnonzero(bits.view(np.bool_))

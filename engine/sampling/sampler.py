@@ -1,4 +1,4 @@
-"""Chooses tokens, as a pure function of (logits, history, seed, position) (I6).
+"""Choice of tokens: a pure function of (logits, history, seed, position) (I6).
 
 A row of logits passes these stages, in the order of Hugging Face's processors:
 
@@ -12,12 +12,11 @@ presence and frequency penalties are subtracted, as OpenAI defines them; banned 
 tokens of prompt and answer, the other two only those of the answer.
 
 Temperature 0 takes the largest logit, of equals the lowest id. Other rows are drawn all at once. The result is exactly
-that of noise for every token, but a group of 128 tokens is looked at only if its largest logit with its largest noise
-could still win, and so is each of its tokens. A row's result does not depend on the other rows of the batch, because
-sums are only formed within a row.
+that of noise for every token, but a group of 128 tokens, and each of its tokens, is examined only if its largest logit
+with its largest noise could still win. Sums are formed only within a row, so a row's result does not depend on the
+batch.
 
-A row whose largest logit is NaN or infinite cannot be drawn from: its result is NO_TOKEN, and its request fails. Other
-rows of the step do not. Nothing raises.
+A row whose largest logit is NaN or infinite yields NO_TOKEN, and only its request fails. Nothing raises.
 """
 
 from __future__ import annotations
@@ -58,17 +57,17 @@ from pillion.kernels.step import (
     SamplingRows,
 )
 
-# Bounds are widened by this much, in units of scores, which is far more than rounding can change them.
+# Slack of bounds, in units of scores: far above rounding errors.
 _SLACK = np.float32(1e-3)
 
 
 class LargestLogits(NamedTuple):
-    """Holds the largest logits of rows, which a backend has found while it computed.
+    """The largest logits of rows, found by a backend while it computed.
 
     Attributes:
         maxima: float32 [R, V / GROUP_TOKENS], the group maxima (:func:`pillion.engine.sampling.cuts.group_maxima`).
-        tokens: int32 [R], the token with each row's largest logit, of equal ones the lowest id; -1 where some logit of
-            the row is not finite.
+        tokens: int32 [R], the token with each row's largest logit, of equals the lowest id; -1 if the row has a logit
+            that is not finite.
     """
 
     maxima: Float32
@@ -76,12 +75,11 @@ class LargestLogits(NamedTuple):
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | None = None) -> Sampled:
-    """Chooses a token for each of the first rows of logits [R + Q, V] float32, with log probabilities for rows that
-    report them, and scores the others. ``largest`` are those of the first rows, and maybe of more, where they are
-    known.
+    """Choose a token for each of the first rows of logits [R + Q, V] float32, with log probabilities for rows that
+    report them, and score the others. ``largest`` covers at least the first rows, if known.
 
-    Edits are made in ``logits`` and undone, so nobody else may use them meanwhile. In rows with a mask, logits and the
-    maxima in ``largest`` may be minus infinity afterwards.
+    Edits ``logits`` and undoes it, so they must not be read meanwhile. In rows with a mask, logits and the maxima in
+    ``largest`` may be -inf afterwards.
     """
     if rows.scored is not None:
         chosen = sample(logits[: len(rows)], replace(rows, scored=None), largest)
@@ -102,7 +100,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | No
         if found is not None and min(found) >= 0:
             return Sampled(tuple(found))
     table = whole_groups(logits)
-    # Infinite logits and NaN are allowed here, so numpy must not warn about them.
+    # Logits may be infinite or NaN.
     with np.errstate(all="ignore"):
         report = LogprobReport(table, logits.shape[1], rows.logprobs) if (rows.logprobs >= 0).any() else None
         with edited(table, edits):
@@ -112,8 +110,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | No
 
 
 def _largest(logits: torch.Tensor) -> list[int] | None:
-    """Returns the token with each row's largest logit, of equal ones the lowest id; None if a largest logit is NaN or
-    infinite."""
+    """Return the token with each row's largest logit, of equals the lowest id; None if one is NaN or infinite."""
     table: Float32 = logits.numpy()
     tokens: list[int] = table.argmax(axis=1).tolist()
     value = table.item
@@ -122,11 +119,11 @@ def _largest(logits: torch.Tensor) -> list[int] | None:
 
 @contextmanager
 def edited(table: Float32, edits: Sequence[RowEdit]) -> Iterator[None]:
-    """Edits the logits ``table`` [R, V] for the duration of the block, and then restores them bit by bit."""
+    """Edit the logits ``table`` [R, V] for the duration of the block, then restore them bit by bit."""
     touched = []
     for edit in edits:
         ids = np.concatenate((edit.biased, edit.seen, edit.answered, _within(edit.banned, table.shape[1])))
-        # An id may occur several times: all values are read before the first is written, so each is the old one.
+        # An id may occur several times: read all values before any is written.
         touched.append((edit.row, ids, table[edit.row, ids]))
     try:
         for edit in edits:
@@ -141,7 +138,7 @@ def _apply(row: Float32, edit: RowEdit) -> None:
     row[edit.biased] += edit.bias
     if len(edit.seen):
         values, penalty = row[edit.seen], np.float32(edit.repetition)
-        # A token that was seen several times is written several times, always with the same value.
+        # A token seen several times is written several times, always with the same value.
         row[edit.seen] = np.where(values > 0, values / penalty, values * penalty)
     if len(edit.answered):
         ids, counts = np.unique(edit.answered, return_counts=True)
@@ -150,7 +147,7 @@ def _apply(row: Float32, edit: RowEdit) -> None:
 
 
 def _within(ids: Int64, width: int) -> Int64:
-    """Drops ids that have no logit: a tokenizer may have end tokens beyond the model's vocabulary."""
+    """Drop ids without a logit: a tokenizer may have end tokens beyond the model's vocabulary."""
     return ids[ids < width]
 
 
@@ -161,8 +158,7 @@ def _choose(table: Float32, rows: SamplingRows, largest: LargestLogits | None, a
         tokens: Int64 = table.argmax(axis=1)
         broken = ~np.isfinite(table[each, tokens])
     else:
-        # The largest logit of each row is needed: it is the token of a greedy row, and bounds the totals of a drawn
-        # one.
+        # The largest logit is the token of a greedy row, and bounds the totals of a drawn one.
         if largest is not None and largest.tokens[: len(rows)].min() >= 0:
             maxima, tokens = largest.maxima[: len(rows)], largest.tokens[: len(rows)].astype(np.int64)
             broken = np.zeros(len(rows), dtype=bool)
@@ -188,10 +184,10 @@ def _race_in_nuclei(
     likeliest: Int64,
     allowed: AllowedTokens | None,
 ) -> Int64:
-    """Draws from rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S].
+    """Draw from rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S].
 
-    A nucleus of all tokens is expensive to find, so rows whose only such cut is a nucleus are drawn without it first.
-    Mostly the drawn token is inside the nucleus and so is the winner among its tokens; other rows are drawn again.
+    A nucleus of all tokens is expensive to find, so rows whose only cut is one are drawn without it first. Mostly the
+    drawn token is inside the nucleus and so is the winner among its tokens; other rows are drawn again.
     """
     cut = cuts(table, maxima, rows, racing, lone=False)
     winners = _race(table, maxima, rows, racing, likeliest, cut, allowed)
@@ -219,7 +215,7 @@ def _race(
     cut: Float32,
     allowed: AllowedTokens | None = None,
 ) -> Int64:
-    """Draws tokens [S] among those whose logits reach ``cut`` [S], and that their rows may choose."""
+    """Draw allowed tokens [S] among those whose logits reach ``cut`` [S]."""
     num_groups = maxima.shape[1]
     top, temperature = table[racing, likeliest][:, None], rows["temperature"][racing][:, None]
     cut = cut[:, None]
@@ -227,8 +223,7 @@ def _race(
     waits, firsts, own = group_waits(seeds, positions, num_groups, likeliest)
     most_noise = -np.log(waits)
 
-    # This is a lower bound of the winning total: of the most likely token, and of each group's token with the largest
-    # noise.
+    # Lower bound of the winning total: of the most likely token, and of each group's token with the largest noise.
     tokens = np.arange(num_groups) * GROUP_TOKENS + firsts
     values = table.reshape(-1).take((racing * table.shape[1])[:, None] + tokens)
     totals = np.where(values >= cut, (values - top) / temperature + most_noise, np.float32(-np.inf))
@@ -236,7 +231,7 @@ def _race(
         allowed.pass_over(totals, racing, tokens)
     least = np.maximum(totals.max(axis=1), -np.log(own))[:, None]
 
-    # These are the smallest logits of each group with which a token could still win, rounded down to lose none.
+    # The smallest logits of each group with which a token could still win, rounded down.
     floor = top + temperature * (least - most_noise - _SLACK).astype(np.float64)
     floor = np.maximum(np.nextafter(floor.astype(np.float32), np.float32(-np.inf)), cut)
     able = np.flatnonzero(maxima >= floor)
@@ -254,8 +249,8 @@ def _race(
 
 
 def _winners(row: Int64, tokens: Int64, totals: Float32, count: int) -> Int64:
-    """Returns the token with the largest total in each of ``count`` rows. Candidate i is token ``tokens[i]`` of row
-    ``row[i]``. Candidates are sorted by row, and by token within a row; of equal totals the lowest token wins."""
+    """Return the token with the largest total in each of ``count`` rows. Candidate i is token ``tokens[i]`` of row
+    ``row[i]``; candidates are sorted by row, then by token. Of equal totals the lowest token wins."""
     best = np.maximum.reduceat(totals, np.searchsorted(row, np.arange(count)))
     winning = np.flatnonzero(totals == best[row])
     won: Int64 = tokens[winning[np.searchsorted(row[winning], np.arange(count))]]

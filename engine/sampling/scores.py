@@ -1,7 +1,7 @@
-"""Scores how likely the known tokens of a prompt were: log-softmax of unedited logits.
+"""Scores of a prompt's known tokens: log-softmax of unedited logits.
 
-The host's code takes row after row, which stay in its caches; a GPU's takes a few rows at a time, so that a step needs
-little memory beside its logits. Never raises.
+The host scores row after row, which stay in its caches; a GPU a few rows at a time, so that a step needs little memory
+beside its logits. Never raises.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from pillion.engine.sampling.logprobs import MIN_LOGPROB, LogprobReport
 from pillion.kernels.step import ScoredRows
 from pillion.types import TokenLogprob
 
-# One round on a GPU has this many rows, because its temporary values are as large as the logits.
+# Rows per round on a GPU, whose temporary values are as large as the logits.
 ROUND_ROWS = 32
 
 
 def score_on_host(logits: torch.Tensor, rows: ScoredRows) -> tuple[TokenLogprob, ...]:
-    """Returns an entry for each of the rows of logits [Q, V]; its log probability is NaN where these are no numbers."""
+    """Return an entry per row of logits [Q, V]; its log probability is NaN if these are not finite."""
     with np.errstate(all="ignore"):
         report = LogprobReport(whole_groups(logits), logits.shape[1], rows.alternatives)
         return tuple(one for one in report.of(rows.token_ids, ranked=True) if one is not None)
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> torch.Tensor:
-    """Scores tokens [Q] int64 by logits [Q, V] float32 on their device, with the ``most`` likeliest ones beside them.
+    """Score tokens [Q] int64 by logits [Q, V] float32 on their device, with the ``most`` likeliest beside them.
 
     Returns float32 [Q, 2 + 2 * most]: each token's log probability and its rank, from 1; the likeliest tokens' log
-    probabilities, falling, and their ids, which are exact below 2**24. The log probability is NaN where a row's logits
-    are no numbers.
+    probabilities, falling, and their ids, exact below 2**24. NaN if a row's logits are not finite.
     """
     found = torch.empty((len(logits), 2 + 2 * most), dtype=torch.float32, device=logits.device)
     for begin in range(0, len(logits), ROUND_ROWS):
@@ -48,12 +47,12 @@ def score(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> torch.Ten
 
 
 def most_alternatives(rows: ScoredRows, vocab_size: int) -> int:
-    """Returns the ``most`` with which :func:`score` finds all alternatives that a row reports."""
+    """Return the ``most`` with which :func:`score` finds all reported alternatives."""
     return int(min(rows.alternatives.max(initial=0), vocab_size))
 
 
 def entries(found: torch.Tensor, rows: ScoredRows) -> tuple[TokenLogprob, ...]:
-    """Turns the tensor that :func:`score` returned, on the host, into one TokenLogprob for each row."""
+    """Turn the tensor of :func:`score`, on the host, into one TokenLogprob per row."""
     most = (found.shape[1] - 2) // 2
     ids = found[:, 2 + most :].to(torch.int64).tolist()
     return tuple(

@@ -1,12 +1,12 @@
-"""Holds a text's blocks as one worker has them: the slots in order, how far they are computed, and how far committed.
+"""A text's blocks on one worker: the slots in order, how far they are computed, and how far committed.
 
 The table, left to right; every count is in blocks and none of them shrinks while the ticket is held:
 
     [ committed: the ticket's chain | in commit: sent to the KV node | owned: leased, being written or still empty ]
     0                        num_committed                        num_sent                                  num_blocks
 
-Only one run of blocks is sent to the node at a time, so that a refusal cannot leave a hole in the chain. The tokens are
-the owner's: a draft model's chain reads those of its sequence.
+Only one run of blocks is sent to the node at a time, so that a refusal cannot leave a hole in the chain. The tokens
+belong to the subclass: a draft model's chain reads those of its sequence.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
 
 @dataclass(slots=True, kw_only=True)
 class ChunkDone:
-    """Notes a chunk of a prefill range: when it began its first step and ended its last one, by the scheduler's clock.
+    """A chunk of a prefill range: start of its first step and end of its last, by the scheduler's clock.
 
-    A chunk is reported once it is computed; it is committed when its CommitOrder is carried out. A chunk that was
-    committed before the prefill range came has the prefill range's arrival for both times. The object never changes.
+    A chunk is reported when computed, and committed by its CommitOrder. A chunk committed before the range came has the
+    range's arrival for both times.
     """
 
     seq_id: int
@@ -37,9 +37,8 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Holds an adopted ticket: the slots of its pinned chain, the slots leased for what the sequence will write, and
-    those of the state after the chain, in a model whose layers carry one; after ``known_blocks`` blocks of the
-    text other texts part from it then."""
+    """An adopted ticket: the slots of its pinned chain, those leased for what the sequence will write, and those of the
+    state after the chain, for a model with states, where other texts diverge after ``known_blocks`` blocks."""
 
     ticket_id: int
     chain_slots: tuple[int, ...]
@@ -49,14 +48,14 @@ class Holding:
 
 
 class BlockChain:
-    """Holds blocks of ``block_size`` tokens each. A chain belongs to one scheduler; its methods, and those of classes
-    derived from it, are the only writers of its fields.
+    """Blocks of ``block_size`` tokens each. A chain belongs to one scheduler, and only its methods and those of
+    subclasses write its fields.
 
     Args:
-        seq_id: names the chain in a CommitOrder.
-        tokens: int32, the memory for all tokens that the text may get.
+        seq_id: the chain's name in a CommitOrder.
+        tokens: int32, memory for all tokens of the text.
         first_block, parent_hash: where hashing begins, and the hash of the block before, or the root.
-        hashes: those of leading whole blocks from there on, where they are known.
+        hashes: those of leading whole blocks from there on, if known.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class BlockChain:
         self.take_ticket(Holding(0, (), ()))
 
     def take_ticket(self, holding: Holding) -> None:
-        """Starts from a freshly adopted ticket: its pinned chain counts as computed, and the rest is still to be
-        computed."""
+        """Start from an adopted ticket: only its pinned chain counts as computed."""
         slots = (*holding.chain_slots, *holding.leased_slots)
         self.ticket_id, self.state_slots = holding.ticket_id, holding.state_slots
         self.known_blocks = holding.known_blocks
@@ -83,22 +81,22 @@ class BlockChain:
         self._table[: self.num_blocks] = slots
         self.num_committed = self.num_sent = len(holding.chain_slots)
         self.num_computed = self.num_committed * self.block_size
-        # This is False once the node refused a run, because the next block would then not follow the chain's tail.
+        # False after a refused run, because the next block would not follow the chain's tail.
         self.may_commit = True
 
     def tokens(self, start: int, end: int) -> Int32:
-        """Returns some of the text's tokens as a view, int32 [end - start]."""
+        """Return some of the text's tokens as a view, int32 [end - start]."""
         return self._tokens[start:end]
 
     def table(self) -> Int32:
-        """Returns the chain's slots in order as a view, int32 [num_blocks]."""
+        """Return the chain's slots in order as a view, int32 [num_blocks]."""
         return self._table[: self.num_blocks]
 
     def slots(self, start: int, end: int) -> tuple[int, ...]:
         return tuple(self._table[start:end].tolist())
 
     def owned_slots(self) -> tuple[int, ...]:
-        """Returns the chain's slots that are leased to this worker, those in commit included."""
+        """Return the slots leased to this worker, those in commit included."""
         return self.slots(self.num_committed, self.num_blocks)
 
     def add_slot(self, slot: int) -> None:
@@ -106,28 +104,28 @@ class BlockChain:
         self.num_blocks += 1
 
     def cut(self, block: int) -> tuple[int, ...]:
-        """Forgets the block table from ``block`` on; returns its slots."""
+        """Truncate the block table to ``block`` blocks; return the removed slots."""
         dropped = self.slots(block, self.num_blocks)
         self.num_blocks = min(self.num_blocks, block)
         return dropped
 
     @property
     def full_blocks(self) -> int:
-        """Gives the number of blocks whose every token has its KV."""
+        """Blocks whose every token has its KV."""
         return min(self.num_computed // self.block_size, self.num_blocks)
 
     @property
     def in_commit(self) -> bool:
-        """Says whether a run of blocks waits for the node's answer."""
+        """True if a run of blocks awaits the node's answer."""
         return self.num_sent > self.num_committed
 
     def send(self, end: int) -> None:
-        """Notes that the blocks before ``end`` are sent to the KV node."""
+        """Record the blocks before ``end`` as sent to the KV node."""
         self.num_sent = end
 
     def commit(self, slots: Seq[int]) -> list[int]:
-        """Notes that the node has committed the run: ``slots`` hold its blocks, and are read from now on (I2). Returns
-        own slots that another committer's block replaced; launched steps may still read them."""
+        """Record the run as committed in ``slots``, which are read from now on (I2). Return own slots replaced by
+        another committer's; launched steps may still read them."""
         start = self.num_committed
         own = self._table[start : start + len(slots)].tolist()
         self._table[start : start + len(slots)] = slots
@@ -135,12 +133,12 @@ class BlockChain:
         return [old for old, new in zip(own, slots, strict=True) if old != new]
 
     def refuse_commit(self) -> None:
-        """Notes that the node refused to commit the run; no further run is sent under this ticket."""
+        """Record a refused commit; no further run is sent under this ticket."""
         self.num_sent = self.num_committed
         self.may_commit = False
 
     def extend_hashes(self, num_tokens: int) -> None:
-        """Hashes the whole blocks among the first ``num_tokens`` tokens that are not hashed yet."""
+        """Hash the unhashed whole blocks among the first ``num_tokens`` tokens."""
         start = (self._first_block + len(self._hashes) // HASH_BYTES) * self.block_size
         end = num_tokens // self.block_size * self.block_size
         if end > start:
@@ -148,10 +146,10 @@ class BlockChain:
             self._hashes += chain_hashes(parent, self._tokens[start:end].tolist(), self.block_size)
 
     def hash_before(self, block: int) -> bytes:
-        """Returns the hash of the block before ``block``, or what stands before the first block that is hashed."""
+        """Return the hash of the block before ``block``, or the parent hash at the start of hashing."""
         return self.block_hashes(block - 1, block) if block > self._first_block else self.parent_hash
 
     def block_hashes(self, start: int, end: int) -> bytes:
-        """Returns 32 bytes for each of blocks start .. end, all of them at or after the first block that is hashed."""
+        """Return 32 bytes per block of start .. end, none before the start of hashing."""
         first = self._first_block
         return bytes(self._hashes[(start - first) * HASH_BYTES : (end - first) * HASH_BYTES])
