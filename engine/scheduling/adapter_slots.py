@@ -1,19 +1,20 @@
-"""Decides which adapters a worker keeps ready, in which slots, and which sequences may run with them; sans-IO (I9).
+"""Which adapters a worker keeps ready, in which slots, and which sequences may run with them; sans-IO (I9).
 
     absent --has a slot--> LOADING --read and packed--> PACKED --no step reads the slot--> READY
       ^                        |                                                               |
       +------- failed ---------+          nobody holds it and another adapter needs the slot -+
 
-A sequence with an adapter joins when it joins the scheduler's queues. From then on it either holds its adapter's slot,
-or waits for one because sequences with other adapters hold them all; it may run once the adapter is READY. It lets go
-when it leaves the queues: it has ended, or it was preempted and so joins again later. A slot changes hands only while
-nobody holds it, the least recently held one first.
+A sequence with an adapter joins when it joins the scheduler's queues. From then on it either uses its adapter's slot,
+or waits for one because sequences with other adapters use them all; it may run once the adapter is READY. It leaves
+when it
+leaves the queues: it has ended, or was preempted and joins again later. A slot changes its adapter only while no
+sequence uses it, least recently used first.
 
-No sequence waits for ever. Slots are given in queue order. A sequence that joins an adapter with a slot is let past
-those that wait for one, but not for long: for each adapter that has waited SLOT_PATIENCE_S, one slot is closed. No new
-sequence may hold a closed slot, and of its holders those that have not begun and come after the waiting one go back
-into the line, so it is free when the answers of the others end. Holders always get on: they wait neither for a slot
-nor, because a preempted sequence lets go, for memory that others keep.
+No sequence waits for ever. Slots are assigned in queue order. A sequence that joins an adapter with a slot overtakes
+those that wait for one, but not for long: per adapter that has waited SLOT_PATIENCE_S, one slot is closed. A closed
+slot gets no new user, and its users that have not begun and come after the waiting one return to the queue, so it is
+free when the answers of the others end. Users always make progress: they wait neither for a slot nor, because a
+preempted sequence leaves, for memory that others use.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.kernels.step import Int32
 
-# A sequence whose adapter has no slot lets others whose adapter has one go first for this long.
+# How long sequences whose adapter has a slot overtake one whose adapter has none.
 SLOT_PATIENCE_S = 1.0
-# The scheduler looks this often for sequences that have waited for SLOT_PATIENCE_S.
+# Interval of checks for sequences that have waited for SLOT_PATIENCE_S.
 PATIENCE_CHECK_S = 0.1
 
 # (slot, packed adapter) pairs.
@@ -42,7 +43,7 @@ Placements = tuple[tuple[int, PackedAdapter], ...]
 
 
 class SlotState(Enum):
-    """Names the states of an adapter slot, as this module's drawing shows them; EMPTY is a slot without an adapter."""
+    """The states drawn in this module's docstring; EMPTY is a slot without an adapter."""
 
     EMPTY = "empty"
     LOADING = "loading"
@@ -52,9 +53,13 @@ class SlotState(Enum):
 
 @dataclass(slots=True)
 class AdapterSlot:
-    """Describes one of the backend's slots for adapters. ``last_held`` rises with every use; ``read_until`` numbers the
-    last launched step that may read what the slot held before. ``packed`` is what the backend takes, between PACKED and
-    READY."""
+    """One of the backend's slots for adapters.
+
+    Attributes:
+        last_held: rises with every use.
+        read_until: number of the last launched step that may read the slot's previous adapter.
+        packed: what the backend takes, between PACKED and READY.
+    """
 
     index: int
     digest: str = ""
@@ -67,9 +72,9 @@ class AdapterSlot:
 
 
 class AdapterSlots:
-    """Manages the slots of one scheduler, whose steps in flight it asks.
+    """The adapter slots of one scheduler.
 
-    ``ready``, which is for reading, has digests of the adapters that sequences can run with at once.
+    ``ready``, for reading, has the digests of the adapters that sequences can run with at once.
     """
 
     def __init__(self, slots: int, in_flight: InFlightSteps) -> None:
@@ -79,11 +84,11 @@ class AdapterSlots:
         self._slots = [AdapterSlot(index) for index in range(slots)]
         self._of: dict[str, AdapterSlot] = {}
         self._held: dict[int, AdapterSlot] = {}
-        # These are the sequences whose adapter has no slot, in queue order, and since when each of them waits.
+        # Sequences whose adapter has no slot, in queue order, and since when each waits.
         self._waiting: list[Sequence] = []
         self._since_s: dict[int, float] = {}
         self._uses = 0
-        # These say whether a waiting sequence may get a slot now, and when the waiting times are looked at again.
+        # Whether a waiting sequence may get a slot now, and when waiting times are next checked.
         self._changed = False
         self._check_s = 0.0
         self._orders: list[str] = []
@@ -94,11 +99,11 @@ class AdapterSlots:
 
     @property
     def waits(self) -> int:
-        """Gives the number of sequences that cannot run yet for want of their adapter."""
+        """Number of sequences that cannot run yet for lack of their adapter."""
         return len(self._waiting) + sum(len(slot.holders) for slot in self._slots if slot.state is not SlotState.READY)
 
     def join(self, sequence: Sequence, now: float) -> None:
-        """Takes a sequence that joins the scheduler's queues; one without an adapter needs nothing here."""
+        """Add a sequence that joins the scheduler's queues; a no-op without an adapter."""
         if sequence.adapter:
             sequence.await_adapter()
             insort(self._waiting, sequence, key=_queue_order)
@@ -106,15 +111,15 @@ class AdapterSlots:
             self._changed = True
 
     def preload(self, digest: str) -> None:
-        """Loads an adapter into an idle slot, because a sequence with it will join soon, unless another sequence waits
-        for a slot."""
+        """Load an adapter into an idle slot for a sequence that will join soon, unless another sequence waits for a
+        slot."""
         if digest not in self._of and not self._waiting:
             slot = self._slot_for(digest)
             if slot is not None:
                 self._use(slot)
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes a sequence that leaves the scheduler's queues. A sequence that is in none is ignored."""
+        """Remove a sequence that leaves the scheduler's queues; a no-op for others."""
         if not sequence.adapter:
             return
         sequence.leave_adapter()
@@ -128,26 +133,25 @@ class AdapterSlots:
             self._changed = self._changed or not slot.holders
 
     def loaded(self, digest: str, packed: PackedAdapter) -> None:
-        """Notes that an adapter that was ordered has been read and packed."""
+        """Handle an ordered adapter that has been read and packed."""
         slot = self._of[digest]
         assert slot.state is SlotState.LOADING, f"{digest} was not ordered"
         slot.state, slot.packed = SlotState.PACKED, packed
 
     def failed(self, digest: str) -> tuple[Sequence, ...]:
-        """Notes that an adapter that was ordered could not be loaded. Returns the sequences that hold its slot, which
-        has no adapter now."""
+        """Handle an ordered adapter that could not be loaded. Return the users of its slot, which is empty now."""
         return self._clear(self._of[digest])
 
     def not_placed(self, placements: Placements) -> tuple[Sequence, ...]:
-        """Notes that the step that was to place these adapters has failed. Returns all holders of their slots."""
-        # A slot that was given away meanwhile is filled by a later step.
+        """Handle a failed step that was to place these adapters. Return all users of their slots."""
+        # A slot reassigned meanwhile is filled by a later step.
         slots = [slot for index, _ in placements if (slot := self._slots[index]).state is SlotState.READY]
         holders = tuple(sequence for slot in slots for sequence in self._clear(slot))
         self._count_ready()
         return holders
 
     def assign(self, now: float) -> None:
-        """Gives slots to sequences that wait, in queue order, and lets those run whose adapter is there."""
+        """Assign slots to waiting sequences, in queue order, and let those run whose adapter is ready."""
         for slot in self._slots if self._of else ():
             if slot.packed is not None and self._in_flight.has_landed(slot.read_until):
                 slot.state = SlotState.READY
@@ -166,19 +170,18 @@ class AdapterSlots:
                 self._hold(found, sequence, now)
 
     def take_orders(self) -> list[str]:
-        """Returns the digests of the adapters to be loaded from now on; :meth:`loaded` or :meth:`failed` answers
-        each."""
+        """Return the digests of the adapters to load; :meth:`loaded` or :meth:`failed` answers each."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_evicted(self) -> int:
-        """Returns how many adapters have lost their slot to another one since the last call."""
+        """Return the number of adapters evicted from their slot since the last call."""
         evicted, self._evicted = self._evicted, 0
         return evicted
 
     def place(self, scheduled: Seq[ScheduledChunk]) -> tuple[Placements, Int32 | None]:
-        """Returns the adapters that the backend must get before a step of these chunks, and int32, the slot of the
-        adapter of each chunk's sequence, or -1; None where no chunk has one."""
+        """Return the adapters to place before a step of these chunks, and int32, each chunk's adapter slot or -1; None
+        if no chunk has one."""
         if not (self._held or self._placements):
             return (), None
         placements, self._placements = tuple(self._placements.items()), {}
@@ -186,7 +189,7 @@ class AdapterSlots:
         return placements, np.array(slots, dtype=np.int32) if max(slots) >= 0 else None
 
     def _close_slots(self, now: float) -> None:
-        """Closes as many slots as adapters have waited for too long; those with the fewest holders come first."""
+        """Close one slot per adapter that has waited too long; those with the fewest users first."""
         late: dict[str, Sequence] = {}
         for sequence in self._waiting:
             if sequence.adapter not in self._of and now - self._since_s[sequence.seq_id] >= SLOT_PATIENCE_S:
@@ -195,7 +198,7 @@ class AdapterSlots:
         held.sort(key=lambda slot: (not slot.closed, len(slot.holders), slot.last_held))
         for slot in held:
             slot.closed = False
-        # The first slot to be closed is for the first adapter in queue order, as when slots are given.
+        # The first closed slot is for the first adapter in queue order, as in assignment.
         for slot, first in zip(held, late.values(), strict=False):
             slot.closed = True
             behind = _queue_order(first)
@@ -204,15 +207,14 @@ class AdapterSlots:
                     self._send_back(slot, sequence, now)
 
     def _send_back(self, slot: AdapterSlot, sequence: Sequence, now: float) -> None:
-        """Makes a holder that has not begun wait in the line again."""
+        """Return a user that has not begun to the waiting queue."""
         del slot.holders[sequence.seq_id], self._held[sequence.seq_id]
         sequence.await_adapter()
         insort(self._waiting, sequence, key=_queue_order)
         self._since_s[sequence.seq_id] = now
 
     def _slot_for(self, digest: str) -> AdapterSlot | None:
-        """Returns the slot in which a waiting sequence may have its adapter now, whether or not the adapter is there
-        already."""
+        """Return the slot for a waiting sequence's adapter now, loaded or not; None if there is none."""
         slot = self._of.get(digest)
         if slot is not None:
             return None if slot.closed and slot.holders else slot
@@ -245,7 +247,7 @@ class AdapterSlots:
         slot.last_held = self._uses
 
     def _clear(self, slot: AdapterSlot) -> tuple[Sequence, ...]:
-        """Forgets the slot's adapter. Returns its holders, which have still to leave the slot."""
+        """Empty the slot. Return its users, which have still to leave it."""
         self._of.pop(slot.digest, None)
         self._placements.pop(slot.index, None)
         slot.digest, slot.state, slot.packed, slot.closed = "", SlotState.EMPTY, None, False
@@ -256,8 +258,8 @@ class AdapterSlots:
         self.ready = tuple(slot.digest for slot in self._slots if slot.state is SlotState.READY)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless every sequence in the queues that has an adapter holds its slot or waits for
-        one, and runs only with an adapter that is there."""
+        """Raise AssertionError unless every queued sequence with an adapter uses its slot or waits for one, and runs
+        only with a ready adapter."""
         queued = (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.PREEMPTED)
         users = {s.seq_id: s for s in sequences if s.adapter and s.state in queued}
         assert self._waiting == sorted(self._waiting, key=_queue_order), "the line for slots is out of order"

@@ -1,8 +1,7 @@
-"""Manages a worker's blocks at its KV node: the free slots, the commits and releases that the node will be asked
-for.
+"""A worker's blocks at its KV node: the free slots, and the commits and releases to send.
 
-Sans-IO (I9): orders gather in an Outcome, which :mod:`pillion.engine.worker.node_updates` carries to the node. One run
-of blocks per sequence is sent at a time; the node's answer comes back as :meth:`BlockManager.accept` or as a refusal.
+Sans-IO (I9): orders gather in an Outcome, which :mod:`pillion.engine.worker.node_updates` sends to the node. One run of
+blocks per sequence is sent at a time; the node's answer comes back as :meth:`BlockManager.accept` or as a refusal.
 
 A few free slots, leased ahead, let a decode grow without an RPC in the step.
 
@@ -10,9 +9,9 @@ A few free slots, leased ahead, let a decode grow without an RPC in the step.
        ^                 |  ^                |
        +----give back----+  +------give------+
 
-:class:`FreeSlots` knows how many slots are wanted and which can be spared; asyncio's side calls the node. One lease
-call runs at a time. A short answer means that the node is *exhausted*, and then a sequence must be preempted; the
-answer counts for LEASE_RETRY_S, and not at all once this worker has let go of memory since the call.
+:class:`FreeSlots` counts the slots to lease and to return; the event loop calls the node. One lease call runs at a
+time. A short answer means that the node is *exhausted*, so that a sequence must be preempted; it is valid for
+LEASE_RETRY_S, and void once this worker has released memory since the call.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
 
-# A worker keeps this many free slots beyond the target, so that a stream that ends and one that begins cause
-# no calls.
+# Free slots kept beyond the target, so that a stream that ends and one that begins cause no calls.
 SPARE_BLOCKS = 8
-# One lease call asks for at most this many slots.
+# Max slots per lease call.
 MAX_LEASE_BLOCKS = 1024
-# After an answer with too few slots the node is asked again only after this time.
+# Delay after a short answer before the node is asked again.
 LEASE_RETRY_S = 0.05
 
 
 class FreeSlots:
-    """Holds free slots leased to this worker: below ``low_blocks`` more are leased, up to ``target_blocks``."""
+    """Free slots leased to this worker: below ``low_blocks`` more are leased, up to ``target_blocks``."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -60,29 +58,29 @@ class FreeSlots:
         return self._requested_blocks > 0
 
     def exhausted(self, now: float) -> bool:
-        """Returns whether the node answered a moment ago that it has no more slots."""
+        """Return whether the node has just answered that it has no more slots."""
         return now < self._short_until_s
 
     def take(self) -> int | None:
-        """Takes one slot out; returns None when there is none."""
+        """Take one slot; None if there is none."""
         return self._free.pop() if self._free else None
 
     def give(self, slots: Iterable[int]) -> None:
-        """Puts back slots that no step uses any more."""
+        """Put back slots that no step uses any more."""
         self._free.extend(slots)
 
     def send_back(self, slots: Iterable[int]) -> None:
-        """Returns slots to the node soon: those of lost commit races, which the node may have promised to a request."""
+        """Return slots to the node soon: those of lost commit races, which it may have promised to a request."""
         self._leaving.extend(slots)
 
     def aim(self, low_blocks: int, target_blocks: int) -> None:
-        """Sets how many slots the running decodes will need soon (``low_blocks``), and somewhat later."""
+        """Set the slots that running decodes will need soon (``low_blocks``), and later."""
         self.low_blocks = low_blocks
         self.target_blocks = max(low_blocks, target_blocks)
 
     def wanted(self, now: float, urgent: bool) -> int:
-        """Returns how many blocks to lease now, 0 for none; the call counts as running until :meth:`granted`.
-        ``urgent`` says that a decode waits for a slot."""
+        """Return the blocks to lease now, 0 for none; the call counts as running until :meth:`granted`. ``urgent``: a
+        decode waits for a slot."""
         if self.lease_under_way or len(self._free) >= self.low_blocks or (self.exhausted(now) and not urgent):
             return 0
         self._requested_blocks = min(self.target_blocks - len(self._free), MAX_LEASE_BLOCKS)
@@ -96,16 +94,16 @@ class FreeSlots:
         self._short_until_s = now + LEASE_RETRY_S if short and not self._answer_is_stale else 0.0
 
     def memory_is_coming(self) -> None:
-        """Notes that memory was released at the node, so that its earlier answer about its memory is void."""
+        """Void the node's last short answer, since memory was released there."""
         self._short_until_s = 0.0
         self._answer_is_stale = self.lease_under_way
 
     def recall(self, blocks: int) -> None:
-        """Notes that the node asks for ``blocks`` slots back."""
+        """Record that the node wants ``blocks`` slots back."""
         self._recall_blocks = blocks
 
     def surplus(self) -> tuple[int, ...]:
-        """Takes out the slots that the worker gives back now, and returns them. Without a target none stays."""
+        """Remove and return the slots above the target, which go back to the node."""
         extra = len(self._free) - self.target_blocks
         if self.target_blocks and extra <= SPARE_BLOCKS:
             extra = 0
@@ -118,42 +116,40 @@ class FreeSlots:
         return given
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a slot is free twice."""
+        """Raise AssertionError if a slot is free twice."""
         assert len(set(self.slots)) == len(self.slots), f"a slot is free twice: {sorted(self.slots)}"
 
 
-# The worker asks for slots when fewer are free than decodes need for FREE_SLOTS_LOW_TOKENS more tokens each, and then
-# asks for as many as they need for FREE_SLOTS_TARGET_TOKENS.
+# Slots are leased when fewer are free than decodes need for FREE_SLOTS_LOW_TOKENS more tokens each, up to what they
+# need for FREE_SLOTS_TARGET_TOKENS.
 FREE_SLOTS_LOW_TOKENS = 4
 FREE_SLOTS_TARGET_TOKENS = 16
 
 
 class SideBlocks(Protocol):
-    """Describes who has slots beside those of sequences, and gives them up where memory is short: the partial blocks
-    of answers, states, and draft models' chains."""
+    """A user of slots besides sequences (partial blocks, states, draft chains), which frees them if memory is short."""
 
     @property
     def lacking_blocks(self) -> int:
-        """Gives how many more slots it would like to have, which it gets only where decodes need none."""
+        """Return the slots that it would like to have, leased only if decodes need none."""
 
     def yield_slots(self, blocks: int, now: float) -> bool:
-        """Gives so many slots or more back to the free slots, because memory is short. Returns False if it gave
-        none."""
+        """Free at least ``blocks`` slots, because memory is short. Return False if it freed none."""
 
     def side_chains(self) -> Iterable[BlockChain]:
-        """Returns its chains of blocks, which are beside those of sequences."""
+        """Return its chains of blocks."""
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError where what it has contradicts the sequences that are not gone."""
+        """Raise AssertionError if its state contradicts the given sequences, which are all that are not gone."""
 
 
 class BlockManager:
-    """Manages the blocks of one scheduler, each of ``block_size`` tokens. What a scheduler has beside it uses the same.
+    """The blocks of one scheduler, of ``block_size`` tokens each, and of its other users of slots.
 
     Attributes:
-        free_slots: the free slots that are leased to this worker.
+        free_slots: the free slots leased to this worker.
         in_flight: the launched steps.
-        out: the outcome being gathered; slots that leave for the node wait for the steps in flight that may use them.
+        out: the outcome being gathered; slots to return wait for the steps in flight that may use them.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -162,11 +158,11 @@ class BlockManager:
         self.free_slots = FreeSlots()
         self.out = Outcome()
         self._leased = 0
-        # At least this many slots of the free ones stay reserved for running decodes.
+        # Free slots reserved for running decodes.
         self.needed_blocks = 0
-        # A sequence has so many slots beside those of its tokens' blocks, which its states take over when it joins.
+        # Slots of a sequence besides those of its tokens, taken over by its states when it joins.
         self.beside_blocks = 0
-        # A state takes so many slots, in a model whose layers carry one.
+        # Slots of a state, for models with states.
         self.state_pages = 0
 
     def leased(self, slots: int) -> None:
@@ -177,19 +173,18 @@ class BlockManager:
         self.free_slots.granted(slots, now)
 
     def let_go(self, holding: Holding) -> None:
-        """Gives up an adopted ticket that no sequence holds."""
+        """Release an adopted ticket without a sequence."""
         self._leased += len(holding.leased_slots)
         self.free_slots.give(holding.leased_slots)
         self.release(holding.ticket_id)
 
     def release(self, ticket_id: int) -> None:
-        """Ends this worker's hold on a ticket."""
         self.out.releases.append(ticket_id)
         self.free_slots.memory_is_coming()
 
     def order_resume(self, sequence: Sequence) -> None:
-        """Orders a ticket for a sequence without one. The ticket's chain ends before the tokens whose logits are
-        needed, the last token at least."""
+        """Order a ticket for a sequence without one. Its chain ends before the tokens whose logits are needed, at least
+        the last token."""
         last = sequence.num_tokens - 1 if sequence.unscored_from is None else sequence.unscored_from
         whole = last // self.block_size
         self.out.resumes.append(
@@ -204,8 +199,8 @@ class BlockManager:
         )
 
     def order_commit(self, chain: BlockChain, now: float, *, may_wait: bool = False) -> None:
-        """Orders the commit of the full blocks that are not at the node yet, one run at a time. ``may_wait`` is that of
-        the order."""
+        """Order the commit of the full blocks not yet at the node, one run at a time. ``may_wait`` is that of the
+        order."""
         start, end = chain.num_committed, chain.full_blocks
         if end <= start or chain.in_commit or not chain.may_commit:
             return
@@ -223,16 +218,16 @@ class BlockManager:
         )
 
     def accept(self, chain: BlockChain, slots: Seq[int]) -> None:
-        """Notes that the node has committed a run. Where another committer was first, the worker's own slot goes back
-        when no step reads it any more (I2)."""
+        """Record a committed run. If another committer was first, the worker's own slot is returned once no step reads
+        it (I2)."""
         replaced = chain.commit(slots)
         self._leased -= len(slots) - len(replaced)
         self.free_slots.send_back(replaced)
 
     def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool, wanted_blocks: int) -> Outcome:
-        """Returns the orders for the node that gathered since the last outcome, and begins a new one. Slots are asked
-        for where ``decodes`` will run short of them (``urgent``: one of them waits for a slot now), and beyond that
-        ``wanted_blocks`` for drafts, states and partial blocks."""
+        """Return the orders gathered since the last outcome, and begin a new one. Slots are leased if ``decodes`` will
+        run short of them (``urgent``: one waits now), and ``wanted_blocks`` beyond that for drafts, states and partial
+        blocks."""
         room = [s.num_blocks * self.block_size - s.next_start for s in decodes]
         low = sum(tokens < FREE_SLOTS_LOW_TOKENS for tokens in room)
         self.needed_blocks = low
@@ -247,7 +242,7 @@ class BlockManager:
         return out
 
     def check_integrity(self, chains: Iterable[BlockChain]) -> None:
-        """Raises AssertionError unless every slot leased to this worker is in exactly one place (I4)."""
+        """Raise AssertionError unless every slot leased to this worker is in exactly one place (I4)."""
         self.free_slots.check_integrity()
         places = [*self.free_slots.slots, *self.in_flight.held_back_slots()]
         for chain in chains:

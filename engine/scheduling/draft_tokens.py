@@ -1,10 +1,8 @@
-"""Drafts the next tokens of decodes, which the step itself judges.
+"""Draft tokens of decodes, judged by the step itself.
 
-Sampling is a pure function of (logits, seed, position) (I6), so a draft token is right exactly when it is the token
-that would have been chosen there anyway: drafts change how many steps an answer takes, never its tokens, at any
-temperature.
-Draft tokens are cut where a grammar refuses them, and are made only after decodes for which no grammar forces tokens.
-Sans-IO (I9).
+Sampling is a pure function of (logits, seed, position) (I6), so a draft token is accepted exactly if it would have been
+chosen anyway: drafts change the number of steps, never the tokens, at any temperature. Draft tokens are cut where a
+grammar rejects them, and made only after decodes without forced tokens. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -23,26 +21,25 @@ from pillion.kernels.step import Int32
 
 
 class Drafter(Protocol):
-    """Drafts tokens, once in a step, on the step thread. A drafter only reads the sequences."""
+    """Drafts tokens, once per step, on the step thread. A drafter only reads the sequences."""
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
-        """Returns for each sequence up to so many tokens, 1 at least, that may follow ``sequence.tokens(0,
+        """Return for each sequence up to the given number of tokens, at least 1, that may follow ``sequence.tokens(0,
         sequence.num_tokens)``; it may return none."""
 
     def seconds_per_token(self, sequences: int) -> float:
-        """Returns the seconds that one more draft for each of so many sequences takes to make, the step that judges it
-        aside."""
+        """Return the seconds to draft one more token for each of ``sequences``, without the step that judges it."""
 
     def ended(self, sequence: Sequence) -> None:
-        """Notes that the stream has ended, or was preempted and may come back: the drafter may drop its data."""
+        """Drop a stream's data: it has ended, or was preempted and may come back."""
 
 
 class DraftTokens:
-    """Makes the draft tokens of one scheduler.
+    """The draft tokens of one scheduler.
 
     Args:
-        control: decides how many tokens are drafted for each stream.
-        drafter: drafts them; ``draft_chains`` is the same if it is a model with KV of its own, else None.
+        control: decides how many tokens are drafted per stream.
+        drafter: drafts them; also ``draft_chains`` if it is a model with its own KV, else None.
     """
 
     def __init__(self, control: DraftControl, drafter: Drafter) -> None:
@@ -51,18 +48,18 @@ class DraftTokens:
         self.draft_chains = drafter if isinstance(drafter, DraftChains) else None
 
     def join(self, sequence: Sequence) -> None:
-        """Takes a sequence that has joined the queues."""
+        """Add a sequence that has joined the queues."""
         if not sequence.is_prefill:
             self._control.begin(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Lets go of a sequence that has left the queues: it ends, or is preempted and may join again."""
+        """Remove a sequence that has left the queues: it ends, or is preempted and may join again."""
         if not sequence.is_prefill:
             self._drafter.ended(sequence)
 
     def may_run_ahead(self, running: Iterable[Sequence]) -> bool:
-        """Returns whether the next step may be planned before the one just launched has landed: where nothing would be
-        drafted. A draft token can only follow tokens that are known."""
+        """Return whether the next step may be planned before the last launched one has landed, because nothing would be
+        drafted: a draft token can only follow known tokens."""
         if self._control.keeps_resting:
             return True
         chains = self.draft_chains
@@ -80,9 +77,9 @@ class DraftTokens:
         cost: StepCost,
         grammars: Grammars | None,
     ) -> float:
-        """Puts draft tokens after these decodes' own tokens (:meth:`Sequence.propose`), where none are forced: at most
-        ``spare`` altogether. ``idle`` counts tokens of the step that no prompt needs, either, ``cost`` says what steps
-        take, and ``grammars`` cut draft tokens. Returns the seconds that a draft model took."""
+        """Propose draft tokens after these decodes (:meth:`Sequence.propose`), unless tokens are forced: at most
+        ``spare`` altogether. ``idle`` counts tokens of the step that no prompt needs, ``cost`` predicts steps, and
+        ``grammars`` cut draft tokens. Return the seconds that a draft model took."""
         chains, control, drafter = self.draft_chains, self._control, self._drafter
         if chains is not None:
             chains.begin_step(idle, now)
@@ -102,7 +99,7 @@ class DraftTokens:
         return took_s
 
     def _propose(self, streams: Seq[Sequence], shares: Seq[int], grammars: Grammars | None) -> None:
-        """Drafts so many tokens for each of the streams; streams without any are probed, in their turn."""
+        """Draft each stream's share of tokens; streams without any are probed, in turn."""
         control, drafter = self._control, self._drafter
         wanted = [(stream, most) for stream, most in zip(streams, shares, strict=True) if most]
         silent = (stream for stream, most in zip(streams, shares, strict=True) if not most)
@@ -126,16 +123,16 @@ class DraftTokens:
             stream.draft_tokens.probe(drafted, stream.num_tokens)
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
-        """Notes that a step has ended, and how long it took; 0.0 where that is unknown."""
+        """Record a step's end and duration; 0.0 if unknown."""
         self._control.stepped(plan, seconds)
 
     def judged(self, sequence: Sequence, drafted: int, right: int) -> None:
-        """Notes that a step has judged draft tokens: the first ``right`` of them are the sequence's now."""
+        """Record judged draft tokens, of which the first ``right`` were accepted."""
         self._control.judged(sequence, drafted, right)
 
 
 def _room(chunk: ScheduledChunk) -> int:
-    """Returns how many tokens may be drafted after a chunk: none after a token that nobody knows yet, and after the
-    first token of parallel samples."""
+    """Return the max draft tokens after a chunk: none after an unknown token, or after the first token of parallel
+    samples."""
     sequence = chunk.sequence
     return 0 if sequence.num_in_flight or chunk.parallel_seeds else sequence.room_for_proposals

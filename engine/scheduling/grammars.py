@@ -1,9 +1,9 @@
-"""Says what the grammars of answers allow: whether a step may choose the next token, which tokens are certain, how many
-draft tokens fit, and whether an answer is complete.
+"""What the grammars of answers allow: whether a step may choose the next token, which tokens are forced, how many draft
+tokens fit, and whether an answer is complete.
 
 A sequence has its grammar itself (``Sequence.grammar``, :class:`pillion.engine.grammars.grammar_state.GrammarState`);
-nothing here is called for sequences without one. Tokens that a grammar forces are proposed like draft tokens, and are
-always right: their masks allow nothing else. Sans-IO (I9).
+nothing here is called without one. Forced tokens are proposed like draft tokens, and always accepted: their masks allow
+nothing else. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pillion.types import FinishReason
 
 
 class Verdict(Enum):
-    """Says what becomes of a sequence whose next token would be chosen.
+    """What to do with a sequence whose next token would be chosen.
 
-    RUN: a step may choose the token. WAIT: not yet, because the grammar has not followed the answer. FAILED: the
-    sequence cannot go on, for ``grammar.failure``. FINISHED: ``grammar.forced`` completes the answer without a step.
+    RUN: a step may choose the token. WAIT: the grammar has not consumed the answer yet. FAILED: the sequence fails, for
+    ``grammar.failure``. FINISHED: ``grammar.forced`` completes the answer without a step.
     """
 
     RUN = "run"
@@ -35,9 +35,9 @@ class Verdict(Enum):
 
 
 class Grammars:
-    """Asks the grammars of one scheduler's sequences. Forced tokens get slots out of the ``free_slots``.
+    """The grammars of one scheduler's sequences. Forced tokens get slots out of the ``free_slots``.
 
-    ``forces`` says whether any grammar that was asked since the last call of :meth:`force` leaves no choice.
+    ``forces`` is True if a grammar has forced tokens since the last call of :meth:`force`.
     """
 
     def __init__(self, free_slots: FreeSlots) -> None:
@@ -45,7 +45,7 @@ class Grammars:
         self.forces = False
 
     def verdict(self, sequence: Sequence) -> Verdict:
-        """Returns whether a step can choose the sequence's next token."""
+        """Return whether a step can choose the sequence's next token."""
         grammar = sequence.grammar
         assert grammar is not None
         if not grammar.follow():
@@ -54,16 +54,15 @@ class Grammars:
             return Verdict.FAILED
         if grammar.forced:
             self.forces = True
-        # Further answers begin with a token that is chosen; a prompt may be scored, or computed for its own sake.
+        # Parallel samples begin with a chosen token; a prompt may be scored, or computed for the cache.
         needs_step = sequence.parallel_samples or sequence.is_prompt_only or sequence.unscored_from is not None
         if needs_step or not grammar.completes or (grammar.forced and sequence.reports_logprobs):
             return Verdict.RUN
-        # The forced tokens complete the answer, so that nothing is left to choose, and they themselves need no step.
+        # The forced tokens complete the answer and need no step.
         return Verdict.FINISHED
 
     def force(self, scheduled: Seq[ScheduledChunk], spare: int) -> int:
-        """Puts forced tokens after the sequences' own (:meth:`Sequence.propose`), at most ``spare`` altogether. Returns
-        how many they are."""
+        """Propose forced tokens (:meth:`Sequence.propose`), at most ``spare`` altogether. Return their number."""
         used, self.forces = 0, False
         for chunk in scheduled:
             sequence, grammar = chunk.sequence, chunk.sequence.grammar
@@ -71,7 +70,7 @@ class Grammars:
                 continue
             self._grow(sequence, sequence.num_tokens + len(grammar.forced))
             room = 0 if chunk.parallel_seeds else min(spare - used, sequence.room_for_proposals)
-            # The last token of a complete answer is left out: nothing is chosen after it.
+            # Nothing is chosen after the last token of a complete answer.
             tokens = grammar.forced[: max(0, min(room, len(grammar.forced) - grammar.completes))]
             if tokens:
                 sequence.propose(np.array(tokens, dtype=np.int32), forced=True)
@@ -79,7 +78,7 @@ class Grammars:
         return used
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
-        """Adds slots to a decoding sequence until it has room for ``tokens`` tokens, or the worker has no free slot."""
+        """Add slots to a decode until it has room for ``tokens`` tokens, or there are no free slots."""
         while sequence.num_blocks * sequence.block_size < min(tokens, sequence.most_tokens):
             slot = self._free_slots.take()
             if slot is None:
@@ -87,13 +86,12 @@ class Grammars:
             sequence.add_slot(slot)
 
     def fit(self, sequence: Sequence, draft_tokens: Int32) -> Int32:
-        """Returns the first ones of a sequence's draft tokens, as many as its grammar may accept."""
+        """Return the first draft tokens, up to what the grammar may accept."""
         grammar = sequence.grammar
         return draft_tokens if grammar is None else draft_tokens[: grammar.count_fitting(draft_tokens.tolist())]
 
     def accepted(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason | None) -> FinishReason | None:
-        """Notes that these tokens are the sequence's now. Returns why it ends with the last one, None where it goes on;
-        ``reason`` is the answer without its grammar."""
+        """Record the accepted tokens. Return the finish reason, or None; ``reason`` is the one without the grammar."""
         grammar = sequence.grammar
         assert grammar is not None
         grammar.take(tokens)
@@ -102,7 +100,7 @@ class Grammars:
         return FinishReason.STOP if grammar.completes and not grammar.forced else reason
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError where a grammar is not at its answer's end."""
+        """Raise AssertionError if a grammar is not at its answer's end."""
         for sequence in sequences:
             grammar, answered = sequence.grammar, sequence.num_tokens - sequence.prompt_tokens
             assert grammar is None or grammar.num_tokens == answered, "a grammar is not at its answer's end"

@@ -1,11 +1,11 @@
-"""Manages parallel samples, further answers to a prompt, from their first token until they run.
+"""Parallel samples, further answers to a prompt, from their first token until they run.
 
     first token, chosen from the parent's logits
         --the prompt's blocks are all sent to the node--> a ticket is ordered --> PREEMPTED, waits to run
         --may run, the KV of the prompt's partial block copied from the parent--> a decode
 
 Whole blocks are shared, because the ticket pins the same chain; the partial one is copied before the child writes there
-(copy-on-write). Where the parent is gone by then, or was refused its commits, the child computes what it lacks (I1).
+(copy-on-write). If the parent is gone by then, or was refused its commits, the child computes what it lacks (I1).
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from pillion.engine.scheduling.step_plan import ScheduledChunk
 
 
 class ParallelSampling:
-    """Manages the parallel samples of one scheduler, whose queues and block manager it uses; ``late`` is for
-    reading."""
+    """The parallel samples of one scheduler; ``late`` is for reading."""
 
     def __init__(self, queues: SchedulerQueues, block_manager: BlockManager) -> None:
         self._queues = queues
         self._block_manager = block_manager
-        # The prompts of these parallel samples are not completely sent to the node yet; they are kept by the id of the
-        # parent that sends the blocks.
+        # By parent id: samples whose prompt is not completely sent to the node yet.
         self.late: dict[int, list[Sequence]] = {}
 
     def order_ticket(self, parent: Sequence, child: Sequence) -> None:
-        """Orders a ticket for ``child``, at once or after the parent's running commit: a ticket that is opened before
-        the prompt's last blocks are sent would not pin them."""
+        """Order a ticket for ``child``, at once or after the parent's running commit: a ticket opened before the
+        prompt's last blocks are sent would not pin them."""
         if parent.in_commit and parent.num_sent < parent.prompt_tokens // parent.block_size:
             self.late.setdefault(parent.seq_id, []).append(child)
             self._block_manager.out.hurry = True
@@ -39,17 +37,17 @@ class ParallelSampling:
             self._block_manager.order_resume(child)
 
     def parent_answered(self, seq_id: int, alive: Mapping[int, Sequence]) -> None:
-        """Notes that the node has answered the commit of a parent's run, and that the next one, if any, is ordered."""
+        """Handle the node's answer to a parent's commit, after the next one, if any, was ordered."""
         for child in self.late.pop(seq_id):
             if alive.get(child.seq_id) is child:
                 self._block_manager.order_resume(child)
 
     def start_running(self, alive: Mapping[int, Sequence]) -> tuple[list[ScheduledChunk], list[tuple[int, int]]]:
-        """Returns decodes of the parallel samples that may run and have all of their prompt, and the (source, target)
+        """Return decodes of the parallel samples that may run and have all of their prompt, and the (source, target)
         slots to copy first.
 
-        Parallel samples queue like other sequences: a further answer is not more urgent than its request. Call this
-        when nothing is preempted any more in this step, so that no sequence lets go of a slot that is copied.
+        Parallel samples queue like other sequences. Call this when nothing more is preempted in this step, so that no
+        sequence frees a slot to be copied.
         """
         scheduled: list[ScheduledChunk] = []
         copies: list[tuple[int, int]] = []
@@ -68,11 +66,10 @@ class ParallelSampling:
 
 
 def copy_partial_block(parent: Sequence, child: Sequence) -> tuple[int, int] | None:
-    """Returns the (source, target) slots to copy when the prompt's partial block is all that ``child``, which has just
-    its ticket, lacks of it, and ``parent``, which is not gone, still holds that block; ``child`` then counts as
-    computed.
+    """Return the (source, target) slots to copy if ``child``, with its new ticket, lacks only the prompt's partial
+    block, and ``parent``, which is not gone, still has it; ``child`` then counts as computed.
 
-    Rows after the prompt are the parent's answer. The child writes its own rows there before it reads them.
+    Rows after the prompt are the parent's answer; the child overwrites them before it reads them.
     """
     prompt, block = child.prompt_tokens, child.num_committed
     missing = prompt - child.num_computed

@@ -1,40 +1,38 @@
-"""Holds the three queues of a scheduler, and decides the order in which it serves them.
+"""The scheduler's three queues, and the order in which they are served.
 
     running    has one of the max_num_seqs places of a step: a decode, or a prompt tail that has begun
-    preempted  was running, or is a parallel sample of a sequence that was: it has a ticket, a new one or the one that
-               it kept when it gave its place to another tenant, and waits to run
+    preempted  was running, or is a parallel sample of a sequence that was: it has a ticket, a new one or the one kept
+               when it gave its place to another tenant, and waits to run
     waiting    has a ticket and has not begun
 
-Preempted and waiting sequences whose adapter is not there are passed over.
+Preempted and waiting sequences are skipped while their adapter is not ready.
 
-Decodes come first, always. Prompt tails of one tenant are served by their place in line, whether they have begun or
-not: by arrival, later for each level of less urgency and for each second of their own work
-(:func:`pillion.rules.priority.prompt_order`). So a short prompt overtakes a long one between two steps, and nobody is
-overtaken for ever. Only streams that were preempted, whose readers wait in the middle of an answer, go before others
-that came within PRIORITY_AGING_S of them.
+Decodes always come first. Prompt tails of one tenant are ordered by arrival, whether they have begun or not, later per
+level of lower urgency and per second of their own work (:func:`pillion.rules.priority.prompt_order`). So a short prompt
+overtakes a long one between two steps, and none is overtaken for ever. Preempted streams, whose readers wait in the
+middle of an answer, go before others that came within PRIORITY_AGING_S of them.
 
-Between tenants shares decide. A flow is what the worker has of one tenant, whom it knows by an opaque key and a weight
-(:class:`pillion.rules.priority.Flow`). Each flow has a counter: tokens that it was served, over its weight. The next
-sequence is of the flow with the smallest counter, and within a flow the first in place. A generated token counts
-OUTPUT_COST times one of a prompt, and of a prompt what was computed here, so a long one is no debt before it has had
-its steps. A flow that had nothing waiting begins at the counter of those that wait, so nobody saves up. This is the
-Virtual Token Counter, by which gateways order what waits there (:mod:`pillion.gateway.admission.turns`), too.
+Between tenants, shares decide. A flow is a tenant as the worker sees it, by an opaque key and a weight
+(:class:`pillion.rules.priority.Flow`). Each flow has a counter: its served tokens over its weight. The next sequence is
+of the flow with the smallest counter, and within a flow the first in order. A generated token counts OUTPUT_COST times
+a prompt's; of a prompt, only what was computed here counts, when its steps run. A flow that starts to wait begins at
+the counter of those that wait, so none saves up. This is the Virtual Token Counter, which orders waiting requests in
+gateways as well (:mod:`pillion.gateway.admission.turns`).
 
-Between flows, priority decides only at its ends: what is more urgent than usual, for which a tenant needs a permission,
-goes before what came within PRIORITY_AGING_S of it for each level, and what is in the background goes after what does.
+Between flows, priority decides only at its ends: higher urgency than normal, which a tenant needs permission for, goes
+before what came within PRIORITY_AGING_S of it per level, and background work goes last.
 
-A worker without a second flow keeps no counter, so the order is that of the queues alone.
+With a single flow there is no counter, and the queues' order decides.
 
-Where a tenant waits that has no place, and none is free, the tenant that had most in proportion to its weight gives up
-one of its places, as long as it has others. The newest of its least urgent decodes is in no further step then, and
-waits among the preempted ones as soon as the launched steps have ended. It keeps all that it holds, so nothing is
-computed again. So nobody waits until another tenant's answer ends. What is in the background gives up its place first,
-and takes none.
+If a tenant without a place waits and none is free, the tenant with most in proportion to its weight frees one of its
+places, unless it has only one. The newest of its least urgent decodes then runs in no further step, and is preempted
+once the launched steps have ended. It keeps its slots, so nothing is recomputed, and no tenant waits for the end of
+another's answer. Background sequences free their places first, and take none.
 
-The victim, when memory is out, is of the least urgent sequences, among them of the tenant that had most, and there the
-newest, whatever queue it is in. Only the head, the first in queue order, is spared while there is another: the order of
-a request never changes and later requests have larger ones, so every request becomes the head at last, and the head
-gets on (I5). A sequence that is RESUMING holds no memory and is in none of these queues, but in the node's.
+When memory is out, the victim is the newest sequence of the tenant with most among the least urgent ones, whatever its
+queue. Only the head, the first in queue order, is spared while there is another: a request's order never changes and
+later requests have larger ones, so every request becomes the head at last, and the head makes progress (I5). A RESUMING
+sequence holds no memory and is only in the node's queue.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.rules.priority import MAX_PRIORITY, PRIORITY_AGING_S, rank_of
 
-# The worker remembers the counters of this many flows that have no sequence on it while others have some.
+# Flows without a sequence whose counters are kept while others have some.
 MAX_ABSENT_FLOWS = 1024
 Place = tuple[float, int]
 _QUEUED = (SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.WAITING)
@@ -64,7 +62,7 @@ def _place(sequence: Sequence) -> Place:
 
 
 def _service_order(sequence: Sequence) -> Place:
-    """Returns the place of a prompt tail in a step, where streams that were preempted go before others."""
+    """Return the order of a prompt tail in a step: preempted streams go first."""
     resumes = sequence.state is SequenceState.PREEMPTED
     return sequence.prompt_order - PRIORITY_AGING_S * resumes, sequence.seq_id
 
@@ -74,14 +72,13 @@ def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
 
 
 def _in_background(sequence: Sequence) -> bool:
-    """Returns whether nobody waits for the sequence, which is a batch's."""
+    """Return whether the sequence is a batch's, for which no client waits."""
     return sequence.priority >= MAX_PRIORITY
 
 
 @dataclass(slots=True)
 class FlowAccount:
-    """Describes one flow: its ``weight``, its ``counter`` as far as its sequences' tokens were charged, and how many of
-    its sequences run, and wait to run."""
+    """One flow: its ``weight``, its ``counter`` of charged tokens, and its running and waiting sequences."""
 
     weight: float = 1.0
     counter: float = 0.0
@@ -90,8 +87,7 @@ class FlowAccount:
 
 
 class Flows:
-    """Holds the accounts of all flows that have a sequence in a worker's queues, by their keys, and the counters of
-    those that had one."""
+    """The accounts of all flows with a queued sequence, by key, and the counters of absent ones."""
 
     def __init__(self) -> None:
         self.accounts: dict[bytes, FlowAccount] = {}
@@ -103,11 +99,11 @@ class Flows:
 
     @property
     def placeless(self) -> list[bytes]:
-        """Gives the keys of the flows that wait and have no sequence that runs."""
+        """Keys of the waiting flows without a running sequence."""
         return [key for key, account in self.accounts.items() if not account.running]
 
     def joined(self, sequence: Sequence, started: Iterable[Sequence]) -> None:
-        """Counts a sequence that has joined the queues. ``started`` are those in the queues that have begun."""
+        """Count a sequence that joined the queues. ``started`` are the queued sequences that have begun."""
         flow = sequence.flow
         account = self.accounts.get(flow.key)
         if account is None:
@@ -121,14 +117,14 @@ class Flows:
         account.waiting += 1
 
     def moved(self, sequence: Sequence) -> None:
-        """Counts a sequence that has begun to run, or that waits again, without leaving the queues."""
+        """Count a sequence that has begun to run, or waits again, without leaving the queues."""
         account = self.accounts[sequence.flow.key]
         change = 1 if sequence.state is SequenceState.RUNNING else -1
         account.running += change
         account.waiting -= change
 
     def left(self, sequence: Sequence) -> None:
-        """Counts a sequence out that is about to leave the queues, and charges its tokens to its flow."""
+        """Remove a sequence that is about to leave the queues, and charge its tokens to its flow."""
         key = sequence.flow.key
         account = self.accounts[key]
         account.counter += sequence.take_charge() / account.weight
@@ -140,7 +136,7 @@ class Flows:
             return
         del self.accounts[key]
         if not self.accounts:
-            # Nobody waited for anybody else, so nobody owes anything.
+            # No flow waited for another, so none owes anything.
             self.absent.clear()
             return
         self.absent[key] = account.counter
@@ -148,7 +144,7 @@ class Flows:
             del self.absent[min(self.absent, key=self.absent.__getitem__)]
 
     def counters(self, started: Iterable[Sequence]) -> dict[bytes, float]:
-        """Returns each flow's counter now, with what its sequences that have begun were served and not yet charged."""
+        """Return each flow's counter, plus what its sequences that have begun were served and not yet charged."""
         found = {key: account.counter for key, account in self.accounts.items()}
         for sequence in started:
             key = sequence.flow.key
@@ -161,8 +157,8 @@ class Flows:
         counters: Mapping[bytes, float],
         most: int,
     ) -> list[Sequence]:
-        """Returns the prompt tails in the order of service: all that have begun, and the first ``most`` of the others.
-        Within each flow they keep their order, in which they come."""
+        """Return the prompt tails in the order of service: all that have begun, and the first ``most`` of the others.
+        Each flow keeps the given order."""
         lines: dict[bytes, deque[Sequence]] = {}
         for sequence in tails:
             lines.setdefault(sequence.flow.key, deque()).append(sequence)
@@ -174,7 +170,7 @@ class Flows:
             heapq.heapify(heap)
         found: list[Sequence] = []
         while any(heaps):
-            # Of each rank the flow that was served least, and of the ranks the one whose sequence has the first place.
+            # Per rank the flow served least, and of these the one whose sequence is first.
             heap = min((one for one in heaps if one), key=lambda one: one[0][2])
             counter, running, _, key = heapq.heappop(heap)
             line, weight = lines[key], self.accounts[key].weight
@@ -190,8 +186,7 @@ class Flows:
         return found
 
     def _lift(self, key: bytes, counters: Mapping[bytes, float]) -> None:
-        """Makes a flow that begins to wait as late as those that wait already, or, where none does, as those that
-        run."""
+        """Raise the counter of a flow that starts to wait to that of those that wait or, if none, run."""
         account = self.accounts[key]
         waiting = [counters[name] for name, one in self.accounts.items() if one.waiting]
         level = min(waiting) if waiting else max(counters.values())
@@ -199,7 +194,7 @@ class Flows:
             account.counter = level - (counters[key] - account.counter)
 
     def check_integrity(self, queued: Seq[Sequence]) -> None:
-        """Raises AssertionError where the accounts contradict the sequences that are in the queues."""
+        """Raise AssertionError if the accounts contradict the queued sequences."""
         counted: dict[bytes, list[int]] = {}
         for sequence in queued:
             count = counted.setdefault(sequence.flow.key, [0, 0])
@@ -212,10 +207,13 @@ class Flows:
 
 
 class SchedulerQueues:
-    """Holds the scheduler's three queues. Each is sorted by prompt order; ``max_num_seqs`` bounds ``running``. A
-    sequence is in one queue or in none. ``flows`` has the shares of tenants; ``yielding`` has those running sequences
-    that give up their places, and the number of the launched step that each of them waits for: until then both they
-    and those that have their places are in ``running``, but never in one step."""
+    """The three queues, each sorted by prompt order; ``max_num_seqs`` limits ``running``.
+
+    Attributes:
+        flows: the shares of tenants.
+        yielding: running sequences that free their places, with the launched step that each waits for. Until then they
+            and their successors are both in ``running``, but never in one step.
+    """
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -238,7 +236,7 @@ class SchedulerQueues:
         self.flows.joined(sequence, chain(self.running, self.preempted))
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its queue, if it is in one; it is called before the sequence's state changes."""
+        """Remove a sequence from its queue, if any; called before its state changes."""
         if self._take_out(sequence):
             self.flows.left(sequence)
 
@@ -260,15 +258,15 @@ class SchedulerQueues:
         return True
 
     def to_decode(self) -> tuple[Sequence, ...]:
-        """Returns the running sequences without those that give up their places."""
+        """Return the running sequences but those that free their places."""
         if not self.yielding:
             return tuple(self.running)
         return tuple(sequence for sequence in self.running if sequence not in self.yielding)
 
     def make_way(self, in_flight: InFlightSteps) -> None:
-        """Has tenants that have more than one place give one up for each tenant that waits without any."""
+        """Free a place of tenants with several for each tenant that waits without any."""
         while self.yielding and len(self.running) < self.max_num_seqs + len(self.yielding):
-            # A place has come free meanwhile.
+            # A place has become free meanwhile.
             self.yielding.popitem()
         if self.flows.several and (self.waiting or self.preempted):
             self._claim_places(in_flight.last_launched)
@@ -280,7 +278,7 @@ class SchedulerQueues:
                 self.flows.moved(sequence)
 
     def _claim_places(self, last_step: int) -> None:
-        """Chooses the sequences that give up their places."""
+        """Choose the sequences that free their places."""
         flows, placeless = self.flows, self.flows.placeless
         if not placeless or self.free_seqs >= len(placeless):
             return
@@ -302,8 +300,8 @@ class SchedulerQueues:
             places[giver.flow.key] -= 1
 
     def prompt_tails(self) -> list[Sequence]:
-        """Returns sequences with prompt left to launch, in the order of service; of those that are queued and not kept
-        waiting, as many as may start."""
+        """Return sequences with prompt left to launch, in the order of service; of the queued ones, those that may
+        start."""
         begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens and s not in self.yielding]
         free = self.free_seqs
         if not begun and not (free and (self.preempted or self.waiting)):
@@ -315,8 +313,8 @@ class SchedulerQueues:
         return tails
 
     def line(self, prompt_tails: Iterable[Sequence]) -> list[tuple[int, int]]:
-        """Returns the tokens start .. end of the prompt tails that may lengthen steps: none of background requests, and
-        none where several tenants share the worker, since one's prompts must not slow another's streams."""
+        """Return the tokens start .. end of the prompt tails that may lengthen steps: none of background requests, and
+        none if several tenants share the worker, since one's prompts must not slow another's streams."""
         if self.flows.several:
             return []
         return [(tail.next_start, tail.num_tokens) for tail in prompt_tails if not _in_background(tail)]
@@ -326,8 +324,7 @@ class SchedulerQueues:
         return self.flows.in_turn(sorted(sequences, key=_service_order), counters, most)
 
     def positions(self) -> dict[int, int]:
-        """Returns the place in line of each sequence that waits to run, from 1, by seq_id; 0 where its prompt is being
-        computed."""
+        """Return the position of each sequence that waits to run, from 1, by seq_id; 0 while its prompt is computed."""
         queued = [*self.preempted, *self.waiting]
         if self.flows.several:
             queued = self._in_turn(queued, len(queued))
@@ -335,7 +332,7 @@ class SchedulerQueues:
         return line | {sequence.seq_id: 0 for sequence in self.running if not sequence.decoding}
 
     def load(self, budget: TokenBudget) -> dict[str, Any]:
-        """Returns how many sequences and tokens are queued and what the ``budget`` has learnt of steps, by the names of
+        """Return the queued sequences and tokens, and what the ``budget`` has learned of steps, as
         :attr:`Outcome.load`."""
         queued = (*self.preempted, *self.waiting)
         waiting_tokens = sum(s.left_to_compute for s in queued)
@@ -352,7 +349,7 @@ class SchedulerQueues:
         }
 
     def victim(self) -> Sequence:
-        """Returns the sequence that gives up its memory. Raises ValueError when all queues are empty."""
+        """Return the sequence to preempt for memory. Raises ValueError if all queues are empty."""
         candidates = list(self)
         if len(candidates) > 1:
             candidates.remove(min(candidates, key=lambda s: (s.queue_order, s.seq_id)))
@@ -360,7 +357,7 @@ class SchedulerQueues:
         return max(candidates, key=lambda s: (s.priority, had[s.flow.key], s.seq_id))
 
     def check_integrity(self, alive: Iterable[Sequence]) -> None:
-        """Raises AssertionError where a queue is out of order or holds a sequence that is not its own."""
+        """Raise AssertionError if a queue is out of order or contains a sequence of another state."""
         known = {id(sequence) for sequence in alive}
         for state, queue in self._queues.items():
             assert queue == sorted(queue, key=_place), f"the {state.value} queue is out of order"

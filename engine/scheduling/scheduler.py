@@ -1,8 +1,6 @@
-"""Decides which tokens run in the next step, and which sequence owns which slot: stall-free scheduling, sans-IO (I5,
-I9).
+"""Which tokens run in the next step, and which sequence owns which slot: stall-free scheduling, sans-IO (I5, I9).
 
-One class serves both services: a decode worker's streams sample, a prefill worker's prefill ranges end when computed. A
-step is
+One class serves both services: a decode worker's streams sample, a prefill worker's ranges end when computed. A step is
 
     plan = scheduler.schedule(now)             decodes, tokens that are proposed, then prompt tails, up to the budget
     sampled = ...                              the backend runs the plan
@@ -10,25 +8,24 @@ step is
 
 and between two steps come events: :meth:`add`, :meth:`cancel`, :meth:`fail`, the node's answers, :meth:`committed`,
 :meth:`granted`, :meth:`resumed`, and the worker's, :meth:`adapter_loaded`, :meth:`adapter_failed`. Their effects are in
-the next Outcome; without a step, :meth:`flush` gives it. For a backend that runs ahead the next step is scheduled
-before this one is committed: :meth:`launched` announces it, and :mod:`pillion.engine.scheduling.in_flight` has the
-rules.
+the next Outcome; :meth:`flush` returns it without a step. For a backend that runs ahead the next step is scheduled
+before
+this one is committed: :meth:`launched` announces it, by the rules of :mod:`pillion.engine.scheduling.in_flight`.
 
 **Order.** :mod:`pillion.engine.scheduling.queues` decides which sequence is served first and which is preempted;
 :mod:`pillion.engine.scheduling.step_cost` decides how many tokens a step has.
 
-**Memory.** The slots of a prompt and its first generated token come with the adopted ticket; only decodes grow, by
-slots out of the free ones. When no slot is free a decode waits for the running lease call; when the node is exhausted,
-a victim is preempted (maybe the asking decode itself): it lets go of its ticket and resumes under a new one with the
-same tokens (I6). The next preemption waits until the one before has settled. The victim's committed blocks stay
-findable at the node, in whatever tier the node keeps them: the victim is swapped out to there, and not to a copy of the
-worker's own.
+**Memory.** The slots of a prompt and its first generated token come with the adopted ticket; only decodes grow, by free
+slots. Without a free slot a decode waits for the running lease call; if the node is exhausted, a victim is preempted
+(maybe the asking decode itself): it releases its ticket and resumes under a new one with the same tokens (I6). The next
+preemption waits until the one before has settled. The victim's committed blocks stay at the node, in any tier: it is
+swapped out to there.
 
 Several answers to one prompt are computed as one until the first token:
-:mod:`pillion.engine.scheduling.parallel_samples`. What else a step has comes from collaborators, each of which a worker
-may lack. They return decisions, which the scheduler carries out, and nothing of theirs is called for a stream that
-needs none of them. Tokens that grammars force are proposed before draft tokens. After a step, a sequence goes back to
-where a state stands before a head gets the inputs of layers of its rows, which are computed again from there.
+:mod:`pillion.engine.scheduling.parallel_samples`. Everything else in a step comes from optional collaborators, which
+return decisions for the scheduler to carry out and are not called for streams that do not need them. Tokens forced by
+grammars are proposed before draft tokens. After a step, a sequence goes back to the last position with a state before a
+draft head gets its rows' inputs, which are then recomputed from there.
 """
 
 from __future__ import annotations
@@ -58,43 +55,44 @@ from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError
 from pillion.kernels.step import MASK_LATE, Sampled
 from pillion.types import FinishReason, TokenLogprob
 
-# A step scores at most MAX_SCORED_ROWS tokens of prompts, and the logits of their rows take at most MAX_SCORED_BYTES.
+# Max prompt tokens scored per step, and max bytes of their logits.
 MAX_SCORED_ROWS = 512
 MAX_SCORED_BYTES = 64 * 2**20
-# A row of a step has chosen this token, whose log probability is there where the row reports it.
+# The token that a row has chosen, with its log probability if reported.
 Chosen = tuple[int, TokenLogprob | None]
 
 
 def scored_rows(vocab_size: int) -> int:
-    """Returns how many rows of a step may score prompts, for a model with so many logits a row."""
+    """Return the max rows of a step that may score prompts, for a model with ``vocab_size`` logits per row."""
     return max(1, min(MAX_SCORED_ROWS, MAX_SCORED_BYTES // (4 * vocab_size)))
 
 
 class Scheduler:
-    """Decides which tokens run in each step. Attributes are for reading: ``budget``, ``queues``, ``free_slots``,
-    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, and what it was given.
+    """The scheduler of one worker epoch. Attributes are for reading: ``budget``, ``queues``, ``free_slots``,
+    ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, and the arguments.
 
     Args:
-        blocks: manages its blocks, and those of what it has beside its sequences.
-        max_num_batched_tokens: most tokens of a step.
-        max_num_seqs: most sequences of a step.
-        target_itl_s: duration of a step beside streams to aim at; 0 leaves the budget constant.
-        target_itl_steps: that duration as a multiple of that of a plain step, one without prompt tokens; 0 where it is
-            in seconds or off.
-        max_whole_tokens: 0 cuts prompts at any token. Else prompts run whole, and this is the longest one.
-        max_scored_rows: most rows of a step that score a prompt's token. Prompts that are scored are cut by it, also
-            where prompts run whole.
-        even_steps: whether steps of prompts that are cut shall take equally long, wherever in a prompt they are.
-        expected_cost: what a step costs by the device's speed, until steps are measured; None where that is not known.
-        pair_tokens: the cost of a query-key pair in tokens by the model's shape; 0 where that is not known.
-        partial_blocks: keeps the last blocks of answers, if any.
-        states: has the states of sequences, where the model's layers carry them.
-        grammars: asks the grammars of answers, where sequences have some.
-        drafts: drafts next tokens, if the worker does.
-        adapters: has slots for the sequences' adapters, if the worker runs any.
+        blocks: manages all blocks of the worker.
+        max_num_batched_tokens: max tokens per step.
+        max_num_seqs: max sequences per step.
+        target_itl_s: target duration of a step with streams; 0 leaves the budget constant.
+        target_itl_steps: that duration as a multiple of a plain step's, one without prompt tokens; 0 if it is in
+        seconds
+            or off.
+        max_whole_tokens: 0 cuts prompts at any token; else prompts run whole, and this is the longest one.
+        max_scored_rows: max rows per step that score a prompt's token; scored prompts are cut by it even if prompts run
+            whole.
+        even_steps: whether steps of cut prompts should take equally long, wherever in a prompt they are.
+        expected_cost: a step's cost by the device's speed, until steps are measured; None if unknown.
+        pair_tokens: the cost of a query-key pair in tokens, by the model's shape; 0 if unknown.
+        partial_blocks: keeps the last blocks of answers.
+        states: the states of sequences, for models with states.
+        grammars: the grammars of answers.
+        drafts: drafts next tokens.
+        adapters: slots for the sequences' adapters.
 
-    Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
-    prompts run whole.
+    Raises ConfigError if a step cannot hold the decodes of all sequences, or the longest prompt beside them if prompts
+    run whole.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class Scheduler:
             raise ConfigError(
                 f"--max-num-seqs {max_num_seqs} must be from 1 to the step's token budget, {max_num_batched_tokens}"
             )
-        # The longest prompt leaves room for a token, and is itself one of the max_num_seqs sequences.
+        # The longest prompt leaves room for a token, and is one of the max_num_seqs sequences.
         if max_whole_tokens and max_num_batched_tokens < max_whole_tokens + max_num_seqs - 2:
             raise ConfigError(
                 f"without chunked prefill a step must hold a prompt of --max-model-len {max_whole_tokens} beside the "
@@ -142,12 +140,12 @@ class Scheduler:
         self.partial_blocks, self.states, self.grammars = partial_blocks, states, grammars
         self.drafts, self.adapters = drafts, adapters
         self._draft_chains = drafts.draft_chains if drafts is not None else None
-        # Where memory is short, these give up slots in this order.
+        # In the order in which they free slots if memory is short.
         side = (partial_blocks, states, self._draft_chains)
         self._side: list[SideBlocks] = [one for one in side if one is not None]
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Adds a new sequence with its adopted ticket. Chunks whose blocks the ticket has count as done."""
+        """Add a new sequence with its adopted ticket. Chunks whose blocks the ticket has count as done."""
         self.sequences[sequence.seq_id] = sequence
         blocks = self.blocks
         blocks.leased(len(sequence.owned_slots()))
@@ -158,25 +156,24 @@ class Scheduler:
             sequence.wait_for(self._work_s(sequence))
             self._join(sequence, now)
             if sequence.grammar is not None and not sequence.is_prompt_only:
-                # Where an earlier attempt has generated the whole answer, the sequence ends without a step.
+                # If an earlier attempt has generated the whole answer, the sequence ends without a step.
                 self._keeps_back(sequence, now)
 
     def _work_s(self, sequence: Sequence) -> float:
-        """Returns the seconds that the rest of a prompt would take by itself; 0 before any step was measured."""
+        """Return the seconds that the rest of a prompt would take alone; 0 before any step was measured."""
         budget = self.budget
         return budget.cost.model.range_s(sequence.num_computed, sequence.num_tokens, budget.max_tokens)
 
     def positions(self) -> dict[int, int]:
-        """Returns the place in line, from 1, of each sequence that does not decode yet, by seq_id; 0 while its prompt
+        """Return the queue position, from 1, of each sequence that does not decode yet, by seq_id; 0 while its prompt
         is computed or it waits at the node for memory."""
         resuming = {one.seq_id: 0 for one in self.sequences.values() if one.state is SequenceState.RESUMING}
         return resuming | self.queues.positions()
 
     def cancel(self, seq_id: int, now: float) -> None:
-        """Ends a sequence that nobody listens to any more: it lets go of slots and ticket, and no update follows (I8).
+        """End a sequence whose listener has gone: free its slots and ticket without an update (I8).
 
-        Blocks that an ended stream is committing stay. A parallel sample that has not begun never will. Unknown ids are
-        ignored.
+        Blocks in commit stay. A parallel sample that has not started never will. Unknown ids are ignored.
         """
         sequence = self.sequences.get(seq_id)
         if sequence is None:
@@ -187,15 +184,14 @@ class Scheduler:
             self._abandon(sequence, now)
 
     def fail(self, seq_id: int, error: PillionError, now: float) -> None:
-        """Fails a sequence that cannot go on: it ends as by :meth:`cancel`, with an update. Unknown ids are ignored."""
+        """End a sequence like :meth:`cancel`, but with an error as its update. Unknown ids are ignored."""
         sequence = self.sequences.get(seq_id)
         if sequence is not None and not sequence.end_reported:
             self.blocks.out.report_end(sequence, Ending(error=error), now)
             self._abandon(sequence, now)
 
     def committed(self, seq_id: int, slots: Seq[int], refusal: str, now: float) -> None:
-        """Takes the node's answer to a CommitOrder: the slot that stays for each block, or why nothing was
-        committed."""
+        """Handle the node's answer to a CommitOrder: the slot that stays per block, or why nothing was committed."""
         if seq_id < 0:
             of_state = self.states is not None and self.states.committed(seq_id, slots, refusal)
             if not of_state and self._draft_chains is not None:
@@ -219,24 +215,22 @@ class Scheduler:
             self._parallel_samples.parent_answered(seq_id, self.sequences)
 
     def granted(self, slots: Seq[int], now: float) -> None:
-        """Takes the node's answer to Outcome.lease_blocks: the slots that it has leased."""
+        """Handle the node's answer to Outcome.lease_blocks."""
         self.blocks.granted(slots, now)
 
     def recall(self, blocks: int, now: float) -> None:
-        """Notes that the node asks for ``blocks`` slots of the free ones back; what is beside sequences gives up its
-        slots."""
+        """Handle the node's request for ``blocks`` free slots; side users of slots free theirs."""
         for one in self._side if blocks else ():
             one.yield_slots(blocks, now)
         self.free_slots.recall(blocks)
 
     def chain_opened(self, chain_id: int, holding: Holding | None, now: float) -> None:
-        """Takes the node's answer to a ChainOrder; None where the node gave no ticket."""
+        """Handle the node's answer to a ChainOrder; None without a ticket."""
         assert self._draft_chains is not None
         self._draft_chains.opened(chain_id, holding, now)
 
     def resumed(self, seq_id: int, holding: Holding, now: float) -> None:
-        """Notes that a new ticket was adopted for a sequence without one. The ticket is released if the sequence has
-        ended."""
+        """Handle a new ticket adopted for a sequence without one. If the sequence has ended, release it."""
         sequence = self.sequences.get(seq_id)
         if sequence is None:
             self.let_go(holding, now)
@@ -247,32 +241,32 @@ class Scheduler:
         self._join(sequence, now)
 
     def let_go(self, holding: Holding, now: float) -> None:
-        """Gives up an adopted ticket that no sequence holds."""
+        """Release an adopted ticket without a sequence."""
         self.blocks.let_go(holding)
 
     def expect_adapter(self, digest: str, now: float) -> None:
-        """Notes that a sequence with this adapter comes as soon as its prompt's chain is there."""
+        """Announce a sequence with this adapter, which comes when its prompt's chain is there."""
         if self.adapters is not None:
             self.adapters.preload(digest)
 
     def adapter_loaded(self, digest: str, packed: PackedAdapter, now: float) -> None:
-        """Notes that an adapter that was ordered (``Outcome.adapter_orders``) has been read and packed."""
+        """Handle an adapter of ``Outcome.adapter_orders`` that has been read and packed."""
         assert self.adapters is not None
         self.adapters.loaded(digest, packed)
 
     def adapter_failed(self, digest: str, error: PillionError, now: float) -> None:
-        """Notes that an adapter that was ordered could not be loaded: the sequences that hold its slot fail."""
+        """Fail the sequences that wait for an adapter that could not be loaded."""
         assert self.adapters is not None
         for sequence in self.adapters.failed(digest):
             self.fail(sequence.seq_id, error, now)
 
     @property
     def may_run_ahead(self) -> bool:
-        """Says whether the next step may be scheduled before the one just launched has landed."""
+        """True if the next step may be scheduled before the last launched one has landed."""
         return self.drafts is None or self.drafts.may_run_ahead(self.queues.running)
 
     def schedule(self, now: float) -> StepPlan:
-        """Returns the next step's work; it is empty when nothing can run, or nothing more until a step has landed."""
+        """Return the next step's work; empty if nothing can run, or nothing more until a step has landed."""
         queues, adapters = self.queues, self.adapters
         if adapters is not None:
             adapters.assign(now)
@@ -297,7 +291,7 @@ class Scheduler:
             tails = list(self._tail_chunks(prompt_tails, room, now))
             scheduled += tails
             copies += [chunk.sequence.take_copy() for chunk in tails if chunk.sequence.copy_first]
-        # A step's cost is measured without what it took to find proposals.
+        # A step's measured cost excludes the search for proposals.
         self.budget.begin(scheduled, now + took_s, len(self.in_flight))
         placements, slots = adapters.place(scheduled) if adapters is not None and scheduled else ((), None)
         unknown = self.in_flight.unknown(scheduled)
@@ -305,11 +299,10 @@ class Scheduler:
         return StepPlan(tuple(scheduled), tuple(copies), most, unknown, placements, slots, states)
 
     def launched(self, plan: StepPlan) -> None:
-        """Notes that the plan just made is in flight, and is committed, or failed, after those before it."""
+        """Record that the plan just made is in flight; it is committed, or failed, after those before it."""
         self.in_flight.launched(plan)
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
-        """Applies the results of a step."""
         seconds = self.budget.end(now, sampled.borrowed_s)
         if self.drafts is not None:
             self.drafts.stepped(plan, seconds)
@@ -341,8 +334,8 @@ class Scheduler:
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
-        """Notes that the backend failed: the sequences of this batch fail, and those that hold the slots of adapters
-        which the step was to place."""
+        """Fail this step's sequences after a failure of the backend, and those waiting for adapters to be placed by
+        it."""
         self.budget.end(now, ok=False)
         for chunk in self.in_flight.landed(plan, Sampled())[0]:
             chunk.sequence.drop_proposed()
@@ -352,7 +345,7 @@ class Scheduler:
         return self.flush(now)
 
     def flush(self, now: float) -> Outcome:
-        """Returns the outcome of everything that was done since the last call of this method."""
+        """Return the outcome of everything since the last call."""
         decodes = (s for s in self.queues.running if s.decoding)
         lacking = sum(one.lacking_blocks for one in self._side)
         out = self.blocks.finish_outcome(decodes, now, urgent=self._starved, wanted_blocks=lacking)
@@ -362,14 +355,14 @@ class Scheduler:
         if adapters is not None:
             out.adapter_orders, out.evicted_adapters = adapters.take_orders(), adapters.take_evicted()
         if not out.empty:
-            # Nobody reads the load of an empty outcome, and there is one before most steps.
+            # The load is read only with other content, and an empty outcome precedes most steps.
             out.load = self.queues.load(self.budget)
             if adapters is not None:
                 out.load |= {"adapters": adapters.ready, "adapter_waits": adapters.waits}
         return out
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless slots, queues and what collaborators know add up."""
+        """Raise AssertionError unless slots, queues and collaborators' states add up."""
         sequences = self.sequences.values()
         self.blocks.check_integrity([*sequences, *self.side_chains()])
         for side in self._side:
@@ -383,11 +376,10 @@ class Scheduler:
         assert not any(s.num_proposed for s in sequences if not s.num_in_flight), "a proposal outlived its step"
 
     def side_chains(self) -> list[BlockChain]:
-        """Returns the chains of blocks that are beside those of sequences."""
         return [chain for one in self._side for chain in one.side_chains()]
 
     def _decodes(self, now: float) -> list[ScheduledChunk]:
-        """Returns a chunk of one token for each running decode that has a slot for it."""
+        """Return a chunk of one token for each running decode that has a slot for it."""
         scheduled = []
         self._starved = False
         for sequence in self.queues.to_decode():
@@ -397,22 +389,21 @@ class Scheduler:
             if start == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
                 self._starved = self._starved or sequence.state is SequenceState.RUNNING
                 continue
-            # Parallel samples that have not begun wait for the next step: the mask of their first token was late.
+            # Unstarted parallel samples wait for the next step: their first token's mask was late.
             parallel_samples = () if sequence.num_in_flight else sequence.parallel_samples
             scheduled.append(ScheduledChunk(sequence, start, 1, 1, tuple(sample.seed for sample in parallel_samples)))
-        # A sequence that was planned first may have been preempted for a later one.
+        # A sequence planned first may have been preempted for a later one.
         return [chunk for chunk in scheduled if chunk.sequence.state is SequenceState.RUNNING]
 
     def _may_decode(self, sequence: Sequence, now: float) -> bool:
-        """Returns whether a step can choose the next token of a running sequence now, or the one after those that
-        launched steps choose."""
+        """Return whether a step can choose the next token of a running sequence, after those of launched steps."""
         grammar = sequence.grammar
         if sequence.num_in_flight:
             return self.in_flight.may_follow(sequence) and (grammar is None or grammar.may_run_ahead)
         return sequence.decoding and (grammar is None or not self._keeps_back(sequence, now))
 
     def _keeps_back(self, sequence: Sequence, now: float) -> bool:
-        """Returns whether no step can choose the sequence's next token now. Its grammar may have ended it."""
+        """Return whether no step can choose the sequence's next token now. Its grammar may have ended it."""
         grammar = sequence.grammar
         if grammar is None:
             return False
@@ -429,7 +420,7 @@ class Scheduler:
     def _with_proposals(
         self, scheduled: list[ScheduledChunk], prompt_tails: Seq[Sequence], now: float
     ) -> tuple[list[ScheduledChunk], float]:
-        """Returns the decodes, lengthened by forced tokens and drafts, and how many seconds the draft tokens took."""
+        """Return the decodes, lengthened by forced tokens and drafts, and the seconds that drafting took."""
         left = self.budget.room(scheduled, 0, 0, least_tokens=0).at(0)
         idle = left - sum(tail.left_to_compute for tail in prompt_tails)
         spare, took_s, grammars = left - self._owed(prompt_tails), 0.0, self.grammars
@@ -440,8 +431,8 @@ class Scheduler:
         return [chunk.lengthened() for chunk in scheduled], took_s
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
-        """Gives a decode one more slot, for which another sequence may be preempted. Returns False if there is none in
-        this step."""
+        """Add a slot to a decode, preempting another sequence if necessary. Return False if there is none in this
+        step."""
         while True:
             slot = self.free_slots.take()
             if slot is not None:
@@ -460,8 +451,7 @@ class Scheduler:
                 return False
 
     def _tail_chunks(self, prompt_tails: Seq[Sequence], room: TailRoom, now: float) -> Iterator[ScheduledChunk]:
-        """Yields chunks of the prompt tails in this order, cut to what there is ``room`` for: short tails are packed,
-        and the last one is split."""
+        """Yield chunks of the prompt tails, in order, up to ``room``: short tails are packed, the last one is split."""
         rows_left = self._max_scored_rows
         for sequence in prompt_tails:
             if sequence.state is not SequenceState.RUNNING and not self.queues.free_seqs:
@@ -473,7 +463,7 @@ class Scheduler:
             wanted = sequence.num_tokens - start
             chooses = sequence.grammar is not None and not sequence.is_prompt_only
             if chooses and wanted <= left and self._keeps_back(sequence, now):
-                # The prompt's last token is left out, because its logits choose the first token.
+                # Left out: the logits of the prompt's last token choose the first token.
                 wanted -= 1
                 if not wanted or sequence.end_reported:
                     continue
@@ -508,20 +498,20 @@ class Scheduler:
         return ScheduledChunk(sequence, start, count, 1, seeds, rows)
 
     def _owed(self, prompt_tails: Seq[Sequence]) -> int:
-        """Returns how many tokens of a step proposals must leave to prompt tails: some, or all that the first tail
-        lacks where prompts run whole."""
+        """Return the tokens of a step to reserve for prompt tails: some, or the whole first tail if prompts run
+        whole."""
         if not prompt_tails:
             return 0
         return prompt_tails[0].left_to_compute if self.whole_prompts else MIN_TAIL_TOKENS
 
     def _accept_tokens(self, chunk: ScheduledChunk, rows: Iterator[Chosen], now: float) -> None:
-        """Applies a chunk's tokens, which are the next of ``rows``: one, the proposed ones after it that are right, and
-        the first tokens of parallel samples."""
+        """Apply a chunk's tokens, the next of ``rows``: one, the accepted proposals after it, and the first tokens of
+        parallel samples."""
         sequence, out = chunk.sequence, self.blocks.out
         proposed = sequence.num_proposed
         chosen: list[Chosen] = []
         if proposed:
-            # Proposed tokens that are certain to be right have no rows of logits.
+            # Forced tokens have no rows of logits.
             chosen += [(token, None) for token in sequence.proposed()[: proposed + 1 - chunk.samples].tolist()]
         chosen += [next(rows) for _ in range(chunk.samples)]
         accepted, reason = sequence.accept([token for token, _ in chosen], now)
@@ -549,7 +539,7 @@ class Scheduler:
                 self._begin_parallel_sample(sequence, sample, next(rows), now)
 
     def _accept_scores(self, chunk: ScheduledChunk, scores: tuple[TokenLogprob, ...]) -> bool:
-        """Reports how likely tokens of the prompt were. Returns False if the model's logits are no numbers."""
+        """Report scores of the prompt. Return False if the logits are not finite."""
         if any(isnan(one.logprob) for one in scores):
             return False
         chunk.sequence.score(len(scores))
@@ -557,8 +547,7 @@ class Scheduler:
         return True
 
     def _end_prompt(self, sequence: Sequence, now: float) -> None:
-        """Ends a sequence that generates nothing, with its vector where one is wanted. It fails where that is not
-        finite."""
+        """End a sequence that generates nothing, with its vector if requested; fail it if that is not finite."""
         vector = sequence.vector
         if vector is not None and not np.isfinite(vector).all():
             error = "the model's vector of a text is not finite: its weights are damaged, or its arithmetic overflows"
@@ -569,8 +558,7 @@ class Scheduler:
         self._close(sequence, now, commit_rest=True)
 
     def _fail_broken(self, chunk: ScheduledChunk, token: int, rows: Iterator[Chosen], now: float) -> None:
-        """Fails a sequence whose logits for ``token`` are no numbers; its parallel samples, whose tokens come from the
-        same row as its own, fail too."""
+        """Fail a sequence whose logits for ``token`` are not finite, and its parallel samples, which share the row."""
         sequence = chunk.sequence
         for _ in sequence.take_parallel_samples() if chunk.parallel_seeds else ():
             next(rows)
@@ -580,14 +568,14 @@ class Scheduler:
         self.fail(sequence.seq_id, BrokenModel(error), now)
 
     def _finish(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason, now: float) -> None:
-        """Ends a stream with these tokens, which it has already, and which needed no step."""
+        """End a stream with known tokens that needed no step."""
         self.blocks.out.forced_tokens += len(tokens)
         self.blocks.out.report_tokens(sequence, [(token, None) for token in tokens], reason, now)
         self._close(sequence, now, commit_rest=True)
 
     def _begin_parallel_sample(self, parent: Sequence, sample: ParallelSampleSpec, chosen: Chosen, now: float) -> None:
-        """Begins a parallel sample with its first token, chosen from its parent's logits; then it needs a ticket of its
-        own."""
+        """Start a parallel sample with its first token, chosen from its parent's logits; then it needs its own
+        ticket."""
         child = parent.sample(sample, now)
         reason = child.append(chosen[0])
         if self.grammars is not None and parent.grammar is not None:
@@ -616,8 +604,7 @@ class Scheduler:
             self._close(sequence, now)
 
     def _close(self, sequence: Sequence, now: float, *, commit_rest: bool = False, resume: bool = False) -> None:
-        """Takes a sequence out of the queues; owned slots that will not be committed go back to the free slots at
-        once."""
+        """Remove a sequence from the queues; owned slots that will not be committed become free at once."""
         self.queues.leave(sequence)
         if commit_rest and sequence.state is SequenceState.RUNNING:
             if self.partial_blocks is not None and not resume:
@@ -637,8 +624,7 @@ class Scheduler:
             self._settle(sequence, now)
 
     def _settle(self, sequence: Sequence, now: float) -> None:
-        """Notes that the node has answered a closing sequence's run: commits the blocks that are left, or releases the
-        ticket."""
+        """Handle the node's answer to a closing sequence's run: commit the remaining blocks, or release the ticket."""
         if sequence.commit_rest:
             self.blocks.order_commit(sequence, now)
             if sequence.in_commit:

@@ -1,13 +1,13 @@
-"""Handles a worker's tickets: adopts those of gateways, and opens its own for prompts that it computes alone, for
-preempted streams and for chains of features.
+"""A worker's tickets: adopted from gateways, or its own, for prompts that it computes alone, for preempted streams and
+for chains of features.
 
     open, adopt --> held, and its chain awaited --> in use: a sequence holds it --the node has the release--> free again
                           +---------------------------+--> let_go: not wanted after all ---------------------^
 
-The node's answers carry slots, and slots must end up somewhere. So a call whose answer may carry slots is never
-cancelled, but for the opening of a ticket, whose slots the client has the node take back. A call whose outcome is
-unknown ends the worker's epoch: callers that wait here then get Unavailable, and the node frees everything when the
-worker has drained, or is gone.
+The node's answers carry slots, which must not be lost. So a call whose answer may carry slots is never cancelled,
+except the opening of a ticket, whose slots the client has the node take back. A call with an unknown outcome ends the
+worker's
+epoch: callers waiting here get Unavailable, and the node frees everything when the worker has drained, or is gone.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from pillion.kvstore.client.node_client import NodeClient, TicketDemand
 from pillion.rules.priority import NO_FLOW, Flow
 from pillion.v1.kvnode_pb2 import AwaitChainReply
 
-# A stream waits at most this long in the node's queue for memory.
+# Timeout of a stream in the node's queue for memory.
 MEMORY_WAIT_S = 120.0
-# An awaited chain may stand still for this long. The gateway, which hears from the prefill worker whether the prefill
-# range waits in its line, gives up on a silent one much sooner, and ends this wait.
+# Timeout of an awaited chain without progress. The gateway, which sees whether the prefill range is queued, gives up on
+# a silent one much sooner, and ends this wait.
 CHAIN_STALL_TIMEOUT_S = 3600.0
-# A ticket which is being released keeps its next use waiting at most this long.
+# Timeout of a release, during which the ticket's next use waits.
 IN_USE_TIMEOUT_S = 1.0
 
 
 class Tickets:
-    """Holds the tickets of one epoch. ``post_event`` lets a method of Scheduler be called between two steps; ``lost``
-    is called with the error of a call that the epoch cannot survive."""
+    """The tickets of one epoch. ``post_event`` schedules a call of a Scheduler method between two steps; ``lost`` is
+    called with an error that the epoch cannot survive."""
 
     def __init__(
         self, node: NodeClient, epoch: int, *, post_event: Callable[..., None], lost: Callable[[PillionError], None]
@@ -48,24 +48,25 @@ class Tickets:
         self._lost = lost
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
-        # These tasks open tickets and await chains, by seq_id, and may be cancelled.
+        # Cancellable tasks that open tickets and await chains, by seq_id.
         self._opening: dict[int, asyncio.Task[tuple[Holding, bytes]]] = {}
         self._awaiting: dict[int, asyncio.Task[AwaitChainReply]] = {}
 
     async def adopt(
         self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, draft_blocks: int = 1
     ) -> tuple[Holding, bytes]:
-        """Adopts a ticket and leases what its chain lacks up to ``end_block``; the chain must reach ``start_block``.
+        """Adopt a ticket and lease what its chain lacks up to ``end_block``; the chain must reach ``start_block``.
 
-        ``draft_blocks`` are leased with the first call; only where that is too few is there a second one. Other workers
-        commit the blocks before ``awaited_blocks``: what lies after them is leased at once, and the caller goes on
-        with :meth:`await_chain`. Returns the holding and the hash of the chain's tail (empty for an empty chain).
-        The holding must end up in a sequence or in :meth:`let_go`, so shield this call from cancellation.
+        ``draft_blocks`` are leased with the first call; a second one follows only if they are too few. Other workers
+        commit
+        the blocks before ``awaited_blocks``: those after are leased at once, and the caller continues with
+        :meth:`await_chain`. Returns the holding and the hash of the chain's tail (empty for an empty chain). The
+        holding must end up in a sequence or in :meth:`let_go`, so shield this call from cancellation.
 
         Raises:
             NotFound: no such ticket, it is in use here, or its chain is too short: plan again.
-            Overloaded: the node has not enough slots beyond the reservation.
-            Unavailable: the node did not answer, or the epoch ended meanwhile; nothing is held then.
+            Overloaded: the node has too few slots beyond the reservation.
+            Unavailable: the node did not answer, or the epoch ended meanwhile; nothing is leased.
         """
         await self._claim(ticket_id)
         try:
@@ -89,11 +90,11 @@ class Tickets:
         return Holding(ticket_id, chain, leased, state, first.known_blocks), first.last_hash
 
     async def await_chain(self, seq_id: int, holding: Holding, blocks: int) -> tuple[Holding, bytes]:
-        """Waits for a sequence until other workers have committed a chain of ``blocks`` blocks. Returns the holding
-        with that chain, and the hash of its tail.
+        """Wait until other workers have committed a chain of ``blocks`` blocks. Returns the holding with that chain,
+        and the hash of its tail.
 
-        Raises, with the holding let go, NotFound where the chain stands still for CHAIN_STALL_TIMEOUT_S or
-        :meth:`stop_waiting` was called, Overloaded where too many wait at the node, Unavailable where the epoch ends.
+        Raises, with the holding released, NotFound if the chain makes no progress for CHAIN_STALL_TIMEOUT_S or
+        :meth:`stop_waiting` was called, Overloaded if too many wait at the node, Unavailable if the epoch ends.
         """
         try:
             chain = await self._grown(seq_id, holding.ticket_id, blocks, len(holding.chain_slots))
@@ -107,7 +108,7 @@ class Tickets:
         return grown, chain.last_hash
 
     async def _grown(self, seq_id: int, ticket_id: int, blocks: int, have_blocks: int) -> AwaitChainReply:
-        """Returns the chain once it has ``blocks`` blocks. These calls carry no slots, so they may be cancelled."""
+        """Return the chain once it has ``blocks`` blocks. These calls carry no slots, so they may be cancelled."""
         while True:
             waiting = asyncio.create_task(
                 self._node.await_chain(self._epoch, ticket_id, blocks, timeout_s=CHAIN_STALL_TIMEOUT_S)
@@ -128,25 +129,24 @@ class Tickets:
             have_blocks = len(chain.chain_slots)
 
     def stop_waiting(self, seq_id: int) -> None:
-        """Ends a sequence's wait for memory or for a chain: :meth:`open` or :meth:`await_chain` holds nothing then, and
-        raises NotFound."""
+        """End a sequence's wait for memory or for a chain: :meth:`open` or :meth:`await_chain` then raises NotFound."""
         for waits in (self._opening, self._awaiting):
             if seq_id in waits:
                 waits[seq_id].cancel()
 
     def let_go(self, holding: Holding) -> None:
-        """Gives up an adopted ticket that no sequence holds."""
+        """Release an adopted ticket without a sequence."""
         self._post_event(Scheduler.let_go, holding)
 
     def released(self, ticket_ids: Iterable[int]) -> None:
-        """Notes that the node has answered that this worker holds these tickets no more."""
+        """Record the node's answer that these tickets are released."""
         for ticket_id in ticket_ids:
             freed = self._in_use.pop(ticket_id, None)
             if freed is not None:
                 freed.set()
 
     def retire(self) -> None:
-        """Ends the epoch: the node frees what it held, and answers that still come are ignored."""
+        """End the epoch: the node frees its slots, and late answers are ignored."""
         self._retired = True
         for seq_id in (*self._opening, *self._awaiting):
             self.stop_waiting(seq_id)
@@ -157,7 +157,7 @@ class Tickets:
             raise Unavailable("the worker's epoch at its KV node has ended")
 
     async def _claim(self, ticket_id: int) -> None:
-        """Marks a ticket as in use, once its last use has ended: each use would release the other's hold."""
+        """Mark a ticket as in use, once its last use has ended: each use would release the other's ticket."""
         while (freed := self._in_use.get(ticket_id)) is not None:
             try:
                 async with asyncio.timeout(IN_USE_TIMEOUT_S):
@@ -175,15 +175,15 @@ class Tickets:
         flow: Flow = NO_FLOW,
         **demand: Unpack[TicketDemand],
     ) -> tuple[Holding, bytes]:
-        """Opens a ticket and leases all that it reserves, in one call, which waits in the node's queue for memory.
-        NodeClient.open_ticket describes the arguments, and :meth:`adopt` what is returned.
+        """Open a ticket and lease all that it reserves, in one call, which waits in the node's queue for memory.
+        Arguments as in NodeClient.open_ticket, result as in :meth:`adopt`.
 
         Raises:
             NotFound: fewer than ``expected_blocks`` are there; or :meth:`stop_waiting` was called, and the client takes
                 back what was granted meanwhile.
-            DeadlineExceeded: no memory came free within MEMORY_WAIT_S.
+            DeadlineExceeded: no memory was free within MEMORY_WAIT_S.
             Overloaded: too many wait for memory, or the pool is too small.
-            Unavailable: the node did not answer, or the epoch ended meanwhile; nothing is held then.
+            Unavailable: the node did not answer, or the epoch ended meanwhile; nothing is leased.
         """
         opening = self._open(block_hashes, total_blocks, flow, **demand)
         task = self._opening[seq_id] = asyncio.create_task(opening)
@@ -219,11 +219,11 @@ class Tickets:
 
     @property
     def waiting(self) -> Iterable[int]:
-        """Gives the sequences that wait in the node's queue for memory, in the order in which they asked."""
+        """The sequences in the node's queue for memory, in order."""
         return self._opening
 
     async def resume(self, order: ResumeOrder) -> None:
-        """Opens a new ticket for a preempted stream."""
+        """Open a new ticket for a preempted stream."""
         try:
             holding, _ = await self.open(
                 order.seq_id,
@@ -239,20 +239,19 @@ class Tickets:
                 error = Overloaded(f"a preempted stream waited {MEMORY_WAIT_S:.0f} s for memory")
             self._post_event(Scheduler.fail, order.seq_id, error)
             return
-        # If the stream is cancelled now, Scheduler.resumed lets go of the slots.
+        # If the stream is cancelled now, Scheduler.resumed frees the slots.
         self._post_event(Scheduler.resumed, order.seq_id, holding)
 
     async def open_chain(self, order: ChainOrder) -> None:
-        """Opens a ticket for a feature's own chain, which pins what the node has of it and reserves nothing."""
+        """Open a ticket for a feature's own chain, which pins what the node has of it and reserves nothing."""
         holding: Holding | None = None
-        # A failure is ignored: the node's client gives back a ticket whose answer was lost, and no stream needs a
-        # feature's chain.
+        # Failures are ignored: the client releases a ticket whose answer was lost, and no stream needs this chain.
         with contextlib.suppress(PillionError):
             holding, _ = await self._open(order.block_hashes, 0)
         self._post_event(Scheduler.chain_opened, order.chain_id, holding)
 
     def _judge(self, error: PillionError) -> PillionError:
-        """Returns the error for the caller. A refusal is passed on; an unknown outcome or a fence ends the epoch."""
+        """Return the error for the caller. A refusal is passed on; an unknown outcome or a fence ends the epoch."""
         if self._retired:
             return Unavailable("the worker's epoch at its KV node has ended")
         if isinstance(error, NotFound | Overloaded):
