@@ -1,29 +1,27 @@
-"""Tracks steps that are launched and have not landed: what they hold of each sequence, and what has to wait for them.
+"""Steps that are launched and have not landed: what they use of each sequence, and what waits for them.
 
     schedule k+1 --> launched --> schedule k+2 ...      k+1 runs on the device meanwhile
                          '--> step k lands, is committed, and hands on what waited for it
 
 A sequence's ``num_computed`` counts what has landed, ``num_in_flight`` what is in launched steps after that; its next
-chunk starts after both. The token that a launched decode chooses is unknown: the next step may run on it all the same,
-and names it by its row among the tokens that the launched step chooses (StepPlan.unknown). Where the next choice reads
-that token, too (penalties, a grammar), only the forward pass is launched ahead, and the choice is begun when the
-launched step has landed (StepPlan.awaits_tokens). Three rules say which sequences may be scheduled after a launched
-step (:meth:`InFlightSteps.may_follow`):
+chunk starts after both. The token that a launched decode chooses is unknown: the next step may run on it nonetheless,
+and refers to it by its row in the launched step (StepPlan.unknown). If the next choice reads that token as well
+(penalties, a grammar), only the forward pass is launched ahead, and the choice starts when the launched step has landed
+(StepPlan.awaits_tokens). What may be scheduled after a launched step (:meth:`InFlightSteps.may_follow`):
 
-* A stream may not if its unknown token will be its last one by length. A stop id cannot be foreseen: then the row that
-  was launched meanwhile is void.
-* A stream may not where tokens were proposed after its launched chunk, or where its grammar says that it may not
+* A stream, unless its unknown token will be its last by length. A stop id cannot be foreseen: then the row launched
+  meanwhile is void.
+* A stream without proposed tokens after its launched chunk, if its grammar allows it
   (:attr:`pillion.engine.grammars.grammar_state.GrammarState.may_run_ahead`).
-* A prompt tail and a prefill range may, after their launched chunks: their tokens are known.
+* A prompt tail and a prefill range, after their launched chunks: their tokens are known.
 
-A chunk counts when it lands only if its sequence is still running under the same ticket. The chunk of a sequence that
-was cancelled, failed or stopped is dropped, and so is that of a preempted one: its token is chosen again, and is the
-same (I6).
+A landed chunk counts only if its sequence still runs under the same ticket. The chunk of a cancelled, failed or stopped
+sequence is dropped, as is that of a preempted one, whose token is chosen again (I6).
 
-What a launched step may read or write must not return to the KV node before the step has landed, or another worker
-would write there: releases and slots wait for the steps that were in flight when they were ordered, and so do resumes,
-which follow their releases. This is the grace period of read-copy-update (McKenney and Slingwine 1998), with a landing
-for the quiescent state. The worker's own free slots need not wait: the device runs steps in order. Sans-IO (I9).
+Slots that a launched step may access must not return to the KV node before it has landed, or another worker would write
+there: releases and slots wait for the steps in flight at their order, and so do resumes, which follow their releases.
+This is the grace period of read-copy-update (McKenney and Slingwine 1998). The worker's own free slots need not wait:
+the device runs steps in order. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ from pillion.types import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """Holds the plan of a step in flight. ``generations`` and ``parallel_samples`` are those of each chunk's sequence
-    at the launch; ``rows`` has, by seq_id, the row that chooses the sequence's own token."""
+    """A step in flight. ``generations`` and ``parallel_samples`` are those of each chunk's sequence at the launch;
+    ``rows`` has, by seq_id, the row that chooses the sequence's own token."""
 
     plan: StepPlan
     generations: tuple[int, ...]
@@ -50,25 +48,25 @@ class _LaunchedStep:
     rows: dict[int, int]
 
     def counts(self, chunk: ScheduledChunk, generation: int) -> bool:
-        """Returns whether the chunk's sequence still waits for what the chunk computes."""
+        """Return whether the chunk's sequence still waits for its results."""
         sequence = chunk.sequence
         return sequence.state is SequenceState.RUNNING and sequence.generation == generation
 
 
 class InFlightSteps:
-    """Holds the launched steps of one scheduler, oldest first. Where no step is launched, nothing waits."""
+    """The launched steps of one scheduler, oldest first."""
 
     def __init__(self) -> None:
         self._steps: deque[_LaunchedStep] = deque()
         self._launched = 0
-        # Each order has the number of the last step that it waits for.
+        # Orders with the number of the last step that they wait for.
         self._held_back: deque[tuple[int, Outcome]] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def launched(self, plan: StepPlan) -> None:
-        """Adds a launched step after all others."""
+        """Add a launched step."""
         rows, row = {}, 0
         for chunk in plan.scheduled:
             chunk.sequence.launch(chunk.count)
@@ -83,13 +81,13 @@ class InFlightSteps:
         self._launched += 1
 
     def may_follow(self, sequence: Sequence) -> bool:
-        """Returns whether a stream with a launched chunk can decode the token that this chunk chooses."""
+        """Return whether a stream can decode the token chosen by its launched chunk."""
         if sequence.num_proposed:
             return False
         return sequence.seq_id in self._steps[-1].rows and not sequence.next_is_last
 
     def unknown(self, scheduled: Seq[ScheduledChunk]) -> tuple[tuple[int, int], ...]:
-        """Returns (chunk, row) for each of the next step's chunks whose token that row of the last step chooses."""
+        """Return (chunk, row) for each chunk of the next step whose token that row of the last step chooses."""
         if not self._steps:
             return ()
         rows = self._steps[-1].rows
@@ -100,8 +98,8 @@ class InFlightSteps:
         )
 
     def landed(self, plan: StepPlan, sampled: Sampled) -> tuple[Seq[ScheduledChunk], Sampled]:
-        """Removes the step of ``plan``, which is the oldest one. Returns its chunks that count, and the tokens that
-        their sequences and parallel samples still wait for. A plan that was never launched counts whole."""
+        """Remove the oldest step, which is that of ``plan``. Return its chunks that count, and the tokens that their
+        sequences and parallel samples still wait for. A plan that was never launched counts as a whole."""
         if not (self._steps and self._steps[0].plan is plan):
             return plan.scheduled, sampled
         step = self._steps.popleft()
@@ -129,7 +127,7 @@ class InFlightSteps:
         if len(vectors) < len(sampled.pooled):
             sampled = replace(sampled, pooled=tuple(vectors))
         if len(places) == row or not sampled.token_ids:
-            # All tokens that the step chose are still waited for, or it chose none.
+            # Nothing to drop.
             return scheduled, sampled if len(scores) == len(sampled.scored) else replace(sampled, scored=tuple(scores))
         return scheduled, Sampled(
             tuple(sampled.token_ids[at] for at in places),
@@ -140,21 +138,21 @@ class InFlightSteps:
 
     @property
     def last_launched(self) -> int:
-        """Gives the number of the step that was launched last."""
+        """Number of the last launched step."""
         return self._launched
 
     def has_landed(self, number: int) -> bool:
-        """Returns whether the step of that number, and all before it, have landed."""
+        """Return whether the step of that number, and all before it, have landed."""
         return self._launched - len(self._steps) >= number
 
     @property
     def holding_back(self) -> bool:
-        """Says whether memory on its way to the node waits for a step in flight."""
+        """True if memory on its way to the node waits for a step in flight."""
         return bool(self._held_back)
 
     def hold_back(self, out: Outcome) -> bool:
-        """Takes the orders out of ``out`` that have to wait, and adds those that have waited long enough. Returns
-        whether releases are among the latter."""
+        """Move the orders that have to wait out of ``out``, and those that have waited long enough into it. Return
+        whether the latter include releases."""
         if not (self._steps or self._held_back):
             return False
         if out.releases or out.returned_slots or out.resumes:
@@ -167,11 +165,11 @@ class InFlightSteps:
         return bool(out.releases)
 
     def held_back_slots(self) -> list[int]:
-        """Returns slots that are free no more and still leased to this worker."""
+        """Return slots that are no longer free and still leased to this worker."""
         return [slot for _, late in self._held_back for slot in late.returned_slots]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError where the sequences' counts differ from the launched steps."""
+        """Raise AssertionError if the sequences' counts differ from the launched steps."""
         in_flight: dict[int, int] = {}
         for step in self._steps:
             for chunk, generation in zip(step.plan.scheduled, step.generations, strict=True):

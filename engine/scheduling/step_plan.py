@@ -1,5 +1,4 @@
-"""Defines the scheduler's two results: the plan of the next step, and the outcome of what happened since the last
-outcome."""
+"""The scheduler's results: the plan of the next step, and the outcome since the last one."""
 
 from __future__ import annotations
 
@@ -17,16 +16,15 @@ from pillion.types import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """Describes tokens start .. start + count of one sequence, to be computed in one step.
+    """Tokens start .. start + count of one sequence, to be computed in one step.
 
     Attributes:
         samples: rows at the end of the chunk whose logits choose tokens; the row of position p chooses that of p + 1.
-            With 0 none does. Above 1 the tokens after the first of these rows are proposed, and the sequence holds them
-            after its own until the step's commit has judged them. Tokens that are certain need no rows.
-        parallel_seeds: the last row chooses one more token with each of these seeds, in this order, after the others.
-        scores: number of rows of the chunk that score the prompt's next token; the last one is that of position
-            ``scores_end`` - 1.
-        pools: number of rows of the chunk that are added to a text's vector; the last one is that of the same position.
+            0: none. Above 1, the tokens after the first of these rows are proposed, and follow the sequence's own until
+            the step's commit has judged them. Forced tokens need no rows.
+        parallel_seeds: seeds with which the last row chooses further tokens, in this order, after the others.
+        scores: rows that score the prompt's next token; the last is that of position ``scores_end`` - 1.
+        pools: rows that are added to a text's vector; the last is that of the same position.
     """
 
     sequence: Sequence
@@ -39,33 +37,32 @@ class ScheduledChunk:
 
     @property
     def scores_end(self) -> int:
-        """Gives the position after the last one whose row is scored or pooled."""
+        """Position after the last row that is scored or pooled."""
         return min(self.start + self.count, self.sequence.score_end)
 
     def lengthened(self) -> ScheduledChunk:
-        """Returns the chunk, lengthened by the tokens that are proposed after it, if the sequence's own token is
-        known."""
+        """Return the chunk with the tokens proposed after it, if the sequence's own token is known."""
         sequence, proposed = self.sequence, self.sequence.num_proposed
         if not proposed or sequence.num_in_flight:
             return self
-        # Tokens that are certain need logits only where their log probabilities are reported.
+        # Forced tokens need logits only for reported log probabilities.
         rows = 0 if sequence.forced and not sequence.reports_logprobs else proposed
         return ScheduledChunk(sequence, self.start, self.count + proposed, self.samples + rows)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Describes one step: decodes first, then prompt tails, oldest first.
+    """One step: decodes first, then prompt tails, oldest first.
 
     Attributes:
-        copies: (source, target) slots to copy before anything runs: the prompt's last, partial block, for a parallel
-            sample that is about to write after it (copy-on-write).
+        copies: (source, target) slots to copy before anything runs: the prompt's last, partial block for a parallel
+        sample
+            (copy-on-write).
         budget_tokens: the step's token budget, which the chunks may leave unused.
-        unknown: (chunk, row) of decodes whose token is what that row of the launched step chooses, counted as in its
-            Sampled.
-        placements: (slot, packed adapter) pairs that the backend gets before anything runs.
-        adapters: int32, the slot of the adapter of each chunk's sequence, or -1; None where no chunk has one.
-        states: where the states of the chunks' sequences are; None in a model without them.
+        unknown: (chunk, row) of decodes whose token that row of the launched step chooses, counted as in its Sampled.
+        placements: (slot, packed adapter) pairs to place before anything runs.
+        adapters: int32, each chunk's adapter slot, or -1; None if no chunk has one.
+        states: slots of the sequences' states; None in a model without them.
     """
 
     scheduled: tuple[ScheduledChunk, ...] = ()
@@ -78,19 +75,19 @@ class StepPlan:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Says whether a choice of this step depends on tokens that the launched step chooses."""
+        """True if a choice of this step depends on tokens that the launched step chooses."""
         return any(self.scheduled[place].sequence.reads_history for place, _ in self.unknown)
 
     @property
     def num_tokens(self) -> int:
-        """Gives the number of tokens of all chunks, which is never above the budget (I5)."""
+        """Tokens of all chunks, never above the budget (I5)."""
         return sum(chunk.count for chunk in self.scheduled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Holds a sequence's new tokens, and its end. ``progress`` comes with the end, and with a parallel sample's first
-    token. ``prompt_logprobs`` are those of the prompt's next tokens, and come in updates of their own."""
+    """A sequence's new tokens, and its end. ``progress`` comes with the end, and with a parallel sample's first token.
+    ``prompt_logprobs`` are those of the prompt's next tokens, in updates of their own."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()
@@ -102,13 +99,15 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitOrder:
-    """Asks the KV node to commit these slots, a run of blocks that follows the ticket's chain.
-    :meth:`Scheduler.committed` takes the answer.
+    """Commit these slots, a run of blocks after the ticket's chain. Answered by :meth:`Scheduler.committed`.
 
-    ``seq_id`` names a sequence, or, below 0, a chain of a feature's. ``chunks`` are those that are committed when the
-    node takes the run. They are reported with the node's answer, on asyncio's thread: the scheduler itself gets that
-    answer only between two steps, and a step may be long. With ``after`` the run is the state after the block of
-    that hash. Nobody waits for a run that ``may_wait``, so it may go to the node together with later ones.
+    Attributes:
+        seq_id: a sequence, or, below 0, a feature's chain.
+        chunks: committed with the run. They are reported with the node's answer, on the event loop: the scheduler gets
+        that
+            answer only between two steps, and a step may be long.
+        after: if set, the run is the state after the block of that hash.
+        may_wait: True if the run may be sent together with later ones.
     """
 
     seq_id: int
@@ -123,8 +122,8 @@ class CommitOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOrder:
-    """Asks for a new ticket for a sequence without one, to be opened and adopted. :meth:`Scheduler.resumed` or
-    :meth:`Scheduler.fail` takes the answer."""
+    """Open and adopt a new ticket for a sequence without one. Answered by :meth:`Scheduler.resumed` or
+    :meth:`Scheduler.fail`."""
 
     seq_id: int
     block_hashes: bytes
@@ -136,8 +135,8 @@ class ResumeOrder:
 
 @dataclass(frozen=True, slots=True)
 class ChainOrder:
-    """Asks the KV node to pin the blocks that it has of a feature's own chain, under a ticket that reserves nothing and
-    never waits. :meth:`Scheduler.chain_opened` takes the answer."""
+    """Pin the node's blocks of a feature's own chain, under a ticket that reserves nothing and never waits. Answered by
+    :meth:`Scheduler.chain_opened`."""
 
     chain_id: int
     block_hashes: bytes
@@ -145,23 +144,22 @@ class ChainOrder:
 
 @dataclass(slots=True)
 class Outcome:
-    """Holds everything that asyncio's side has to do and to report. The node gets its orders in this order: commits,
-    releases, returned_slots, lease_blocks; then resumes and chain_orders begin.
+    """What the event loop has to do and to report. The node gets its orders in this order: commits, releases,
+    returned_slots, lease_blocks; then resumes and chain_orders start.
 
     Attributes:
-        chunks: the chunks that were committed before the prefill range came.
-        releases: tickets whose hold this worker lets go.
+        chunks: chunks that were committed before the prefill range came.
+        releases: tickets to release.
         returned_slots: slots that leave the free slots.
-        lease_blocks: number of slots to lease, 0 for none; :meth:`Scheduler.granted` takes the answer.
-        adapter_orders: digests of adapters to be read and packed; :meth:`Scheduler.adapter_loaded` or
-            :meth:`Scheduler.adapter_failed` takes each answer.
-        hurry: whether somebody waits for the node's answer to an earlier run: its chain, which closes, or a parallel
-            sample.
-        judged_draft_tokens: for each stream whose proposed tokens were judged, how many there were, and how many were
-            right.
-        preemptions, forced_tokens, late_masks, evicted_adapters: how many there were since the last outcome.
-        load: the scheduler's figures of load, by their names in :class:`pillion.wire.registry.WorkerLoad`. They are a
-            mapping because the scheduler runs where the packages of services are not installed.
+        lease_blocks: slots to lease, 0 for none. Answered by :meth:`Scheduler.granted`.
+        adapter_orders: digests of adapters to read and pack. Answered by :meth:`Scheduler.adapter_loaded` or
+            :meth:`Scheduler.adapter_failed`.
+        hurry: whether the node's answer to an earlier run is awaited, by its closing chain or a parallel sample.
+        judged_draft_tokens: per stream with judged proposals, their number and how many were accepted.
+        preemptions, forced_tokens, late_masks, evicted_adapters: counts since the last outcome.
+        load: the scheduler's load, by field of :class:`pillion.wire.registry.WorkerLoad`. A mapping, because the
+        scheduler
+            also runs where the packages of services are not installed.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -188,7 +186,7 @@ class Outcome:
 
     @property
     def urgent(self) -> bool:
-        """Says whether somebody waits for what is ordered, or for what was ordered before."""
+        """True if the orders, or earlier ones, are awaited."""
         memory = self.releases or self.returned_slots or self.lease_blocks or self.resumes or self.chain_orders
         return bool(self.hurry or memory or not all(order.may_wait for order in self.commits))
 
@@ -198,7 +196,7 @@ class Outcome:
         return bool(orders or self.resumes or self.chain_orders)
 
     def add_orders(self, other: Outcome) -> None:
-        """Appends the orders to the KV node of a later outcome."""
+        """Append the orders to the KV node of a later outcome."""
         self.commits += other.commits
         self.releases += other.releases
         self.returned_slots += other.returned_slots
@@ -214,7 +212,7 @@ class Outcome:
         now: float,
         progress: SequenceProgress | None = None,
     ) -> None:
-        """Reports new tokens of a sequence; with a ``reason`` they are its last ones."""
+        """Report new tokens of a sequence, its last ones if there is a ``reason``."""
         ids = tuple(token for token, _ in chosen)
         logprobs = tuple(logprob for _, logprob in chosen if logprob is not None)
         if reason is None:
@@ -230,7 +228,7 @@ class Outcome:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> None:
-        """Reports how a sequence ended, and the tokens that came with that. Nothing is reported of it afterwards."""
+        """Report a sequence's end, with its last tokens."""
         sequence.report_end(now)
         self.updates.append(
             Update(

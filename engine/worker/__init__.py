@@ -1,4 +1,4 @@
-"""Runs asyncio's side of a prefill or decode worker, and its step thread.
+"""The event loop's side of a prefill or decode worker, and its step thread.
 
 Open first: worker.py, which draws a worker's life; then worker_epoch.py, which connects the files below.
 
@@ -11,6 +11,5 @@ Open first: worker.py, which draws a worker's life; then worker_epoch.py, which 
     worker_server.py     a worker with its gRPC server
     worker_telemetry.py  metrics of steps, and trace spans of steps and streams
 
-It has no decision about what runs (pillion.engine.scheduling) and no message of a service (prefill_service,
-decode_service).
+Scheduling is in pillion.engine.scheduling, the services' messages in prefill_service and engine.streams.
 """

@@ -1,5 +1,4 @@
-"""Sends a worker's heartbeats to the KV node, which fences a silent worker (I4), and to the registry, where gateways
-look.
+"""A worker's heartbeats to the KV node, which fences a silent worker (I4), and to the registry, which gateways read.
 
 asked --node answers: not fenced--> EpochTerm renewed, from the moment of asking --heartbeat_timeout_ms--> lapsed
   ^------------- every heartbeat_ms, lapsed or not ----------------------------------------------------'
@@ -25,12 +24,10 @@ log = logging.getLogger("pillion.worker")
 
 
 class EpochTerm:
-    """Represents a worker's right to emit, which lasts until the node could have fenced the worker for its silence
-    (I4).
+    """A worker's right to emit, valid until the node could have fenced it for silence (I4).
 
-    The node counts from when it receives a heartbeat, the worker from when it begins to send one: so the term lapses
-    first. A process that was paused finds it lapsed when it wakes, before any answer of the node. ``clock`` returns
-    monotonic seconds.
+    The node counts from the receipt of a heartbeat, the worker from the start of sending it: so the term lapses first.
+    A paused process finds it lapsed when it wakes, before any answer of the node. ``clock`` returns monotonic seconds.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -39,11 +36,11 @@ class EpochTerm:
         self._renewed_s = -math.inf
 
     def renew(self, asked_s: float) -> None:
-        """Notes that a heartbeat which was begun at ``asked_s`` has been acknowledged."""
+        """Record the acknowledgement of a heartbeat begun at ``asked_s``."""
         self._renewed_s = asked_s
 
     def held(self) -> bool:
-        """Returns whether the node cannot have fenced this worker yet."""
+        """Return whether the node cannot have fenced this worker yet."""
         return self.clock() - self._renewed_s <= self._timeout_s
 
 
@@ -52,12 +49,12 @@ class Heartbeats:
     """Sends heartbeats every ``heartbeat_ms`` while :meth:`run` runs.
 
     Attributes:
-        term: the term, which heartbeats renew.
+        term: renewed by heartbeats.
         describe: makes the registry's record; called once per heartbeat while the worker is announced and may emit.
         on_lost: called once, when the epoch is fenced.
-        on_fail: called with a reason, once, when the worker may not go on at all.
+        on_fail: called once with a reason, when the worker cannot continue.
         on_renewed: called when the term is renewed.
-        on_recall: called with the number of slots of the free ones that the node asks back.
+        on_recall: called with the number of free slots that the node asks for.
     """
 
     flags: WorkerFlags
@@ -77,7 +74,7 @@ class Heartbeats:
         self._announcing = asyncio.Event()
 
     async def run(self) -> None:
-        """Sends heartbeats until cancelled, or until the epoch is over."""
+        """Send heartbeats until cancelled, or until the epoch is over."""
         await asyncio.gather(self._beat_node(), self._beat_registry())
 
     def announce(self) -> None:
@@ -96,15 +93,14 @@ class Heartbeats:
             await self._registry.aclose()
 
     async def _beat_node(self) -> None:
-        # This is the time when this process noticed that an answer was missing: time that the process slept through
-        # says nothing about the node.
+        # When this process noticed the first missing answer: time that it slept through proves nothing about the node.
         missing_s: float | None = None
         while True:
             asked_s = self.term.clock()
             try:
                 reply = await self.node.heartbeat(self.epoch)
             except (Unavailable, DeadlineExceeded) as error:
-                # The node may be busy for a moment; its end is seen on the attach socket, not here.
+                # The node may be busy for a moment; its end shows on the attach socket.
                 now = self.term.clock()
                 missing_s = now if missing_s is None else missing_s
                 if now - missing_s > self.flags.heartbeat_timeout_ms / 1000:
@@ -130,7 +126,7 @@ class Heartbeats:
         await self._announcing.wait()
         answers = True
         while self._announcing.is_set():
-            # A worker that may not emit must not be found; one that wakes after a pause asks its node first.
+            # Do not announce a worker that may not emit. After a pause, ask the node first.
             if self.term.held():
                 try:
                     await self._registry.heartbeat(self.describe())

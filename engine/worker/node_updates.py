@@ -25,8 +25,8 @@ from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 
-# Blocks of streams come to the node so much later, where other prompts find them. Those of a worker that dies in this
-# time are computed again.
+# Delay of stream blocks on their way to the node, where other prompts find them. A worker that dies meanwhile loses
+# them.
 GATHER_MS = 100
 
 
@@ -52,8 +52,7 @@ class NodeUpdates:
     on_chain: Callable[[ChainOrder], None]
 
     def __post_init__(self) -> None:
-        # The scheduler bounds the orders that gather here: a commit, release or resume per sequence and chain, one
-        # lease call, existing slots.
+        # Bounded by the scheduler: a commit, release or resume per sequence and chain, one lease call, existing slots.
         self._next = Outcome()
         self._pending = asyncio.Event()
         self._urgent = asyncio.Event()
@@ -61,7 +60,7 @@ class NodeUpdates:
         self._idle.set()
 
     def put(self, outcome: Outcome) -> None:
-        """Adds what a scheduler's outcome asks of the KV node (commits, releases, slots) to the next round of calls."""
+        """Add an outcome's orders to the KV node (commits, releases, slots) to the next round of calls."""
         if outcome.has_orders:
             self._next.add_orders(outcome)
             self._idle.clear()
@@ -70,7 +69,7 @@ class NodeUpdates:
             self._urgent.set()
 
     async def run(self) -> None:
-        """Sends orders until cancelled. Raises PillionError when a call fails: the epoch cannot go on."""
+        """Send orders until cancelled. Raises PillionError if a call fails: the epoch cannot continue."""
         while True:
             await self._pending.wait()
             with contextlib.suppress(TimeoutError):
@@ -84,7 +83,7 @@ class NodeUpdates:
                 self._idle.set()
 
     async def drained(self) -> None:
-        """Returns when the node has answered everything put so far."""
+        """Return once the node has answered everything put so far."""
         self._urgent.set()
         await self._idle.wait()
 
@@ -113,5 +112,5 @@ class NodeUpdates:
 
 
 def describe_failure(error: PillionError) -> str:
-    """Says why an epoch, or a worker, ends when its node refuses a call or does not answer it."""
+    """Return why an epoch, or a worker, ends when a call to its node is refused or unanswered."""
     return f"the KV node did not do as asked ({type(error).__name__}: {error.message})"

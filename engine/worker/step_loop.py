@@ -1,22 +1,20 @@
-"""Runs the step thread: events, then one step (:class:`StepCycle`), over and over.
+"""The step thread: events, then one step (:class:`StepCycle`), over and over.
 
     asyncio --post_event--> inbox --between two steps--> scheduler
     asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not emit
 
-Everything else happens on asyncio's thread.
-The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
-fallen MAX_UNREAD_OUTCOMES behind does it wait for asyncio.
+Everything else runs on the event loop's thread. The step thread never waits for an RPC or a client: idle, it sleeps on
+a condition, and it waits for the event loop only if that is MAX_UNREAD_OUTCOMES behind.
 
-A StepCycle runs one step after the other of a scheduler over a backend, without a thread: schedule -> launch -> wait ->
-commit. Where the backend runs ahead, the step that is committed is the one before the step just launched: while the
-device runs that, the results of the one before are applied, events happen, and the next one is scheduled. A pipeline of
-stages has as many steps under way as stages, and the oldest one is committed. If the step
-just launched chooses by tokens of the one before (StepPlan.awaits_tokens), its choice is begun as soon as that one is
-committed. With nothing to schedule, and where the scheduler wants to know their tokens first, the steps in flight are
-committed.
+A StepCycle runs steps of a scheduler over a backend, without a thread: schedule -> launch -> wait -> commit. If the
+backend runs ahead, the step committed is the one before that just launched: while the device runs the latter, results
+are applied, events happen, and the next step is scheduled. A pipeline has one step under way per stage, and the oldest
+is committed. If the step just launched chooses by tokens of the one before (StepPlan.awaits_tokens), its choice starts
+as soon as that one is committed. With nothing to schedule, or if the scheduler needs their tokens first, the steps in
+flight are committed.
 
-StepLoop drives it on a thread. A driver that must not block looks at the
-in-flight steps that :meth:`StepCycle.step` yields, and comes back when they have landed.
+StepLoop drives it on a thread. A driver that must not block polls the in-flight steps that :meth:`StepCycle.step`
+yields, and comes back when they have landed.
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ from pillion.kernels.step import Sampled, SamplingRows
 
 Launch = Callable[[StepPlan], InFlightStep]
 Choose = Callable[[StepPlan, InFlightStep], None]
-# This is called with a plan, the seconds that it took and whether it succeeded.
+# Called with a plan, its seconds, and whether it succeeded.
 OnStep = Callable[[StepPlan, float, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _FailedLaunch:
-    """Represents a step that could not be launched, so that it fails in its turn."""
+    """A step that could not be launched, and fails in its turn."""
 
     error: Exception
 
@@ -61,12 +59,11 @@ class StepCycle:
 
     Args:
         scheduler: belongs to the caller's thread.
-        launch: begins a step. An error of ``launch``, or of waiting for its step, fails that step's sequences.
-        choose: begins the choice of a launched step that awaits tokens of the one before; its error fails them, too.
-        max_under_way: how many steps may be launched before the first of them has ended, where the scheduler has no
-            objection.
-        on_step: called when a step has ended, before it is committed. The step took the time since it was launched, or
-            since the step before it ended, whichever was later.
+        launch: starts a step. Its error, or that of waiting for the step, fails the step's sequences.
+        choose: starts the choice of a launched step that awaits tokens of the one before; its error fails them as well.
+        max_under_way: max launched steps, if the scheduler allows it.
+        on_step: called when a step has ended, before its commit, with the time since its launch or since the end of the
+            step before, whichever was later.
     """
 
     def __init__(
@@ -77,20 +74,20 @@ class StepCycle:
         self._choose = choose
         self._max_under_way = max_under_way
         self._on_step = on_step
-        # These are the launched steps with the times of their launch, oldest first.
+        # The launched steps with the times of their launch, oldest first.
         self._in_flight: deque[tuple[StepPlan, InFlightStep, float]] = deque()
         self._last_end_s = 0.0
-        # This says whether the last call of :meth:`step` had a step to launch or to wait for.
+        # Whether the last call of :meth:`step` had a step to launch or to wait for.
         self.busy = False
 
     def step(self) -> Iterator[Outcome | InFlightStep]:
-        """Schedules and launches one step, and commits the steps that are due.
+        """Schedule and launch one step, and commit the steps that are due.
 
-        Yields each outcome, in order, and each in-flight step just before it is waited for, which blocks. Raises
-        BackendLost where the device has failed for good.
+        Yields each outcome, in order, and each in-flight step just before the blocking wait for it. Raises BackendLost
+        if the device has failed for good.
         """
         plan = self._scheduler.schedule(time.monotonic())
-        # Outcomes of the events before this step are reported now: they must not wait for a step, which may be long.
+        # Report the outcomes of earlier events before a step, which may be long.
         yield self._scheduler.flush(time.monotonic())
         launched = bool(plan.scheduled)
         stays = self._launch_step(plan) if launched else len(self._in_flight) - 1
@@ -103,8 +100,8 @@ class StepCycle:
                 yield from self._commit_oldest()
 
     def land(self) -> Iterator[InFlightStep]:
-        """Waits for the steps in flight, which use the pool until then, and drops their results. Yields as
-        :meth:`step` does."""
+        """Wait for the steps in flight, which use the pool until then, and drop their results. Yields as :meth:`step`
+        does."""
         while self._in_flight:
             _, step, _ = self._in_flight.popleft()
             yield step
@@ -112,7 +109,7 @@ class StepCycle:
                 step.wait()
 
     def _launch_step(self, plan: StepPlan) -> int:
-        """Launches a step. Returns how many steps may stay in flight while the next one is scheduled."""
+        """Launch a step. Return how many steps may stay in flight while the next one is scheduled."""
         began_s = time.monotonic()
         step: InFlightStep
         try:
@@ -129,7 +126,7 @@ class StepCycle:
         return min(self._max_under_way - 1, 1) if plan.awaits_tokens else self._max_under_way - 1
 
     def _choose_tokens(self) -> bool:
-        """Begins the choice of the step in flight. Returns False when it has failed."""
+        """Start the choice of the step in flight. Return False if it has failed."""
         plan, step, began_s = self._in_flight[-1]
         try:
             self._choose(plan, step)
@@ -141,9 +138,9 @@ class StepCycle:
         return True
 
     def _commit_oldest(self) -> Iterator[Outcome | InFlightStep]:
-        """Waits for the oldest step in flight, and gives the scheduler its tokens, or its failure where it failed."""
+        """Wait for the oldest step in flight, and commit its tokens or its failure."""
         plan, step, began_s = self._in_flight[0]
-        # The step stays in the list while it is waited for, because a driver that is stopped here still has to land it.
+        # The step stays in the list meanwhile, because a driver that stops here still has to land it.
         yield step
         self._in_flight.popleft()
         began_s = max(began_s, self._last_end_s)
@@ -166,23 +163,23 @@ class StepCycle:
 
 log = logging.getLogger("pillion.step")
 
-# At most this many events wait for the next step. Each live sequence causes a few at most, so meeting this is a defect.
+# Max events that wait for the next step; a live sequence causes a few, so reaching it is a defect.
 MAX_EVENTS = 100_000
 MAX_UNREAD_OUTCOMES = 64
-# While the thread waits for asyncio it checks this often whether it was stopped.
+# Interval at which a thread waiting for the event loop checks whether it was stopped.
 UNREAD_POLL_S = 1.0
 
 
 class StepLoop:
-    """Runs a scheduler over a backend.
+    """The step thread of a scheduler and a backend.
 
     Args:
         scheduler: belongs to this thread from :meth:`start` on.
-        launch, choose, max_under_way, on_step: those of :class:`StepCycle`; they are called on the step thread.
-        on_outcome: called on the asyncio loop before and after every step that has something to report.
-        on_death: called there with a reason, once, if the thread dies of a defect.
-        may_publish: asked on the asyncio loop before each on_outcome. Outcomes that it forbids are held back, in order,
-            for :meth:`publish`.
+        launch, choose, max_under_way, on_step: those of :class:`StepCycle`, called on the step thread.
+        on_outcome: called on the event loop before and after every step with something to report.
+        on_death: called there once with a reason, if the thread dies of a defect.
+        may_publish: called on the event loop before each on_outcome. If False, outcomes are held back, in order, for
+            :meth:`publish`.
     """
 
     def __init__(
@@ -202,7 +199,7 @@ class StepLoop:
         self._on_outcome = on_outcome
         self._on_death = on_death
         self._may_publish = may_publish
-        # These outcomes count as unread, and so are bounded together with the unread ones.
+        # Counted with the unread outcomes, and so bounded with them.
         self._held_back: deque[Outcome] = deque()
         self._asyncio = asyncio.get_running_loop()
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -220,12 +217,12 @@ class StepLoop:
 
     @property
     def held_back(self) -> int:
-        """Gives the number of outcomes that wait for :meth:`publish`."""
+        """Number of outcomes that wait for :meth:`publish`."""
         return len(self._held_back)
 
     def post_event(self, event: Callable[..., None], *args: Any) -> None:
-        """Arranges that ``event``, a method of Scheduler, is called as event(scheduler, *args, now) before the next
-        step. Any thread may call this. Raises Internal when MAX_EVENTS wait."""
+        """Schedule a call of ``event``, a method of Scheduler, as event(scheduler, *args, now) before the next step.
+        Thread safe. Raises Internal at MAX_EVENTS."""
         with self._wake:
             if len(self._inbox) >= MAX_EVENTS:
                 raise Internal(f"{MAX_EVENTS} events wait for the step loop")
@@ -233,25 +230,24 @@ class StepLoop:
             self._wake.notify()
 
     def halt(self) -> None:
-        """Makes the steps that are in flight now the last."""
+        """Launch no more steps."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
 
     def publish(self) -> None:
-        """Hands on the outcomes that were held back, as far as ``may_publish`` allows it now. Only asyncio's thread
-        calls it."""
+        """Publish the outcomes held back, while ``may_publish``. On the event loop only."""
         while self._held_back and self._may_publish():
             self._unread.release()
             self._on_outcome(self._held_back.popleft())
 
     async def stop(self) -> None:
-        """Runs :meth:`halt`, and waits for the thread's end: no step is in flight then."""
+        """Halt, and wait for the thread's end: no step is in flight then."""
         self.halt()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    # The step thread runs the following methods.
+    # On the step thread:
 
     def _main(self) -> None:
         try:
@@ -265,12 +261,12 @@ class StepLoop:
             log.exception("the step thread died")
             self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:
-            # The results of the steps in flight are not needed any more, but the steps must have ended.
+            # The steps must have ended, although their results are not needed.
             for _ in self._cycle.land():
                 pass
 
     def _handle_events(self, wait: bool) -> bool:
-        """Applies the events in the inbox; sleeps for the first one when ``wait``. Returns False to stop."""
+        """Apply the events in the inbox; sleep for the first one if ``wait``. Return False to stop."""
         with self._wake:
             while wait and not self._inbox and not self._stopping:
                 self._wake.wait()
@@ -298,5 +294,5 @@ class StepLoop:
         try:
             self._asyncio.call_soon_threadsafe(call, *args)
         except RuntimeError:
-            # The event loop has closed, so nothing is left to call.
+            # The event loop has closed.
             self._stopping = True

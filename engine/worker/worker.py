@@ -1,4 +1,4 @@
-"""Runs a worker, which both services share: a model over a mapped pool, and its place at a KV node, epoch by epoch.
+"""A worker of either service: a model over a mapped pool, and its place at a KV node, epoch by epoch.
 
     start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first WorkerEpoch
              a process that stands by has loaded and warmed up before its turn to attach comes
@@ -9,10 +9,10 @@
     its node is gone, and the pool outlives it: the same, with the node's next life instead of "drained"
     end:     stop() by the process; or fail(): the node went away, gives no new epoch, or the step thread died
 
-A worker that was only paused (SIGSTOP, then SIGCONT) goes through *fenced* and loads nothing again (I4). A worker that
-failed neither emits nor commits any more; its process exits and is started again. The node frees what it held when the
-attach socket ends. The time from *fenced* to *live* is bounded here, except for a step that does not end: the process's
-parent kills it then (FENCE_KILL_AFTER_S).
+A worker that was only paused (SIGSTOP, then SIGCONT) passes through *fenced* and loads nothing again (I4). A failed
+worker neither emits nor commits; its process exits and is restarted. The node frees its slots when the attach socket
+ends. The time from *fenced* to *live* is bounded here, except for a step that does not end: then the parent process
+kills it (FENCE_KILL_AFTER_S).
 """
 
 from __future__ import annotations
@@ -60,31 +60,31 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.worker")
 
 ATTACH_TIMEOUT_S = 30.0
-# Stopping waits at most this long for the node to answer the last orders.
+# Max wait for the node's answers to the last orders when stopping.
 DRAIN_TIMEOUT_S = 2.0
-# With this few tokens a worker reads all weights and runs all kernels once. Larger steps take their memory when they
-# come, which costs milliseconds; to run one at each start would cost more than all else that a forked worker does.
+# Steps that read all weights and run all kernels once. Larger steps allocate memory when they come, which takes
+# milliseconds; running one at each start would cost more than everything else in a forked worker's.
 WARM_UP_TOKENS = 16
 
 
 class StartTurn(Protocol):
-    """Says when a process may take part: at once, or, where it stands by, when its turn comes."""
+    """When a process may join the cluster: at once or, as a standby, when its turn comes."""
 
     @property
     def waiting(self) -> bool:
-        """Says whether the process's turn has not come yet."""
+        """True while the process's turn has not come."""
 
     def wait(self) -> float:
-        """Blocks until the turn has come; returns for how many seconds this process has waited in all."""
+        """Block until the turn has come; return the seconds that this process has waited in all."""
 
 
 class _AtOnce:
-    """Represents the turn of a process that is no standby, and so takes part at once."""
+    """The turn of a process that is no standby."""
 
     waiting = False
 
     def wait(self) -> float:
-        """Returns at once, because no other process has to end first."""
+        """Return at once."""
         return 0.0
 
 
@@ -93,15 +93,15 @@ AT_ONCE = _AtOnce()
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """Holds what a worker has beside its model, whose drafts and adapters may be missing, and on a prefill worker its
-    grammars.
+    """The parts of a worker besides its model; drafts and adapters are optional, and so are grammars on a prefill
+    worker.
 
     Attributes:
-        make_scheduler: makes the scheduler of an epoch over a pool of so many slots.
+        make_scheduler: makes an epoch's scheduler for a pool of a number of slots.
         grammars: compiles the grammars of requests.
         step_masks: the grammar masks of a step's rows; None without ``grammars``.
-        drafts: drafts tokens, by a model of its own or without.
-        make_adapters: makes what brings adapters to the worker.
+        drafts: drafts tokens.
+        make_adapters: makes the loader of adapters.
     """
 
     make_scheduler: Callable[[int], Scheduler]
@@ -111,17 +111,17 @@ class WorkerParts:
     make_adapters: Callable[[NodeClient, Meters], AdapterLoader] | None
 
     def close(self) -> None:
-        """Ends the threads of grammars and drafts. Idempotent."""
+        """End the threads of grammars and drafts. Idempotent."""
         for part in (self.grammars, self.drafts):
             if part is not None:
                 part.close()
 
 
 class Worker:
-    """Represents a decode or prefill worker without its gRPC service; :meth:`start` makes it.
+    """A decode or prefill worker without its gRPC service; made by :meth:`start`.
 
-    Attributes are for reading: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, and
-    ``epoch``, which is replaced when the worker was fenced.
+    Attributes are for reading: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, and ``epoch``, which
+    is replaced when the worker was fenced.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Worker:
         self._adapters = None if make_adapters is None else make_adapters(self.node, self.meters)
         self.epoch = self._make_epoch(attachment.epoch)
         if grammars is not None:
-            # A mask that a step had to wait for is there.
+            # A late mask is ready.
             grammars.mask_threads.wake = lambda: self.epoch.wake()
             grammars.on_compiled = self.meters.distribution(metric_catalog.GRAMMAR_COMPILE).observe
         self.meters.watch(lambda: load_readings(self.epoch.load, self.epoch.max_num_seqs))
@@ -175,10 +175,10 @@ class Worker:
         turn: StartTurn,
         began_s: float,
     ) -> Worker:
-        """Attaches and runs, with steps of at most ``most_tokens`` tokens; the start has ``began_s``. Nothing that
-        others can see is done before the process's ``turn``. Where this fails, model and parts stay the caller's.
+        """Attach and run, with steps of at most ``most_tokens`` tokens; the start ``began_s``. Nothing is visible to
+        others before the process's ``turn``. On failure, model and parts stay the caller's.
 
-        Raises ConfigError for flags that cannot work, Unavailable when no node answers.
+        Raises ConfigError for flags that cannot work, Unavailable if no node answers.
         """
         async with contextlib.AsyncExitStack() as undo:
             warm_up = partial(_warm_up, model, parts.drafts, min(most_tokens, WARM_UP_TOKENS))
@@ -192,14 +192,14 @@ class Worker:
             undo.push_async_callback(worker._abandon)
             await asyncio.to_thread(worker._bind)
             if not warm:
-                # This may take long: the node counts a silence from the first heartbeat on.
+                # May take long: the node counts silence only from the first heartbeat on.
                 await asyncio.to_thread(warm_up)
             undo.pop_all()
         worker._begin(time.monotonic() - began_s - held_s)
         return worker
 
     def _begin(self, start_s: float) -> None:
-        """Takes part from now on, at the end of a start that took ``start_s``."""
+        """Join the cluster, after a start that took ``start_s``."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self.attachment.fileno(), self._on_node_gone)
         if self.model.ranks is not None:
@@ -208,7 +208,7 @@ class Worker:
         self.epoch.start()
 
     async def _abandon(self) -> None:
-        """Ends everything that this object has begun, where its start fails."""
+        """Undo a start that failed."""
         if self._adapters is not None:
             self._adapters.close()
         await self.node.aclose()
@@ -240,12 +240,12 @@ class Worker:
         )
 
     def announce(self, address: str) -> None:
-        """Makes the registry list this worker at ``address`` from now on."""
+        """Announce this worker at ``address`` in the registry from now on."""
         self._address = address
         self.epoch.heartbeats.announce()
 
     def describe(self) -> ComponentRecord:
-        """Returns what a heartbeat writes to the registry."""
+        """Return the registry's record for a heartbeat."""
         prepared, epoch, load = self.model.prepared, self.epoch, self.epoch.load
         return ComponentRecord(
             component_id=self.component_id,
@@ -278,44 +278,42 @@ class Worker:
             gives_vectors=self.gives_vectors,
         )
 
-    # Servicers call the following methods.
+    # For servicers:
 
     @property
     def max_model_len(self) -> int:
-        """Gives how many tokens a sequence may have: as many as the model allows, but not more than the pool can
-        hold."""
+        """Max tokens of a sequence: the model's, or what the pool can hold if less."""
         allowed = self.flags.max_model_len or self.model.prepared.max_model_len
-        # Where a prompt is split, two sequences under its ticket have states.
+        # If a prompt is split, two sequences under its ticket have states.
         beside = 2 * self.model.backend.layout.working_pages
         return min(allowed, (self.attachment.num_slots - beside) * self.block_size)
 
     def blocks_of(self, tokens: int) -> int:
-        """Returns how many slots a sequence needs: those of its tokens' blocks, one for the next token's, and those of
-        its states."""
+        """Return the slots that a sequence needs: its tokens' blocks, the next token's, and its states."""
         return tokens // self.block_size + 1 + self.model.backend.layout.working_pages
 
     @property
     def gives_vectors(self) -> bool:
-        """Says whether streams may end with the vector of their text, whatever the role."""
+        """True if streams may end with the vector of their text."""
         return gives_vectors(self.model.backend)
 
     def check_open(self) -> None:
-        """Raises Unavailable when no new work is taken."""
+        """Raise Unavailable if no new work is accepted."""
         if self.draining or self._failure.done():
             raise Unavailable(f"{self.component_id} is stopping")
         if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
     async def compiled(self, grammar: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> GrammarState:
-        """Returns a request's grammar, at the end of the ``answer`` that is there already, once it is compiled. Raises
-        InvalidRequest for a grammar that does not compile or that refuses this answer."""
+        """Return a request's compiled grammar, at the end of the ``answer`` so far. Raises InvalidRequest for a grammar
+        that does not compile or does not match this answer."""
         if self._parts.grammars is None:
             raise InvalidRequest(f"the answer has a grammar, which {self.component_id} cannot follow; its log says why")
         return await asyncio.wrap_future(self._parts.grammars.start(grammar, answer, stop_token_ids))
 
     async def _bring_adapter(self, digest: str) -> None:
-        """Returns when an adapter's files are on this machine. Raises InvalidRequest for what is no digest; NotFound,
-        Unavailable or Overloaded where another worker may have the adapter."""
+        """Return once an adapter's files are on this machine. Raises InvalidRequest for an invalid digest; NotFound,
+        Unavailable or Overloaded if another worker may have the adapter."""
         if not is_adapter_digest(digest):
             raise InvalidRequest.of(FieldViolation("adapter", "the 64 hexadecimal digits of a digest are needed"))
         if self._adapters is None:
@@ -330,13 +328,13 @@ class Worker:
         begin: Callable[[Holding], tuple[Sequence, Mapping[int, SequenceListener]]],
         wanted: Callable[[], bool],
     ) -> tuple[SequenceProgress, Holding] | None:
-        """Starts a sequence, and returns its progress and what it holds; None where nobody wants it any more. Do not
-        cancel this call, because a ticket that is held must be released. Whatever an argument raises is raised.
+        """Start a sequence, and return its progress and its ticket's holding; None if ``wanted`` turns False. Do not
+        cancel this call, because an adopted ticket must be released. Raises what the arguments raise.
 
         Args:
-            adapter: digest of the adapter that it runs with, whose files are brought first; "" for the model alone.
+            adapter: digest of its adapter, whose files are brought first; "" for the model alone.
             hold: adopts or opens the ticket, by the epoch's tickets.
-            begin: makes the sequence once its ticket is held, with the listeners of it and of its parallel samples.
+            begin: makes the sequence with its ticket, and the listeners of it and of its parallel samples.
         """
         if adapter:
             await self._bring_adapter(adapter)
@@ -355,18 +353,18 @@ class Worker:
         return None if progress is None else (progress, holding)
 
     def next_id(self) -> int:
-        """Returns a new seq_id, which is the place in the order of arrival."""
+        """Return a new seq_id, the place in the order of arrival."""
         return next(self._ids)
 
-    # The following methods handle a fenced worker.
+    # A fenced worker:
 
     def _epoch_failed(self, reason: str) -> None:
-        """Notes that the epoch cannot go on, and neither can the worker, unless its node is gone and will come back."""
+        """End the epoch, and with it the worker unless its node is gone and will come back."""
         (self._epoch_lost if self._may_follow() and self.attachment.node_gone else self.fail)(reason)
 
     def _may_follow(self) -> bool:
-        """Returns whether this worker can go on with its node's next life. A worker with further ranks cannot: its
-        ranks would still use the old connection."""
+        """Return whether this worker can continue with its node's next life. One with further ranks cannot: they would
+        still use the old connection."""
         return bool(self.attachment.pool_id) and self.model.ranks is None
 
     def _epoch_lost(self, reason: str) -> None:
@@ -394,7 +392,7 @@ class Worker:
         log.info("%s serves again under a new epoch, %.1f s later", self.component_id, time.monotonic() - began_s)
 
     async def _next_number(self, old: int) -> int:
-        """Returns a new epoch of the node, or of its next life. No step of the ``old`` one runs any more."""
+        """Return a new epoch of the node, or of its next life. No step of the ``old`` one runs any more."""
         if not self._node_gone.is_set():
             asking = asyncio.create_task(new_epoch(self.node, old))
             gone = asyncio.create_task(self._node_gone.wait())
@@ -415,22 +413,22 @@ class Worker:
         return self.attachment.epoch
 
     def _follows_node(self) -> bool:
-        """Returns whether the worker can see the node's end, so that it then asks for the node's next life."""
+        """Return whether the worker has noticed the node's end, and so waits for its next life."""
         if not self._node_gone.is_set() and self._may_follow() and self.attachment.node_gone:
             self._on_node_gone()
         return self._node_gone.is_set()
 
     @property
     def failed(self) -> bool:
-        """Says whether the worker has died by itself."""
+        """True if the worker has died by itself."""
         return self._failure.done()
 
     async def wait_failed(self) -> str:
-        """Returns why the worker died by itself; never returns while it lives."""
+        """Return why the worker died by itself; never returns while it lives."""
         return await asyncio.shield(self._failure)
 
     def fail(self, reason: str) -> None:
-        """Ends the worker: nothing is emitted or committed from now on, and every listener gets Unavailable."""
+        """End the worker: nothing is emitted or committed any more, and every listener gets Unavailable."""
         if self._failure.done():
             return
         log.error("%s cannot go on: %s", self.component_id, reason)
@@ -443,10 +441,7 @@ class Worker:
             self._returning.cancel()
 
     async def drain(self, grace_s: float) -> None:
-        """Takes no more work, and gives the sequences that run up to ``grace_s`` seconds from now on.
-
-        A registry that answers late does not prolong the wait for the worker's end.
-        """
+        """Refuse new work, and allow running sequences up to ``grace_s`` seconds, however late the registry answers."""
         self.draining = True
         end_s = asyncio.get_running_loop().time() + grace_s
         await self.epoch.heartbeats.leave(self.component_id)
@@ -455,13 +450,13 @@ class Worker:
                 await self.epoch.idle.wait()
 
     async def close(self) -> None:
-        """Cancels the sequences that are left, sends the node the last orders, and detaches. Idempotent."""
+        """Cancel the remaining sequences, send the last orders, and detach. Idempotent."""
         if self._closed:
             return
         self._closed = self.draining = True
         self._stop_returning()
         if self._returning is not None:
-            # The worker's thread may be making a new connection of the attachment.
+            # The worker's thread may be reconnecting the attachment.
             await asyncio.wait([self._returning])
         for seq_id in tuple(self.epoch.listeners):
             self.epoch.cancel(seq_id)
@@ -487,7 +482,7 @@ class Worker:
 
 
 def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) -> Attachment:
-    """Attaches a worker that runs ``model``. Raises what :func:`attach` raises."""
+    """Attach a worker that runs ``model``. Raises as :func:`attach`."""
     layout = model.backend.layout
     rows, pieces = layout.rows_and_pieces
     return attach(
@@ -507,7 +502,8 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
 
 
 def _warm_up(model: LoadedModel, drafts: WorkerDrafts | None, tokens: int) -> None:
-    """Runs steps so that those of up to so many tokens find everything in memory; for a larger step buffers grow."""
+    """Run steps of up to ``tokens`` tokens so that later ones find everything in memory; buffers grow for larger
+    ones."""
     model.backend.warm_up(tokens)
     if drafts is not None:
         drafts.warm_up(tokens)

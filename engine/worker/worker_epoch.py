@@ -1,5 +1,4 @@
-"""Runs one epoch of a worker and all that lives as long as it: scheduler and step thread, tickets, node updates,
-heartbeats.
+"""One epoch of a worker and all that lives as long: scheduler and step thread, tickets, node updates, heartbeats.
 
     serving --the node was silent, or the process slept: the term has lapsed--> outcomes held back
        |    <--the node answers: not fenced---------------------------------'      |
@@ -8,7 +7,7 @@ heartbeats.
                                                           v
     ended: nothing is emitted or committed, every listener got Unavailable --all steps have ended--> closed
 
-After closing, nothing here touches the pool any more, and the worker may tell the node so (:func:`new_epoch`).
+After closing, nothing here accesses the pool any more, and the worker may report that to the node (:func:`new_epoch`).
 """
 
 from __future__ import annotations
@@ -53,40 +52,40 @@ log = logging.getLogger("pillion.worker")
 T = TypeVar("T")
 
 SETTLE_POLL_S = 0.01
-# The caller of a stream or a prefill range hears this often that it waits.
+# Interval of signs of life to the caller of a waiting stream or prefill range.
 QUEUE_HEARTBEAT_MS = 20_000
-# A node that does not answer is asked again for a new epoch, this many times in all.
+# Attempts to get a new epoch from a node that does not answer.
 MAX_REATTACH_TRIES = 6
 REATTACH_RETRY_S = 1.0
-# These errors end an epoch, not the worker: it was fenced, or the outcome of a call is unknown.
+# Errors that end an epoch, not the worker: it was fenced, or the outcome of a call is unknown.
 _SURVIVABLE = (Conflict, Cancelled, Unavailable, DeadlineExceeded)
 
 
 class SequenceListener(Protocol):
-    """Gets the updates of a sequence, on asyncio's thread. ``trace`` is the parent of its spans."""
+    """Receives the updates of a sequence, on the event loop. ``trace`` is the parent of its spans."""
 
     trace: Context
 
     def on_begun(self) -> None:
-        """Notes that a step begins that computes the first tokens of the sequence's prompt."""
+        """Handle the start of the first step of the sequence's prompt."""
 
     def on_update(self, update: Update) -> None: ...
     def on_chunk(self, chunk: ChunkDone) -> None: ...
 
 
 class WorkerEpoch:
-    """Runs one epoch of a worker. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``,
-    ``heartbeats``, and what a step may hold: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, as many as fit
-    into ``target_s`` or ``target_steps`` plain steps (0 sets no target).
+    """One epoch of a worker. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``,
+    ``heartbeats``, and a step's limits: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, ``target_s`` seconds or
+    ``target_steps`` plain steps (0: no target).
 
     Args:
         scheduler: a fresh one.
         describe: makes the registry's record.
-        on_lost: called with a reason, maybe more than once, when the epoch cannot go on but the worker can.
-        on_fail: called with a reason, maybe more than once, when the worker cannot go on.
+        on_lost: called with a reason, maybe more than once, if the epoch cannot continue but the worker can.
+        on_fail: called with a reason, maybe more than once, if the worker cannot continue.
         meter: counts the steps.
         load_adapter: reads and packs an adapter that the scheduler ordered; None without --enable-lora.
-        step_masks: the grammar masks of a step's rows; None where the worker compiles no grammars.
+        step_masks: the grammar masks of a step's rows; None if the worker compiles no grammars.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class WorkerEpoch:
         self.max_num_seqs = scheduler.queues.max_num_seqs
         self.max_step_tokens = scheduler.budget.max_tokens
         self.target_s, self.target_steps = scheduler.budget.target_s, scheduler.budget.target_steps
-        # This is why the epoch ended; None while it lasts.
+        # Why the epoch ended; None while it lasts.
         self._end_error: PillionError | None = None
         self.idle = asyncio.Event()
         self.idle.set()
@@ -122,7 +121,7 @@ class WorkerEpoch:
         self._read_adapter, self._step_masks = load_adapter, step_masks
         self._traced = telemetry.recording()
         self._loop = asyncio.get_running_loop()
-        # The tasks are kept in the order in which they began, in which they are cancelled too.
+        # In the order of their start, in which they are cancelled as well.
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._cancels_tasks = False
         term = EpochTerm(flags.heartbeat_timeout_ms / 1000, time.monotonic)
@@ -159,7 +158,7 @@ class WorkerEpoch:
         )
 
     def start(self) -> None:
-        """Starts the step thread, the node updates and the heartbeats."""
+        """Start the step thread, the node updates and the heartbeats."""
         self._steps.start()
         self._spawn(self._send_updates())
         self._spawn(self.heartbeats.run())
@@ -170,18 +169,18 @@ class WorkerEpoch:
         listeners: Mapping[int, SequenceListener],
         last_hash: bytes,
     ) -> SequenceProgress:
-        """Runs a sequence with a ticket that :attr:`tickets` adopted; ``last_hash`` is that of its chain's last block.
+        """Run a sequence with a ticket of :attr:`tickets`; ``last_hash`` is that of its chain's last block.
         ``listeners`` get its updates and those of its parallel samples, by seq_id, until one has an ending.
 
-        Raises NotFound if the chain holds other tokens than it has, because KV of another prompt is never read,
-        or tokens that are yet to be scored, and Unavailable where the epoch has ended."""
+        Raises NotFound if the chain has other tokens than the sequence, because KV of another prompt must never be
+        read, or tokens that are yet to be scored, and Unavailable if the epoch has ended."""
         chain, first = sequence.num_committed, sequence.start_tokens // self._block_size
         if chain > first:
             fits = sequence.left_to_compute >= (0 if sequence.is_prefill else 1)
             fits = fits and sequence.block_hashes(chain - 1, chain) == last_hash
         else:
             fits = not last_hash or last_hash == sequence.parent_hash
-        # Without the state after a chain nobody can go on from it.
+        # A chain without its state cannot be continued.
         fits = fits and (bool(sequence.state_slots) or not (chain and self._model.backend.layout.state_pages))
         unscored = sequence.unscored_from
         if not fits or (unscored is not None and sequence.num_computed > unscored):
@@ -196,18 +195,18 @@ class WorkerEpoch:
         return sequence.progress
 
     def expect_adapter(self, digest: str) -> None:
-        """Notes that a sequence with this adapter is still to come: the adapter may be loaded already."""
+        """Announce a sequence with this adapter, which may be loaded already."""
         self._steps.post_event(Scheduler.expect_adapter, digest)
 
     def cancel(self, seq_id: int) -> None:
-        """Ends a sequence; its listener gets nothing further. Unknown ids are ignored (I8)."""
+        """End a sequence; its listener gets nothing more. Unknown ids are ignored (I8)."""
         if self._forget(seq_id) is None:
             return
         self.tickets.stop_waiting(seq_id)
         self._steps.post_event(Scheduler.cancel, seq_id)
 
     def wake(self) -> None:
-        """Makes the step loop look for work again, from any thread: a mask that it had to wait for is there."""
+        """Wake the step loop, from any thread: a late mask is ready."""
         self._steps.post_event(lambda scheduler, now: None)
 
     def _forget(self, seq_id: int) -> SequenceListener | None:
@@ -218,7 +217,7 @@ class WorkerEpoch:
 
     @property
     def held_back(self) -> int:
-        """Gives the number of outcomes that are held back because the term has lapsed."""
+        """Number of outcomes held back because the term has lapsed."""
         return self._steps.held_back
 
     @property
@@ -226,8 +225,7 @@ class WorkerEpoch:
         return self._end_error is not None
 
     def end(self, error: PillionError) -> None:
-        """Ends the epoch: nothing is emitted or committed from now on, and every listener gets ``error``.
-        Idempotent."""
+        """End the epoch: nothing is emitted or committed from now on, and every listener gets ``error``. Idempotent."""
         if self._end_error is not None:
             return
         self._end_error = error
@@ -241,27 +239,25 @@ class WorkerEpoch:
                 listener.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
 
     async def close(self) -> None:
-        """Returns when all steps in flight have ended, however long that takes: they may store to the pool until then.
+        """Return once all steps in flight have ended, however long that takes: they may write to the pool until then.
         Idempotent."""
         await self._steps.stop()
         await asyncio.gather(*self._cancel_tasks(), return_exceptions=True)
         await self.heartbeats.close()
 
     async def settled(self) -> None:
-        """Returns when no sequence is left and the node has answered everything."""
+        """Return once no sequence is left and the node has answered everything."""
         while await self._count_sequences():  # noqa: ASYNC110  (what is awaited lives in another thread)
             await asyncio.sleep(SETTLE_POLL_S)
-        # Outcomes arrive in order, so a second count makes sure that all which were decided before the first one have
-        # arrived.
+        # Outcomes arrive in order: after a second count, all from before the first have arrived.
         await self._count_sequences()
         await self._updates.drained()
 
     async def positions(self) -> dict[int, int]:
-        """Returns the place in line of each sequence that does not decode yet, by seq_id (Scheduler.positions). Those
-        that wait for memory before they join the line come last.
+        """Return the queue position of each sequence that does not decode yet, by seq_id (Scheduler.positions). Those
+        that wait for memory before they are queued come last.
 
-        The step thread answers between two steps, so an answer shows that steps go on; empty where it takes longer than
-        QUEUE_HEARTBEAT_MS.
+        The step thread answers between two steps, so an answer shows that steps go on; empty after QUEUE_HEARTBEAT_MS.
         """
         try:
             async with asyncio.timeout(QUEUE_HEARTBEAT_MS / 1000):
@@ -274,7 +270,7 @@ class WorkerEpoch:
         return await self._ask(lambda scheduler: len(scheduler.sequences))
 
     async def _ask(self, read: Callable[[Scheduler], T]) -> T:
-        """Calls ``read`` on the step thread, between two steps, and returns its result."""
+        """Call ``read`` on the step thread, between two steps, and return its result."""
         loop = asyncio.get_running_loop()
         found: asyncio.Future[T] = loop.create_future()
 
@@ -289,7 +285,7 @@ class WorkerEpoch:
         return await found
 
     def _judge(self, error: PillionError) -> None:
-        """Notes that a call to the node failed, which ends the epoch, or the worker."""
+        """End the epoch, or the worker, after a failed call to the node."""
         if not self.over:
             (self._on_lost if isinstance(error, _SURVIVABLE) else self._on_fail)(describe_failure(error))
 
@@ -300,7 +296,7 @@ class WorkerEpoch:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
-        # A task that only seems to be given up would be missed by nobody, and what waits for it would wait for ever.
+        # A task cancelled by mistake would leave its waiters waiting for ever.
         lost = Internal("cancelled by nobody") if not self._cancels_tasks else None
         error = lost if task.cancelled() else task.exception()
         if error is not None:
@@ -315,15 +311,15 @@ class WorkerEpoch:
             task.cancel()
         return tasks
 
-    # The step thread calls the following methods.
+    # On the step thread:
 
     def _on_step(self, plan: StepPlan, seconds: float, ok: bool) -> None:
         tokens = self._meter.count_step(plan, seconds, ok)
-        # A step with tokens of prompts may delay the decodes in it, which is worth a span.
+        # A step with tokens of prompts may delay its decodes, which is worth a span.
         if self._traced and (tokens[TAIL] or tokens[PREFILL]):
             now_s, seq_ids = time.monotonic(), [chunk.sequence.seq_id for chunk in plan.scheduled]
             with contextlib.suppress(RuntimeError):
-                # This is posted before the outcome, so that no listener has left yet.
+                # Posted before the outcome, so that no listener has left yet.
                 self._loop.call_soon_threadsafe(self._record_step, now_s - seconds, now_s, tokens, seq_ids)
 
     def _record_step(self, start_s: float, end_s: float, tokens: dict[str, int], seq_ids: list[int]) -> None:
@@ -335,8 +331,7 @@ class WorkerEpoch:
         sequences = (chunk.sequence for chunk in plan.scheduled)
         begun = [one.seq_id for one in sequences if one.progress.tail_steps == 1 and not one.progress.first_token_s]
         if begun:
-            # Listeners learn that a step begins before it runs, so that a request that kills this process in the step
-            # is known.
+            # Listeners are told before the step runs, so that a request that kills this process in the step is known.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._tell_begun, begun)
         for slot, packed in plan.placements:
@@ -365,7 +360,7 @@ class WorkerEpoch:
             return
         self.load = WorkerLoad(**outcome.load)
         self._meter.count_outcome(outcome)
-        # The node's orders are sent first, so that no slot depends on what a listener does.
+        # Node orders first, so that no slot depends on a listener.
         self._updates.put(outcome)
         for digest in outcome.adapter_orders:
             self._spawn(self._load_adapter(digest))
@@ -390,12 +385,11 @@ class WorkerEpoch:
             self._steps.post_event(Scheduler.adapter_loaded, digest, packed)
 
     def resume(self, order: ResumeOrder) -> None:
-        """Opens a new ticket for a preempted sequence, if it still has a listener when the task starts."""
+        """Open a new ticket for a preempted sequence, if it still has a listener when the task starts."""
         self._spawn(self._resume(order))
 
     async def _resume(self, order: ResumeOrder) -> None:
-        # The task checks for a listener, because a cancel that came before the task ran found nothing to take out of
-        # the node's queue.
+        # An earlier cancel found nothing in the node's queue to remove, hence the check.
         if order.seq_id in self.listeners:
             await self.tickets.resume(order)
 
@@ -417,10 +411,10 @@ class WorkerEpoch:
 
 
 async def new_epoch(node: NodeClient, old: int) -> int:
-    """Asks the node for a new epoch, which tells it that nothing of the ``old`` one is in use any more.
+    """Get a new epoch from the node, which frees the ``old`` one: nothing of it is in use any more.
 
-    If the node got a call whose answer was lost, the next one has the same answer. Raises Unavailable after
-    MAX_REATTACH_TRIES, NotFound where the old epoch is void.
+    A repeated call after a lost answer gets the same answer. Raises Unavailable after MAX_REATTACH_TRIES, NotFound if
+    the old epoch is void.
     """
     for _ in range(MAX_REATTACH_TRIES):
         try:

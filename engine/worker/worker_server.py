@@ -1,4 +1,4 @@
-"""Runs a worker with its gRPC server: the component that commands and tests start and stop, for both services.
+"""A worker with its gRPC server: the component that commands and tests start and stop, for both services.
 
 serve --> announced in the registry --stop--> drained --> last messages --> server ended --> worker closed
 """
@@ -20,13 +20,13 @@ from pillion.net.rpc import RunningServer, internal_credentials, start_server
 
 log = logging.getLogger("pillion.worker")
 
-# Open connections have this long to take the last messages.
+# Time for open connections to take the last messages.
 LAST_MESSAGES_S = 0.5
 
 
 class Service(NamedTuple):
-    """Describes a gRPC service of a worker: ``add_to`` registers its servicer. ``finish`` sends the last messages of
-    the connections that clients keep open, and ends them; it is called when the worker has drained."""
+    """A gRPC service of a worker: ``add_to`` registers its servicer. ``finish`` sends the last messages of open
+    connections and ends them, once the worker has drained."""
 
     name: str
     add_to: Callable[[grpc.aio.Server], None]
@@ -34,10 +34,10 @@ class Service(NamedTuple):
 
 
 class WorkerServer:
-    """Represents a running worker that serves at ``address``."""
+    """A running worker that serves at ``address``."""
 
     def __init__(self, worker: Worker, server: RunningServer, services: Sequence[Service], address: str) -> None:
-        """Announces the worker at ``address``, at which others reach it now."""
+        """Announce the worker at its reachable ``address``."""
         worker.announce(address)
         self.worker = worker
         self.meters = worker.meters
@@ -50,13 +50,12 @@ class WorkerServer:
         self._following = asyncio.create_task(following, name="following the address")
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Takes no more work, gives running sequences ``grace_s`` seconds, then ends the worker and its server."""
+        """Refuse new work, allow running sequences ``grace_s`` seconds, then end the worker and its server."""
         self._following.cancel()
         await self.worker.drain(grace_s)
         for service in self._services:
             service.finish()
-        # A client that a failed worker leaves without a last message learns as much from the end of the connection, and
-        # somebody may be waiting for the process that comes after this one.
+        # A failed worker sends no last messages: the connection's end says the same, and its successor may be waiting.
         await self._server.stop(0.0 if self.worker.failed else LAST_MESSAGES_S)
         await self.worker.close()
 
@@ -66,7 +65,7 @@ class WorkerServer:
 
 
 async def serve(worker: Worker, *services: Service) -> WorkerServer:
-    """Serves and announces the worker. Raises ConfigError, with the worker closed, where its address is in use."""
+    """Serve and announce the worker. Raises ConfigError, with the worker closed, if its address is in use."""
     flags = worker.flags
     async with AsyncExitStack() as undo:
         undo.push_async_callback(worker.close)
@@ -78,7 +77,7 @@ async def serve(worker: Worker, *services: Service) -> WorkerServer:
         except OSError as error:
             raise ConfigError(str(error)) from None
         undo.push_async_callback(server.stop, 0.0)
-        # This runs in a thread, because host names may have to be looked up.
+        # On a thread, because host names may have to be resolved.
         address = await asyncio.to_thread(advertised, flags.advertise, server.address, flags.redis_url)
         undo.pop_all()
     log.info("%s serves at %s", worker.component_id, server.address)

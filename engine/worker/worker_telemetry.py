@@ -1,7 +1,7 @@
-"""Measures what a worker does: metrics of its steps, how long they took and what filled their token budget, and trace
-spans of steps and streams.
+"""A worker's telemetry: metrics of its steps, their durations and use of the token budget, and trace spans of steps and
+streams.
 
-Spans are made afterwards, on asyncio's thread, from times that the scheduler noted: they cost a step nothing.
+Spans are made afterwards, on the event loop, from times recorded by the scheduler: they cost a step nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pillion.settings.speculative_config import MAX_SPECULATIVE_TOKENS
 from pillion.wire.registry import WorkerLoad
 
 DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE = "decode", "tail", "prefill", "speculative", "forced", "idle"
-# One step's span has at most this many links; OpenTelemetry's own bound is 128.
+# Max links of a step's span; OpenTelemetry's own limit is 128.
 MAX_LINKS = 64
 
 
 class StepMeter:
-    """Counts a worker's steps over all its epochs. The step thread calls count_step, and asyncio's thread
-    count_outcome."""
+    """Counts of a worker's steps over all its epochs. count_step is for the step thread, count_outcome for the event
+    loop."""
 
     def __init__(self, meters: Meters) -> None:
         self._duration = meters.distribution(names.STEP_DURATION)
@@ -44,7 +44,7 @@ class StepMeter:
         self._evicted_adapters = meters.counter(names.ADAPTER_EVICTIONS)
 
     def count_step(self, plan: StepPlan, seconds: float, ok: bool) -> dict[str, int]:
-        """Counts a step that has run and is not committed yet. Returns its tokens by use."""
+        """Count a step that has run and is not committed yet. Return its tokens by use."""
         self._duration.observe(seconds)
         self._steps[ok].add()
         used = tokens_by_use(plan)
@@ -53,13 +53,13 @@ class StepMeter:
         return used
 
     def totals(self) -> dict[str, Any]:
-        """Returns what :meth:`count_step` has counted so far, as fields of a ComponentRecord."""
+        """Return the counts of :meth:`count_step` as fields of a ComponentRecord."""
         duration = self._duration.now()
         tokens = {f"step_{use}_tokens": int(cell.value) for use, cell in self._tokens.items()}
         return {"steps": duration.count, "steps_ms": round(duration.total * 1000, 3), **tokens}
 
     def count_outcome(self, outcome: Outcome) -> None:
-        """Counts the preemptions, judged draft tokens, forced tokens, late masks and evicted adapters of an outcome."""
+        """Count the preemptions, judged draft tokens, forced tokens, late masks and evicted adapters of an outcome."""
         self._preemptions.add(outcome.preemptions)
         for made, right in outcome.judged_draft_tokens:
             for counter in (*self._accepted[:right], *self._wasted[right:made]):
@@ -70,8 +70,7 @@ class StepMeter:
 
 
 def tokens_by_use(plan: StepPlan) -> dict[str, int]:
-    """Returns the tokens of a step that is not committed yet, by use: its budget in all, or more where decodes alone
-    are more."""
+    """Return the tokens of an uncommitted step by use: its budget in total, or more if the decodes alone are more."""
     used = dict.fromkeys((DECODE, TAIL, PREFILL, SPECULATIVE, FORCED), 0)
     for chunk in plan.scheduled:
         sequence = chunk.sequence
@@ -99,14 +98,14 @@ def record(
     attributes: Mapping[str, int | float | str] | None = None,
     events: Sequence[tuple[str, float]] = (),
 ) -> None:
-    """Records a finished span under ``parent``, if that is recorded. Times are those of time.monotonic()."""
+    """Record a finished span under ``parent``, if that is recorded. Times are those of time.monotonic()."""
     if not trace.get_current_span(parent).get_span_context().is_valid:
         return
     _make_span(name, parent, start_s, end_s, attributes or {}, events=events)
 
 
 def record_stream(parent: Context, progress: SequenceProgress, generated_tokens: int) -> None:
-    """Records the stages that a stream has reached on a decode worker: queue, prompt tail, decode."""
+    """Record the stages that a stream reached on a decode worker: queue, prompt tail, decode."""
     end_s = progress.ended_s
     ready = [("adapter ready", progress.adapter_s)] if progress.adapter_s else []
     record("decode.queue", parent, progress.arrived_s, progress.first_step_s or end_s, events=ready)
@@ -126,8 +125,8 @@ def record_stream(parent: Context, progress: SequenceProgress, generated_tokens:
 
 
 def record_step(start_s: float, end_s: float, tokens: Mapping[str, int], parents: Iterable[Context]) -> None:
-    """Records a step as a trace of its own, with its ``tokens`` by use, linked to those of the requests that it carried
-    (``parents``) that are recorded."""
+    """Record a step as a trace of its own, with its ``tokens`` by use, linked to the recorded ones of its requests'
+    ``parents``."""
     contexts = (trace.get_current_span(parent).get_span_context() for parent in parents)
     links = [trace.Link(context) for context in contexts if context.is_valid and context.trace_flags.sampled]
     if not links:
@@ -146,7 +145,7 @@ def _make_span(
     links: Sequence[trace.Link] = (),
     events: Sequence[tuple[str, float]] = (),
 ) -> None:
-    # This difference leads from time.monotonic() to the time of day.
+    # Offset from time.monotonic() to the time of day.
     wall_ns = time.time_ns() - time.monotonic_ns()
     begin = wall_ns + int(start_s * 1e9)
     span = telemetry.tracer().start_span(name, parent, start_time=begin, attributes=dict(attributes), links=links)
