@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket, ChunkDone
 from pillion.engine.scheduling.sequence import Sequence, rope_shift
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.streams.stream_session import violations_of_place
@@ -89,19 +89,19 @@ class PrefillRun:
             hold=lambda epoch: epoch.tickets.adopt(
                 prefill_range.ticket_id, end + beside, start_block=start, draft_blocks=end - start + beside
             ),
-            begin=lambda holding: (self._sequence(prefill_range, holding), {self._seq_id: self}),
+            begin=lambda ticket: (self._sequence(prefill_range, ticket), {self._seq_id: self}),
             wanted=lambda: not self._over,
         )
         if started is not None:
             self._before_s = started[0].arrived_s
 
-    def _sequence(self, prefill_range: RunPrefillRequest, holding: Holding) -> Sequence:
+    def _sequence(self, prefill_range: RunPrefillRequest, ticket: AdoptedTicket) -> Sequence:
         start_tokens = prefill_range.start_tokens
         tokens = np.zeros(start_tokens + len(prefill_range.token_ids), dtype=np.int32)
         tokens[start_tokens:] = prefill_range.token_ids
         prepared = self._worker.model.prepared
         return Sequence(
-            holding,
+            ticket,
             self._worker.block_size,
             time.monotonic(),
             seq_id=self._seq_id,

@@ -28,7 +28,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pillion.engine.scheduling.block_chain import BlockChain, Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket, BlockChain
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.sequence import Sequence, rope_shift
 from pillion.engine.scheduling.step_plan import ChainOrder, ScheduledChunk
@@ -103,9 +103,9 @@ class DraftChain(BlockChain):
         self.draft_tokens = draft_tokens
         self.has_drafted = self.has_drafted or len(draft_tokens) > 0
 
-    def open(self, holding: Holding) -> None:
+    def open(self, ticket: AdoptedTicket) -> None:
         """Store the ticket of the node's answer."""
-        self.take_ticket(holding)
+        self.take_ticket(ticket)
         self.opened = True
 
     def close(self) -> tuple[int, ...]:
@@ -337,16 +337,16 @@ class DraftChains:
         self._block_manager.release(chain.ticket_id)
         del self.chains[chain.seq_id]
 
-    def opened(self, chain_id: int, holding: Holding | None, now: float) -> None:
+    def opened(self, chain_id: int, ticket: AdoptedTicket | None, now: float) -> None:
         """Handle the node's answer to a ChainOrder; None means no ticket."""
         chain = self.chains[chain_id]
-        if holding is None:
+        if ticket is None:
             del self.chains[chain_id]
             if not chain.closed:
                 del self._of[chain.sequence.seq_id]
             self._pause(now)
             return
-        chain.open(holding)
+        chain.open(ticket)
         if chain.closed:
             self._release(chain)
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from pillion.engine.drafts.draft_chains import NO_DRAFT_TOKENS, DraftChain, DraftChains, DraftShape
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_plan import ScheduledChunk
 from pillion.kernels.step import Int32, States
@@ -36,7 +36,7 @@ class EagleChain(DraftChain):
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         super().__init__(chain_id, sequence, shape)
-        self.open(Holding(0, (), ()))
+        self.open(AdoptedTicket(0, (), ()))
         self.refuse_commit()
         self.begin = 0
         self._states: list[States] = []

@@ -36,7 +36,7 @@ class ChunkDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class AdoptedTicket:
     """An adopted ticket: the slots of its pinned chain, those leased for what the sequence will write, and those of the
     state after the chain, for a model with states, where other texts diverge after ``known_blocks`` blocks."""
 
@@ -68,18 +68,18 @@ class BlockChain:
         self._first_block = first_block
         self.parent_hash = parent_hash
         self._hashes = bytearray(hashes)
-        self.take_ticket(Holding(0, (), ()))
+        self.take_ticket(AdoptedTicket(0, (), ()))
 
-    def take_ticket(self, holding: Holding) -> None:
+    def take_ticket(self, ticket: AdoptedTicket) -> None:
         """Start from an adopted ticket: only its pinned chain counts as computed."""
-        slots = (*holding.chain_slots, *holding.leased_slots)
-        self.ticket_id, self.state_slots = holding.ticket_id, holding.state_slots
-        self.known_blocks = holding.known_blocks
+        slots = (*ticket.chain_slots, *ticket.leased_slots)
+        self.ticket_id, self.state_slots = ticket.ticket_id, ticket.state_slots
+        self.known_blocks = ticket.known_blocks
         self.num_blocks = len(slots)
         if self.num_blocks > len(self._table):
             self._table = np.zeros(self.num_blocks, dtype=np.int32)
         self._table[: self.num_blocks] = slots
-        self.num_committed = self.num_sent = len(holding.chain_slots)
+        self.num_committed = self.num_sent = len(ticket.chain_slots)
         self.num_computed = self.num_committed * self.block_size
         # False after a refused run, because the next block would not follow the chain's tail.
         self.may_commit = True

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from pillion.engine.scheduling.block_chain import BlockChain, Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket, BlockChain
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
@@ -172,11 +172,11 @@ class BlockManager:
         self._leased += len(slots)
         self.free_slots.granted(slots, now)
 
-    def let_go(self, holding: Holding) -> None:
+    def release_ticket(self, ticket: AdoptedTicket) -> None:
         """Release an adopted ticket without a sequence."""
-        self._leased += len(holding.leased_slots)
-        self.free_slots.give(holding.leased_slots)
-        self.release(holding.ticket_id)
+        self._leased += len(ticket.leased_slots)
+        self.free_slots.give(ticket.leased_slots)
+        self.release(ticket.ticket_id)
 
     def release(self, ticket_id: int) -> None:
         self.out.releases.append(ticket_id)

@@ -39,7 +39,7 @@ import numpy as np
 
 from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
-from pillion.engine.scheduling.block_chain import BlockChain, Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket, BlockChain
 from pillion.engine.scheduling.block_manager import BlockManager, SideBlocks
 from pillion.engine.scheduling.draft_tokens import DraftTokens
 from pillion.engine.scheduling.grammars import Grammars, Verdict
@@ -224,25 +224,25 @@ class Scheduler:
             one.yield_slots(blocks, now)
         self.free_slots.recall(blocks)
 
-    def chain_opened(self, chain_id: int, holding: Holding | None, now: float) -> None:
+    def chain_opened(self, chain_id: int, ticket: AdoptedTicket | None, now: float) -> None:
         """Handle the node's answer to a ChainOrder; None without a ticket."""
         assert self._draft_chains is not None
-        self._draft_chains.opened(chain_id, holding, now)
+        self._draft_chains.opened(chain_id, ticket, now)
 
-    def resumed(self, seq_id: int, holding: Holding, now: float) -> None:
+    def resumed(self, seq_id: int, ticket: AdoptedTicket, now: float) -> None:
         """Handle a new ticket adopted for a sequence without one. If the sequence has ended, release it."""
         sequence = self.sequences.get(seq_id)
         if sequence is None:
-            self.let_go(holding, now)
+            self.release_ticket(ticket, now)
             return
-        self.blocks.leased(len(holding.leased_slots))
-        sequence.hold(holding, SequenceState.PREEMPTED)
+        self.blocks.leased(len(ticket.leased_slots))
+        sequence.hold(ticket, SequenceState.PREEMPTED)
         sequence.wait_for(self._work_s(sequence))
         self._join(sequence, now)
 
-    def let_go(self, holding: Holding, now: float) -> None:
+    def release_ticket(self, ticket: AdoptedTicket, now: float) -> None:
         """Release an adopted ticket without a sequence."""
-        self.blocks.let_go(holding)
+        self.blocks.release_ticket(ticket)
 
     def expect_adapter(self, digest: str, now: float) -> None:
         """Announce a sequence with this adapter, which comes when its prompt's chain is there."""

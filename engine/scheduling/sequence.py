@@ -28,7 +28,7 @@ import numpy as np
 from pillion.engine.drafts.acceptance import DraftRecord
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.sampling.logit_edits import LogitEdits
-from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket, BlockChain, ChunkDone
 from pillion.errors import PillionError
 from pillion.kernels.step import Float32, Int32
 from pillion.rules.priority import NO_FLOW, OUTPUT_COST, Flow, prompt_order, queue_order
@@ -137,7 +137,7 @@ class Sequence(BlockChain):
             each.
     """
 
-    holding: InitVar[Holding]
+    ticket: InitVar[AdoptedTicket]
     block_size: int
     now: InitVar[float]
     _: KW_ONLY
@@ -186,7 +186,7 @@ class Sequence(BlockChain):
     # Tokens charged to the sequence's flow.
     _charged: int = field(default=0, init=False)
 
-    def __post_init__(self, holding: Holding, now: float, hashes: bytes, vocab_size: int) -> None:
+    def __post_init__(self, ticket: AdoptedTicket, now: float, hashes: bytes, vocab_size: int) -> None:
         sampling = self.sampling
         self.max_tokens = (sampling.max_tokens or 0) if sampling is not None else 0
         room = max(len(self.token_ids), min(self.max_model_len, self.prompt_tokens + self.max_tokens))
@@ -219,7 +219,7 @@ class Sequence(BlockChain):
         if self.pooling is not None:
             # These rows are not scored but summed, in order.
             self.num_scored, self.score_end = self._pooled.start, self._pooled.stop
-        self.hold(holding, SequenceState.WAITING)
+        self.hold(ticket, SequenceState.WAITING)
         if not self.keeps_blocks:
             self.refuse_commit()
         self.progress.tail_tokens = self.num_tokens - self.num_computed
@@ -244,7 +244,7 @@ class Sequence(BlockChain):
         assert self.sampling is not None
         child = replace(
             self,
-            holding=Holding(0, (), ()),
+            ticket=AdoptedTicket(0, (), ()),
             now=now,
             seq_id=sample.seq_id,
             sampling=replace(self.sampling, seed=sample.seed),
@@ -262,9 +262,9 @@ class Sequence(BlockChain):
         child.progress.tail_tokens = 0
         return child
 
-    def hold(self, holding: Holding, state: SequenceState) -> None:
+    def hold(self, ticket: AdoptedTicket, state: SequenceState) -> None:
         """Start from an adopted ticket, WAITING or PREEMPTED: only its pinned chain counts as computed."""
-        self.take_ticket(holding)
+        self.take_ticket(ticket)
         # Tokens after the computed ones in launched steps (:mod:`pillion.engine.scheduling.in_flight`).
         self.num_in_flight = 0
         # Draft tokens or forced tokens, which follow the sequence's own for one step.

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pillion.engine.scheduling.block_chain import BlockChain, Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket, BlockChain
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.state_places import StatePlaces
@@ -58,7 +58,7 @@ class PageChain(BlockChain):
 
     def __init__(self, number: int, sequence: Sequence, state: Standing) -> None:
         super().__init__(number, np.empty(0, np.int32), sequence.block_size, first_block=0, parent_hash=b"")
-        self.take_ticket(Holding(sequence.ticket_id, (), state.slots))
+        self.take_ticket(AdoptedTicket(sequence.ticket_id, (), state.slots))
         self.sequence, self.stands_after = sequence, state.tokens
         self.after = sequence.hash_before(state.tokens // sequence.block_size)
         self.ordered = False

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket, ChunkDone
 from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceProgress, rope_shift
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.tickets import MEMORY_WAIT_S, Tickets
@@ -300,8 +300,8 @@ class DecodeSession:
                 answer = submit.token_ids[submit.prompt_tokens :]
                 grammar = await self._worker.compiled(submit.grammar, answer, frozenset(submit.stop_token_ids))
 
-            def begin(holding: Holding) -> tuple[Sequence, dict[int, SequenceListener]]:
-                sequence, listeners = self._begin(stream, submit, sampling, holding)
+            def begin(ticket: AdoptedTicket) -> tuple[Sequence, dict[int, SequenceListener]]:
+                sequence, listeners = self._begin(stream, submit, sampling, ticket)
                 if grammar is not None:
                     sequence.follow_grammar(grammar)
                 return sequence, listeners
@@ -317,11 +317,11 @@ class DecodeSession:
                 self._fail(submit.key, as_pillion_error(error, "Decode"))
             return
         if started is not None:
-            stream.progress, holding = started
+            stream.progress, ticket = started
             # Tells the gateway that it can release its ticket.
-            self._pending_delta(submit.key).pinned_blocks = len(holding.chain_slots)
+            self._pending_delta(submit.key).pinned_blocks = len(ticket.chain_slots)
 
-    async def _hold(self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch) -> tuple[Holding, bytes]:
+    async def _hold(self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch) -> tuple[AdoptedTicket, bytes]:
         """Adopt the gateway's ticket and await its chain, or open a ticket. Raises as :class:`Tickets` does, but
         MemoryShort if another worker would wait in vain as well."""
         stream.tickets = epoch.tickets
@@ -330,7 +330,7 @@ class DecodeSession:
             return await self._adopt_ticket(stream, submit, epoch, total_blocks)
         began_s, found = time.monotonic(), {"pillion.pinned_blocks": 0}
         try:
-            holding, last_hash = await epoch.tickets.open(
+            ticket, last_hash = await epoch.tickets.open(
                 stream.seq_id,
                 submit.block_hashes,
                 total_blocks,
@@ -341,7 +341,7 @@ class DecodeSession:
                 known_blocks=submit.known_blocks,
                 flow=bounded_flow(submit.flow.key, submit.flow.weight),
             )
-            found["pillion.pinned_blocks"] = len(holding.chain_slots)
+            found["pillion.pinned_blocks"] = len(ticket.chain_slots)
         except DeadlineExceeded:
             node_id = self._worker.attachment.node_id
             late = f"no KV memory came free at {node_id} within {MEMORY_WAIT_S:.0f} s"
@@ -350,11 +350,11 @@ class DecodeSession:
             raise MemoryShort(error.message, error.retry_after_ms) from None
         finally:
             record("kv.pin", stream.trace, began_s, time.monotonic(), found)
-        return holding, last_hash
+        return ticket, last_hash
 
     async def _adopt_ticket(
         self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch, total_blocks: int
-    ) -> tuple[Holding, bytes]:
+    ) -> tuple[AdoptedTicket, bytes]:
         held = await epoch.tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
         if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
             return held
@@ -367,7 +367,7 @@ class DecodeSession:
         stream: _DecodeStream,
         submit: Submit,
         sampling: SamplingParams,
-        holding: Holding,
+        ticket: AdoptedTicket,
     ) -> tuple[Sequence, dict[int, SequenceListener]]:
         """Return the sequence of a stream that has waited, and the listeners of it and of its remaining parallel
         samples. Raises Overloaded if the worker has no room for them."""
@@ -378,7 +378,7 @@ class DecodeSession:
             self._check_room(1 + len(stream.parallel_samples))
         model, seeds = self._worker.model, {one.key: one.seed for one in submit.siblings}
         sequence = Sequence(
-            holding,
+            ticket,
             self._worker.block_size,
             time.monotonic(),
             seq_id=stream.seq_id,

@@ -40,7 +40,7 @@ from pillion.engine.backends.loaded_model import LoadedModel
 from pillion.engine.drafts.worker_drafts import WorkerDrafts
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceProgress
 from pillion.engine.scheduling.step_plan import StepPlan
@@ -324,11 +324,11 @@ class Worker:
     async def run_sequence(
         self,
         adapter: str,
-        hold: Callable[[WorkerEpoch], Awaitable[tuple[Holding, bytes]]],
-        begin: Callable[[Holding], tuple[Sequence, Mapping[int, SequenceListener]]],
+        hold: Callable[[WorkerEpoch], Awaitable[tuple[AdoptedTicket, bytes]]],
+        begin: Callable[[AdoptedTicket], tuple[Sequence, Mapping[int, SequenceListener]]],
         wanted: Callable[[], bool],
-    ) -> tuple[SequenceProgress, Holding] | None:
-        """Start a sequence, and return its progress and its ticket's holding; None if ``wanted`` turns False. Do not
+    ) -> tuple[SequenceProgress, AdoptedTicket] | None:
+        """Start a sequence, and return its progress and its ticket; None if ``wanted`` turns False. Do not
         cancel this call, because an adopted ticket must be released. Raises what the arguments raise.
 
         Args:
@@ -341,16 +341,16 @@ class Worker:
         if not wanted():
             return None
         epoch = self.epoch
-        holding, last_hash = await hold(epoch)
+        ticket, last_hash = await hold(epoch)
         progress = None
         try:
             if wanted():
-                sequence, listeners = begin(holding)
+                sequence, listeners = begin(ticket)
                 progress = epoch.add(sequence, listeners, last_hash)
         finally:
             if progress is None:
-                epoch.tickets.let_go(holding)
-        return None if progress is None else (progress, holding)
+                epoch.tickets.release_ticket(ticket)
+        return None if progress is None else (progress, ticket)
 
     def next_id(self) -> int:
         """Return a new seq_id, the place in the order of arrival."""

@@ -82,14 +82,14 @@ class Peer:
             if max(pinned.slots, default=-1) >= self.pool.num_slots:
                 raise Conflict(f"{self.node_id} names a slot that it does not have")
         except (asyncio.CancelledError, PillionError):
-            self._let_go(0, nonce)
+            self._release(0, nonce)
             raise
         return pinned
 
     def release(self, ticket_id: int) -> None:
         """Start releasing a ticket; never fails or waits."""
         if ticket_id:
-            self._let_go(ticket_id, 0)
+            self._release(ticket_id, 0)
 
     async def read(self, plane: DataPlane, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
         """Read blocks (:meth:`DataPlane.read`). Also raises Unavailable if they did not stay pinned."""
@@ -170,7 +170,7 @@ class Peer:
             raise Unavailable(f"{self.node_id} was silent for {STREAM_STALL_S:.1f} s") from None
         return memoryview(b"" if piece is grpc.aio.EOF else piece.data)
 
-    def _let_go(self, ticket_id: int, nonce: int) -> None:
+    def _release(self, ticket_id: int, nonce: int) -> None:
         self._releases.append((ticket_id, nonce))
         del self._releases[:-MAX_RELEASES]
         if self._releasing is None or self._releasing.done():

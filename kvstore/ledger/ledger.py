@@ -260,7 +260,7 @@ class Ledger:
             return
         self._free(holder, list(holder.leased))
         for ticket_id in list(holder.tickets):
-            self._let_go(holder, self.tickets[ticket_id])
+            self._release(holder, self.tickets[ticket_id])
 
     def shortage(self, hashes: Sequence[bytes], total_blocks: int, state_pages: int = 0) -> int:
         """Return how many slots are missing to admit a prompt, 0 if it fits. The decode reserve stays free, unless no
@@ -420,7 +420,7 @@ class Ledger:
             self._free(holder, [slot for slot, leased in holder.leased.items() if leased == ticket_id])
         for ticket in (*map(self.tickets.get, ticket_ids), *abandoned):
             if ticket is not None and epoch in ticket.holders:
-                self._let_go(holder, ticket)
+                self._release(holder, ticket)
 
     def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         """Make a worker a holder of a ticket and lease ``lease_blocks`` slots to it, reserved ones first.
@@ -538,7 +538,7 @@ class Ledger:
                 ticket.reserved += 1
                 self.reserved += 1
 
-    def _let_go(self, holder: Holder, ticket: TicketState) -> None:
+    def _release(self, holder: Holder, ticket: TicketState) -> None:
         ticket.holders.discard(holder.epoch)
         holder.tickets.discard(ticket.ticket_id)
         self._settle(ticket)

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from lab.fleets.clock import Clock
-from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket, ChunkDone
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Ending
@@ -225,7 +225,7 @@ class SimWorker:
             # One slot more than needed, so that the scheduler never leases.
             total = (job.tokens + job.answer_tokens) // size + 2
         chain, leased = self._take(job.computed_blocks), self._take(total - job.computed_blocks)
-        holding = Holding(job.seq_id, chain, leased)
+        holding = AdoptedTicket(job.seq_id, chain, leased)
         stream = Stream(
             holding,
             size,

@@ -62,7 +62,7 @@ def _fence_unpins(fence: Any) -> Any:
         fence(self, epoch)
         holder = self.holders.get(epoch)
         for ticket_id in list(holder.tickets) if holder is not None else ():
-            self._let_go(holder, self.tickets[ticket_id])
+            self._release(holder, self.tickets[ticket_id])
 
     return mutant
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from pillion.engine.drafts.draft_control import DraftControl
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.engine.scheduling.draft_tokens import Drafter, DraftTokens
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
@@ -27,7 +27,7 @@ def text_to_guess_for(
 ) -> Sequence:
     """Return a stream of these tokens, greedy or sampled so, whose own KV has a slot and is not computed."""
     return Sequence(
-        Holding(1, (), (0,)),
+        AdoptedTicket(1, (), (0,)),
         block_size,
         0.0,
         seq_id=1,

@@ -17,7 +17,7 @@ from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.worker_drafts import chains_of
 from pillion.engine.grammars.mask_threads import MaskJob
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
-from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket, ChunkDone
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.draft_tokens import Drafter, DraftTokens
 from pillion.engine.scheduling.grammars import Grammars
@@ -209,7 +209,7 @@ class SchedulerHarness:
         seq_id = next(self._ids)
         parallel_samples = tuple(ParallelSampleSpec(next(self._ids), parallel_seed) for parallel_seed in parallel_seeds)
         chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
-        holding = Holding(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
+        holding = AdoptedTicket(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
         for name, own_seed in ((seq_id, seed), *((sample.seq_id, sample.seed) for sample in parallel_samples)):
             parent = 0 if name == seq_id else seq_id
             self.records[name] = SequenceRecord(
@@ -430,7 +430,9 @@ class SchedulerHarness:
         ticket = self.ledger.pin_chain(self.worker, next(self._nonces), hashes)
         adopted = self.ledger.adopt(self.worker, ticket.ticket_id, 0)
         self.draft_hits += ticket.blocks
-        self.scheduler.chain_opened(order.chain_id, Holding(ticket.ticket_id, tuple(adopted.chain_slots), ()), self.now)
+        self.scheduler.chain_opened(
+            order.chain_id, AdoptedTicket(ticket.ticket_id, tuple(adopted.chain_slots), ()), self.now
+        )
 
     def _resume(self) -> None:
         """Preempted streams come back in order, as memory allows."""
@@ -450,7 +452,7 @@ class SchedulerHarness:
                     return
                 adopted = self.ledger.adopt(self.worker, ticket.ticket_id, order.total_blocks - ticket.blocks)
                 chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
-                holding = Holding(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
+                holding = AdoptedTicket(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
                 self.scheduler.resumed(order.seq_id, holding, self.now)
             self.resumes.pop(0)
 

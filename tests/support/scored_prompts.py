@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pillion.engine.backends.batching import build_sampling, build_step_batch
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.types import SamplingParams, TokenLogprob
@@ -27,7 +27,7 @@ def run_scored(backend: Any, texts: Seq[Seq[int]], chunks: Seq[int], rope_shift:
     sampling = replace(sampling, prompt_logprobs=ALTERNATIVES)
     sequences = [
         Sequence(
-            Holding(1, (), tuple(range(number * blocks, (number + 1) * blocks))),
+            AdoptedTicket(1, (), tuple(range(number * blocks, (number + 1) * blocks))),
             block_size,
             0.0,
             seq_id=number,

@@ -21,7 +21,7 @@ from lab.benchmarks.gpu.bench import Bench, Row
 from lab.benchmarks.gpu.model import BLOCK_SIZE, RandomModel
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
@@ -153,7 +153,7 @@ class EngineLoop:
         self._next, self._left, self._live = number + 1, self._left - 1, self._live + 1
         now_s = time.perf_counter()
         self.seen[number] = RequestTimes(now_s)
-        holding = Holding(number, (), self._slots(load.prompt_tokens // BLOCK_SIZE + 1))
+        holding = AdoptedTicket(number, (), self._slots(load.prompt_tokens // BLOCK_SIZE + 1))
         sequence = Sequence(
             holding,
             BLOCK_SIZE,

@@ -14,7 +14,7 @@ from pillion.engine.adapters.adapter_rows import adapted_runs
 from pillion.engine.backends.batching import build_draft_sampling, build_sampling, build_step_batch
 from pillion.engine.sampling.allowed_masks import mask_of
 from pillion.engine.sampling.sampler import sample
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.types import SamplingParams
@@ -36,7 +36,7 @@ def sequence(
     params["stop_token_ids"] = (9, 11)
     slots = tuple(range(1000 * seq_id, 1000 * seq_id + len(tokens) // BLOCK + 3))
     return Sequence(
-        Holding(seq_id, (), slots),
+        AdoptedTicket(seq_id, (), slots),
         BLOCK,
         0.0,
         seq_id=seq_id,

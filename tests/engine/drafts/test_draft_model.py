@@ -25,7 +25,7 @@ from pillion.engine.drafts.draft_chains import DraftChain, DraftChunk, DraftPlan
 from pillion.engine.drafts.draft_loading import load_draft
 from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
 from pillion.engine.load_model import load_model
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.errors import ConfigError
 from pillion.settings.speculative_config import SpeculativeConfig
 from tests.support.drafts import text_to_guess_for
@@ -99,7 +99,7 @@ def loaded(folders: tuple[pathlib.Path, pathlib.Path]) -> tuple[LoadedModel, Dra
 
 def chain_of(tokens: list[int], slots: list[int], shape: DraftShape) -> DraftChain:
     chain = DraftChain(-1, text_to_guess_for(tokens, BLOCK, 256), shape)
-    chain.open(Holding(2, (), tuple(slots)))
+    chain.open(AdoptedTicket(2, (), tuple(slots)))
     return chain
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.lookup_drafters import NGramDrafter
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.engine.scheduling.draft_tokens import Drafter
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
@@ -125,7 +125,7 @@ def test_any_draft_tokens(requests: list[tuple[int, int, int]], wrong: int, slot
 
 def sequence_of(tokens: list[int]) -> Sequence:
     return Sequence(
-        Holding(1, (), tuple(range(100))),
+        AdoptedTicket(1, (), tuple(range(100))),
         4,
         0.0,
         seq_id=1,

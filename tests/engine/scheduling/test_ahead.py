@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -141,7 +141,7 @@ def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() ->
 
 def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozenset()) -> Sequence:
     return Sequence(
-        Holding(seq_id, (), tuple(slots)),
+        AdoptedTicket(seq_id, (), tuple(slots)),
         BLOCK,
         0.0,
         seq_id=seq_id,
@@ -193,7 +193,7 @@ def test_what_was_launched_under_an_older_hold_is_void() -> None:
     sequence.start_running()
     plan = StepPlan((ScheduledChunk(sequence, 0, 6, 1),))
     in_flight.launched(plan)
-    sequence.hold(Holding(2, (), (5, 6)), SequenceState.WAITING)
+    sequence.hold(AdoptedTicket(2, (), (5, 6)), SequenceState.WAITING)
     sequence.start_running()
     assert in_flight.landed(plan, Sampled((3,))) == ([], Sampled())
     assert sequence.num_in_flight == 0
@@ -208,7 +208,7 @@ def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> Non
         text.start_running()
     plan = StepPlan(tuple(ScheduledChunk(text, 0, 6, 0, pools=1) for text in texts))
     in_flight.launched(plan)
-    texts[gone].hold(Holding(9, (), (1, 2)), SequenceState.WAITING)
+    texts[gone].hold(AdoptedTicket(9, (), (1, 2)), SequenceState.WAITING)
     scheduled, found = in_flight.landed(plan, Sampled(pooled=tuple(np.full(2, n, np.float32) for n in range(3))))
     left = [n for n in range(3) if n != gone]
     assert [chunk.sequence for chunk in scheduled] == [texts[n] for n in left]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.block_chain import AdoptedTicket
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.parallel_samples import copy_partial_block
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -174,7 +174,7 @@ def test_a_parallel_sample_is_not_more_urgent_than_its_request() -> None:
 
 def stream(seq_id: int, length: int, slots: range, parallel_samples: tuple[ParallelSampleSpec, ...] = ()) -> Sequence:
     return Sequence(
-        Holding(seq_id, (), tuple(slots)),
+        AdoptedTicket(seq_id, (), tuple(slots)),
         BLOCK,
         0.0,
         seq_id=seq_id,
@@ -210,7 +210,7 @@ def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> Non
         if step == 3:
             child = scheduler.sequences[3]
             child.priority = 0 if victim == "parent" else child.priority
-            scheduler.resumed(3, Holding(9, (30, 31), (32, 33)), now)
+            scheduler.resumed(3, AdoptedTicket(9, (30, 31), (32, 33)), now)
         scheduler.recall(recall, now)
         plan = scheduler.schedule(now)
         outcomes = [scheduler.flush(now)]

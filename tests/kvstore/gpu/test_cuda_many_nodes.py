@@ -17,13 +17,14 @@ from lab.testbed.conditions import WITHIN_S, until
 from lab.testbed.fake_cuda import NATIVE, DeviceBytes
 from lab.testbed.redis import RedisServer
 from pillion.errors import ConfigError, Unavailable
-from pillion.kvstore.gpu import cuda_domain, cuda_driver, cuda_memory
+from pillion.kvstore.gpu import cuda_driver, cuda_memory
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
 from pillion.kvstore.gpu.cuda_memory import STAGES, CudaMemory
 from pillion.kvstore.gpu.cuda_segment import DeviceSegment
 from pillion.kvstore.hashing import split_hashes
 from pillion.kvstore.memory.memory import HostMemory, address_of, block_checksum
 from pillion.kvstore.memory.shards import Shards
+from pillion.kvstore.tiers import storage
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.v1 import kvplane_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
@@ -71,7 +72,7 @@ def tiers(monkeypatch: pytest.MonkeyPatch) -> list[WatchedTier]:
         made.append(WatchedTier(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(cuda_domain, "HostTier", make)
+    monkeypatch.setattr(storage, "HostTier", make)
     return made
 
 
