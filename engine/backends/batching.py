@@ -203,5 +203,8 @@ def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
 
 def _allowed(rows: list[_Row]) -> dict[int, UInt32]:
     """Return the masks of rows whose requests allow only some tokens."""
-    found = ((row, sequence.edits) for row, (sequence, *_) in enumerate(rows))
-    return {row: edits.allowed for row, edits in found if edits is not None and edits.allowed is not None}
+    return {
+        row: edits.allowed
+        for row, one in enumerate(rows)
+        if (edits := one[0].edits) is not None and edits.allowed is not None
+    }

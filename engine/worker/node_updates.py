@@ -2,13 +2,12 @@
 
     commit -> release -> give back -> lease        then the batch's resumes and chain orders begin, each on its own
 
-Where nobody waits for the orders, which are commits of streams' blocks then, they gather for GATHER_MS: a call costs
-the worker, the node and the index more than the blocks in it.
+Orders that nothing waits for, i.e. commits of streams' blocks, gather for GATHER_MS: a call costs the worker, the node
+and the index more than the blocks in it.
 
-Resumes wait in the node's queue for memory, so they cannot wait here, where the memory comes from. A call whose outcome
-is unknown (no answer in time) may have moved slots that nobody can name, so it ends the updates, and with them the
-worker's epoch: the node then frees everything when the worker reports that it has drained, or when the attach socket
-ends.
+Resumes wait in the node's queue for memory, so they must not wait here, where memory is released. A call with an
+unknown outcome (no answer in time) may have moved slots, so it ends the updates and the worker's epoch: the node frees
+everything once the worker reports that it has drained, or the attach socket ends.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ GATHER_MS = 100
 
 @dataclass(eq=False)
 class NodeUpdates:
-    """Sends the orders of one epoch of a worker to the KV node.
+    """Sends the orders of one epoch to the KV node.
 
     Attributes:
-        tickets: the worker's tickets, which learn which of them it holds no more.
-        post_event: has a method of Scheduler called between two steps.
+        tickets: the worker's tickets, which are told of releases.
+        post_event: schedules a call of a Scheduler method between two steps.
         on_committed: called with an order and the node's answer.
         on_resume: called for a sequence whose ticket has been released and that needs a new one.
         on_chain: called for a feature's own chain that needs a ticket.
