@@ -47,7 +47,6 @@ class PrefillRun:
         """Run a prefill range; closing the iterator cancels it. Raises NotFound, Overloaded, Unavailable, Internal."""
         self._chunk_tokens, self._end_tokens = tuple(prefill_range.chunk_tokens), prefill_range.start_tokens
         starting = asyncio.create_task(self._start(prefill_range))
-        # A failure to start is raised below, or ignored if the caller has gone.
         starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             # Shielded: an adopted ticket must be released, even if the caller goes away meanwhile.
@@ -117,7 +116,6 @@ class PrefillRun:
         )
 
     def on_begun(self) -> None:
-        # Position 0: being computed.
         self._results.put_nowait(ChunkAck(end_tokens=self._end_tokens, queued=Queued()))
 
     def on_update(self, update: Update) -> None:

@@ -30,7 +30,6 @@ class LogprobReport:
         counts = np.minimum(alternatives[self._reporting], vocab_size)
         maxima = group_maxima(table)[self._reporting]
         values, tokens, _ = heads(table, maxima, self._reporting, np.maximum(counts, 1), maxima.shape[1])
-        # Stable: of equal logits the lower id comes first.
         order = np.argsort(-values, axis=1, kind="stable")[:, : counts.max(initial=0)]
         self._values, self._tokens = np.take_along_axis(values, order, 1), np.take_along_axis(tokens, order, 1)
         self._counts = np.minimum(counts, (self._tokens >= 0).sum(axis=1))

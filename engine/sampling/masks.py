@@ -102,7 +102,6 @@ class AllowedTokens:
         masks = self.bits[others]
         few = np.bitwise_count(masks).sum(axis=1) <= FEW_TOKENS
         if few.any():
-            # These rows' tokens are listed, so no group has candidates.
             maxima[self.rows[others[few]]] = -np.inf
             self._list_few(self.rows[others[few]], masks[few], table, tokens, broken)
         for row, mask in zip(self.rows[others[~few]].tolist(), masks[~few], strict=True):

@@ -100,7 +100,6 @@ def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | No
         if found is not None and min(found) >= 0:
             return Sampled(tuple(found))
     table = whole_groups(logits)
-    # Logits may be infinite or NaN.
     with np.errstate(all="ignore"):
         report = LogprobReport(table, logits.shape[1], rows.logprobs) if (rows.logprobs >= 0).any() else None
         with edited(table, edits):
@@ -138,7 +137,6 @@ def _apply(row: Float32, edit: RowEdit) -> None:
     row[edit.biased] += edit.bias
     if len(edit.seen):
         values, penalty = row[edit.seen], np.float32(edit.repetition)
-        # A token seen several times is written several times, always with the same value.
         row[edit.seen] = np.where(values > 0, values / penalty, values * penalty)
     if len(edit.answered):
         ids, counts = np.unique(edit.answered, return_counts=True)

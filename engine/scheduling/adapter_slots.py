@@ -35,10 +35,8 @@ from pillion.kernels.step import Int32
 
 # How long sequences whose adapter has a slot overtake one whose adapter has none.
 SLOT_PATIENCE_S = 1.0
-# Interval of checks for sequences that have waited for SLOT_PATIENCE_S.
 PATIENCE_CHECK_S = 0.1
 
-# (slot, packed adapter) pairs.
 Placements = tuple[tuple[int, PackedAdapter], ...]
 
 
@@ -84,7 +82,6 @@ class AdapterSlots:
         self._slots = [AdapterSlot(index) for index in range(slots)]
         self._of: dict[str, AdapterSlot] = {}
         self._held: dict[int, AdapterSlot] = {}
-        # Sequences whose adapter has no slot, in queue order, and since when each waits.
         self._waiting: list[Sequence] = []
         self._since_s: dict[int, float] = {}
         self._uses = 0
@@ -144,7 +141,6 @@ class AdapterSlots:
 
     def not_placed(self, placements: Placements) -> tuple[Sequence, ...]:
         """Handle a failed step that was to place these adapters. Return all users of their slots."""
-        # A slot reassigned meanwhile is filled by a later step.
         slots = [slot for index, _ in placements if (slot := self._slots[index]).state is SlotState.READY]
         holders = tuple(sequence for slot in slots for sequence in self._clear(slot))
         self._count_ready()

@@ -27,7 +27,6 @@ from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrde
 
 # Free slots kept beyond the target, so that a stream that ends and one that begins cause no calls.
 SPARE_BLOCKS = 8
-# Max slots per lease call.
 MAX_LEASE_BLOCKS = 1024
 # Delay after a short answer before the node is asked again.
 LEASE_RETRY_S = 0.05
@@ -158,11 +157,8 @@ class BlockManager:
         self.free_slots = FreeSlots()
         self.out = Outcome()
         self._leased = 0
-        # Free slots reserved for running decodes.
         self.needed_blocks = 0
-        # Slots of a sequence besides those of its tokens, taken over by its states when it joins.
         self.beside_blocks = 0
-        # Slots of a state, for models with states.
         self.state_pages = 0
 
     def leased(self, slots: int) -> None:

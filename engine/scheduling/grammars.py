@@ -58,7 +58,6 @@ class Grammars:
         needs_step = sequence.parallel_samples or sequence.is_prompt_only or sequence.unscored_from is not None
         if needs_step or not grammar.completes or (grammar.forced and sequence.reports_logprobs):
             return Verdict.RUN
-        # The forced tokens complete the answer and need no step.
         return Verdict.FINISHED
 
     def force(self, scheduled: Seq[ScheduledChunk], spare: int) -> int:

@@ -59,7 +59,6 @@ class InFlightSteps:
     def __init__(self) -> None:
         self._steps: deque[_LaunchedStep] = deque()
         self._launched = 0
-        # Orders with the number of the last step that they wait for.
         self._held_back: deque[tuple[int, Outcome]] = deque()
 
     def __len__(self) -> int:
@@ -127,7 +126,6 @@ class InFlightSteps:
         if len(vectors) < len(sampled.pooled):
             sampled = replace(sampled, pooled=tuple(vectors))
         if len(places) == row or not sampled.token_ids:
-            # Nothing to drop.
             return scheduled, sampled if len(scores) == len(sampled.scored) else replace(sampled, scored=tuple(scores))
         return scheduled, Sampled(
             tuple(sampled.token_ids[at] for at in places),

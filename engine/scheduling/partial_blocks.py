@@ -23,7 +23,6 @@ from pillion.engine.scheduling.block_chain import BlockChain
 from pillion.engine.scheduling.block_manager import FreeSlots
 from pillion.engine.scheduling.sequence import Sequence
 
-# Share of the pool's slots for partial blocks.
 PARTIAL_BLOCK_PERCENT = 1
 
 
@@ -68,7 +67,6 @@ class PartialBlocks:
     def __init__(self, most: int, free_slots: FreeSlots) -> None:
         self._most = most
         self._free_slots = free_slots
-        # Least recently used first.
         self._kept: OrderedDict[bytes, PartialBlock] = OrderedDict()
 
     def share(self, sequence: Sequence) -> None:
@@ -84,7 +82,6 @@ class PartialBlocks:
             return
         known = self._kept.get(sequence.hash_before(sequence.full_blocks))
         if known is not None and not self._give_up(1, [known]):
-            # The block there is about to be read.
             return
         kept = PartialBlock(sequence)
         self._free_slots.give(kept.unused_slots)

@@ -266,7 +266,6 @@ class SchedulerQueues:
     def make_way(self, in_flight: InFlightSteps) -> None:
         """Free a place of tenants with several for each tenant that waits without any."""
         while self.yielding and len(self.running) < self.max_num_seqs + len(self.yielding):
-            # A place has become free meanwhile.
             self.yielding.popitem()
         if self.flows.several and (self.waiting or self.preempted):
             self._claim_places(in_flight.last_launched)

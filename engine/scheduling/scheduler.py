@@ -58,7 +58,6 @@ from pillion.types import FinishReason, TokenLogprob
 # Max prompt tokens scored per step, and max bytes of their logits.
 MAX_SCORED_ROWS = 512
 MAX_SCORED_BYTES = 64 * 2**20
-# The token that a row has chosen, with its log probability if reported.
 Chosen = tuple[int, TokenLogprob | None]
 
 
@@ -140,7 +139,6 @@ class Scheduler:
         self.partial_blocks, self.states, self.grammars = partial_blocks, states, grammars
         self.drafts, self.adapters = drafts, adapters
         self._draft_chains = drafts.draft_chains if drafts is not None else None
-        # In the order in which they free slots if memory is short.
         side = (partial_blocks, states, self._draft_chains)
         self._side: list[SideBlocks] = [one for one in side if one is not None]
 
@@ -392,7 +390,6 @@ class Scheduler:
             # Unstarted parallel samples wait for the next step: their first token's mask was late.
             parallel_samples = () if sequence.num_in_flight else sequence.parallel_samples
             scheduled.append(ScheduledChunk(sequence, start, 1, 1, tuple(sample.seed for sample in parallel_samples)))
-        # A sequence planned first may have been preempted for a later one.
         return [chunk for chunk in scheduled if chunk.sequence.state is SequenceState.RUNNING]
 
     def _may_decode(self, sequence: Sequence, now: float) -> bool:
@@ -463,7 +460,6 @@ class Scheduler:
             wanted = sequence.num_tokens - start
             chooses = sequence.grammar is not None and not sequence.is_prompt_only
             if chooses and wanted <= left and self._keeps_back(sequence, now):
-                # Left out: the logits of the prompt's last token choose the first token.
                 wanted -= 1
                 if not wanted or sequence.end_reported:
                     continue
@@ -511,7 +507,6 @@ class Scheduler:
         proposed = sequence.num_proposed
         chosen: list[Chosen] = []
         if proposed:
-            # Forced tokens have no rows of logits.
             chosen += [(token, None) for token in sequence.proposed()[: proposed + 1 - chunk.samples].tolist()]
         chosen += [next(rows) for _ in range(chunk.samples)]
         accepted, reason = sequence.accept([token for token, _ in chosen], now)

@@ -160,11 +160,9 @@ class Sequence(BlockChain):
     flow: Flow = NO_FLOW
     hashes: InitVar[bytes] = b""
     vocab_size: InitVar[int] = 0
-    # Compiled from ``sampling``, and shared with parallel samples; None if nothing changes single logits.
     edits: LogitEdits | None = None
     # Chunks whose acknowledgements are sent, or wait only for the node's answer.
     _acked_chunks: int = field(default=0, init=False)
-    # True once the end was reported, or the listener has gone.
     end_reported: bool = field(default=False, init=False)
     # The sequence whose prompt this parallel sample shares, until the prompt's KV is copied or found.
     parent: Sequence | None = field(default=None, init=False)
@@ -179,11 +177,9 @@ class Sequence(BlockChain):
     # Prompt tokens are scored by the rows of positions num_scored .. score_end; each row scores the next token.
     scored_alternatives: int = field(default=0, init=False)
     _rows_sum: Float32 | None = field(default=None, init=False)
-    # True if a grammar forces the proposed tokens, which are always accepted.
     forced: bool = field(default=False, init=False)
     # Counts tickets, and launched steps that ran on a token not chosen: a step launched under an older number is void.
     generation: int = field(default=0, init=False)
-    # Tokens charged to the sequence's flow.
     _charged: int = field(default=0, init=False)
 
     def __post_init__(self, ticket: AdoptedTicket, now: float, hashes: bytes, vocab_size: int) -> None:
@@ -210,20 +206,17 @@ class Sequence(BlockChain):
             if self.edits is None and sampling.changes_logits:
                 self.edits = LogitEdits(sampling, vocab_size)
             self.reads_history = self.edits is not None and self.edits.read_history
-        # True if the sequence ends with its prompt.
         self.is_prompt_only = sampling is not None and self.max_tokens == 0
         self.num_scored = self.score_end = self.scored_tokens
         if sampling is not None and sampling.prompt_logprobs is not None:
             self.scored_alternatives = sampling.prompt_logprobs
             self.score_end = max(self.scored_tokens, self.prompt_tokens - 1)
         if self.pooling is not None:
-            # These rows are not scored but summed, in order.
             self.num_scored, self.score_end = self._pooled.start, self._pooled.stop
         self.hold(ticket, SequenceState.WAITING)
         if not self.keeps_blocks:
             self.refuse_commit()
         self.progress.tail_tokens = self.num_tokens - self.num_computed
-        # Tokens found in the cache.
         self._found_tokens = self.num_computed
         self.extend_hashes(self.num_tokens)
 
@@ -254,7 +247,6 @@ class Sequence(BlockChain):
         )
         child.queue_order = child.prompt_order = self.queue_order
         child.parent = self
-        # Its prompt is charged to its parent.
         child._found_tokens = len(self.token_ids)
         child.state = SequenceState.RESUMING
         child.progress.first_step_s = now
@@ -267,7 +259,6 @@ class Sequence(BlockChain):
         self.take_ticket(ticket)
         # Tokens after the computed ones in launched steps (:mod:`pillion.engine.scheduling.in_flight`).
         self.num_in_flight = 0
-        # Draft tokens or forced tokens, which follow the sequence's own for one step.
         self.num_proposed = 0
         self.generation += 1
         self.state = state
@@ -275,7 +266,6 @@ class Sequence(BlockChain):
         self.decoding = False
         # When CLOSING ends: whether full blocks are committed, and whether the sequence resumes.
         self.commit_rest = self.resume_after = False
-        # (source, target) slots to copy before the next chunk.
         self.copy_first: tuple[int, int] | None = None
 
     def start_running(self) -> None:

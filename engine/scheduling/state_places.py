@@ -28,7 +28,6 @@ class StatePlaces:
 
     def __init__(self, sequence: Sequence, pages: int) -> None:
         self._size = size = sequence.block_size
-        # At least one token is computed after a place.
         self._last = last = (sequence.num_tokens - 1) // size * size
         wished = {sequence.known_blocks * size, *(place // size * size for place in sequence.kept_tokens)}
         wished |= set() if sequence.is_prefill else {last}

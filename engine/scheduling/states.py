@@ -38,7 +38,6 @@ from pillion.engine.scheduling.step_plan import CommitOrder, ScheduledChunk
 from pillion.kernels.step import StateSlots
 from pillion.kvstore.hashing import state_page
 
-# States per sequence.
 STATES = 3
 # Ids of page chains are above sequences' ids and below those of other features' chains.
 _FIRST_ID = 2**40
@@ -86,7 +85,6 @@ class WorkingStates(BlockChain):
         super().__init__(0, np.empty(0, np.int32), sequence.block_size, first_block=0, parent_hash=b"")
         self._pages = pages
         self.free = [slots[first : first + pages] for first in range(0, len(slots), pages)]
-        # Oldest first.
         self.standing: list[Standing] = []
         if sequence.state_slots:
             self.standing.append(Standing(sequence.num_computed, sequence.state_slots, own=False))
@@ -220,7 +218,6 @@ class States:
             self._complete(working)
             working.end()
             if not sequence.num_in_flight:
-                # Those launched on a token whose mask was late are void.
                 working.void_steps()
             stands = working.settle(sequence.num_computed)
             if stands < sequence.num_computed:
@@ -235,7 +232,6 @@ class States:
         state = working.whole_state()
         if state is None:
             return
-        # A found state is dropped when another one is committed.
         working.standing = [replace(one, own=False) if one is state else one for one in working.standing if one.own]
         self._keep(sequence, state)
 

@@ -128,7 +128,6 @@ class StepCost:
         self._inertia[_TOKENS][_PAIRS] = self._inertia[_PAIRS][_TOKENS] = -ratio
         self.expects = expected is not None
         self._weights: list[float] = [0.0] * len(SCALES) if expected is None else list(map(mul, expected, SCALES))
-        # The fit's sums over steps without a chunk, and over those with one.
         self._sums = _FitSums(), _FitSums()
         # Of each recent step: measured time, and time on own cores, over the fitted time. The factors are the medians.
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
@@ -312,7 +311,6 @@ class TokenBudget:
         self.target_steps = target_steps
         self.cost = StepCost(expected=expected, pair_tokens=pair_tokens)
         self.largest_step_tokens = 0
-        # Of each running step: its features, its start, and whether it enters the fit.
         self._running: deque[tuple[Features, float, bool]] = deque()
 
     def room(
@@ -351,7 +349,6 @@ class TokenBudget:
         cost = self.cost
         if not (cost.steps or cost.expects):
             return TailRoom(most)
-        # A prompt's first tokens take just these seconds, whatever rounding loses.
         seconds = cost.model.range_s(0, self.max_tokens, self.max_tokens) * (1 + 1e-6)
         return cost.room(seconds, (), most, int(self.max_tokens * LEAST_EVEN_SHARE))
 

@@ -57,7 +57,6 @@ class StepModel(NamedTuple):
 
     def tail_tokens(self, left_s: float, start: int, most: int) -> int:
         """Return the max tokens, 0 to ``most``, of a prompt tail at ``start`` that take ``left_s`` seconds."""
-        # Solves linear * c + pairs * c * c / 2 = left_s for c tokens.
         linear, pairs = self.tail_token_s(start), self.pair_s
         if left_s <= 0:
             return 0

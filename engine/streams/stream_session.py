@@ -67,7 +67,6 @@ MAX_AWAITING = 4096
 # Unread refusals above which no further command is read from the connection.
 MAX_UNREAD_REFUSALS = 1024
 MAX_STOP_TOKEN_IDS = 1024
-# Max tokens whose logits a stream may end with.
 MAX_POOLED_IDS = 16
 # Max positions per prompt at which states are kept for its client.
 MAX_KEPT_PLACES = 8
@@ -89,10 +88,8 @@ class _DecodeStream:
     seq_id: int
     parallel_samples: tuple[_DecodeStream, ...] = ()
     timer: asyncio.TimerHandle | None = None
-    # Set when the ticket is requested; a parallel sample has none.
     tickets: Tickets | None = None
     generated: int = 0
-    # Draft tokens that the gateway has been told of.
     told_draft_tokens: int = 0
     # Written by the step thread, read here.
     progress: SequenceProgress | None = None
@@ -146,9 +143,7 @@ class DecodeSession:
         self._limits = limits
         self._streams: dict[int, _DecodeStream] = {}
         self._adopting = adopting
-        # The next delta of each stream that has one.
         self._pending: dict[int, DecodeDelta] = {}
-        # Streams whose next delta has log probabilities of prompts.
         self._scored: set[int] = set()
         self._awake = asyncio.Event()
         self._room = asyncio.Event()
@@ -192,7 +187,6 @@ class DecodeSession:
         parallel_samples = [self._open(submit, sample.key) for sample in submit.siblings]
         stream.parallel_samples = tuple(parallel_samples)
         task = asyncio.create_task(self._start(stream, submit, sampling))
-        # A waiting stream takes its place when it has all that it waits for.
         self._adopting[task] = 0 if waits else len(keys)
         task.add_done_callback(self._adopting.pop)
 
@@ -204,7 +198,6 @@ class DecodeSession:
             return
         self._worker.epoch.cancel(stream.seq_id)
         if stream.progress is not None:
-            # The gateway cancels on a stop string: for the trace, a normal end.
             record_stream(stream.trace, replace(stream.progress, ended_s=time.monotonic()), stream.generated)
 
     def close(self) -> None:
@@ -229,7 +222,6 @@ class DecodeSession:
             self._room.set()
             scored, self._scored = self._scored, set()
             for key in scored & pending.keys():
-                # A large delta: it gets its own message.
                 yield DecodeBatch(deltas=[pending.pop(key)])
             if pending:
                 yield DecodeBatch(deltas=pending.values())

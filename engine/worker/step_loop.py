@@ -37,7 +37,6 @@ from pillion.kernels.step import Sampled, SamplingRows
 
 Launch = Callable[[StepPlan], InFlightStep]
 Choose = Callable[[StepPlan, InFlightStep], None]
-# Called with a plan, its seconds, and whether it succeeded.
 OnStep = Callable[[StepPlan, float, bool], None]
 
 
@@ -74,10 +73,8 @@ class StepCycle:
         self._choose = choose
         self._max_under_way = max_under_way
         self._on_step = on_step
-        # The launched steps with the times of their launch, oldest first.
         self._in_flight: deque[tuple[StepPlan, InFlightStep, float]] = deque()
         self._last_end_s = 0.0
-        # Whether the last call of :meth:`step` had a step to launch or to wait for.
         self.busy = False
 
     def step(self) -> Iterator[Outcome | InFlightStep]:
@@ -166,7 +163,6 @@ log = logging.getLogger("pillion.step")
 # Max events that wait for the next step; a live sequence causes a few, so reaching it is a defect.
 MAX_EVENTS = 100_000
 MAX_UNREAD_OUTCOMES = 64
-# Interval at which a thread waiting for the event loop checks whether it was stopped.
 UNREAD_POLL_S = 1.0
 
 
@@ -247,8 +243,6 @@ class StepLoop:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    # On the step thread:
-
     def _main(self) -> None:
         try:
             idle = True
@@ -294,5 +288,4 @@ class StepLoop:
         try:
             self._asyncio.call_soon_threadsafe(call, *args)
         except RuntimeError:
-            # The event loop has closed.
             self._stopping = True

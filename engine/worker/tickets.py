@@ -25,7 +25,6 @@ from pillion.kvstore.client.node_client import NodeClient, TicketDemand
 from pillion.rules.priority import NO_FLOW, Flow
 from pillion.v1.kvnode_pb2 import AwaitChainReply
 
-# Wait of a stream in the node's queue for memory.
 MEMORY_WAIT_S = 120.0
 # Wait for an awaited chain to grow. The gateway, which follows the prefill worker's queue, ends it much sooner if the
 # range is silent.
@@ -47,7 +46,6 @@ class Tickets:
         self._lost = lost
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
-        # Cancellable tasks that open tickets and await chains, by seq_id.
         self._opening: dict[int, asyncio.Task[tuple[AdoptedTicket, bytes]]] = {}
         self._awaiting: dict[int, asyncio.Task[AwaitChainReply]] = {}
 

@@ -60,7 +60,6 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.worker")
 
 ATTACH_TIMEOUT_S = 30.0
-# Max wait for the node's answers to the last orders when stopping.
 DRAIN_TIMEOUT_S = 2.0
 # Steps that read all weights and run all kernels once. Larger steps allocate memory when they come, which takes
 # milliseconds; running one at each start would cost more than everything else in a forked worker's.
@@ -155,7 +154,6 @@ class Worker:
         self._adapters = None if make_adapters is None else make_adapters(self.node, self.meters)
         self.epoch = self._make_epoch(attachment.epoch)
         if grammars is not None:
-            # A late mask is ready.
             grammars.mask_threads.wake = lambda: self.epoch.wake()
             grammars.on_compiled = self.meters.distribution(metric_catalog.GRAMMAR_COMPILE).observe
         self.meters.watch(lambda: load_readings(self.epoch.load, self.epoch.max_num_seqs))
@@ -278,8 +276,6 @@ class Worker:
             gives_vectors=self.gives_vectors,
         )
 
-    # For servicers:
-
     @property
     def max_model_len(self) -> int:
         """Max tokens of a sequence: the model's, or what the pool can hold if less."""
@@ -355,8 +351,6 @@ class Worker:
     def next_id(self) -> int:
         """Return a new seq_id, the place in the order of arrival."""
         return next(self._ids)
-
-    # A fenced worker:
 
     def _epoch_failed(self, reason: str) -> None:
         """End the epoch, and with it the worker unless its node is gone and will come back."""

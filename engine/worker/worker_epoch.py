@@ -54,10 +54,8 @@ T = TypeVar("T")
 SETTLE_POLL_S = 0.01
 # Interval of signs of life to the caller of a waiting stream or prefill range.
 QUEUE_HEARTBEAT_MS = 20_000
-# Attempts to get a new epoch from a node that does not answer.
 MAX_REATTACH_TRIES = 6
 REATTACH_RETRY_S = 1.0
-# Errors that end an epoch, not the worker: it was fenced, or the outcome of a call is unknown.
 _SURVIVABLE = (Conflict, Cancelled, Unavailable, DeadlineExceeded)
 
 
@@ -109,7 +107,6 @@ class WorkerEpoch:
         self.max_num_seqs = scheduler.queues.max_num_seqs
         self.max_step_tokens = scheduler.budget.max_tokens
         self.target_s, self.target_steps = scheduler.budget.target_s, scheduler.budget.target_steps
-        # Why the epoch ended; None while it lasts.
         self._end_error: PillionError | None = None
         self.idle = asyncio.Event()
         self.idle.set()
@@ -121,7 +118,6 @@ class WorkerEpoch:
         self._read_adapter, self._step_masks = load_adapter, step_masks
         self._traced = telemetry.recording()
         self._loop = asyncio.get_running_loop()
-        # In the order of their start, in which they are cancelled as well.
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._cancels_tasks = False
         term = EpochTerm(flags.heartbeat_timeout_ms / 1000, time.monotonic)
@@ -233,7 +229,6 @@ class WorkerEpoch:
         self.tickets.retire()
         self._cancel_tasks()
         for seq_id in tuple(self.listeners):
-            # A parallel sample may have gone with its stream meanwhile.
             listener = self._forget(seq_id)
             if listener is not None:
                 listener.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
@@ -310,8 +305,6 @@ class WorkerEpoch:
         for task in tasks:
             task.cancel()
         return tasks
-
-    # On the step thread:
 
     def _on_step(self, plan: StepPlan, seconds: float, ok: bool) -> None:
         tokens = self._meter.count_step(plan, seconds, ok)

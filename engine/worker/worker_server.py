@@ -77,7 +77,6 @@ async def serve(worker: Worker, *services: Service) -> WorkerServer:
         except OSError as error:
             raise ConfigError(str(error)) from None
         undo.push_async_callback(server.stop, 0.0)
-        # On a thread, because host names may have to be resolved.
         address = await asyncio.to_thread(advertised, flags.advertise, server.address, flags.redis_url)
         undo.pop_all()
     log.info("%s serves at %s", worker.component_id, server.address)

@@ -145,7 +145,6 @@ def _make_span(
     links: Sequence[trace.Link] = (),
     events: Sequence[tuple[str, float]] = (),
 ) -> None:
-    # Offset from time.monotonic() to the time of day.
     wall_ns = time.time_ns() - time.monotonic_ns()
     begin = wall_ns + int(start_s * 1e9)
     span = telemetry.tracer().start_span(name, parent, start_time=begin, attributes=dict(attributes), links=links)

@@ -139,7 +139,6 @@ class Cluster:
         self.view = ClusterView(grace_s)
         self.gateway_id = gateway_id
         self.registry = registry
-        # By role, then by node id (KV nodes) or component id (workers).
         self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
         # By model and max rank of adapters: when such a decode worker and a KV node were last on record, and the
         # longest start of such workers then.
@@ -150,7 +149,6 @@ class Cluster:
         self._closing: dict[asyncio.Task[None], None] = {}
         # The view's ``places`` for which all links are right; -1 makes the next poll check them again.
         self._synced_places = -1
-        # Cached for one version of the registry's view (see _once_a_look).
         self._made: dict[tuple[str, tuple[object, ...]], Any] = {}
         self._made_of = -1
 
@@ -543,7 +541,6 @@ class Cluster:
             try:
                 await self.refresh()
             except Exception:
-                # Keep polling: a gateway that misses components coming back serves no request.
                 log.exception("looking at the registry failed")
 
     def _sync(self) -> None:

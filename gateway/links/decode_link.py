@@ -40,11 +40,9 @@ class DecodeDelta(NamedTuple):
     # Position of a waiting stream; 0 when its prompt begins.
     queued: int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    # Length of the pinned chain, once the worker has adopted the ticket.
     pinned_blocks: int | None = None
     # Streams of a connection that broke; 0 if the worker itself sent the error.
     broken: int = 0
-    # With the finish reason of a stream that ends with a vector.
     vector: bytes = b""
 
 
@@ -133,7 +131,6 @@ class DecodeLink:
         try:
             self._send(decode_pb2.DecodeCommand(cancel=decode_pb2.Cancel(key=key)))
         except PillionError as error:
-            # The connection has just ended, and with it the stream.
             log.debug("cancel of a stream on %s: %s", self.component_id, error.message)
 
     async def aclose(self) -> None:

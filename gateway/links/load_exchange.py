@@ -32,7 +32,6 @@ log = logging.getLogger("pillion.gateway")
 REPORT_S = 0.1
 # Interval of publishing the whole load: a Redis that lost its data has it again well within LOAD_TTL_MS.
 WHOLE_S = 2.0
-# Delay after a failed call to Redis.
 RETRY_S = 0.5
 
 
@@ -46,7 +45,6 @@ class OwnLoad:
     def __init__(self) -> None:
         self.by_component: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
-        # Called on each change with the component, and whether its load grew.
         self.on_change: Callable[[str, bool], None] = lambda component_id, grew: None
 
     def add(self, component_id: str, amount: int, tokens: int = 0) -> None:
@@ -85,7 +83,6 @@ class LoadExchange:
         self._due = asyncio.Event()
         self._report: asyncio.TimerHandle | None = None
         self._whole_at_s = 0.0
-        # Whether Redis may have a load of this gateway.
         self._told = False
         self._teller: asyncio.Task[None] | None = None
         self._answers = True
@@ -176,7 +173,6 @@ class LoadExchange:
     async def _tell_of(self, shared: SharedLoads, names: Sequence[str], whole: bool) -> None:
         if not names and not (whole and self._told):
             return
-        # Until Redis has answered, the others may read the old load or the new.
         self._told = True
         for first in range(0, max(1, len(names)), MAX_CHANGES_PER_CALL):
             some = {name: self._own.of(name) for name in names[first : first + MAX_CHANGES_PER_CALL]}

@@ -77,7 +77,6 @@ class NodeLink:
 
     async def _release_all(self) -> None:
         while self._releases:
-            # A session's end has released its tickets.
             self._releases = [hold for hold in self._releases if self.alive and hold.epoch == self.epoch]
             batch = self._releases[:MAX_RELEASES_PER_CALL]
             if not batch:

@@ -89,7 +89,6 @@ class OutageWaiters(Generic[T]):
                 return
             line.popleft()
             if answer.done():
-                # A cancelled request.
                 continue
             if isinstance(found, Unavailable):
                 answer.set_exception(Unavailable(found.message, found.retry_after_ms))

@@ -94,7 +94,6 @@ class PrefillLink:
                 async for reply in call:
                     self.alive = reply.status == health_pb2.HealthCheckResponse.SERVING
                     if not self.alive:
-                        # A stopping worker waits for its calls to end, this one included.
                         break
             except Exception as error:  # noqa: BLE001  (whatever it was, the worker may come back)
                 log.debug("the health of %s is unknown: %s", self.component_id, error)

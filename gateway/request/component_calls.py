@@ -251,15 +251,12 @@ log = logging.getLogger("pillion.gateway")
 # Wait for news of a lost worker's KV node before the worker counts as killed by a request in its step: workers end with
 # their node, whose loss may be noticed a moment later.
 VERDICT_MS = 300
-# Max wait for KV memory of a request without a deadline.
 MAX_ADMISSION_WAIT_S = 120.0
 # Max of the message's field, 49 days. The gateway alone enforces a later deadline.
 MAX_TIMEOUT_MS = 2**32 - 1
 # Longer prompts are hashed on a thread: more than 2 ms would stall the event loop.
 LONG_CHAIN_TOKENS = 2**15
-# Max fields in a grammar's error, if the one at fault is unknown.
 MAX_NAMED_FIELDS = 8
-# Errors that another component or a new ticket may avoid.
 _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
 # Errors of a component on its way back: it stops, takes a new epoch, or has lost its state.
 _AWAY = (Unavailable, Conflict, Cancelled)
@@ -298,7 +295,6 @@ class ComponentCalls:
     _broken: Callable[[BaseException], None]
     load: AssignedLoad
     chain: BlockHashChain = field(default_factory=BlockHashChain)
-    # Tokens of the prompt that the latest attempt fetched.
     brought_tokens: BroughtTokens = field(default_factory=BroughtTokens)
     _work: asyncio.Task[None] | None = None
     _stream: tuple[str, int] | None = None
@@ -433,7 +429,6 @@ class ComponentCalls:
         # No later block may be found, pinned, fetched or prefilled.
         last = len(token_ids) - 1 if action.unscored_from is None else action.unscored_from
         self.chain = await chain_of(admitted, token_ids[:last], served)
-        # With its own salt a request finds only its own blocks, in a later attempt.
         return bool(self.chain.hashes) and (admitted.options.prefix_caching or action.attempt > 1)
 
     async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
@@ -543,7 +538,6 @@ class ComponentCalls:
                     remote = RemotePrefill(self._cluster, admitted, self.chain, token_ids, action, acked, queued)
                     end_tokens = await remote.run()
                 else:
-                    # On the decode worker's own node a chunk needs no fetch.
                     end_tokens = action.plan.cached_tokens
                     asked = self._cluster, admitted, self.chain, token_ids, action
                     async for ack in run_range(*asked, action.hold.ticket_id, action.plan.cached_blocks, queued):
@@ -576,7 +570,6 @@ class ComponentCalls:
                 self._post(ev.PromptScored(attempt, delta.prompt_logprobs))
             if delta.token_ids:
                 if not self._begun and self._stream is not None:
-                    # The first token shows that the prompt is computed.
                     self._begun = True
                     self.load.assign({self._stream[0]: (1, 0)})
                 self._post(ev.TokensSampled(attempt, delta.token_ids, delta.timings, delta.logprobs))
@@ -609,7 +602,6 @@ class ComponentCalls:
         if self._suspected(delta) and self._stream is not None and self._hold is not None:
             # A lost node ends its workers, so the request is not to blame.
             killed = self._stream[0] if self._cluster.holds(self._hold) else ""
-        # A stream that only waited in the worker's queue was not broken midway.
         broke = bool(delta.broken) and (self._begun or self._in_step)
         patience_s = self._patience_s(error, self._hold, broke)
         self._post(ev.DecodeLost(attempt, error, delta.error.retryable, patience_s, killed))
@@ -619,7 +611,6 @@ class ComponentCalls:
         counts as an attempt, as one that ``broke`` midway does. ``hold`` is the call's ticket, None if it asked for
         one."""
         if hold is None:
-            # A closed session, and a node without a pool yet, are both coming back.
             away = isinstance(error, (*_AWAY, NotFound))
         else:
             # A restarted node has lost everything under the ticket.

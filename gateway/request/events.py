@@ -29,9 +29,6 @@ class TicketHold(Struct, frozen=True):
     ticket_id: int
 
 
-# Events.
-
-
 class Event(Struct, frozen=True):
     """Something that happened to a request."""
 
@@ -179,9 +176,6 @@ class RequestCancelled(Event, frozen=True):
 
 class DeadlinePassed(Event, frozen=True):
     """The client's deadline passed."""
-
-
-# Actions.
 
 
 class Action(Struct, frozen=True):

@@ -27,11 +27,9 @@ log = logging.getLogger("pillion.gateway.refusals")
 # Rows per tenant; LRU.
 MAX_ROWS = 128
 MAX_TENANTS = 1024
-# Max length of a client's name (its User-Agent), and of names, paths and fields.
 MAX_NAME_CHARS = 100
 # Logged refusals per second; the next logged line counts those that were not.
 MAX_LINES_PER_S = 5
-# Tenant of calls with a missing or unknown key.
 STRANGERS = "(no key)"
 NO_EFFECT = "no effect"
 _UNPRINTABLE = re.compile(r"[^ -~]")

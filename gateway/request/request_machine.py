@@ -78,7 +78,6 @@ from pillion.v1.decode_pb2 import DecodeTimings
 # delay is for losses that have not been noticed yet.
 FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
-# Poll interval of a request that waits for components that it has lost.
 COMPONENT_POLL_MS = 100
 # Workers that may die in a step with a request, without a token for the client in between, before it fails.
 MAX_WORKERS_KILLED = 2
@@ -122,18 +121,14 @@ class RequestMachine:
     # Attempts since the last one with tokens or chunks. Only these are limited, because a stream that makes progress
     # must not fail however often it moves. Attempts that failed because a component was away do not count.
     _fruitless: int = 1
-    # Losses since the last progress, those of absent components included.
     _losses: int = 0
-    # Tickets refused in a row while waiting for lost components.
     _lost_tickets: int = 0
     _avoid: frozenset[str] = frozenset()
-    # Workers that died in a step with this request since the last progress.
     _killed: tuple[str, ...] = ()
     # Since when the request waits for lost components, and how long it had waited before, since the last progress. The
     # sum is limited, however often components are lost.
     _looking_s: float = 0.0
     _looked_s: float = 0.0
-    # Whether a prefill range, and a decode stream, of this attempt are open.
     _prefill_open: bool = False
     _stream_open: bool = False
     # A deferred loss: a follower's until its leader has started, another answer's until its prefill range has ended.
@@ -147,7 +142,6 @@ class RequestMachine:
         self._max_tokens, self._stop_ids = admitted.max_tokens, frozenset(admitted.sampling.stop_token_ids)
         self._timeline, self.held = _Timeline(admitted.arrived), HeldKv()
         last = len(self.prompt) - 1
-        # Only the first answer's stream reports the prompt's log probabilities.
         scores = index == 0 and admitted.reads_prompt_rows
         self.scored_tokens = min(0 if resume is None else resume.scored_tokens, last) if scores else last
         if resume is not None:
@@ -173,7 +167,6 @@ class RequestMachine:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return the actions for ``event``, in order; none for a late event."""
         if isinstance(event, ev.TokensSampled) and self.state is RequestState.DECODING:
-            # Nearly all events: tested first.
             return self._decoding(event, now) if event.attempt == self.attempt else []
         if isinstance(event, ev.TicketGranted):
             return self._granted(event, now)
@@ -191,7 +184,6 @@ class RequestMachine:
         """Return where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
         return self._timeline.timings(len(self.prompt), self.plan, self.attempt, now)
 
-    # Handlers of events in the states that _HANDLERS names.
     def _stopped(self, event: ev.RequestCancelled | ev.DeadlinePassed | ev.StopStringFound, now: float) -> list[Action]:
         if isinstance(event, ev.RequestCancelled):
             return self._end(ev.Fail(Cancelled("the client went away")), now)
@@ -214,7 +206,6 @@ class RequestMachine:
 
     def _following(self, event: ev.TokensSampled | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
         if self.plan is None:
-            # No stream has started yet.
             return []
         if isinstance(event, ev.DecodeLost):
             # The next event shows whether only this stream is lost, or the leader's too, which is then retried.
@@ -249,7 +240,6 @@ class RequestMachine:
         if not isinstance(event.error, NotFound):
             return self._stream_lost(event, now, stream_over=True)
         self.state, self._stream_open = RequestState.PINNING, False
-        # The request has had its turn at the node.
         return [ev.OpenTicket(self.attempt, self._plan(), resume=True)]
 
     def _opened(self, event: ev.TicketAdopted, now: float) -> list[Action]:
@@ -401,7 +391,6 @@ class RequestMachine:
         self._looked_s, self._killed = 0.0, ()
 
     def _stream_lost(self, loss: ev.DecodeLost, now: float, stream_over: bool) -> list[Action]:
-        # The last token may have arrived before the worker was lost.
         whole = self._whole()
         if whole is not None:
             return self._end(ev.Finish(whole), now, stream_over)
@@ -487,7 +476,6 @@ class RequestMachine:
     def _leave(self, stream_over: bool, finished: bool) -> list[Action]:
         """Stop the current attempt. ``finished`` means that its stream ended by itself and the answer is complete."""
         actions: list[Action] = []
-        # A follower's stream starts with the leader's submit.
         follows = self.state is RequestState.FOLLOWING and self.plan is not None
         if (self._stream_open or self.state is RequestState.DECODING or follows) and not stream_over:
             actions.append(ev.CancelDecode(self.attempt))
@@ -510,7 +498,6 @@ class RequestMachine:
             raise Internal("the request has no plan in this state")
         return self.plan
 
-    # Handlers by state and event. Any other event is late and dropped.
     _HANDLERS: ClassVar[dict[tuple[RequestState, type[Event]], Callable[..., list[Action]]]] = {
         (state, kind): handler
         for states, handler, kinds in (
@@ -550,7 +537,6 @@ class _Timeline:
     """The moments of a request, for Timings."""
 
     arrived: float
-    # When the first ticket was opened.
     admitted: float | None = None
     found: bool = False
     cached_tokens: int = 0
@@ -562,7 +548,6 @@ class _Timeline:
     first_token: float | None = None
     ended: float | None = None
     decode: DecodeTimings | None = None
-    # (drafted, accepted) in earlier attempts.
     draft_tokens_before: tuple[int, int] = (0, 0)
 
     @property
@@ -649,7 +634,6 @@ class HeldKv:
     token_byte_s: float = 0.0
     _plan: RequestPlan | None = None
     _since_s: float = 0.0
-    # Tokens shared with the leader, which counts them.
     _shared_tokens: int = 0
 
     def begin(self, now_s: float) -> None:
@@ -673,7 +657,6 @@ class HeldKv:
             return
         begun, held = plan.prompt_tokens - self._shared_tokens, tokens - self._shared_tokens
         if begun:
-            # A token shows that the whole prompt was computed.
             reached = plan.prompt_tokens if whole or held > begun else prefilled_tokens
             self.computed_tokens += max(0, reached - plan.cached_tokens)
         each_byte_s = (now_s - self._since_s) * plan.decode.block_bytes / plan.block_size
@@ -682,7 +665,6 @@ class HeldKv:
         self.token_byte_s += each_byte_s
 
 
-# An action with the index of its answer.
 AnswerAction = tuple[int, Action]
 
 

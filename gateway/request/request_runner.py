@@ -46,7 +46,6 @@ log = logging.getLogger("pillion.gateway")
 MAX_SILENCE_S = 300.0
 # Silence after which an answer is logged: three signs of a worker are missing by then.
 LOGGED_SILENCE_S = 60.0
-# The client's message for a failure of the gateway itself.
 DEFECT = "internal error; the gateway's log says more"
 
 
@@ -75,17 +74,14 @@ class RequestRunner:
     ended: bool = False
     # The text's vector once the request has ended: float32, little-endian.
     vector: bytes = b""
-    # True if the request failed by no fault of the client or its deadline.
     failed_unserved: bool = False
     # True if that error asks the client to retry later, for lack of room.
     refused: bool = False
-    # The error of a failure of the gateway itself.
     defect: PillionError | None = None
     _inbox: deque[tuple[int | None, Event]] = field(default_factory=deque)
     _handling: bool = False
     _deadline: asyncio.TimerHandle | None = None
     _silence: asyncio.TimerHandle | None = None
-    # Awaited by the reader while no delta is pending.
     _waiter: asyncio.Future[None] | None = None
     _emitted: bool = False
 
@@ -119,7 +115,6 @@ class RequestRunner:
         self._silence = asyncio.get_running_loop().call_later(min(LOGGED_SILENCE_S, MAX_SILENCE_S), self._watch_silence)
         for index, answer in enumerate(self._answers):
             if answer.stopped:
-                # The text of a resumed answer may contain a stop string already.
                 self._post(index, ev.StopStringFound(answer.completion_tokens))
         for index, action in self._samples.start():
             self._perform(index, action)
@@ -223,7 +218,6 @@ class RequestRunner:
         calls = self._calls[index]
         match action:
             case ev.Emit():
-                # Nearly all actions: tested first.
                 self._emit(index, action)
             case ev.EmitScores(logprobs):
                 self._outbox.score(logprobs)
@@ -237,7 +231,6 @@ class RequestRunner:
                 self._fail(self.defect or action.error)
             case _:
                 if isinstance(action, ev.LookUp) and action.attempt > 1:
-                    # A replay, on another worker or on the same one.
                     self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
                 calls.perform(action)
 
@@ -257,7 +250,6 @@ class RequestRunner:
         answer = self._answers[index]
         last = answer.flush(cut=reason is FinishReason.LENGTH)
         if answer.stopped:
-            # The flushed text completed a stop string.
             reason = FinishReason.STOP
         if answer.calls and reason is FinishReason.STOP:
             # Clients must send these calls' results, whatever ended the answer.
@@ -373,7 +365,6 @@ class _Unread:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    # Lists of what few answers have are created on demand.
     reasoning: list[str] | None = None
     calls: list[ToolCallDelta] | None = None
     finish_reason: FinishReason | None = None
@@ -393,7 +384,6 @@ class Outbox:
     _scores: deque[TokenLogprob] = field(default_factory=deque)
     _last: tuple[Usage, Timings] | None = None
     _error: PillionError | None = None
-    # True once the reader has taken everything.
     over: bool = False
 
     def __post_init__(self, generated: int) -> None:

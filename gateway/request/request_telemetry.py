@@ -25,7 +25,6 @@ from pillion.wire.registry import ComponentRecord
 
 CHAT, TEXT, EMBEDDINGS = "chat", "text_completion", "embeddings"
 CANCELLED = "cancelled"
-# Max characters of the client's model name in a span; it may be any text.
 MAX_NAME_CHARS = 100
 # Tenants with their own sums, first come; all others share one.
 MAX_TENANTS = 64
@@ -106,7 +105,6 @@ class RequestMeter:
         # Written even if 0, because Prometheus computes a rate from the value before an increase.
         meters.counter(names.REPLAYS, model).add(timings.replays)
         if error is None or any(self._counts):
-            # Without a plan, it is unknown how much of the prompt was computed.
             self._prompt(usage, timings)
         if error is None:
             self._finished(usage, timings)
@@ -222,7 +220,6 @@ def version_readings(versions: Mapping[tuple[str, int, bool], int]) -> Iterator[
 def begin_span(request: GenerateRequest, parent: Context | None, *, streamed: bool) -> trace.Span:
     """Start the request's span under the client's ``parent``."""
     asked = request.model[:MAX_NAME_CHARS]
-    # An empty name means the only model, which describe_span names.
     attributes: dict[str, bool | str] = {"gen_ai.request.stream": streamed, "gen_ai.request.model": asked}
     name = f"generate {asked}".rstrip()
     return telemetry.tracer().start_span(name, context=parent, kind=trace.SpanKind.SERVER, attributes=attributes)

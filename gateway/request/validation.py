@@ -61,7 +61,6 @@ MAX_ROLE_CHARS = 32
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 * 2**10
 MAX_TOOL_NAME_CHARS = 128
-# Overhead of a message or a tool around its texts.
 ITEM_BYTES = 64
 # Max brackets, braces and commas in the arguments of a conversation's calls. Chat templates get them as objects, which
 # take 0.3 s to create at this number. Code written to files has one per 20 characters.
@@ -74,7 +73,6 @@ MAX_STOP_TOKEN_IDS = 64
 # A bad word is banned with a space before it and without.
 MAX_BAD_WORDS = MAX_BAD_SEQUENCES // 2
 MAX_BAD_WORD_CHARS = 256
-# Max tokens of a prompt before truncation, or the model's max if larger.
 MAX_CUT_TOKENS = 2**18
 TRUNCATION_SIDES = ("", "left", "right")
 MAX_ANSWERS = 128
@@ -82,15 +80,12 @@ MAX_ANSWERS = 128
 MAX_STRUCTURED_BYTES = 128 * 2**10
 MAX_CHOICES = 4096
 MAX_CACHE_SALT_CHARS = 256
-# SHA-256 in StreamOrigin.
 DIGEST_BYTES = 32
-# The label goes into headers, trailers and logs.
 MAX_LABEL_CHARS = 128
 # Header or initial metadata with an answer's max tokens, if lower than requested.
 MAX_TOKENS_HEADER = "x-max-tokens"
 # Max violations per error: a list of a million bad ids is one mistake.
 MAX_VIOLATIONS = 32
-# Max adapters in the error for an unknown model.
 MAX_LISTED_ADAPTERS = 32
 
 # Template variables that a client must not set: the gateway sets them.
@@ -344,7 +339,6 @@ def resolve(
     unset: dict[str, Any] = {name: own.get(name, getattr(NEUTRAL, name)) for name in names}
     top_k = unset.pop("top_k", sampling.top_k)
     if sampling.top_p == 0:
-        # Only the likeliest token.
         unset["top_p"], top_k = 1.0, 1
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     resolved = replace(
@@ -534,7 +528,6 @@ def _is_schema(text: str) -> bool:
 
 
 def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
-    # Workers get another value in place of 0.
     ranged = replace(sampling, top_p=None) if sampling.top_p == 0 else sampling
     yield from range_violations(ranged, limits.vocab_size)
     most = limits.max_model_len_tokens
@@ -692,7 +685,6 @@ MAX_WAITING_BYTES = 64 * MAX_REQUEST_BYTES
 MAX_STRINGS = 8 * MAX_MESSAGES
 # Max opening brackets and braces of a body, those in its texts included: 8 MB of brackets take 60 ms to parse.
 MAX_BRACKETS = 2**20
-# Max fields of a gRPC message, those of its conversation included.
 MAX_FIELDS = 4 * MAX_MESSAGES
 # At their limits, stop strings and biases take half of what a structure leaves.
 MAX_SAMPLING_BYTES = 128 * 2**10 + 4 * MAX_ALLOWED_TOKEN_IDS + MAX_STRUCTURED_BYTES
@@ -700,7 +692,6 @@ MAX_SAMPLING_BYTES = 128 * 2**10 + 4 * MAX_ALLOWED_TOKEN_IDS + MAX_STRUCTURED_BY
 # The fields of a message by number: a nested message, described likewise, or the name of a counter.
 _SAMPLING = "sampling"
 _Fields = Mapping[int, Any]
-# GenerateRequest in protos/pillion/v1/gateway.proto.
 _GENERATE: _Fields = {
     3: "token_ids",
     4: {3: {}},
@@ -708,7 +699,6 @@ _GENERATE: _Fields = {
     9: {2: {1: "resume.answers.token_ids"}},
     11: {1: {}},
 }
-# WarmPrefixRequest has a GenerateRequest.
 _WARM: _Fields = {1: _GENERATE}
 # EmbedRequest has texts or their ids, each in a message; ScoreRequest has texts alone.
 _TEXTS: _Fields = {2: {2: "token_ids"}}
@@ -773,7 +763,6 @@ def _count(raw: bytes, at: int, end: int, fields: _Fields, counts: Counter[str])
         elif kind in (_FIXED64, _FIXED32):
             at += 8 if kind == _FIXED64 else 4
         elif kind > _FIXED32:
-            # No wire type: stop reading.
             return
 
 
