@@ -39,9 +39,7 @@ AUTO = "auto"
 MAX_WORKERS = 64
 # A worker has no more adapters than this ready, because it holds them in memory and names them in every heartbeat.
 MAX_LORAS = 256
-MAX_LORA_RANK = 512
 MAX_RANKS = 16
-MAX_STAGES = 16
 # So many sequences may wait on a decode worker, and so many prefill ranges may wait or run on a prefill worker.
 MAX_WAITING_SEQS, MAX_WAITING_PREFILLS = 1024, 256
 # Most tokens of one step.
@@ -53,47 +51,9 @@ CPU_KERNEL_CHOICES = (
     "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon", "torch",
 )  # fmt: skip
 QUANTIZATION_CHOICES = ("none", "int8", "int8-dynamic", "int4")
-QUANTIZATION_GROUP_CHOICES = ("auto", "32", "128")
-ACTIVATION_QUANTIZATION_CHOICES = ("auto", "int8")
-DEVICE_CHOICES = ("auto", "cpu", "cuda")
 # With float16, alias half, a model is computed in float32, which holds its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
-ALSO_MODEL = (
-    "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,tokenizer=T][,quantization=Q]"
-    "[,quantization-group-size=G][,activation-quantization=A][,tool-call-parser=P][,reasoning-parser=P]"
-    "[,generation-config=C][,chat-template=F]. Repeat it for more."
-)
-
-ALLOWED_ORIGINS = (
-    "Web pages of this origin, such as https://chat.example.org, may use the HTTP API; '*' is any. Repeat it for more, "
-    "or give a JSON list."
-)
-
-API_KEY = (
-    "A key that clients have to send; repeat it for more. Others on this machine may read it here: better is the"
-    " variable PILLION_API_KEY, with spaces between keys, or --api-keys."
-)
-
-STRICT_FIELDS = (
-    "Refuse fields of HTTP bodies that no API documents, at any depth, instead of taking them without effect and naming"
-    " them in the header x-pillion-ignored."
-)
-
-LORA_MODULES = (
-    'A LoRA adapter, as PEFT writes it: NAME=PATH, or {"name": NAME, "path": PATH, "base_model_name": MODEL}. Repeat it'
-    " for more."
-)
-
-SERVED_NAMES = (
-    "Name that clients use. Repeat it for more names of the model; answers give the first. Default: the folder's or"
-    " file's name."
-)
-
-SPECULATIVE = (
-    "How tokens are drafted, in vLLM's JSON, such as "
-    '\'{"method": "ngram", "num_speculative_tokens": 5}\'. Empty: none are.'
-)
 
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
@@ -293,7 +253,12 @@ class ModelFlags:
 
     model: str = flag("", "Hugging Face folder, GGUF file, hub id, or 'demo' (SmolLM2-135M-Instruct).")
     revision: str = flag("main", "Revision of a hub id.")
-    served_model_name: tuple[str, ...] = flag((), SERVED_NAMES, kind=str)
+    served_model_name: tuple[str, ...] = flag(
+        (),
+        "Name that clients use. Repeat it for more names of the model; answers give the first. Default: the folder's or"
+        " file's name.",
+        kind=str,
+    )
     tokenizer: str = flag("", "Folder or hub id whose tokenizer and chat template are used. Default: the model's own.")
     dtype: str = flag(
         "auto", "Type of plain weights, arithmetic and KV; float16 is run in float32.", choices=DTYPE_CHOICES
@@ -307,13 +272,13 @@ class ModelFlags:
     quantization_group_size: str = flag(
         "auto",
         "Weights that share a scale; auto: 32 in int4, all of an output in int8.",
-        choices=QUANTIZATION_GROUP_CHOICES,
+        choices=("auto", "32", "128"),
     )
     activation_quantization: str = flag(
         "auto",
         "int8: inputs of linear layers with quantized weights in 8 bits, with a scale for each group (CPU). auto: as"
         " --quantization or the checkpoint says.",
-        choices=ACTIVATION_QUANTIZATION_CHOICES,
+        choices=("auto", "int8"),
     )
     max_model_len: int = size_flag(
         0,
@@ -377,7 +342,9 @@ class ServedModelFlags(AnswerFlags, ModelFlags):
 class ComputeFlags(ModelFlags):
     """Says how the model is computed. All workers of a cluster must agree on these flags."""
 
-    device: str = flag("auto", "Computes and holds KV blocks; auto: a GPU where there is one.", choices=DEVICE_CHOICES)
+    device: str = flag(
+        "auto", "Computes and holds KV blocks; auto: a GPU where there is one.", choices=("auto", "cpu", "cuda")
+    )
     kv_cache_dtype: str = flag(
         "auto", "Type of KV; fp8, int8 (CPU): 8 bits; auto: that of --dtype.", choices=("auto", "fp8", "int8")
     )
@@ -451,7 +418,10 @@ class StepFlags:
     )
     max_num_seqs: int = flag(64, "Most sequences that run at once on a decode worker.", least=1)
     speculative_config: SpeculativeConfig = flag(  # noqa: RUF009  (a field, as all flags are)
-        NO_SPECULATION, SPECULATIVE, kind=parse_speculative_config
+        NO_SPECULATION,
+        "How tokens are drafted, in vLLM's JSON, such as "
+        '\'{"method": "ngram", "num_speculative_tokens": 5}\'. Empty: none are.',
+        kind=parse_speculative_config,
     )
 
 
@@ -476,7 +446,7 @@ class LoraFlags(EnableLoraFlags):
     max_loras: int = flag(
         8, "Most adapters that a worker keeps ready, and so that a step uses.", least=1, most=MAX_LORAS
     )
-    max_lora_rank: int = flag(16, "Largest rank of an adapter.", least=1, most=MAX_LORA_RANK)
+    max_lora_rank: int = flag(16, "Largest rank of an adapter.", least=1, most=512)
     lora_target_modules: tuple[str, ...] = flag(
         (),
         "Linear layers that adapters may change, as PEFT names them: q_proj,v_proj... Repeat for more. Default: all.",
@@ -548,7 +518,7 @@ class WorkerFlags(LoraFlags, ThreadFlags, RequestServerFlags, InternalServerFlag
         1,
         "Stages over which each prefill worker splits the model's layers; a stage is --tensor-parallel-size processes.",
         least=1,
-        most=MAX_STAGES,
+        most=16,
     )
 
     @property
@@ -599,7 +569,13 @@ class DecodeFlags(StepFlags, WorkerFlags):
 class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedModelFlags):
     """Holds the flags of ``pillion gateway``, the public edge."""
 
-    also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
+    also_model: tuple[str, ...] = flag(
+        (),
+        "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,tokenizer=T][,quantization=Q]"
+        "[,quantization-group-size=G][,activation-quantization=A][,tool-call-parser=P][,reasoning-parser=P]"
+        "[,generation-config=C][,chat-template=F]. Repeat it for more.",
+        kind=str,
+    )
     host: str = flag("127.0.0.1", "Address of the public ports.")
     http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.", least=0, most=MAX_PORT, also="port")
     grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free one.", least=0, most=MAX_PORT)
@@ -607,22 +583,42 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     chunk_size: int = size_flag(512, "Tokens per prefill chunk; a multiple of the block size.", least=1)
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.", least=1)
     max_inflight_tokens: int = size_flag(2_000_000, "Most prompt tokens in the gateway at once.", least=1)
-    allowed_origins: tuple[str, ...] = flag((), ALLOWED_ORIGINS, kind=str)
+    allowed_origins: tuple[str, ...] = flag(
+        (),
+        "Web pages of this origin, such as https://chat.example.org, may use the HTTP API; '*' is any. Repeat it for"
+        " more, or give a JSON list.",
+        kind=str,
+    )
     allowed_hosts: tuple[str, ...] = flag(
         (),
         "Name under which clients may ask the HTTP port, as their Host header has it; * for any. Repeat it for more."
         " Without API keys, on a loopback address, others than localhost, addresses and --host are refused.",
         kind=str,
     )
-    strict_fields: bool = flag(False, STRICT_FIELDS)
+    strict_fields: bool = flag(
+        False,
+        "Refuse fields of HTTP bodies that no API documents, at any depth, instead of taking them without effect and"
+        " naming them in the header x-pillion-ignored.",
+    )
     ui: bool = flag(False, "Serve a page for people at /ui: chat, and a live picture of the cluster for operators.")
-    lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str)
+    lora_modules: tuple[str, ...] = flag(
+        (),
+        'A LoRA adapter, as PEFT writes it: NAME=PATH, or {"name": NAME, "path": PATH, "base_model_name": MODEL}.'
+        " Repeat it for more.",
+        kind=str,
+    )
     allow_runtime_lora_updating: bool = flag(
         False, "Let operators load and unload adapters of --lora-path while the gateway runs."
     )
     lora_path: tuple[str, ...] = flag((), "Folder whose adapters operators may load. Repeat it for more.", kind=str)
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
-    api_key: tuple[str, ...] = flag((), API_KEY, kind=parse_api_key, secret=True)
+    api_key: tuple[str, ...] = flag(
+        (),
+        "A key that clients have to send; repeat it for more. Others on this machine may read it here: better is the"
+        " variable PILLION_API_KEY, with spaces between keys, or --api-keys.",
+        kind=parse_api_key,
+        secret=True,
+    )
     root_path: str = flag(
         "", "Path under which a proxy shows the HTTP port, such as /models/small.", kind=parse_root_path
     )

@@ -7,10 +7,22 @@ client converts statuses back. Nothing else maps errors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
-# Numbers of google.rpc.Code, so that this module needs no gRPC.
-_CANCELLED, _INVALID, _DEADLINE, _NOT_FOUND, _DENIED = 1, 3, 4, 5, 7
-_EXHAUSTED, _PRECONDITION, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 8, 9, 13, 14, 16
+
+class Code(IntEnum):
+    """Numbers of google.rpc.Code, so that this module needs no gRPC."""
+
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,7 @@ class QuotaViolation:
 class PillionError(Exception):
     """Any error that Pillion raises on purpose. ``code`` is a google.rpc.Code."""
 
-    code: int = _INTERNAL
+    code: int = Code.INTERNAL
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -57,7 +69,7 @@ class PillionError(Exception):
 class InvalidRequest(PillionError):  # noqa: N818  (named as the field names it)
     """The request itself is wrong; sending it again cannot help."""
 
-    code = _INVALID
+    code = Code.INVALID_ARGUMENT
 
     def __init__(self, message: str, violations: tuple[FieldViolation, ...] = ()) -> None:
         super().__init__(message)
@@ -72,19 +84,19 @@ class InvalidRequest(PillionError):  # noqa: N818  (named as the field names it)
 class NotFound(PillionError):  # noqa: N818
     """Something in the call does not exist, or not any more."""
 
-    code = _NOT_FOUND
+    code = Code.NOT_FOUND
 
 
 class Conflict(PillionError):  # noqa: N818
     """The state of the called component forbids the call, for instance a fenced epoch."""
 
-    code = _PRECONDITION
+    code = Code.FAILED_PRECONDITION
 
 
 class Overloaded(PillionError):  # noqa: N818
     """A limit was exceeded; ``quotas`` say which one. ``retry_after_ms`` is the server's estimate, 0 if it has none."""
 
-    code = _EXHAUSTED
+    code = Code.RESOURCE_EXHAUSTED
 
     def __init__(self, message: str, retry_after_ms: int = 0, quotas: tuple[QuotaViolation, ...] = ()) -> None:
         super().__init__(message)
@@ -98,7 +110,7 @@ class Unavailable(PillionError):  # noqa: N818
     ``retry_after_ms``: when to send the call again, 0 if the server has already retried as often as it could.
     """
 
-    code = _UNAVAILABLE
+    code = Code.UNAVAILABLE
 
     def __init__(self, message: str, retry_after_ms: int = 0) -> None:
         super().__init__(message)
@@ -108,31 +120,31 @@ class Unavailable(PillionError):  # noqa: N818
 class DeadlineExceeded(PillionError):  # noqa: N818
     """The call took longer than its caller allowed."""
 
-    code = _DEADLINE
+    code = Code.DEADLINE_EXCEEDED
 
 
 class Cancelled(PillionError):  # noqa: N818
     """The caller disconnected, or cancelled the call."""
 
-    code = _CANCELLED
+    code = Code.CANCELLED
 
 
 class PermissionDenied(PillionError):  # noqa: N818
     """This caller may not make the call."""
 
-    code = _DENIED
+    code = Code.PERMISSION_DENIED
 
 
 class Unauthenticated(PillionError):  # noqa: N818
     """The call has no API key, or an unknown one."""
 
-    code = _UNAUTHENTICATED
+    code = Code.UNAUTHENTICATED
 
 
 class Internal(PillionError):  # noqa: N818
     """Pillion has a defect; the log of the component that raised the error has details."""
 
-    code = _INTERNAL
+    code = Code.INTERNAL
 
 
 class BrokenModel(Internal):
