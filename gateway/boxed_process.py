@@ -1,12 +1,12 @@
-"""Runs jobs that clients have written one at a time, in a process of their own that can be killed.
+"""Runs untrusted jobs one at a time in a separate process that can be killed.
 
 no process --job--> idle --request--> busy --answer--> idle
                       ^                 |
-                      |                 +-- out of time, memory or life --> killed, no process
+                      |                 +-- out of time or memory, or died --> killed, no process
                       +-- the next job starts a fresh one
 
-All clients share the process. So a client that goes away does not end it: its job goes on, for no longer than a fresh
-process would take to start.
+All clients share the process. A client's disconnect does not kill it at once: the job may go on for the time that a
+fresh process takes to start.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from pillion.tasks import end_tasks
 
 T = TypeVar("T")
 
-# A Python with libraries of its own needs these variables to start, and the local time needs the last two.
+# Environment variables that the process inherits: some Pythons need them to start, and local time needs the last two.
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
-# A job for which nobody waits any more goes on this long, about as long as a fresh process takes until it answers.
+# Grace period of a job whose caller is gone: about the time that a fresh process takes to answer.
 ABANDONED_S = 1.0
 _WORKER = Path(__file__).with_name("boxed_worker.py")
 
 
 class BoxFailure(Exception):  # noqa: N818
-    """Says that a job has no answer, and why. ``its_own`` says that the job itself is at fault and would fail again."""
+    """A job without an answer, and why. ``its_own``: the job itself is at fault, and would fail again."""
 
     def __init__(self, reason: str, its_own: bool) -> None:
         super().__init__(reason)
@@ -47,10 +47,9 @@ class BoxFailure(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxLimits:
-    """Limits what a job in the process may take: computing time, wall-clock time (of a process's start too), and the
-    process's memory.
+    """Limits of a job: CPU time, wall-clock time (with the process's start), and the process's memory.
 
-    At most ``max_waiting`` jobs run or wait; ``what`` names them in words.
+    At most ``max_waiting`` jobs run or wait; ``what`` names them in messages.
     """
 
     cpu_s: float
@@ -61,12 +60,11 @@ class BoxLimits:
 
 
 class BoxedProcess:
-    """Runs jobs in a process of its own.
+    """A separate process that runs jobs.
 
     Args:
-        handler: a file with a function ``opened(setup)``, which returns a function that makes a job's answer of the
-            job.
-        setup: the argument of that function.
+        handler: a file with a function ``opened(setup)``, which returns the function from a job to its answer.
+        setup: the argument of ``opened``.
     """
 
     def __init__(self, handler: Path, setup: Mapping[str, Any], limits: BoxLimits) -> None:
@@ -78,14 +76,14 @@ class BoxedProcess:
         }
         self._limits = limits
         self._process: Process | None = None
-        # This says whether the process has answered nothing yet.
+        # True until the process's first answer.
         self._fresh = True
         self._running: asyncio.Task[dict[str, Any]] | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
 
     async def run(self, job: Any, size_bytes: int) -> dict[str, Any]:
-        """Returns the answer to a job of about so many bytes. Raises BoxFailure, and Overloaded if too many jobs
+        """Return the answer to a job of about ``size_bytes``. Raises BoxFailure, and Overloaded if too many jobs
         wait."""
         limits = self._limits
         if self._waiting >= limits.max_waiting:
@@ -96,8 +94,7 @@ class BoxedProcess:
         except BaseException:
             self._waiting -= 1
             raise
-        # The job runs in a task of its own, so that it goes on where its caller is cancelled, and gives the turn back
-        # when it ends.
+        # A separate task, so that it survives the caller's cancellation, and releases the turn when it ends.
         running = self._running = asyncio.create_task(self._run(job, size_bytes), name="boxed job")
         running.add_done_callback(self._ended)
         try:
@@ -111,11 +108,11 @@ class BoxedProcess:
         self._waiting -= 1
         self._turn.release()
         if not running.cancelled():
-            # The exception is looked at here, because perhaps nobody else waits for it.
+            # Retrieved here, since there may be no other awaiter.
             running.exception()
 
     async def _run(self, job: Any, size_bytes: int) -> dict[str, Any]:
-        """Sends one job to the process, which is killed after a failure."""
+        """Run one job in the process, which is killed after a failure."""
         answered = False
         try:
             async with asyncio.timeout(self._limits.wall_s):
@@ -128,7 +125,7 @@ class BoxedProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             assert self._process is not None
             ended = await self._process.wait()
-            # A kill from outside the process does not show that the job was at fault.
+            # A kill from outside does not show that the job is at fault.
             reason = f"it took more than {self._limits.cpu_s:g} s of computing or too much memory"
             raise BoxFailure(reason, its_own=ended != -signal.SIGKILL) from None
         finally:
@@ -137,8 +134,8 @@ class BoxedProcess:
         return answer
 
     async def _start(self) -> Process:
-        # With -I the process sees the installed packages, and not the folder it was started from. The process inherits
-        # neither keys and addresses in the environment nor descriptors.
+        # -I: installed packages, but not the current folder. Neither descriptors nor keys and addresses in the
+        # environment are inherited.
         env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, close_fds=True
@@ -148,7 +145,7 @@ class BoxedProcess:
         return process
 
     async def aclose(self) -> None:
-        """Ends the process, and the job that it runs; the next job would start another one."""
+        """End the process and its job; the next job starts another one."""
         await end_tasks(self._running)
         await self._kill()
 

@@ -1,9 +1,9 @@
-"""Is the program of :mod:`pillion.gateway.boxed_process`'s process, which is run as a file and never imported.
+"""Program of :mod:`pillion.gateway.boxed_process`'s process, run as a file and never imported.
 
-Nothing inside a Python process can stop a thread that computes ``10 ** 10 ** 9``. So the operating system makes the
-box: a timer whose signal ends this process, and a limit on its memory. The process reads and writes JSON on its
-standard streams, each text after its length in four bytes; the first one sets the process up and names the file that
-makes answers, and jobs follow. This program needs the standard library only; the file may need more.
+Nothing inside a Python process can stop a thread that computes ``10 ** 10 ** 9``. So the operating system does: a timer
+whose signal ends this process, and a limit on its memory. The process reads and writes JSON on its standard streams,
+each text after its length in four bytes; the first one is the setup with the handler's file, and jobs follow. This
+program needs only the standard library; the handler may need more.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 def _read() -> bytes:
     head = sys.stdin.buffer.read(4)
     if len(head) < 4:
-        # The gateway is gone, because standard input has ended.
+        # End of input: the gateway is gone.
         sys.exit(0)
     return sys.stdin.buffer.read(int.from_bytes(head, "big"))
 
 
 def _write(message: dict[str, Any]) -> None:
     try:
-        # Text is written without escapes, because the gateway reads it on its event loop.
+        # Without escapes, which the gateway would decode on its event loop.
         data = json.dumps(message, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         data = json.dumps({"broken": "it wrote what is not valid Unicode"}).encode()
@@ -47,12 +47,12 @@ def _handler(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
 
 
 def main() -> None:
-    """Serves jobs until standard input ends."""
-    # Ctrl-C is meant for the gateway; this process ends with its input.
+    """Serve jobs until standard input ends."""
+    # Ctrl-C is for the gateway; this process ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = json.loads(_read())
     with contextlib.suppress(ValueError, OSError):
-        # macOS knows this limit and refuses to set it; the timer bounds how much a job can fill there.
+        # macOS refuses to set this limit; there, the timer bounds memory.
         resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     handle = _handler(setup)

@@ -1,7 +1,6 @@
-"""Keeps the names of LoRA adapters: which digest each means, for which model, and who may change that.
+"""Names of LoRA adapters: the digest and model of each, and who may change them.
 
-Behind the gateway nobody knows names: a request's name becomes the digest of its adapter when it is checked, and keeps
-it whatever the name means later.
+Names end at the gateway: validation replaces a request's adapter name by its digest, whatever the name means later.
 
 Open name_table.py first.
 """

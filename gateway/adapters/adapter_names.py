@@ -1,7 +1,7 @@
 """Loads and unloads adapters by name, and shares the names with the other gateways.
 
-load   folder allowed? -> checked, copied into the store by digest -> name means the digest -> told to all gateways
-request's name -> digest, once -> workers, which get the files by digest
+load   folder allowed? -> validated, copied into the store by digest -> name maps to the digest -> sent to all gateways
+request's name -> digest, once -> workers, which fetch the files by digest
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ from pillion.observability.metrics import Reading
 
 log = logging.getLogger("pillion.gateway")
 
-# A name of an adapter that this gateway does not know may have been loaded at another one just now; the registry is
-# asked this often.
+# Interval of registry look-ups for unknown names, which another gateway may have just loaded.
 LOOK_INTERVAL_S = 0.1
-# The copies of adapters that have names are marked as used this often, so that nobody removes them.
+# Interval at which copies of named adapters are marked as used, so that they are not evicted.
 USE_INTERVAL_S = KEEP_S / 24
-# At most this many adapters are loaded or unloaded, or wait to be; one copy of an adapter's files is made at a time.
+# Limit on loads and unloads that run or wait; adapter files are copied one at a time.
 MAX_CHANGES_AT_ONCE = 16
 RETRY_AFTER_MS = 1000
-# Checking and copying an adapter's folder may take this long, and this much memory.
+# Limits of checking and copying an adapter's folder.
 LOAD_TIMEOUT_S = 300.0
 MAX_PROCESS_BYTES = 2**30
 
@@ -61,7 +60,7 @@ _NAME = re.compile(r"[^\x00-\x20\x7f]{1,256}")
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """Holds one value of --lora-modules. ``model`` is the name of its model; "" means that of --model."""
+    """One value of --lora-modules. ``model`` is the name of its model, "" for that of --model."""
 
     name: str
     path: str
@@ -69,7 +68,7 @@ class LoraModule:
 
 
 def parse_lora_modules(texts: Sequence[str]) -> tuple[LoraModule, ...]:
-    """Reads --lora-modules: NAME=PATH, or vLLM's JSON object. Raises ConfigError."""
+    """Parse --lora-modules: NAME=PATH, or vLLM's JSON object. Raises ConfigError."""
     modules = tuple(_parse_module(text) for text in texts)
     names = [module.name for module in modules]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -97,16 +96,16 @@ def _parse_module(text: str) -> LoraModule:
 
 
 class AdapterNames:
-    """Keeps the adapters that a gateway serves by the names that clients use.
+    """A gateway's adapters by the names that clients use.
 
     Args:
-        models: the folder of each served model, by its name; the first one is that of --model.
-        aliases: further names of models, which no adapter may have; each with the model's name.
-        nodes: returns the links to all KV nodes, on whose machines workers look for the files of adapters.
-        shared: the names that all gateways share; None where this gateway is alone.
+        models: folder of each served model, by its name; the first is that of --model.
+        aliases: further names of models, each with the model's name; no adapter may have one.
+        nodes: returns the links to all KV nodes, on whose machines workers look for adapter files.
+        shared: names that all gateways share; None if this gateway is the only one.
 
     Attributes:
-        store: the copies on this machine. A process of its own reads their files.
+        store: adapter copies on this machine. A separate process reads their files.
 
     start -> stop, when the gateway begins to drain -> aclose
     """
@@ -130,7 +129,7 @@ class AdapterNames:
         self.store = AdapterStore(store_bytes=STORE_BYTES, digest_of=self._process.digest)
         self._spread = AdapterSpread(nodes, self.digests, self.store)
         self._tasks: list[asyncio.Task[None]] = []
-        # This counts running requests by the name of their adapter.
+        # Running requests by adapter name.
         self._running: Counter[str] = Counter()
         self.table = NameTable()
         self._version = b""
@@ -139,11 +138,11 @@ class AdapterNames:
         self._sharing = asyncio.Lock()
         self._looked_s = float("-inf")
         self._looking: asyncio.Task[None] | None = None
-        # The caller of one of these loads may have gone away meanwhile.
+        # A load outlives the call that asked for it.
         self._loads: set[asyncio.Task[NamedAdapter]] = set()
 
     def load_fixed(self, modules: Sequence[LoraModule]) -> None:
-        """Loads the adapters of --lora-modules. Reads files; raises ConfigError, which names the adapter."""
+        """Load the adapters of --lora-modules from disk. Raises ConfigError, which names the adapter."""
         found: list[NamedAdapter] = []
         for module in modules:
             try:
@@ -156,56 +155,54 @@ class AdapterNames:
             self._process.close(for_good=False)
 
     def start(self, heartbeat_s: float) -> None:
-        """Begins to share the names of adapters and to spread their files, once in each heartbeat."""
+        """Start to share adapter names and to distribute adapter files, once per heartbeat."""
         self._tasks = [
             asyncio.create_task(self._keep_shared(heartbeat_s), name="adapters"),
             asyncio.create_task(self._spread.run(heartbeat_s), name="files of adapters"),
         ]
 
     async def stop(self) -> None:
-        """Ends the sharing of adapters' names and the spreading of their files."""
+        """Stop sharing names and distributing files."""
         for task in self._tasks:
             task.cancel()
-        # The calls that receive an adapter's files may wait for the process that reads them.
+        # Calls that receive adapter files may be waiting for this process.
         await asyncio.to_thread(self._process.close)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def spread(self) -> None:
-        """Brings the files of all adapters to the machines of the KV nodes, as far as that can be done now."""
+        """Copy all adapters to the machines of the KV nodes that can be reached now."""
         await self._spread.spread()
 
     def began(self, name: str) -> None:
-        """Notes that a request begins to run with the adapter of this name."""
+        """Count a request that starts with this adapter."""
         self._running[name] += 1
 
     def ended(self, name: str) -> None:
-        """Notes that a request with the adapter of a name has ended."""
+        """Count a request with this adapter as ended."""
         self._running[name] -= 1
 
     def readings(self) -> Iterator[Reading]:
-        """Yields the gauges of a gateway that serves adapters."""
+        """Yield the gauges of a gateway that serves adapters."""
         return adapter_readings(self._running, self._flags.max_loras)
 
     def find(self, name: str) -> NamedAdapter | None:
-        """Returns the adapter that a name means now; None where it means no adapter of a model that is served here."""
+        """Return the adapter with this name; None if there is none for a model served here."""
         adapter = self.table.find(name)
         return adapter if adapter is not None and adapter.parent in self._models and name not in self._taken else None
 
     def all(self) -> list[NamedAdapter]:
-        """Returns the adapters of models that are served here, by name."""
+        """Return the adapters of models served here, by name."""
         return [adapter for adapter in self.table.all() if self.find(adapter.name) is adapter]
 
     def digests(self) -> set[str]:
-        """Returns the digests of the adapters of models that are served here."""
+        """Return the digests of the adapters of models served here."""
         return {adapter.digest for adapter in self.all()}
 
     async def look(self, name: str) -> None:
-        """Asks the registry for a name that is unknown here. Callers at the same time share one call of the registry,
-        and each gets a call that began after its own."""
+        """Query the registry for an unknown name. Concurrent callers share a query that begins after their calls."""
         if not name or name in self._taken or not self._flags.allow_runtime_lora_updating:
             return
-        # A call of the registry that has begun may have been answered before the name was given, so a second one may be
-        # needed.
+        # A query under way may have been answered before the name was added, so a second may be needed.
         for _ in range(1 if self._looking is None else 2):
             if self.table.find(name) is not None:
                 return
@@ -222,20 +219,20 @@ class AdapterNames:
             self._looking = None
 
     async def load(self, name: str, path: str, *, in_place: bool = False, model: str = "") -> NamedAdapter:
-        """Gives ``name`` to the adapter of a folder, for requests that come from now on.
+        """Map ``name`` to the adapter in a folder, for requests from now on.
 
         Args:
-            path: a folder inside of one of --lora-path, absolute or relative to it.
-            in_place: whether the name may mean another adapter already.
-            model: the name of the adapter's model; "" for that of --model.
+            path: a folder inside one of --lora-path, absolute or relative to it.
+            in_place: whether the name may be that of another adapter, which it then replaces.
+            model: name of the adapter's model; "" for that of --model.
 
-        A load goes on when its caller leaves; to load what the name means already changes nothing.
+        A load goes on if its caller is cancelled. Loading the same adapter again changes nothing.
 
         Raises:
-            Overloaded: too many adapters are being loaded, or there is no room for this one. PermissionDenied: names
-                are fixed here, or the folder is in none of --lora-path. NotFound: no such folder. InvalidRequest: the
-                adapter cannot be served. Conflict: the name is taken. Unavailable: the folder was not read within
-                LOAD_TIMEOUT_S, or the process that reads adapters has ended.
+            Overloaded: too many loads under way, or no disk space. PermissionDenied: names are fixed, or the folder is
+                in none of --lora-path. NotFound: no such folder. InvalidRequest: the adapter cannot be served.
+                Conflict: the name is taken. Unavailable: the folder was not read within LOAD_TIMEOUT_S, or the process
+                that reads adapters has ended.
         """
         load = asyncio.create_task(self._change(name, path, in_place, model))
         self._loads.add(load)
@@ -262,13 +259,13 @@ class AdapterNames:
             self.table.put(adapter, _now_ms())
         await self._share_quietly()
         if self.table.find(name) != adapter:
-            raise Conflict(f"what {name!r} means was changed at the same time")
+            raise Conflict(f"{name!r} was changed at the same time")
         log.info("adapter %s of model %s is %s from %s", name, adapter.parent, adapter.digest[:12], folder)
         return adapter
 
     async def unload(self, name: str) -> NamedAdapter:
-        """Takes a name away from its adapter. Requests that named it go on. Raises NotFound, and PermissionDenied or
-        Conflict where the name is fixed."""
+        """Remove an adapter's name; requests that use it go on. Raises NotFound, PermissionDenied, and Conflict if the
+        name is fixed."""
         self._check_updating()
         async with self._turn():
             adapter = self.find(name)
@@ -282,7 +279,7 @@ class AdapterNames:
         return adapter
 
     async def share(self) -> None:
-        """Brings changes of names to the registry and takes those of the other gateways. Raises Unavailable."""
+        """Exchange changes of names with the registry. Raises Unavailable."""
         if self._shared is None:
             return
         async with self._sharing:
@@ -291,12 +288,12 @@ class AdapterNames:
                 answer = await self._shared.share(self._version, sent)
                 self.table.merge(sent, answer.values, _now_ms())
                 self._version = answer.version
-                # A change that the registry's answer turns out to lack is brought to the registry at once.
+                # Send at once what the registry's answer lacks.
                 if not self.table.unsent() or answer.values is None:
                     return
 
     async def _keep_shared(self, interval_s: float) -> None:
-        """Shares names with the other gateways and keeps the copies of named adapters in use, until it is cancelled."""
+        """Share names and mark copies of named adapters as used, until cancelled."""
         defects = Defects("the sharing of adapters' names")
         used_s = float("-inf")
         while True:
@@ -305,12 +302,12 @@ class AdapterNames:
                 if time.monotonic() - used_s > USE_INTERVAL_S:
                     used_s = time.monotonic()
                     await asyncio.to_thread(self._use)
-            except Exception as error:  # noqa: BLE001  (without it, gateways would drift apart)
+            except Exception as error:  # noqa: BLE001  (without it, gateways would diverge)
                 defects.note(error)
             await asyncio.sleep(interval_s)
 
     async def aclose(self) -> None:
-        """Ends loads, their process and calls of the registry, and closes the connections to Redis."""
+        """Cancel loads and registry calls, and close the process and the connections to Redis."""
         for task in (*self._loads, *filter(None, [self._looking])):
             task.cancel()
         await asyncio.to_thread(self._process.close)
@@ -321,13 +318,13 @@ class AdapterNames:
         try:
             await self.share()
         except Unavailable as error:
-            # Changes of this gateway are brought later, and changes of others are learnt then.
+            # A later call sends and fetches the changes.
             log.debug("the registry did not take the names of adapters: %s", error.message)
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Waits until one change of names may be made, after the changes of other gateways were read. Raises Overloaded
-        if too many changes wait."""
+        """Wait for the turn to change names, after changes of other gateways were read. Raises Overloaded if too many
+        changes wait."""
         if self._changing >= MAX_CHANGES_AT_ONCE:
             raise Overloaded(f"{MAX_CHANGES_AT_ONCE} adapters are being loaded", RETRY_AFTER_MS)
         self._changing += 1
@@ -359,7 +356,7 @@ class AdapterNames:
             )
 
     def _allowed(self, path: str) -> tuple[Path, Path]:
-        """Returns the folder of --lora-path that holds the folder a caller names, and the latter. Nothing is told about
+        """Return the folder of --lora-path that contains ``path``, and the resolved path. Errors reveal nothing about
         paths elsewhere, not even whether they exist."""
         if "\0" in path:
             raise _wrong("lora_path", "a path has no character 0")
@@ -403,7 +400,7 @@ def _wrong(field: str, message: str) -> InvalidRequest:
 
 
 def adapter_readings(running: Mapping[str, int], max_loras: int) -> Iterator[Reading]:
-    """Yields the gauges of adapters; ``running`` counts requests by the name of their adapter."""
+    """Yield the adapter gauges; ``running`` counts requests by adapter name."""
     yield metric_catalog.ADAPTER_SLOTS, (), max_loras
     for name, requests in running.items():
         if requests:
@@ -416,8 +413,7 @@ def load_adapters(
     flags: GatewayFlags,
     nodes: Callable[[], Iterable[NodeLink]],
 ) -> AdapterNames:
-    """Makes the names of a gateway's adapters, with those of --lora-modules loaded. The arguments are those of
-    :class:`AdapterNames`. Reads files; raises ConfigError."""
+    """Create :class:`AdapterNames` with --lora-modules loaded from disk. Raises ConfigError."""
     modules = parse_lora_modules(flags.lora_modules)
     shares = flags.redis_url and flags.allow_runtime_lora_updating
     shared = SharedNames(flags.redis_url, MAX_CHANGES, FORGET_MS) if shares else None

@@ -1,4 +1,4 @@
-"""Serves the gRPC calls that load, unload and list adapters."""
+"""The gRPC calls that load, unload and list adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pillion.wire.public import model_to_pb
 
 
 def adapter_calls(gateway: Gateway) -> Mapping[str, GrpcCall]:
-    """Returns the gRPC calls about adapters by their names."""
+    """Return the gRPC calls about adapters, by name."""
 
     async def load(request: gateway_pb2.LoadAdapterRequest, context: Any) -> gateway_pb2.Model:
         info = await gateway.load_adapter(

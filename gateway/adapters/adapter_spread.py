@@ -1,11 +1,10 @@
-"""Brings the files of adapters that have names to the machines of KV nodes, where their workers find them.
+"""Copies the files of named adapters to the machines of KV nodes, where workers find them.
 
-a name is given, a node joins --> which of the adapters does its machine lack? --> it gets those that this gateway has
+a name is added, a node joins --> which adapters does its machine lack? --> sent, if this gateway has them
+a gateway learns a name whose files it lacks --> fetched from a KV node: names outlive the gateways that added them
 
-a gateway learns a name whose files it lacks --> it gets them from a KV node: names outlive the gateways that gave them
-
-On one machine all components share the model cache, so nothing is lacking. What cannot be brought is tried again later;
-meanwhile workers ask their nodes, and these each other.
+On one machine all components share the model cache, so nothing is copied. Failed copies are retried later; meanwhile
+workers ask their nodes, and nodes each other.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, piec
 
 log = logging.getLogger("pillion.gateway")
 
-# A node is asked again this often though nothing has changed, so that its machine's copies count as used.
+# Interval of queries to a node while nothing changes, so that its machine's copies count as used.
 ASK_AGAIN_S = 600.0
-# A node is asked again this often while its machine lacks something.
+# Interval of queries to a node whose machine lacks an adapter.
 RETRY_S = 5.0
-# This many nodes are asked for an adapter, one after the other, while they fail to give it.
+# Nodes tried per adapter, one after the other.
 MAX_ASKED_NODES = 4
 
 
 class AdapterSpread:
-    """Spreads the files of one gateway's adapters.
+    """Distribution of one gateway's adapter files.
 
     Args:
         nodes: returns the links to all KV nodes.
-        digests: returns the adapters that have names now.
-        store: the copies of adapters on this machine.
+        digests: returns the digests of named adapters.
+        store: adapter copies on this machine.
     """
 
     def __init__(
@@ -50,17 +49,15 @@ class AdapterSpread:
         self._digests = digests
         self._root = cache_root()
         self._store = store
-        # These are the digests of the adapters that this machine has, and the time from which it asks KV nodes for the
-        # others again.
+        # Digests of adapters on this machine, and when to try again to fetch the others.
         self._here: set[str] = set()
         self._fetch_again_s = float("-inf")
-        # For each node this holds the session and the adapters that the node was asked about, and until when its answer
-        # holds.
+        # Per node: its epoch, the adapters it was asked about, and the expiry of its answer.
         self._asked: dict[str, tuple[int, frozenset[str], float]] = {}
         self._spreading = asyncio.Lock()
 
     async def spread(self) -> None:
-        """Brings each node the adapters that its machine lacks. What fails is tried again by a later call."""
+        """Send each node the adapters that its machine lacks. Failures are retried by a later call."""
         async with self._spreading:
             digests = frozenset(self._digests())
             nodes = [node for node in self._nodes() if node.alive]
@@ -70,7 +67,7 @@ class AdapterSpread:
             await asyncio.gather(*asked)
 
     async def fetch(self) -> None:
-        """Gets the files of named adapters that this machine lacks from KV nodes. What fails is tried again."""
+        """Fetch the named adapters that this machine lacks from KV nodes. Failures are retried by a later call."""
         digests = set(self._digests())
         self._here &= digests
         unknown = digests - self._here
@@ -89,7 +86,7 @@ class AdapterSpread:
             self._fetch_again_s = time.monotonic() + RETRY_S
 
     async def _fetch(self, digest: str) -> bool:
-        """Asks nodes for an adapter's files, one after the other; returns whether one of them gave the files."""
+        """Fetch an adapter from the first node that has it; return False if none has."""
         room = partial(self._store.receive, digest)
         for node in [node for node in self._nodes() if node.alive][:MAX_ASKED_NODES]:
             try:
@@ -99,7 +96,7 @@ class AdapterSpread:
             except (PillionError, OSError, TimeoutError) as error:
                 log.info("adapter %s did not come from KV node %s: %s", digest[:12], node.node_id, error)
                 if isinstance(error, NotFound):
-                    # The node that answered has asked the other nodes already.
+                    # This node has already asked the others.
                     return False
             else:
                 log.info("adapter %s came from KV node %s", digest[:12], node.node_id)
@@ -107,7 +104,7 @@ class AdapterSpread:
         return False
 
     async def run(self, interval_s: float) -> None:
-        """Spreads and fetches the files of adapters that change, until it is cancelled."""
+        """Distribute and fetch adapter files until cancelled."""
         defects = Defects("the spreading of adapters")
         while True:
             try:
@@ -130,8 +127,7 @@ class AdapterSpread:
                 if files:
                     await node.client.keep_adapter(pieces_of(files, digest), TRANSFER_TIMEOUT_S)
                     log.info("adapter %s is on the machine of KV node %s now", digest[:12], node.node_id)
-                # Where this machine lacks an adapter's files, another gateway has loaded the adapter and brings the
-                # files to the nodes.
+                # Files that are missing here were loaded by another gateway, which sends them.
                 complete = complete and bool(files)
         except (PillionError, OSError) as error:
             log.info("KV node %s did not get the adapters that it lacks: %s", node.node_id, error)

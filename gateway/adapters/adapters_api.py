@@ -1,4 +1,4 @@
-"""Serves vLLM's two endpoints for adapters, for operators: a name is given to an adapter, or taken away."""
+"""vLLM's two endpoints for operators: load an adapter under a name, and unload it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNLOADED = {"lora_name": "style"}
 
 
 def adapter_routes(calls: ModelCalls) -> list[Route]:
-    """Returns the rows for the HTTP port's table that load and unload adapters."""
+    """Return the HTTP routes that load and unload adapters."""
     api, tenant_of = AdaptersApi(calls), calls.gateway.tenant_of
     load = Endpoint("POST", api.load_lora_adapter, tenant_of, LoadAdapterBody, example=_LOADED)
     unload = Endpoint("POST", api.unload_lora_adapter, tenant_of, UnloadAdapterBody, example=_UNLOADED)
@@ -25,13 +25,13 @@ def adapter_routes(calls: ModelCalls) -> list[Route]:
 
 
 class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/load_lora_adapter, as vLLM has it.
+    """Body of POST /v1/load_lora_adapter, as in vLLM.
 
     Attributes:
-        lora_name: the name by which requests ask for the adapter.
-        lora_path: its folder on the gateway's machine, inside of one of --lora-path.
-        load_inplace: whether the name may belong to another adapter already, which then loses it.
-        base_model_name: the model that the adapter is for; may be left out for that of --model.
+        lora_name: name by which requests select the adapter.
+        lora_path: its folder on the gateway's machine, inside one of --lora-path.
+        load_inplace: whether the name may be taken from another adapter.
+        base_model_name: the adapter's model; default: that of --model.
     """
 
     lora_name: str
@@ -41,11 +41,11 @@ class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/unload_lora_adapter, as vLLM has it.
+    """Body of POST /v1/unload_lora_adapter, as in vLLM.
 
     Attributes:
-        lora_name: the name that is taken away.
-        lora_int_id: adapters have no numbers here.
+        lora_name: the name to remove.
+        lora_int_id: ignored; adapters have no numbers here.
     """
 
     lora_name: str
@@ -53,15 +53,15 @@ class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 class AdaptersApi:
-    """Handles the HTTP calls about adapters; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the
-    handlers raise into responses."""
+    """Handlers of the HTTP calls about adapters; :class:`pillion.gateway.http_api.http_call.Endpoint` turns their
+    exceptions into responses."""
 
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
         self._gateway = calls.gateway
 
     async def load_lora_adapter(self, call: HttpCall) -> None:
-        """Gives a name to the LoRA adapter of a folder, at all gateways. Needs an operator's key."""
+        """Load the LoRA adapter in a folder under a name, at all gateways. Needs an operator's key."""
         body = await self._calls.read(call, parse, await call.body(), LoadAdapterBody)
         await self._gateway.load_adapter(
             call.tenant,
@@ -74,7 +74,7 @@ class AdaptersApi:
         await call.answer(200, said.encode(), content_type=TEXT)
 
     async def unload_lora_adapter(self, call: HttpCall) -> None:
-        """Takes the name of a LoRA adapter away; answers that run with it go on. Needs an operator's key."""
+        """Remove the name of a LoRA adapter; running answers go on. Needs an operator's key."""
         body = await self._calls.read(call, parse, await call.body(), UnloadAdapterBody)
         await self._gateway.unload_adapter(call.tenant, body.lora_name)
         said = f"Success: LoRA adapter '{body.lora_name}' removed successfully."

@@ -1,7 +1,7 @@
-"""Records what every name of an adapter means now. Sans-IO (I9).
+"""Table of adapter names. Sans-IO (I9).
 
-Names of --lora-modules stand as long as the gateway runs. The others come and go on all gateways: each change has a
-stamp, the later of two changes stays, and what a registry has lost is brought to it again.
+Names of --lora-modules are fixed. Others are added and removed at all gateways: each change has a timestamp, the latest
+wins, and changes that a registry has lost are sent again.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ from pillion.host.adapter_folders import is_adapter_digest
 from pillion.kvstore.index.shared_names import StampedValue
 
 MAX_NAMES = 1024
-# The table has at most this many names that mean something or once did; of the names that mean nothing any more the
-# oldest are forgotten.
+# Limit on names in the table, removed ones included, of which the oldest are dropped.
 MAX_CHANGES = 4 * MAX_NAMES
-# A gateway that nobody reaches may come back within this time and will not bring names again that were unloaded
-# meanwhile.
+# Age at which removed names are dropped. A gateway that was cut off for less does not bring them back.
 FORGET_MS = 24 * 3600 * 1000
 
 
 class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes an adapter as clients name it.
+    """An adapter as clients name it.
 
     Attributes:
-        parent: the name of its model.
+        parent: name of its model.
         digest: SHA-256 of its content, hexadecimal (I2).
-        rank: the largest rank of its matrices; 1 where it has none.
-        path: the folder that it was loaded from.
+        rank: largest rank of its matrices; 1 if it has none.
+        path: folder that it was loaded from.
     """
 
     name: str
@@ -40,40 +38,40 @@ class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NameTable:
-    """Holds adapters by name. ``fixed`` are the adapters whose names no change may touch."""
+    """Adapters by name. Changes never affect those in ``fixed``."""
 
     def __init__(self, fixed: Iterable[NamedAdapter] = ()) -> None:
         self.fixed = {adapter.name: adapter for adapter in fixed}
         self._adapters = dict(self.fixed)
-        # These are the changes to names while the gateways run; names that were unloaded are among them.
+        # Changes since the start of the first gateway, removals included.
         self._changes: dict[str, StampedValue] = {}
         self._unsent: set[str] = set()
 
     def find(self, name: str) -> NamedAdapter | None:
-        """Returns the adapter that a name means now, or None."""
+        """Return the adapter with this name, or None."""
         return self._adapters.get(name)
 
     def all(self) -> list[NamedAdapter]:
-        """Returns all adapters, by name."""
+        """Return all adapters, by name."""
         return sorted(self._adapters.values(), key=lambda adapter: adapter.name)
 
     def put(self, adapter: NamedAdapter, now_ms: int) -> None:
-        """Makes a name that is not fixed mean this adapter."""
+        """Map a name to this adapter, unless the name is fixed."""
         self._change(adapter.name, msgspec.json.encode(adapter), now_ms)
 
     def remove(self, name: str, now_ms: int) -> None:
-        """Notes that a name means no adapter any more."""
+        """Remove a name."""
         self._change(name, b"", now_ms)
 
     def unsent(self) -> list[tuple[str, StampedValue]]:
-        """Returns the changes to names that the registry may not have."""
+        """Return the changes that the registry may lack."""
         return [(name, self._changes[name]) for name in sorted(self._unsent)]
 
     def merge(
         self, sent: Iterable[tuple[str, StampedValue]], found: Mapping[str, StampedValue] | None, now_ms: int
     ) -> None:
-        """Takes the registry's answer to changes that were ``sent``: ``found`` is all names that the registry has, or
-        None where they have not changed since the last answer."""
+        """Merge the registry's answer to the changes in ``sent``: ``found`` is all of its names, or None if they have
+        not changed since the last answer."""
         for name, change in sent:
             if self._changes.get(name) == change:
                 self._unsent.discard(name)
@@ -96,7 +94,7 @@ class NameTable:
 
     def _change(self, name: str, value: bytes, now_ms: int) -> None:
         before = self._changes.get(name)
-        # Clocks of gateways differ: a change that was made after another one must not lose to it.
+        # Gateways' clocks differ: a later change must not lose to an earlier one.
         stamp_ms = now_ms if before is None else max(now_ms, before.stamp_ms + 1)
         self._take(name, StampedValue(stamp_ms, value))
         self._unsent.add(name)
@@ -112,13 +110,13 @@ class NameTable:
             try:
                 adapter = msgspec.json.decode(change.value, type=NamedAdapter)
             except msgspec.DecodeError:
-                return  # A gateway of a newer version wrote this adapter, which this one cannot serve.
-            # Nobody who can write to the registry may make a worker ask for anything but a digest.
+                return  # Written by a gateway of a newer version.
+            # Whoever can write to the registry must not make a worker fetch anything but a digest.
             if adapter.name == name and is_adapter_digest(adapter.digest):
                 self._adapters[name] = adapter
 
     def _forget_one(self, but: str) -> None:
-        """Forgets, of the names that were unloaded, the one that was unloaded first, as the registry does."""
+        """Drop the oldest removed name, as the registry does."""
         gone = [(change.stamp_ms, name) for name, change in self._changes.items() if not change.value and name != but]
         if gone:
             _, name = min(gone)
@@ -126,7 +124,7 @@ class NameTable:
             self._unsent.discard(name)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the adapters are not what the changes and the fixed names say."""
+        """Raise AssertionError if the adapters do not follow from the changes and the fixed names."""
         assert self._unsent <= self._changes.keys()
         assert self._adapters.keys() <= self._changes.keys() | self.fixed.keys()
         assert all(self._adapters[name] == adapter for name, adapter in self.fixed.items())

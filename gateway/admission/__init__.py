@@ -1,4 +1,4 @@
-"""Admission decides who may send requests, how many at once, and which is next. Open admission.py first.
+"""Admission of requests: API keys, concurrency limits, quotas, and the queues. Open admission.py first.
 
-No request is planned or run here.
+Nothing here plans or runs a request.
 """

@@ -1,17 +1,15 @@
-"""Decides how much the gateway takes on at once, and which request is next (I7).
+"""Limits the requests in the gateway, and schedules the waiting ones (I7).
 
-enter: bounds by requests --> weigh: bounds by prompt tokens --> turn: a slot at the workers --> leave
-   |                             |                                 | waits, fairly between tenants
-   '-- over a bound: Overloaded, --'                               '-- no time left for wait and answer: Overloaded
-       for whoever gives way
+    enter: limit on requests --> weigh: limit on prompt tokens --> turn: a slot at the workers --> leave
+       |                             |                                 | waits, fairly between tenants
+       '-- over a limit: Overloaded, -'                                '-- deadline too short for wait and answer:
+           or a waiting request gives way                                  Overloaded
 
-Bounds are the gateway's and each tenant's own. Requests that wait are counted by them, so they bound the queues too.
-Where one is met, a request that has not had its turn may give way to the newcomer
-(:mod:`pillion.gateway.admission.giving_way`).
+The gateway and each tenant have limits. They count waiting requests, so they bound the queues too. When one is met, a
+waiting request may give way to the newcomer (:mod:`pillion.gateway.admission.giving_way`).
 
-Requests in the background (batches) leave room for all others: they fill at most BACKGROUND_SHARE of any bound and of a
-model's slots, and have their turn only while nobody else waits, or once they have waited as long as their queue order
-says.
+Background requests (batches) yield to all others: they use at most BACKGROUND_SHARE of any limit and of a model's
+slots, and are scheduled only while no others wait, or once they have waited for the time in their queue order.
 """
 
 from __future__ import annotations
@@ -30,20 +28,20 @@ from pillion.gateway.admission.giving_way import choose, held_by
 from pillion.gateway.admission.tenants import OPEN, BoundMet, ConcurrencyLimit, Tenant
 from pillion.gateway.admission.turns import AdmissionPermit, DepartureRate, ModelTurns, YieldingRequests
 
-# A refused client may try again after this time where nothing is known of how fast answers end.
+# Retry-After while the rate at which answers end is unknown.
 RETRY_AFTER_MS = 1000
 
 
 class Admission:
-    """Holds the bounds of all models together, and a queue for each model, as its workers cannot help another model.
+    """Limits over all models, and a queue per model, since workers serve one model each.
 
     Every ``enter`` that returns is followed by one ``leave``, however the request ends.
 
     Args:
-        max_requests, max_tokens: requests and prompt tokens that may be in the gateway at once.
-        slots: returns how many answers a model's workers are given at once; 0 means any number.
+        max_requests, max_tokens: limits on requests and prompt tokens in the gateway.
+        slots: returns the limit on concurrent answers at a model's workers; 0: unlimited.
         fleet: returns a model's decode workers, or None until one has measured its steps.
-        clock: returns the monotonic time, in seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -61,45 +59,45 @@ class Admission:
         self._clock = clock
         self._numbers = itertools.count()
         self._yielding = YieldingRequests()
-        # This measures how fast requests leave the gateway that had their turn, whichever model's they are.
+        # Rate over all models.
         self._departures = DepartureRate()
         self._queues: dict[str, _ModelQueue] = {}
 
     @property
     def requests(self) -> int:
-        """Gives the number of requests in the gateway; each answer counts."""
+        """Requests in the gateway; each answer counts."""
         return self._requests.total
 
     @property
     def tokens(self) -> int:
-        """Gives the number of prompt tokens that the gateway holds."""
+        """Prompt tokens in the gateway."""
         return self._tokens.total
 
     @property
     def running(self) -> int:
-        """Gives the number of answers that have their slots at workers."""
+        """Answers with slots at workers."""
         return sum(queue.turns.running for queue in self._queues.values())
 
     @property
     def waiting(self) -> int:
-        """Gives the number of requests that wait for their turn."""
+        """Requests waiting for a slot."""
         return sum(len(queue.turns.permits) for queue in self._queues.values())
 
     def enter(
         self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n", order: float = math.inf
     ) -> AdmissionPermit:
-        """Admits one more request.
+        """Admit one more request.
 
         Args:
             tenant: the sender.
-            answers: how many answers it generates.
-            field: the request's field that asks for them.
-            order: its place in any queue (:func:`pillion.rules.priority.queue_order`); without one it never gives way,
-                and no other request of its tenant gives way to it.
+            answers: number of answers to generate.
+            field: the request's field with that number, for errors.
+            order: its place in any queue (:func:`pillion.rules.priority.queue_order`). Without one it never gives way,
+                nor does another request of its tenant give way to it.
 
         Raises:
-            Overloaded: a bound is met, and nobody gives way.
-            InvalidRequest: this many answers could never be admitted; the error names the ``field``.
+            Overloaded: a limit is met, and no request gives way.
+            InvalidRequest: more answers than could ever be admitted.
         """
         alone = self._requests.most(tenant)
         if answers > 1 and answers > alone:
@@ -113,13 +111,13 @@ class Admission:
         return permit
 
     def most_at_once(self, tenant: Tenant, tokens: int) -> int:
-        """Returns how many requests of so many tokens a tenant may have in the gateway at once, where it has no others
-        and nobody else has any; at least 1."""
+        """Return the number of requests with ``tokens`` tokens that a tenant could have in an otherwise empty gateway;
+        at least 1."""
         return max(1, min(self._requests.most(tenant), self._tokens.most(tenant) // max(tokens, 1)))
 
     def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
-        """Admits the prompt of a request, and ``scores`` log probabilities of it, which count like tokens. One prompt
-        is always admitted, however long. Raises Overloaded, also where the request has given way meanwhile."""
+        """Admit a request's prompt, with ``scores`` log probabilities of it, which count like tokens. A single prompt
+        is always admitted, however long. Raises Overloaded, also if the request has given way."""
         if permit.given_up is not None:
             raise permit.given_up
         weight = tokens + scores
@@ -136,19 +134,19 @@ class Admission:
         allowed_tokens: int = 0,
         waits: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns when the request may go to the model's workers.
+        """Wait until the request may go to the model's workers.
 
         Args:
             permit: the request.
             model: the model's name.
-            deadline_s: when its answers are to be whole, on the clock; None: at any time.
-            allowed_tokens: the most tokens that each of its answers may have.
-            waits: called where the request has to wait for its turn.
+            deadline_s: deadline of its answers on the clock, or None.
+            allowed_tokens: token limit of each of its answers.
+            waits: called if the request has to wait.
 
         Raises:
-            Overloaded: at once, where the wait and the answer would take longer than the deadline leaves; when its turn
-                comes and the time that is left is too short by then; or the request has given way.
-            DeadlineExceeded: the wait was expected to be shorter, and took longer.
+            Overloaded: the expected wait and answer exceed the deadline, now or when its turn comes; or the request has
+                given way.
+            DeadlineExceeded: the deadline passed during the wait.
         """
         if permit.given_up is not None:
             raise permit.given_up
@@ -159,32 +157,31 @@ class Admission:
         await self._queues[model].turn(permit, waits)
 
     def counts(self, model: str) -> tuple[int, int]:
-        """Returns how many answers of a model are at the workers, and how many of its requests wait for their turn."""
+        """Return the number of a model's answers at the workers, and of its waiting requests."""
         queue = self._queues.get(model)
         return (0, 0) if queue is None else (queue.turns.running, len(queue.turns.permits))
 
     def line(self, model: str) -> tuple[int, dict[str, int]]:
-        """Returns how many answers of a model are at the workers, and how many of its requests wait for their turn, by
-        tenant, without those in the background."""
+        """Return the number of a model's answers at the workers, and of its waiting requests by tenant, without
+        background requests."""
         turns = self._queues[model].turns
         return turns.running, turns.waiting.counts()
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int = 0) -> None:
-        """Takes a request out of the gateway that has ended, by an answer or otherwise, before or after it had slots at
-        workers."""
+        """Remove a request that has ended, whether it had slots or not."""
         self._release(permit)
         if permit.queue is not None:
             self._departures.left(permit.answers, self.requests > 0, self._clock())
             permit.queue.leave(permit, generated_tokens)
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets the counters of tenants that are not among ``names`` and have no request waiting."""
+        """Drop the counters of tenants that are neither in ``names`` nor waiting."""
         for queue in self._queues.values():
             queue.turns.waiting.keep(names)
             queue.turns.background.keep(names)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the counts do not add up, or a request may give way that no longer waits."""
+        """Raise AssertionError if counts are inconsistent, or a running request may give way."""
         for bound in (self._requests, self._tokens):
             bound.check_integrity()
         held, weights = Counter[str](), Counter[str]()
@@ -199,7 +196,7 @@ class Admission:
             queue.turns.check_integrity()
 
     def _make_room(self, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int) -> None:
-        """Has other requests give way where a bound is met. Raises Overloaded where they do not."""
+        """Make other requests give way if a limit is met. Raises Overloaded if none can."""
         if bound.met(permit.tenant, amount) is not None:
             self._have_give_way(bound, permit, amount)
 
@@ -217,7 +214,7 @@ class Admission:
                 queue.give_up(one)
 
     def _release(self, permit: AdmissionPermit) -> None:
-        """Gives back what a request holds of the bounds; a request that holds nothing any more is ignored."""
+        """Release a request's share of the limits, once."""
         if permit.inside:
             permit.inside = False
             self._yielding.remove(permit)
@@ -226,8 +223,8 @@ class Admission:
                 self._tokens.release(permit.tenant.name, permit.weight)
 
     def _retry_after_ms(self, bound: ConcurrencyLimit, met: BoundMet) -> int:
-        """Returns about how long it takes until so much of a bound is free as is lacking: requests leave as fast as of
-        late, and a tenant's are the share of them that it has in the gateway."""
+        """Estimate the time until enough of a limit is free: requests leave at the recent rate, a tenant's in
+        proportion to its share."""
         answers = met.lacking * self.requests / max(1, bound.total)
         if met.tenant:
             answers *= bound.total / max(1, bound.of[met.tenant])
@@ -235,8 +232,8 @@ class Admission:
 
 
 class _ModelQueue:
-    """Gives waiting requests of one model their slots at workers; a task awaits each of them. ``began`` is called with
-    each request whose wait is over."""
+    """The queue of one model's requests, each awaited by its task. ``began`` is called with each request that gets its
+    slots."""
 
     def __init__(self, turns: ModelTurns, clock: Callable[[], float], began: Callable[[AdmissionPermit], None]) -> None:
         self.turns = turns
@@ -245,7 +242,7 @@ class _ModelQueue:
         self._futures: dict[int, asyncio.Future[None]] = {}
 
     async def turn(self, permit: AdmissionPermit, waits: Callable[[], None]) -> None:
-        """Waits for this model's next free slot; :meth:`Admission.turn` has the errors."""
+        """Wait for a free slot; errors: see :meth:`Admission.turn`."""
         now_s, deadline_s = self._clock(), permit.deadline_s
         self.turns.wait(permit, now_s)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -266,37 +263,36 @@ class _ModelQueue:
             raise permit.given_up
 
     def give_up(self, permit: AdmissionPermit) -> None:
-        """Ends the wait of a request that has given way; a request that does not wait here is ignored."""
+        """End the wait of a request that has given way, if it waits here."""
         self.turns.give_up(permit)
         future = self._futures.get(permit.number)
         if future is not None and not future.done():
             future.set_result(None)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
-        """Frees the slots of a request that had its turn."""
+        """Free the slots of a request, and schedule the next ones."""
         self.turns.free(permit, generated_tokens)
         self._grant()
         self.turns.left(permit, self._clock())
 
     def _grant(self) -> None:
-        # A request whose future is done was cancelled a moment ago, and its task has not run since.
+        # A done future was cancelled, and its task has not run since.
         for permit in self.turns.grant(self, self._clock(), lambda number: self._futures[number].done()):
             self._began(permit)
             self._futures[permit.number].set_result(None)
 
 
 class TenantSlots:
-    """Gives each tenant ``each`` slots in a queue that all tenants share, so that no tenant waits there for the many
-    jobs of another one."""
+    """``each`` slots per tenant in a queue that all tenants share, so that one tenant's jobs cannot fill it."""
 
     def __init__(self, each: int) -> None:
         self._each = each
         self._slots: dict[str, asyncio.Semaphore] = {}
 
     def of(self, tenant: Tenant) -> asyncio.Semaphore:
-        """Returns the tenant's own slots; one is held while a job of the tenant is in the queue."""
+        """Return the tenant's semaphore, held while one of its jobs is in the queue."""
         return self._slots.setdefault(tenant.name, asyncio.Semaphore(self._each))
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets the slots of tenants that are not among ``names``."""
+        """Drop the slots of tenants that are not in ``names``."""
         self._slots = {name: slots for name, slots in self._slots.items() if name in names}

@@ -1,26 +1,25 @@
-"""Predicts how long a request of a model will take once it has its turn, from the last answers. Sans-IO (I9).
+"""Predicts how long a request will run at the workers, from recent answers. Sans-IO (I9).
 
     seconds = prompt, by the step model: its tokens and those at the workers without a first token   each corrected by
             + tokens, by the step model: beside the other streams                                     :class:`WorkTimes`
 
-The step model (:mod:`pillion.engine.scheduling.step_model`) knows how a step grows with the number of streams and with
-a prompt's length, and the last answers know everything else: the prompts between the tokens, cached prefixes, other
-loads. So a prediction follows the number of streams at once, before an answer beside as many has ended.
+The step model (:mod:`pillion.engine.scheduling.step_model`) has the cost of a step by streams and prompt length. Recent
+answers have the rest: prompts between tokens, cached prefixes, other load. So a prediction follows the number of
+streams before an answer with as many has ended.
 
-What the last answers took beyond the step model's word is a delay, which adds (a queue, a call, a pause), or a pace,
-which multiplies (slow cores, steps that are shared). A pace is what longer work took more than shorter work. All else
-is a delay, and adds once to longer work: a short prompt that waited 3 s does not make a long one 100 times as long.
+What recent answers took beyond the step model is either a delay, which adds (a queue, a call, a pause), or a pace,
+which multiplies (slow cores, shared steps). The pace is the excess of longer over shorter work; the remainder is delay,
+and adds once to longer work: a short prompt that waited 3 s does not make a long one take 100 times as long.
 
-Without a measured step model nothing is learnt or predicted: an assumed one may be off by a hundred times, and would
-refuse the first long prompts.
+Without a measured step model nothing is predicted: an assumed one may be off by a factor of 100, and would refuse the
+first long prompts.
 
-A pause is a silence: no request has a token meanwhile. One silence, whichever slowed answers most, is taken off the
-times of all answers, so one pause raises no prediction (tests/gateway/admission/test_pauses.py). Where that leaves
-too few of them, the step model's word is an upper bound.
+A pause is a silence, i.e. a time without a token of any request. The silence that slowed answers most is subtracted
+from all times, so that one pause raises no prediction (tests/gateway/admission/test_pauses.py). If that leaves too few
+of them, the step model is an upper bound.
 
-An answer may have fewer tokens than its client allows. Half of the answers had no more than the *usual* tokens, where
-those that were cut short count as longer than they are: this is the estimate of Kaplan and Meier ("Nonparametric
-estimation from incomplete observations", 1958).
+An answer may have fewer tokens than its client allows. The *usual* length is the median, with truncated answers as
+censored: the estimate of Kaplan and Meier ("Nonparametric estimation from incomplete observations", 1958).
 """
 
 from __future__ import annotations
@@ -34,48 +33,47 @@ from typing import NamedTuple
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.gateway.planning.plan_cost import ASSUMED_POSITION, ASSUMED_STEP_TOKENS
 
-# Answers that predictions rest on: at most MAX_ANSWERS, at least MIN_ANSWERS, and none that ended longer ago than
-# KEPT_S, or KEPT_DURATIONS times its own duration.
+# Answers used for predictions: at most MAX_ANSWERS, at least MIN_ANSWERS, of the last KEPT_S, or KEPT_DURATIONS times
+# their own duration.
 MAX_ANSWERS = 64
 MIN_ANSWERS = 3
 KEPT_S = 60.0
 KEPT_DURATIONS = 4
-# Time for which predictions rest on what was learnt, because learning takes a millisecond.
+# Interval of learning, which takes a millisecond.
 RELEARN_S = 0.1
-# Limit of a client's own bound, in lengths of the longest answer, while the usual length is unknown.
+# While the usual length is unknown, client limits above this multiple of the longest answer are ignored.
 FAR_LONGER = 16
 
 
 class DecodeFleet(NamedTuple):
-    """The decode workers of a model: the step model that the median one measured, their number, and the streams that
-    other gateways have there."""
+    """A model's decode workers: the median worker's measured step model, their number, and other gateways' streams."""
 
     model: StepModel
     workers: int = 1
     others: int = 0
 
     def prompt_s(self, tokens: int, before: int) -> float:
-        """Returns the seconds until a prompt is computed after so many tokens of others, which all workers share, if
-        workers computed nothing else."""
+        """Return the seconds to compute a prompt after ``before`` tokens of other prompts, which all workers share, if
+        they compute nothing else."""
         return self.model.range_s(0, max(1, tokens + before // self.workers), ASSUMED_STEP_TOKENS)
 
     def token_s(self, running: float) -> float:
-        """Returns the seconds of a token while this gateway has so many streams at the workers."""
+        """Return the seconds per token while this gateway has ``running`` streams at the workers."""
         streams = max(1, round((running + self.others) / self.workers))
         return self.model.plain_s(streams, streams * ASSUMED_POSITION)
 
 
 class ServedRequest(NamedTuple):
-    """Describes a request that had its turn and has ended.
+    """A request that had slots and has ended.
 
     Attributes:
-        tokens_before: the tokens of the prompts that were at the workers before it.
-        beside: how many answers had slots meanwhile, on the average.
-        begun_s, ended_s: when its turn came, and when it ended.
-        first_s, last_s: when it had its first and its last token (0.0: never).
-        tokens: those of an answer.
-        ended_itself: whether the model ended the answer, and no bound did.
-        late: whether its deadline was over.
+        tokens_before: tokens of the prompts at the workers before it.
+        beside: mean number of answers with slots meanwhile.
+        begun_s, ended_s: when it got its slots, and when it ended.
+        first_s, last_s: times of its first and last token (0.0: none).
+        tokens: tokens per answer.
+        ended_itself: whether the model ended the answer, rather than a limit.
+        late: whether its deadline had passed.
     """
 
     prompt_tokens: int
@@ -91,8 +89,8 @@ class ServedRequest(NamedTuple):
 
 
 class SeenWork(NamedTuple):
-    """Describes the prompt or the further tokens of an answer: its begin and end, its seconds, and those that the step
-    model says, more than 0. They are fewer than those from its begin to its end where a silence was taken off."""
+    """Computation of a prompt or of further tokens: begin, end, seconds without the subtracted silence, and seconds by
+    the step model (> 0)."""
 
     begun_s: float
     over_s: float
@@ -101,23 +99,22 @@ class SeenWork(NamedTuple):
 
 
 class WorkTimes:
-    """Predicts the seconds of work from what the step model says of it and what such work took, a silence taken off.
-    ``signs_s`` are times when tokens came."""
+    """Predicts seconds from the step model's and from recent work, without the longest silence. ``signs_s`` are times
+    of tokens."""
 
     def __init__(self, seen: Sequence[SeenWork], signs_s: Iterable[float]) -> None:
         left = _without_a_silence(seen, signs_s) if seen else []
         self._trusted = len(left) >= MIN_ANSWERS - 1
         pace = _pace(left)
-        # Of each: the step model's seconds, how many times as long it took, and the pace that longer work has.
+        # Per piece of work: the step model's seconds, the ratio to it, and the pace for longer work.
         self._seen = [
             (one.expected_s, ratio := one.took_s / one.expected_s, min(pace, ratio))
             for one in (left if self._trusted else seen)
         ]
 
     def seconds(self, expected_s: float) -> float:
-        """Returns how long work will take of which the step model says ``expected_s``: the median of what each that was
-        seen suggests, of shorter work its share, and of longer work its pace times the difference; 0.0 where too little
-        was seen."""
+        """Predict the duration of work with ``expected_s`` by the step model: the median over recent work, scaled for
+        shorter work, extended by its pace for longer work. 0.0 if there is too little of it."""
         if len(self._seen) < MIN_ANSWERS - 1:
             return 0.0
         found_s = median(
@@ -128,8 +125,8 @@ class WorkTimes:
 
 
 def _without_a_silence(seen: Sequence[SeenWork], signs_s: Iterable[float]) -> list[SeenWork]:
-    """Takes one time between two signs off the work that was under way then: the one that makes work least slow beside
-    the step model. Work of which nothing is left is left out."""
+    """Subtract the silence, i.e. the time between two tokens, that slowed work most relative to the step model. Work
+    of which nothing remains is dropped."""
     begun = _TimesSince((one.begun_s, 1 / one.expected_s) for one in seen)
     over = _TimesSince((one.over_s, 1 / one.expected_s) for one in seen)
     edges_s = sorted({min(one.begun_s for one in seen), *signs_s, max(one.over_s for one in seen)})
@@ -143,7 +140,7 @@ def _without_a_silence(seen: Sequence[SeenWork], signs_s: Iterable[float]) -> li
 
 
 class _TimesSince:
-    """Sums the seconds since some times, each with a weight."""
+    """Weighted sum of the seconds since given times."""
 
     def __init__(self, weighted: Iterable[tuple[float, float]]) -> None:
         by_time = sorted(weighted)
@@ -152,14 +149,14 @@ class _TimesSince:
         self._products = [0.0, *accumulate(weight * (at_s - self._times_s[0]) for at_s, weight in by_time)]
 
     def until(self, now_s: float) -> float:
-        """Returns the sum of the seconds until then, of the times before it."""
+        """Return the weighted sum of seconds from each earlier time until ``now_s``."""
         number = bisect_left(self._times_s, now_s)
         return (now_s - self._times_s[0]) * self._weights[number] - self._products[number]
 
 
 def _pace(seen: Sequence[SeenWork]) -> float:
-    """Returns how many times as long as the step model says longer work took more than shorter work; at least 1. The
-    less both differ beside the delay of the shorter work, the nearer it is to 1."""
+    """Return the slope of time taken over the step model's seconds, from the shorter to the longer half; at least 1.
+    The smaller their difference relative to the delay of the shorter half, the nearer to 1."""
     half = len(seen) // 2
     if half < MIN_ANSWERS:
         return 1.0
@@ -175,8 +172,7 @@ def _pace(seen: Sequence[SeenWork]) -> float:
 
 
 class PastAnswer(NamedTuple):
-    """Describes an answer that has ended: what it was, and what the step model said of its prompt and of all of its
-    further tokens."""
+    """An answer that has ended, with the step model's seconds for its prompt and for all further tokens."""
 
     served: ServedRequest
     prompt_s: float
@@ -184,28 +180,27 @@ class PastAnswer(NamedTuple):
 
 
 class AnswerLengths(NamedTuple):
-    """Holds the usual tokens of the last answers, 0 where more than half of them were cut short before, and the most
-    that any had."""
+    """Lengths of recent answers: the usual one, 0 if more than half were truncated before it, and the longest."""
 
     usual_tokens: int
     most_tokens: int
 
     @classmethod
     def of(cls, answers: Iterable[PastAnswer]) -> AnswerLengths:
-        """Computes the lengths of some answers, of which there is at least one."""
+        """Compute the lengths of one or more answers."""
         by_length = sorted((one.served for one in answers), key=lambda one: (one.tokens, not one.ended_itself))
         return cls(_usual_tokens(by_length), by_length[-1].tokens)
 
     def answer_tokens(self, allowed: int) -> int:
-        """Returns how many tokens an answer is expected to have whose client allows so many."""
+        """Return the expected tokens of an answer with a limit of ``allowed``."""
         if self.usual_tokens:
             return min(allowed, self.usual_tokens)
         return allowed if allowed <= FAR_LONGER * self.most_tokens else self.most_tokens
 
 
 class AnswerTimes:
-    """Predicts the times of one model's requests. ``fleet`` describes its workers now, or returns None until one has
-    measured its steps; times are monotonic, in seconds."""
+    """Predicted times of one model's requests. ``fleet`` returns its workers, or None until one has measured its steps;
+    times are monotonic seconds."""
 
     def __init__(self, fleet: Callable[[], DecodeFleet | None]) -> None:
         self._fleet = fleet
@@ -214,9 +209,9 @@ class AnswerTimes:
         self._learnt_s = 0.0
 
     def ended(self, served: ServedRequest) -> None:
-        """Notes a request that had its turn and has ended."""
+        """Record a request that had slots and has ended."""
         if not (served.first_s or served.late):
-            # A request without a token tells nothing, unless that is because it took too long.
+            # A request without a token says nothing, unless it was too slow to get one.
             return
         fleet = self._fleet()
         if fleet is None:
@@ -224,7 +219,7 @@ class AnswerTimes:
         prompt_s = fleet.prompt_s(served.prompt_tokens, served.tokens_before)
         self._answers.append(PastAnswer(served, prompt_s, (served.tokens - 1) * fleet.token_s(served.beside)))
         if len(self._answers) > MAX_ANSWERS:
-            # Drop where answers are densest, so that those kept are spread over time and few of them waited together.
+            # Drop where answers are densest, so that the rest is spread over time and few of them waited together.
             ends = [one.served.ended_s for one in self._answers]
             del self._answers[min(range(1, MAX_ANSWERS), key=lambda number: ends[number] - ends[number - 1])]
 
@@ -237,14 +232,14 @@ class AnswerTimes:
         now_s: float,
         signs_s: Iterable[float] = (),
     ) -> float:
-        """Returns how long a request will take that begins now; 0.0 where nothing is known.
+        """Predict the seconds of a request that starts now; 0.0 if unknown.
 
         Args:
-            prompt_tokens, tokens_before: the tokens of its prompt, and of those that are at the workers before it.
-            beside: how many answers will have slots, its own included.
-            allowed_tokens: the most tokens that each of its answers may have.
+            prompt_tokens, tokens_before: tokens of its prompt, and of prompts at the workers before it.
+            beside: answers with slots, its own included.
+            allowed_tokens: token limit of each of its answers.
             now_s: the time.
-            signs_s: times when tokens came.
+            signs_s: times of tokens.
         """
         fleet = self._fleet()
         if fleet is None:
@@ -271,7 +266,7 @@ def _is_past(served: ServedRequest, now_s: float) -> bool:
 
 
 def _work_times(answers: Sequence[PastAnswer], signs_s: Iterable[float]) -> tuple[WorkTimes, WorkTimes]:
-    """Learns from the prompts and from the further tokens of some answers."""
+    """Return the times of the prompts, and of the further tokens, of some answers."""
     prompts, further = [], []
     for served, prompt_s, further_s in answers:
         first_s = served.first_s or served.ended_s

@@ -1,7 +1,7 @@
-"""Reads API keys, a TOML file of tenants and hashed keys, and finds the tenant of a call.
+"""API keys: a TOML file of tenants and hashed keys, and the tenant of a call.
 
-    file --read, every entry checked--> keyring --changed on disk (pillion.net.watched)--> the new keyring
-             | bad at start: ConfigError           | bad: a warning, the old one stays
+    file --read and validated--> keyring --changed on disk (pillion.net.watched)--> the new keyring
+             | invalid at start: ConfigError        | invalid: a warning, the old one stays
 
 A tenant is a table, a key an entry that names one; `pillion keys add` writes both:
 
@@ -14,10 +14,9 @@ A tenant is a table, a key an entry that names one; `pillion keys add` writes bo
     tenant = "acme"
     hash = "sha256:9f86d0..."
 
-Only hashes are kept. They are plain SHA-256, because our keys are 256 random bits: there is nothing to guess, so a slow
-hash (scrypt) would only make every call slow, and a wrong key a way to keep the gateway busy. For the same reason a key
-that somebody chose must be long. A key is compared with all entries, each in constant time, and all are looked at
-whether one fits or not.
+Only hashes are stored. They are plain SHA-256, because keys are 256 random bits: nothing to guess, so a slow hash
+(scrypt) would only slow down every call, and make wrong keys a denial of service. For the same reason a user-chosen key
+must be long. A key is compared with all entries, each in constant time, without stopping at a match.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ log = logging.getLogger("pillion.gateway")
 
 KEY_PREFIX = "plk-"
 KEY_RANDOM_BYTES = 32
-# A key that people chose is easier to guess than its length suggests; a key that Pillion makes has 47 characters.
+# A user-chosen key is easier to guess than its length suggests; a generated key has 47 characters.
 MIN_KEY_CHARS = 32
-# The keys of --api-key belong to this tenant.
+# Tenant of the keys of --api-key.
 PLAIN_TENANT = "api-key"
 MAX_FILE_BYTES = 2**20
 MAX_KEYS = 1024
 MAX_TENANTS = 1024
-# One tenant of the keys file may be limited to at most this many models and adapters.
+# Limit of a tenant's list of models and adapters.
 MAX_MODELS = 1024
 MAX_BOUND = 10**12
 
@@ -66,7 +65,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Holds one entry of the keys file: a label for people, its tenant, and the SHA-256 of the key (32 bytes)."""
+    """An entry of the keys file: a label, the tenant, and the SHA-256 of the key (32 bytes)."""
 
     id: str
     tenant: str
@@ -74,14 +73,14 @@ class Key:
 
 
 class Keyring:
-    """Holds all API keys, and the tenant of each."""
+    """All API keys, with their tenants."""
 
     def __init__(self, tenants: Mapping[str, Tenant], keys: tuple[Key, ...]) -> None:
         self.tenants = dict(tenants)
         self.keys = keys
 
     def tenant_of(self, authorization: str) -> Tenant:
-        """Returns the tenant that sends ``Authorization: Bearer KEY``. Raises Unauthenticated, never with the key."""
+        """Return the tenant of ``Authorization: Bearer KEY``. Raises Unauthenticated, never with the key."""
         scheme, _, credentials = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not credentials.strip():
             raise Unauthenticated(
@@ -99,13 +98,13 @@ class Keyring:
 
 
 class KeyFile:
-    """Holds the keyring of a keys file, which is read again when it changes, and the keys of --api-key. Raises
-    ConfigError for a file that is bad at the start.
+    """Keyring of a keys file, reloaded when it changes, and of --api-key. Raises ConfigError if the file is invalid at
+    the start.
 
     Args:
-        path: the keys file; "" where there is none.
-        plain: the keys of --api-key. Their tenant is PLAIN_TENANT, with the quotas that the file has for that name; a
-            key that the file has too is the file's.
+        path: the keys file; "" for none.
+        plain: keys of --api-key. Their tenant is PLAIN_TENANT, with the quotas of that name in the file; the file wins
+            for a key in both.
     """
 
     def __init__(self, path: str, plain: Sequence[str] = ()) -> None:
@@ -119,12 +118,12 @@ class KeyFile:
         ring = read_keys(self._path) if self._path else Keyring({}, ())
         if not self._plain:
             return ring
-        # A keyring finds a key's last entry, so a key of the flag that the file has, too, belongs to the file's tenant.
+        # A keyring returns a key's last entry, so the file wins over the flag.
         return Keyring({PLAIN_TENANT: Tenant(name=PLAIN_TENANT)} | ring.tenants, self._plain + ring.keys)
 
     def refresh(self) -> bool:
-        """Reads the keys file if it has changed; returns whether there is a new keyring. A bad file is logged once and
-        changes nothing."""
+        """Reload the keys file if it has changed; return whether there is a new keyring. An invalid file is logged once
+        and ignored."""
         ring = self._watched.newer(self._read)
         if ring is None:
             return False
@@ -134,13 +133,13 @@ class KeyFile:
 
 
 def new_key() -> str:
-    """Makes a key that nobody can guess."""
+    """Generate a random key."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_RANDOM_BYTES)
 
 
 def hash_of(key: str) -> str:
-    """Returns the hash of an API key, in the form in which the keys file holds it. Raises ConfigError for a key that is
-    too short to be a secret, or not ASCII."""
+    """Return an API key's hash in the keys file's form. Raises ConfigError if the key is too short to be a secret, or
+    not ASCII."""
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError("an API key is printable ASCII without spaces")
     if not MIN_KEY_CHARS <= len(key) <= MAX_API_KEY_CHARS:
@@ -149,7 +148,7 @@ def hash_of(key: str) -> str:
 
 
 def read_keys(path: str) -> Keyring:
-    """Reads the keyring of a keys file. Raises ConfigError, whose message is one line."""
+    """Read a keys file. Raises ConfigError with a message of one line."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -159,12 +158,12 @@ def read_keys(path: str) -> Keyring:
     except OSError as error:
         raise ConfigError(f"keys file {path}: {error.strerror}") from error
     except (ConfigError, ValueError, RecursionError) as error:
-        # Text that is no TOML or no UTF-8 raises a ValueError.
+        # ValueError: neither TOML nor UTF-8.
         raise ConfigError(f"keys file {path}: {error}") from None
 
 
 def parse_keys(parsed: Mapping[str, Any]) -> Keyring:
-    """Makes the keyring of a parsed keys file. Raises ConfigError for the first thing that is wrong."""
+    """Validate a parsed keys file. Raises ConfigError for the first error."""
     for name in parsed:
         if name not in ("tenant", "key"):
             raise ConfigError(f"unknown table {name!r}; there are [tenant.NAME] and [[key]]")
@@ -178,8 +177,7 @@ def parse_keys(parsed: Mapping[str, Any]) -> Keyring:
     tenants = {name: _tenant(name, table) for name, table in tables.items()}
     keys = tuple(_key(number, entry, tenants) for number, entry in enumerate(entries, 1))
     if not tenants:
-        # A keys file whose writer ran out of disk space names no tenant. To lock everybody out, remove the keys and
-        # leave a tenant.
+        # Probably a write that ran out of disk space. To lock everybody out, remove the keys and leave a tenant.
         raise ConfigError("it names no tenant")
     if len({key.digest for key in keys}) < len(keys):
         raise ConfigError("two entries have the same key")

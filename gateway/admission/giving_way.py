@@ -1,17 +1,16 @@
-"""Chooses who gives way where a bound of the gateway or of a tenant is met. Sans-IO (I9).
+"""Chooses the requests that give way when a limit of the gateway or of a tenant is met. Sans-IO (I9).
 
-    newcomer --a bound is met--> is there a request that waits and may give way? --no--> the newcomer is refused
-                                                     | yes: it is refused, and the newcomer has its room
+    newcomer --a limit is met--> is there a waiting request that may give way? --no--> the newcomer is refused
+                                                    | yes: it is refused, and the newcomer is admitted
 
-Only a request that has not had its turn gives way, to a newcomer that is not in the background itself:
+Only a request without slots gives way, to a newcomer that is not in the background:
 
-1. one in the background, wherever one waits;
-2. one of the tenant that is furthest above its share, by what it holds of the bound over its weight, as long as the
-   newcomer's tenant stays below that tenant with the newcomer;
-3. one of the newcomer's own tenant, if the newcomer is more urgent.
+1. a background request, if there is one;
+2. one of the tenant with the largest usage over weight, if the newcomer's tenant would stay below it with the newcomer;
+3. one of the newcomer's tenant, if the newcomer is more urgent.
 
-Of a tenant's requests it is the least urgent one, and of these the newest. A tenant's own bound concerns nobody else,
-so there only its own requests give way.
+Among a tenant's requests it is the least urgent one, of these the newest. For a tenant's own limit, only that tenant's
+requests give way.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from pillion.gateway.admission.turns import AdmissionPermit, YieldingRequests
 
 
 def held_by(permit: AdmissionPermit, bound: ConcurrencyLimit) -> int:
-    """Returns how much of a bound a request holds."""
+    """Return the quota units used by this request."""
     return permit.weight if bound.of_prompts else permit.answers
 
 
 def choose(
     yielding: YieldingRequests, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int
 ) -> list[AdmissionPermit] | BoundMet:
-    """Returns the requests that give way, so that ``permit`` has room for so much more of a bound; the bound that is
-    met where there are not enough."""
+    """Return the requests that give way to admit ``permit`` with ``amount`` units, or the limit if they do not
+    suffice."""
     freed: Counter[str] = Counter()
     chosen: list[AdmissionPermit] = []
     ends = {key: (one for one in line if held_by(one, bound)) for key, line in yielding.ends().items()}
@@ -57,8 +56,8 @@ def _next(
     freed: Counter[str],
     last: list[AdmissionPermit],
 ) -> AdmissionPermit | None:
-    """Returns which of the ``last`` requests of each tenant gives way, after requests that have ``freed`` so much did;
-    None where none does."""
+    """Choose the next to give way among the ``last`` requests of each tenant, after ``freed`` units; None if there is
+    none."""
     tenant = permit.tenant
     if met.own:
         last = [one for one in last if one.tenant.name == tenant.name]

@@ -1,20 +1,19 @@
-"""Counts tenants' quotas of requests and tokens per minute, as token buckets: in this gateway, and in Redis as long as
-that answers, where they hold over all gateways of a cluster. Callers pass the time.
+"""Tenants' quotas of requests and tokens per minute: token buckets in this gateway, and in Redis, where available, for
+all gateways of a cluster. Callers pass the time.
 
-A bucket holds one minute's worth and fills evenly, so a tenant may spend a minute at once and then gets its rate. The
-tokens of an answer are known only afterwards: they are taken when the request ends and may leave a debt, which has to
-fill up before the next request is admitted.
+A bucket has the size of one minute's quota and fills evenly. The tokens of an answer are charged when the request ends
+and may leave a debt, which must be refilled before the next request is admitted.
 
     request --local count--> refused here, or tokenized --one script in Redis--> refused there, or served
                                                               | no answer in 100 ms
                                                               '--> the local count has decided
     answer's tokens --> local count, and reported to Redis with the tenant's next call or REPORT_MS later
-    refused after it was counted --> given back here, and in Redis where that has counted it
+    refused after it was counted --> refunded here, and in Redis if counted there
 
 A call with several prompts is counted as a whole before any of them runs.
 
-The local count knows only what this gateway served, so it never has less left than Redis: Redis would refuse whatever
-it refuses. What a failed call carried is not sent again, as Redis may have taken it; a minute later it does not matter.
+The local count has only what this gateway served, so never less left than Redis: Redis would refuse whatever it
+refuses. What a failed call carried is not sent again, as Redis may have counted it; after a minute it is irrelevant.
 """
 
 from __future__ import annotations
@@ -32,39 +31,36 @@ from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets
 
 log = logging.getLogger("pillion.gateway")
 
-# Tokens of answers may wait this long before they are reported, so that many answers are one call.
+# Delay before answers' tokens are reported, so that one call reports many answers.
 REPORT_MS = 100
 
 
 class Quotas:
-    """Counts the quotas of all tenants; a bucket is made when it is first asked for. Without ``shared`` buckets, which
-    are in Redis, this gateway counts alone. Times are monotonic, in seconds."""
+    """Quotas of all tenants, with buckets made on demand. ``shared`` buckets are in Redis; without them this gateway
+    counts alone. Times are monotonic seconds."""
 
     def __init__(self, shared: SharedBuckets | None = None) -> None:
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self._shared = shared
-        # This counts what Redis has not been told, by tenant and quota.
+        # Amounts not yet reported to Redis, by tenant and quota.
         self._unreported: Counter[tuple[str, str]] = Counter()
         self._tenants: dict[str, Tenant] = {}
         self._reporting: asyncio.Task[None] | None = None
         self.redis_answers = True
 
     def take_request(self, tenant: Tenant, now_s: float, count: int = 1) -> None:
-        """Takes ``count`` requests from a tenant's quota here, all or none. Raises Overloaded, with the time until they
-        may come."""
+        """Charge ``count`` requests to a tenant's local quota, all or none. Raises Overloaded with the retry time."""
         self._take(tenant, "requests_per_minute", count, now_s)
 
     def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """Takes a prompt's tokens from a tenant's quota here. Raises Overloaded, with the time until it may come
-        again."""
+        """Charge a prompt's tokens to a tenant's local quota. Raises Overloaded with the retry time."""
         self._take(tenant, "tokens_per_minute", tokens, now_s)
 
     async def confirm(self, tenant: Tenant, tokens: int | None, now_s: float, count: int = 1) -> None:
-        """Takes the tokens of prompts (None where none is computed) from a tenant's quotas, and ``count`` requests,
-        which :meth:`take_request` has taken, from those that all gateways count together.
+        """Charge the tokens of prompts (None if none is computed) to a tenant's quotas, and ``count`` requests, which
+        :meth:`take_request` has charged here, to the shared quota.
 
-        Raises Overloaded; then nothing is taken, and the requests are given back. All stays taken where the caller is
-        cancelled in here.
+        Raises Overloaded, and refunds all of it. If cancelled, everything stays charged.
         """
         try:
             if tokens is not None:
@@ -74,20 +70,20 @@ class Quotas:
             raise
         short = await self._ask(tenant, count, tokens)
         if short is not None:
-            # Redis took neither the requests nor the tokens.
+            # Redis charged nothing.
             self.give_back_here(tenant, count, tokens or 0, now_s)
             raise used_up(tenant, *short)
 
     def give_back_here(self, tenant: Tenant, requests: int, tokens: int, now_s: float) -> None:
-        """Gives back requests and tokens that were taken here, and not from what all gateways count together."""
+        """Refund requests and tokens to the local quotas, but not to the shared ones."""
         for quota, amount in zip(QUOTAS, (requests, tokens), strict=True):
             bucket = self._bucket(tenant, quota, now_s)
             if bucket is not None:
                 bucket.take(-amount, now_s)
 
     def spend(self, tenant: Tenant, amount: int, now_s: float, quota: str = "tokens_per_minute") -> None:
-        """Takes from a tenant's quota here, by default generated tokens, which may leave a debt, and reports it to the
-        other gateways. A negative ``amount`` gives back what was not served."""
+        """Charge a tenant's quota here, by default generated tokens, which may leave a debt, and report it to the
+        other gateways. A negative ``amount`` is a refund."""
         bucket = self._bucket(tenant, quota, now_s)
         if bucket is None:
             return
@@ -100,22 +96,22 @@ class Quotas:
             self._reporting = asyncio.get_running_loop().create_task(self._report_soon(), name="quotas")
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets the quotas of tenants that are not among ``names``, once what they spent is reported to Redis."""
+        """Drop the quotas of tenants that are not in ``names``, once reported to Redis."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
         left = {name for name, _ in self._unreported}
         self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in left}
 
     async def aclose(self) -> None:
-        """Waits until all that tenants have spent is reported to Redis, and closes the connections."""
+        """Wait until all charges are reported to Redis, and close the connections."""
         if self._reporting is not None:
-            # A report that is cancelled under way may not have reached Redis, and is not sent again.
+            # A cancelled report may not have reached Redis, and is not repeated.
             await asyncio.gather(self._reporting, return_exceptions=True)
         if self._shared is not None:
             await self._shared.aclose()
 
     async def _ask(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
-        """Returns the quota that is used up by Redis's count, and the ms until it is not; None where no quota is, or
-        where Redis does not answer."""
+        """Return the quota that is used up in Redis, and the milliseconds until it is not; None if there is none, or
+        no answer."""
         if self._shared is None or not tenant.has_quotas:
             return None
         demands = tuple(
@@ -159,13 +155,12 @@ class Quotas:
 
 @dataclass(slots=True)
 class CountedCall:
-    """Says what a call has taken from its tenant's quotas and may get back: a call is admitted as a whole or costs
-    nothing. Times are monotonic, in seconds.
+    """What a call has charged to its tenant's quotas and may get refunded. Times are monotonic seconds.
 
     Attributes:
-        requests, tokens: what is taken and not given back; tokens are those of prompts.
-        begun_tokens: those of its tokens that belong to prompts that have gone to the workers.
-        confirmed: whether all gateways' common count has it, too.
+        requests, tokens: charged and not refunded; tokens are those of prompts.
+        begun_tokens: tokens of prompts that were sent to workers.
+        confirmed: whether the shared quotas have it too.
     """
 
     quotas: Quotas
@@ -176,19 +171,18 @@ class CountedCall:
     confirmed: bool = False
 
     def take(self, requests: int, now_s: float) -> None:
-        """Takes requests from this gateway's count. Raises Overloaded."""
+        """Charge requests here. Raises Overloaded."""
         self.quotas.take_request(self.tenant, now_s, requests)
         self.requests = requests
 
     async def confirm(self, tokens: int | None, now_s: float) -> None:
-        """Takes tokens, and the requests from the common count, as :meth:`Quotas.confirm` does. Raises
-        Overloaded."""
+        """Charge tokens, and the requests to the shared quota, see :meth:`Quotas.confirm`. Raises Overloaded."""
         count, self.requests = self.requests, 0
         await self.quotas.confirm(self.tenant, tokens, now_s, count)
         self.requests, self.tokens, self.confirmed = count, tokens or 0, True
 
     def refund(self, requests: int, tokens: int, now_s: float) -> None:
-        """Gives back requests and tokens, at most those that are still taken."""
+        """Refund at most what is still charged."""
         requests, tokens = min(requests, self.requests), max(0, min(tokens, self.tokens))
         self.requests -= requests
         self.tokens -= tokens
@@ -199,8 +193,7 @@ class CountedCall:
             self.quotas.give_back_here(self.tenant, requests, tokens, now_s)
 
     def end(self, now_s: float, error: BaseException | None = None) -> None:
-        """Gives back what the call does not cost: everything where ``error`` refuses it, and else the tokens of the
-        prompts that never began."""
+        """Refund everything if ``error`` refuses the call, and else the tokens of prompts that never started."""
         if isinstance(error, Overloaded):
             self.refund(self.requests, self.tokens, now_s)
         else:

@@ -1,7 +1,7 @@
-"""Says what each tenant may use, counts its quotas, and says how its cache is kept apart. Sans-IO (I9).
+"""Tenants: permissions, limits, quotas and cache isolation. Sans-IO (I9).
 
-API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, bounds, weight in all queues
-no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the gateway itself
+API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, limits, weight in all queues
+no keyring ---------> OPEN: one tenant for all, with only the gateway's limits
 """
 
 from __future__ import annotations
@@ -14,38 +14,36 @@ from dataclasses import dataclass, field, replace
 from pillion.errors import Overloaded, QuotaViolation
 from pillion.rules.priority import MAX_PRIORITY, NO_FLOW, Flow
 
-# A tenant without bounds of its own may fill this share of what the other tenants leave of the gateway's bounds. Where
-# n tenants flood the gateway, each gets 1/(n+1) of it, and as much stays free for the next one: this is the dynamic
-# threshold of Choudhury and Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
+# Share of the remaining limit (without what other tenants use) for a tenant without a limit of its own. If n tenants
+# flood the gateway, each gets 1/(n+1) of it, with as much free for the next one: the dynamic threshold of Choudhury and
+# Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
 TENANT_SHARE = 0.5
-# Requests in the background fill at most this share of any bound, and one of them begins only where no more than this
-# share of a model's slots is then in use, by any request.
+# Limit on background requests, as a share of any limit; one starts only if at most this share of a model's slots is in
+# use by any requests.
 BACKGROUND_SHARE = 0.5
 MINUTE_S = 60.0
-# These names of quotas are fields of a tenant, in the order in which a request is judged by them.
+# Names of quotas, which are fields of a tenant, in the order in which they are checked.
 QUOTAS = ("requests_per_minute", "tokens_per_minute")
-# Workers know a tenant by so many bytes.
+# Bytes of a tenant's key at workers.
 FLOW_KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Describes one tenant as the keys file has it. A bound of 0 is no bound of its own.
+    """A tenant as in the keys file. A limit of 0 means no limit besides the gateway's.
 
     Attributes:
         name: its name in errors and in the salt; "" is the only tenant of a gateway without keys.
-        weight: share of the cluster where several tenants wait; 2 gets twice what 1 gets.
+        weight: share of the cluster while several tenants wait; 2 gets twice what 1 gets.
         requests_per_minute, tokens_per_minute: its rates; tokens are those of prompts and answers.
-        most_urgent_priority: its requests are never more urgent than this. Smaller is more urgent and takes memory from
-            other tenants' streams, so without a permission it is 0, the usual priority. At MAX_PRIORITY the tenant is
-            served in the background.
-        max_inflight_requests, max_inflight_tokens: the most answers and prompt tokens in the gateway at once.
-        max_pinned_tokens: the tokens that it may have pinned at each KV node, below a quarter of the
-            pool.
-        cache_group: tenants of one group share KV; "" shares with nobody.
+        most_urgent_priority: cap on its requests' urgency. Smaller is more urgent and preempts other tenants' streams,
+            so the default is 0, the usual priority. At MAX_PRIORITY the tenant is served in the background.
+        max_inflight_requests, max_inflight_tokens: limits on answers and prompt tokens in the gateway.
+        max_pinned_tokens: limit on pinned tokens at each KV node, below a quarter of the pool.
+        cache_group: tenants of one group share KV; "" shares with none.
         operator: whether it may see the whole cluster (GetStatus), and load and unload adapters.
-        models: the names of the models and adapters that it may use; empty for all.
-        keep_content: whether bundles may keep its texts and tokens, so that it is replayed and mirrored.
+        models: names of the models and adapters that it may use; empty for all.
+        keep_content: whether bundles may contain its texts and tokens, for replay and mirroring.
     """
 
     name: str
@@ -62,25 +60,25 @@ class Tenant:
     keep_content: bool = True
 
     def may_use(self, name: str) -> bool:
-        """Returns whether the tenant may use the model, or the adapter, of this name."""
+        """Return whether the tenant may use this model or adapter."""
         return not self.models or name in self.models
 
     def capped(self, priority: int) -> int:
-        """Returns the priority that a request of this tenant gets where it asks for ``priority``."""
+        """Return ``priority``, capped for this tenant."""
         return max(priority, self.most_urgent_priority)
 
     @property
     def has_quotas(self) -> bool:
-        """Says whether what the tenant spends is counted."""
+        """True if the tenant has quotas."""
         return bool(self.requests_per_minute or self.tokens_per_minute)
 
     @property
     def background(self) -> bool:
-        """Says whether the tenant's requests run only in places that nobody else wants."""
+        """True if the tenant's requests run only in otherwise free slots."""
         return self.most_urgent_priority >= MAX_PRIORITY
 
     def in_background(self) -> Tenant:
-        """Returns a copy of this tenant, with its quotas and its salt, whose requests run in the background."""
+        """Return a copy of this tenant, with its quotas and salt, for background requests."""
         return replace(self, most_urgent_priority=MAX_PRIORITY)
 
 
@@ -88,15 +86,14 @@ OPEN = Tenant(name="", operator=True, most_urgent_priority=-MAX_PRIORITY)
 
 
 def share_of(tenant: Tenant, whole: int, others: int) -> int:
-    """Returns how much of a bound ``whole`` a tenant may use, while other tenants use ``others``. The only tenant of a
-    gateway without keys may use it all."""
+    """Return a tenant's share of the limit ``whole`` while other tenants use ``others``. The only tenant of a gateway
+    without keys may use all of it."""
     return max(1, int((whole - others) * TENANT_SHARE)) if tenant.name else whole
 
 
 def flow_of(tenant: Tenant, model: str) -> Flow:
-    """Returns what the workers of a model, given by its fingerprint, are told of a tenant: a key that says nothing of
-    its name, and is the same at all gateways, and its weight. What it has in the background is a flow of its own, as it
-    is in the gateway's lines."""
+    """Return a tenant's flow at the workers of a model (by its fingerprint): a weight, and a key that does not reveal
+    the name and is the same at all gateways. Background requests are a separate flow, as in the gateway's queues."""
     if not tenant.name:
         return NO_FLOW
     kind = "background" if tenant.background else "flow"
@@ -105,10 +102,10 @@ def flow_of(tenant: Tenant, model: str) -> Flow:
 
 
 def cache_salt(tenant: Tenant, given: str) -> str:
-    """Returns the salt of a request's block hashes; ``given`` is the client's own ``cache_salt``.
+    """Return the salt of a request's block hashes; ``given`` is the client's own ``cache_salt``.
 
-    The client's salt is added after the tenant's and never replaces it. A name carries its length, and each kind its
-    own tag, so two different pairs never read the same, whatever a client sends.
+    The client's salt is appended to the tenant's and never replaces it. Names carry their length and each kind a
+    tag, so that no two pairs give the same salt, whatever a client sends.
     """
     if tenant.cache_group:
         return f"group:{len(tenant.cache_group)}:{tenant.cache_group}:{given}"
@@ -119,8 +116,8 @@ def cache_salt(tenant: Tenant, given: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BoundMet:
-    """Says which bound refuses a request. ``tenant`` is "" for the gateway's own bound; ``own`` says whether it is one
-    that the tenant itself has; ``lacking`` is how much has to become free; ``text`` is for the client."""
+    """The limit that refuses a request. ``tenant`` is "" for the gateway's limit; ``own`` is True for one configured
+    for the tenant; ``lacking`` units must become free; ``text`` is for the client."""
 
     tenant: str
     own: bool
@@ -130,13 +127,12 @@ class BoundMet:
 
 @dataclass(slots=True)
 class ConcurrencyLimit:
-    """Counts one kind of thing that all requests in the gateway hold together, of which there may be ``whole``.
+    """Usage of one limit by all requests in the gateway, at most ``whole``.
 
     Attributes:
-        name: the flag's name, which a tenant's own bound has too.
-        what: what is counted, for people.
-        of_prompts: whether it counts prompts by their weight, one of which is always admitted however long it is; else
-            it counts answers.
+        name: the flag's name, also that of a tenant's own limit.
+        what: the counted unit, for people.
+        of_prompts: whether it counts prompts by weight, of which a single one is always admitted; else answers.
     """
 
     name: str
@@ -147,20 +143,20 @@ class ConcurrencyLimit:
     of: Counter[str] = field(default_factory=Counter)
 
     def take(self, tenant: str, amount: int) -> None:
-        """Notes that a tenant's request holds so much more."""
+        """Count ``amount`` more units of a tenant."""
         self.total += amount
         self.of[tenant] += amount
 
     def release(self, tenant: str, amount: int) -> None:
-        """Notes that a tenant's request holds so much less."""
+        """Count ``amount`` fewer units of a tenant."""
         self.total -= amount
         self.of[tenant] -= amount
         if not self.of[tenant]:
             del self.of[tenant]
 
     def met(self, tenant: Tenant, amount: int, freed: Counter[str] | None = None) -> BoundMet | None:
-        """Returns the bound that keeps a tenant from holding so much more, once tenants have given back what is
-        ``freed``; None where there is room."""
+        """Return the limit that refuses ``amount`` more units for a tenant after ``freed`` ones; None if there is
+        room."""
         freed = freed or Counter()
         total, own = self.total - freed.total(), self.of[tenant.name] - freed[tenant.name]
         room, most = _room(tenant, self.whole), self.most(tenant, total - own)
@@ -173,18 +169,18 @@ class ConcurrencyLimit:
         return None
 
     def refusal(self, met: BoundMet, text: str, retry_after_ms: int) -> Overloaded:
-        """Makes the error of a request that has no room, because a bound is met or because it gave way."""
+        """Create the error of a request that is refused or has given way."""
         subject = f"{met.tenant}/{self.name}" if met.tenant else self.name
         return Overloaded(text, retry_after_ms, (QuotaViolation(subject, text),))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the tenants' counts do not add up to the gateway's."""
+        """Raise AssertionError if the tenants' counts do not sum to the gateway's."""
         assert self.total == self.of.total(), f"{self.name}: {self.total} are held, {dict(self.of)} by tenant"
         assert all(count > 0 for count in self.of.values()), f"{self.name}: {dict(self.of)}"
 
     def most(self, tenant: Tenant, others: int = 0) -> int:
-        """Returns how much a tenant may hold while other tenants hold ``others``. The only tenant of a gateway without
-        keys may hold it all."""
+        """Return a tenant's limit while other tenants use ``others``. The only tenant of a gateway without keys has
+        the whole limit."""
         own: int = getattr(tenant, self.name)
         if own or not tenant.name:
             return _room(tenant, min(own or self.whole, self.whole))
@@ -192,12 +188,12 @@ class ConcurrencyLimit:
 
 
 def _room(tenant: Tenant, bound: int) -> int:
-    """Returns how much of a bound may be held, by all requests, for one more request of the tenant to be admitted."""
+    """Return the limit on usage by all requests at which one more of the tenant is admitted."""
     return max(1, int(bound * BACKGROUND_SHARE)) if tenant.background else bound
 
 
 class Bucket:
-    """Counts one quota as a token bucket that holds ``per_minute`` and gains as much each minute."""
+    """Token bucket of one quota, with ``per_minute`` as size and rate."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute = per_minute
@@ -205,19 +201,19 @@ class Bucket:
         self._at_s = now_s
 
     def wait_s(self, amount: int, now_s: float) -> float:
-        """Says how long it takes until ``amount`` may be taken, 0 for now. An amount that is larger than the bucket
-        needs a full bucket."""
+        """Return the seconds until ``amount`` may be taken, 0 for now. More than the bucket's size needs a full
+        bucket."""
         missing = min(amount, self.per_minute) - self._filled(now_s)
         return max(0.0, missing) * MINUTE_S / self.per_minute
 
     def take(self, amount: int, now_s: float) -> None:
-        """Takes ``amount`` out of the bucket, which may leave a debt."""
+        """Take ``amount`` from the bucket, which may leave a debt."""
         self._level = self._filled(now_s) - amount
         self._at_s = now_s
 
     def resized(self, per_minute: int, now_s: float) -> Bucket:
-        """Makes a bucket with another rate, from which as much has been spent as from this one."""
-        # Without rounding, an error in the last digit of what was spent would count as one more.
+        """Return a bucket with another rate and the same amount spent."""
+        # Rounded, so that a floating-point error does not count as one more.
         spent = round(self.per_minute - self._filled(now_s), 6)
         other = Bucket(per_minute, now_s)
         other.take(math.ceil(spent), now_s)
@@ -229,6 +225,6 @@ class Bucket:
 
 
 def used_up(tenant: Tenant, quota: str, wait_ms: int) -> Overloaded:
-    """Makes the error of a request that met ``quota``, which is one of QUOTAS."""
+    """Create the error of a request that exceeds ``quota``, one of QUOTAS."""
     text = f"{quota} of tenant {tenant.name!r} ({getattr(tenant, quota)}) is used up"
     return Overloaded(text, wait_ms, (QuotaViolation(f"{tenant.name}/{quota}", text),))

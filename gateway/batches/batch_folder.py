@@ -1,15 +1,14 @@
-"""Keeps the folder of --batch-path: files, batches, their bounds and their ages. Several gateways may share it.
+"""The folder of --batch-path: files, batches, limits and expiry. Several gateways may share it.
 
-    FOLDER/files/ID.part                 a file that is being written; ID.jsonl once it is whole and on the disk
-    FOLDER/files/ID.json                 its record; a file without one is not there
-    FOLDER/batches/ID/batch.json         the batch's record; who holds the lock writes it, and nobody else
+    FOLDER/files/ID.part                 a file being written; ID.jsonl once complete and synced
+    FOLDER/files/ID.json                 its record; a file without one does not exist
+    FOLDER/batches/ID/batch.json         the batch's record, written only by the holder of the lock
     FOLDER/batches/ID/lock               locked (flock) by the one gateway that runs the batch
-    FOLDER/batches/ID/cancel             made by whichever gateway was asked to cancel it
-    FOLDER/batches/ID/journal            a result for each line that has one; gone once the outputs are written
+    FOLDER/batches/ID/cancel             created by any gateway that was asked to cancel it
+    FOLDER/batches/ID/journal            a result per finished line; removed once the outputs are written
 
-Records replace each other whole, by renames. A tenant sees what is its own; anything else is not found. All functions
-here block. They raise NotFound for an id that is not the tenant's, and FolderFull where the disk is full or a bound is
-met.
+Records are replaced atomically, by renames. Tenants see only their own files and batches. All functions block. They
+raise NotFound for an id that is not the tenant's, and FolderFull if the disk is full or a limit is met.
 """
 
 from __future__ import annotations
@@ -34,36 +33,35 @@ from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, COMPLETION_
 from pillion.host.locks import try_lock
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
-# The folder holds at most this many files, of all tenants, because a list has to look through them.
+# Limit on files of all tenants, because listing scans them.
 MAX_FILES = 8192
 MAX_BATCHES = 4096
-# A tenant of --api-keys may have this share of the folder's bytes, files and batches.
+# A tenant's share of the folder's bytes, files and batches with --api-keys.
 TENANT_PERCENT = 25
-# One tenant may have this many batches that have not ended.
+# Unfinished batches per tenant.
 MAX_OPEN_BATCHES = 100
 MAX_FILENAME_CHARS = 256
-# Clients may send at most MAX_UPLOADS files to one gateway at the same time, and those of one tenant at most
-# TENANT_UPLOADS; a further one may come after UPLOAD_RETRY_MS.
+# Concurrent uploads at one gateway, of all tenants and per tenant, and the retry time of a refused one.
 MAX_UPLOADS, TENANT_UPLOADS = 64, 4
 UPLOAD_RETRY_MS = 1000
-# An unfinished file that has not changed for this long has lost its writer.
+# Age without a change at which an unfinished file is taken for abandoned.
 PART_AGE_S = 3600
-# A client may try again after this time where a bound of the folder is met: files go when they are old or deleted.
+# Retry time when a limit of the folder is met: files go when they expire or are deleted.
 FULL_RETRY_MS = 60_000
-# The names of a batch's outputs begin alike, so that a gateway that writes them again replaces them.
+# Suffixes of a batch's output files, whose names are fixed, so that writing them again replaces them.
 OUTPUT, ERRORS = "-output", "-errors"
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 _OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
-# These errors of a disk say that nothing more can be kept now, because it is full, fails or has become read-only.
+# Disk errors that mean that nothing more can be written for now.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 T = TypeVar("T")
 
 
 class FolderFull(Overloaded):
-    """Says that neither a file nor a result can be kept now, for want of room."""
+    """Neither a file nor a result can be stored for lack of space."""
 
 
 class FileTooLarge(InvalidRequest):
@@ -72,19 +70,19 @@ class FileTooLarge(InvalidRequest):
 
 @contextlib.contextmanager
 def told_if_full() -> Iterator[None]:
-    """Raises FolderFull for an OSError which says that the disk keeps nothing more."""
+    """Raise FolderFull for an OSError that means that the disk cannot store more."""
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise FolderFull(f"the disk of --batch-path keeps nothing more: {error.strerror}", FULL_RETRY_MS) from None
+        raise FolderFull(f"the disk of --batch-path cannot store more: {error.strerror}", FULL_RETRY_MS) from None
 
 
 class Upload:
-    """Represents a file that is being uploaded or written. Its tenant sees it once it is whole, or never.
+    """A file being uploaded or written, visible to its tenant once complete.
 
-    The part file is made as long as the file may become, so that every gateway counts what is reserved.
+    The part file has its maximum size from the start, so that every gateway counts what is reserved.
     """
 
     def __init__(self, folder: BatchFolder, tenant: str, most_bytes: int) -> None:
@@ -102,7 +100,7 @@ class Upload:
         folder.uploads.add(self)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Adds bytes to the file. Raises FileTooLarge, and FolderFull."""
+        """Append bytes. Raises FileTooLarge and FolderFull."""
         self.size += len(data)
         if self.size > self.most_bytes:
             raise self._folder.too_large()
@@ -110,15 +108,14 @@ class Upload:
             write_all(self._file, data)
 
     def keep(self, filename: str, purpose: str, seconds: int | None = None) -> FileRecord:
-        """Ends the writing of the file, which is its tenant's for ``seconds``, or ``keep_s``. Raises
-        InvalidRequest for an empty file."""
+        """Finish the file, which expires after ``seconds`` or ``keep_s``. Raises InvalidRequest for an empty file."""
         if not self.size:
             raise InvalidRequest.of(FieldViolation("file", "it is empty"))
         self._resize(self.size)
         return self._folder.keep_file(self._file, self._path, self.id, self.tenant, filename, purpose, seconds)
 
     def close(self) -> None:
-        """Ends the writing of the file. A file that was not kept is removed."""
+        """Close the file, and remove it unless it was finished."""
         self._folder.uploads.discard(self)
         os.close(self._file)
         self._path.unlink(missing_ok=True)
@@ -129,16 +126,16 @@ class Upload:
 
 
 class BatchFolder:
-    """Manages the folder of --batch-path. Raises ConfigError where it cannot be made or used.
+    """Manager of the folder of --batch-path. Raises ConfigError if it cannot be created or used.
 
     Args:
-        max_bytes: most bytes in it before uploads are refused and batches stand still.
-        file_bytes: the largest file that clients may bring.
+        max_bytes: size at which uploads are refused and batches pause.
+        file_bytes: limit on an uploaded file.
         keep_s: age at which files, and batches that have ended, are removed.
-        tenant_percent: share of all bounds that a tenant with a name may have.
+        tenant_percent: share of all limits for a named tenant.
 
     Attributes:
-        uploads: files that clients are bringing to this process.
+        uploads: this process's uploads in progress.
     """
 
     def __init__(
@@ -153,7 +150,7 @@ class BatchFolder:
         self.path = Path(path)
         self.tenant_percent = tenant_percent
         self.uploads: set[Upload] = set()
-        # No two threads may reserve the same bytes.
+        # Serializes reservations.
         self._lock = threading.Lock()
         self.max_bytes, self.file_bytes, self.keep_s = max_bytes, file_bytes, keep_s
         self._files, self._batches = self.path / "files", self.path / "batches"
@@ -167,8 +164,8 @@ class BatchFolder:
             raise ConfigError(f"--batch-path {self.path}: {error.strerror}") from None
 
     def upload(self, tenant: str, size_bytes: int = 0) -> Upload:
-        """Begins to write a file of at most so many bytes; 0 means that the size is unknown, so that the file reserves
-        as much as any may have. Raises FolderFull, and FileTooLarge."""
+        """Start to write a file of at most ``size_bytes``; 0 (unknown) reserves the limit. Raises FolderFull and
+        FileTooLarge."""
         if size_bytes > self.file_bytes:
             raise self.too_large()
         size_bytes = size_bytes or self.file_bytes
@@ -177,7 +174,7 @@ class BatchFolder:
             if len(mine) >= TENANT_UPLOADS or len(self.uploads) >= MAX_UPLOADS:
                 text = f"{TENANT_UPLOADS} files are being sent by this tenant, or {MAX_UPLOADS} by all"
                 raise Overloaded(text, UPLOAD_RETRY_MS)
-            # A tenant without a name may fill the folder, so its files are not looked through.
+            # A tenant without a name may fill the folder, so its files are not scanned.
             files = self.files(tenant) if tenant else []
             mine_bytes = sum(one.bytes for one in files) + sum(upload.most_bytes for upload in mine)
             self._require_room("bytes", self.max_bytes, self.used_bytes(), tenant, mine_bytes, size_bytes)
@@ -186,19 +183,19 @@ class BatchFolder:
             return Upload(self, tenant, size_bytes)
 
     def too_large(self) -> InvalidRequest:
-        """Makes the error for a file that is larger than clients may bring."""
+        """Create the error for a file above the limit."""
         return FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes"))
 
     def _require_room(self, what: str, most: int, used: int, tenant: str, mine: int, more: int) -> None:
-        """Raises FolderFull where so much more does not fit in the folder, or within the share of a tenant with a
-        name. ``used`` is what all have, ``mine`` what the tenant has."""
+        """Raise FolderFull if ``more`` exceeds the folder's limit, or the share of a named tenant. ``used`` is what all
+        use, ``mine`` what the tenant uses."""
         if used + more > most:
-            raise FolderFull(f"there are in the folder of --batch-path already {most} {what}", FULL_RETRY_MS)
+            raise FolderFull(f"the folder of --batch-path has {most} {what} already", FULL_RETRY_MS)
         share = max(1, most * self.tenant_percent // 100)
         if tenant and mine + more > share:
             text = f"the share of a tenant ({self.tenant_percent} %)"
             raise FolderFull(
-                f"this tenant has in the folder of --batch-path already {share} {what}, {text}", FULL_RETRY_MS
+                f"this tenant has {share} {what} in the folder of --batch-path already, {text}", FULL_RETRY_MS
             )
 
     def keep_file(
@@ -211,8 +208,8 @@ class BatchFolder:
         purpose: str,
         seconds: int | None = None,
     ) -> FileRecord:
-        """Moves a whole file, written as ``part``, to its place and writes its record; both are on the disk then. It is
-        removed after ``seconds``, if that is sooner than ``keep_s``."""
+        """Move a finished file, written as ``part``, to its place and write its record, both synced. It expires after
+        ``seconds``, or ``keep_s`` if that is sooner."""
         now = int(time.time())
         record = FileRecord(
             id=name,
@@ -230,15 +227,14 @@ class BatchFolder:
         return record
 
     def file(self, tenant: str, name: str) -> FileRecord:
-        """Returns the record of a tenant's file."""
+        """Return the record of a tenant's file."""
         known = _read(self._files / f"{name}.json", FileRecord) if _FILE_ID.fullmatch(name) else None
         if known is None or known.tenant != tenant:
             raise NotFound(f"there is no file {name[:100]!r}")
         return known
 
     def open_file(self, tenant: str, name: str) -> tuple[FileRecord, FileIO]:
-        """Opens a tenant's file, which the caller reads and closes; it can be read to its end even if somebody removes
-        it meanwhile."""
+        """Open a tenant's file for the caller to read and close. It stays readable if it is removed meanwhile."""
         known = self.file(tenant, name)
         try:
             return known, FileIO(self.content(name))
@@ -246,17 +242,17 @@ class BatchFolder:
             raise NotFound(f"there is no file {name!r}") from None
 
     def files(self, tenant: str, purpose: str = "") -> list[FileRecord]:
-        """Returns a tenant's files, the newest first."""
+        """Return a tenant's files, newest first."""
         known = (_read(path, FileRecord) for path in self._files.glob("*.json"))
         mine = [one for one in known if one and one.tenant == tenant and purpose in ("", one.purpose)]
         return sorted(mine, key=lambda one: (one.created_at, one.id), reverse=True)
 
     def content(self, name: str) -> Path:
-        """Returns the path of a file's content."""
+        """Return the path of a file's content."""
         return self._files / f"{name}.jsonl"
 
     def delete_file(self, tenant: str, name: str) -> None:
-        """Removes a tenant's file. Raises Conflict where a batch reads it."""
+        """Remove a tenant's file. Raises Conflict if a batch reads it."""
         known = self.file(tenant, name)
         for batch in self.open_batches():
             if batch.input_file_id == known.id:
@@ -271,7 +267,7 @@ class BatchFolder:
         metadata: dict[str, str] | None,
         output_seconds: int | None = None,
     ) -> BatchRecord:
-        """Makes a new batch on the disk. Raises InvalidRequest, which names ``input_file_id``, and Overloaded."""
+        """Create a batch on disk. Raises InvalidRequest, which names ``input_file_id``, and Overloaded."""
         try:
             known = self.file(tenant, file_id)
         except NotFound as error:
@@ -302,20 +298,20 @@ class BatchFolder:
         return record
 
     def batch(self, tenant: str, name: str) -> BatchRecord:
-        """Returns a tenant's batch as it is now."""
+        """Return the current record of a tenant's batch."""
         known = self.known_batch(name) if _BATCH_ID.fullmatch(name) else None
         if known is None or known.tenant != tenant:
             raise NotFound(f"there is no batch {name[:100]!r}")
         return known
 
     def batches(self, tenant: str) -> list[BatchRecord]:
-        """Returns a tenant's batches, the newest first."""
+        """Return a tenant's batches, newest first."""
         known = map(self.known_batch, self.batch_ids())
         mine = [one for one in known if one is not None and one.tenant == tenant]
         return sorted(mine, key=lambda one: (one.created_at, one.id), reverse=True)
 
     def cancel(self, tenant: str, name: str) -> BatchRecord:
-        """Asks the gateway that runs a batch to end it early. Raises Conflict where the batch has ended."""
+        """Ask the gateway that runs a batch to end it early. Raises Conflict if it has ended."""
         known = self.batch(tenant, name)
         if known.over:
             raise Conflict(f"batch {known.id} is {known.status}, so it cannot be cancelled")
@@ -325,16 +321,15 @@ class BatchFolder:
         return self.batch(tenant, name)
 
     def of_batch(self, name: str) -> Path:
-        """Returns the folder of a batch."""
+        """Return the folder of a batch."""
         return self._batches / name
 
     def batch_ids(self) -> list[str]:
-        """Returns the ids of all batches."""
+        """Return the ids of all batches."""
         return [entry.name for entry in os.scandir(self._batches) if _BATCH_ID.fullmatch(entry.name)]
 
     def known_batch(self, name: str) -> BatchRecord | None:
-        """Returns the record of any tenant's batch; None if there is no such batch. A batch that is asked to end is
-        shown as being cancelled."""
+        """Return the record of any tenant's batch, or None. One with a cancel request has status "cancelling"."""
         known = _read(self.of_batch(name) / "batch.json", BatchRecord)
         if known is None or known.over:
             return known
@@ -343,21 +338,21 @@ class BatchFolder:
         return known
 
     def open_batches(self) -> list[BatchRecord]:
-        """Returns all batches that have not ended."""
+        """Return all batches that have not ended."""
         known = map(self.known_batch, self.batch_ids())
         return [one for one in known if one is not None and not one.over]
 
     def used_bytes(self) -> int:
-        """Returns the bytes of all files and journals, with those that files which are being sent may have."""
+        """Return the bytes of all files and journals, with those reserved by uploads."""
         journals = (self.of_batch(name) / "journal" for name in self.batch_ids())
         return sum(map(_size, os.scandir(self._files))) + sum(map(_size, journals))
 
     def full(self) -> bool:
-        """Return True if ``max_bytes`` are used."""
+        """Return whether ``max_bytes`` are used."""
         return self.used_bytes() >= self.max_bytes
 
     def sweep(self, now_s: float) -> None:
-        """Removes files and batches that are older than they are kept, and what writers that died have left."""
+        """Remove expired files and batches, and what dead writers have left."""
         in_use = {batch.input_file_id for batch in self.open_batches()}
         for path in self._files.iterdir():
             known = _read(path, FileRecord) if path.suffix == ".json" else None
@@ -369,16 +364,15 @@ class BatchFolder:
         for name in self.batch_ids():
             batch, place = self.known_batch(name), self.of_batch(name)
             if batch is not None and batch.over:
-                # The gateway that ended this batch was killed before it removed the batch's journal, which it does
-                # last.
+                # Its gateway was killed before it removed the journal, which it does last.
                 (place / "journal").unlink(missing_ok=True)
             old = batch is not None and batch.over and batch.ended_at + self.keep_s <= now_s
             if old or (batch is None and _age_s(place, now_s) > PART_AGE_S):
                 self._remove_batch(name)
 
     def lock(self, name: str) -> int | None:
-        """Takes the lock of a batch; None where another process has it, or the batch is gone. Closing the descriptor,
-        or the end of the process, gives the lock back."""
+        """Lock a batch; return None if another process has the lock, or the batch is gone. Closing the descriptor, or
+        the end of the process, unlocks it."""
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(self.of_batch(name) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY_FILE)
             if try_lock(lock):
@@ -387,7 +381,7 @@ class BatchFolder:
         return None
 
     def _remove_file(self, name: str) -> None:
-        # The record goes first, because content without a record is no file.
+        # The record goes first, since content without a record does not exist.
         (self._files / f"{name}.json").unlink(missing_ok=True)
         self.content(name).unlink(missing_ok=True)
 
@@ -399,19 +393,19 @@ class BatchFolder:
 
 
 def open_new(path: Path) -> int:
-    """Opens a new file for writing, which only its owner may read; an older file of this name goes."""
+    """Open a new file for writing, readable only by its owner; replaces one of this name."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _OWNER_ONLY_FILE)
 
 
 def write_all(file: int, data: bytes | bytearray) -> None:
-    """Writes all of ``data``, or raises OSError."""
+    """Write all of ``data``, or raise OSError."""
     left = memoryview(data)
     while left:
         left = left[os.write(file, left) :]
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Puts a small file whole in the place of another; with ``sync`` it is on the disk afterwards. Raises OSError."""
+    """Replace a small file atomically; with ``sync``, durably. Raises OSError."""
     part = path.with_suffix(f".{secrets.token_hex(4)}.part")
     file = open_new(part)
     try:
@@ -427,7 +421,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Forces the names in a folder to the disk. Raises OSError."""
+    """Sync the names in a folder to disk. Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -436,7 +430,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """Reads a record from its file; None where the file is missing or cannot be read."""
+    """Read a record; None if the file is missing or invalid."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, ValueError):
