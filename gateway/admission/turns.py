@@ -151,8 +151,8 @@ class FairQueue:
 
 
 class DepartureRate:
-    """Mean rate at which answers end while others wait, with exponential decay. The longest gap between two ends is left
-    out, since it may have been a pause."""
+    """Mean rate at which answers end while others wait, with exponential decay. The longest gap between two ends is
+    left out, since it may have been a pause."""
 
     def __init__(self) -> None:
         self._departures = self._seconds = 0.0
@@ -192,8 +192,8 @@ MIN_SPARE_SLOTS = 16
 
 
 def shared_slots(workers: Sequence[ComponentRecord], others_running: Sequence[int]) -> int:
-    """Return a gateway's limit on requests at the decode workers: an even share of their slots and spare ones, plus what
-    the other gateways, which run ``others_running``, leave of theirs. 0 until all workers report their slots."""
+    """Return a gateway's limit on requests at the decode workers: an even share of their slots and spare ones, plus
+    what the other gateways, which run ``others_running``, leave of theirs. 0 until all workers report their slots."""
     if not workers or not all(worker.max_step_tokens for worker in workers):
         return 0
     sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
