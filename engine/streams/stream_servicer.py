@@ -74,7 +74,7 @@ async def _tell_queued(session: DecodeSession) -> None:
             await session.tell_queued()
         except Exception:
             # Without signs of life, a gateway would take a long queue for a hanging worker.
-            log.exception("streams that wait could not be told so")
+            log.exception("signs of life of waiting streams failed")
 
 
 async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: DecodeSession) -> None:

@@ -179,7 +179,7 @@ class DecodeSession:
                 # A ticket that the worker opens may evict blocks: not for a stream without a place.
                 self._check_room(len(keys))
             if waits and len(self._adopting) >= MAX_AWAITING:
-                raise Overloaded(f"{MAX_AWAITING} streams wait at {worker.component_id} already")
+                raise Overloaded(f"{MAX_AWAITING} streams already wait at {worker.component_id}")
         except PillionError as error:
             self._fail(submit.key, error)
             return

@@ -292,7 +292,7 @@ class WorkerEpoch:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
         # A task cancelled by mistake would leave its waiters waiting for ever.
-        lost = Internal("cancelled by nobody") if not self._cancels_tasks else None
+        lost = Internal("cancelled unexpectedly") if not self._cancels_tasks else None
         error = lost if task.cancelled() else task.exception()
         if error is not None:
             log.error("a task of the worker died", exc_info=error)

@@ -485,7 +485,7 @@ class Cluster:
                 timeout_s = MAX_FIND_MS / 1000
                 more = await client.find_blocks(hashes, known, timeout_s=timeout_s, state_pages=state_pages)
             except PillionError as error:
-                log.debug("nobody says what a bucket has: %s", error.message)
+                log.debug("a bucket could not be asked: %s", error.message)
                 return
             if more:
                 found.update(dict.fromkeys(node_ids, known + more))
@@ -541,7 +541,7 @@ class Cluster:
             try:
                 await self.refresh()
             except Exception:
-                log.exception("looking at the registry failed")
+                log.exception("polling the registry failed")
 
     def _sync(self) -> None:
         """Keep a link per known component. A component that moved gets a new link; one without a record keeps its link

@@ -19,4 +19,4 @@ class Defects:
         """Log an exception, with its traceback if it is the first of its kind; call it in the handler."""
         if type(error) not in self._kinds:
             self._kinds.add(type(error))
-            log.error("%s met a defect and goes on", self._task, exc_info=error)
+            log.error("%s failed unexpectedly and continues", self._task, exc_info=error)

@@ -648,6 +648,6 @@ class ComponentCalls:
             error = task.exception()
         else:
             # Work that the request itself cancelled is no longer its own.
-            error = Internal("what the request waited for was cancelled by nobody") if task is self._work else None
+            error = Internal("a call of the request was cancelled unexpectedly") if task is self._work else None
         if error is not None:
             self._broken(error)

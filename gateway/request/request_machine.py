@@ -127,8 +127,8 @@ class RequestMachine:
     _killed: tuple[str, ...] = ()
     # Since when the request waits for lost components, and how long it had waited before, since the last progress. The
     # sum is limited, however often components are lost.
-    _looking_s: float = 0.0
-    _looked_s: float = 0.0
+    _wait_began_s: float = 0.0
+    _waited_s: float = 0.0
     _prefill_open: bool = False
     _stream_open: bool = False
     # A deferred loss: a follower's until its leader has started, another answer's until its prefill range has ended.
@@ -161,7 +161,7 @@ class RequestMachine:
         """Return the first look-up. A follower starts without one, and a resumed answer that is complete just ends."""
         if self.state is not RequestState.PLANNING:
             return []
-        whole = self._whole()
+        whole = self._finished_reason()
         return [self._look_up(0)] if whole is None else self._end(ev.Finish(whole), self._timeline.arrived)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -216,25 +216,25 @@ class RequestMachine:
         return self._decoding(event, now)
 
     def _unplanned(self, event: ev.PlanFailed, now: float) -> list[Action]:
-        self._count_looking(now)
-        if self.attempt > 1 and self._looked_s < event.patience_s:
+        self._count_wait(now)
+        if self.attempt > 1 and self._waited_s < event.patience_s:
             return [self._look_up(COMPONENT_POLL_MS)]
         return self._retry_or_fail(event, now)
 
     def _planned(self, event: ev.PlanMade, now: float) -> list[Action]:
         self.plan = event.plan
-        self._count_looking(now)
+        self._count_wait(now)
         if event.plan.alone:
             self.state = RequestState.OPENING
             return [self._submit()]
         self.state = RequestState.PINNING
         return [ev.OpenTicket(self.attempt, event.plan, resume=self.attempt > 1)]
 
-    def _count_looking(self, now: float) -> None:
+    def _count_wait(self, now: float) -> None:
         """Add the time since the last look-up to that spent waiting for lost components."""
         if self.attempt > 1:
-            self._looked_s += now - self._looking_s
-        self._looking_s = now
+            self._waited_s += now - self._wait_began_s
+        self._wait_began_s = now
 
     def _lost_in_opening(self, event: ev.DecodeLost, now: float) -> list[Action]:
         if not isinstance(event.error, NotFound):
@@ -252,7 +252,7 @@ class RequestMachine:
         self.held.settle(self.plan)
         return []
 
-    def _speaks_in_opening(self, event: ev.AttemptEvent, now: float) -> list[Action]:
+    def _tokens_in_opening(self, event: ev.AttemptEvent, now: float) -> list[Action]:
         """Handle a stream that sends tokens: its ticket is adopted, although that event has not come."""
         self._opened(ev.TicketAdopted(self.attempt, self._plan().cached_blocks), now)
         return self.handle(event, now)
@@ -269,14 +269,14 @@ class RequestMachine:
         self._avoid |= {self._plan().node_id}
         if self.attempt == 1 or not self._waits_for(event):
             return self._retry_or_fail(event, now)
-        self.state, self._looking_s = RequestState.PLANNING, now
+        self.state, self._wait_began_s = RequestState.PLANNING, now
         # Back off, since every request that the node has lost asks it.
         self._lost_tickets += 1
         return [self._look_up(min(MAX_RETRY_DELAY_MS, COMPONENT_POLL_MS * 2 ** min(self._lost_tickets - 1, 8)))]
 
     def _waits_for(self, loss: ev.AttemptLoss) -> bool:
         """Return whether to wait for the failed component to come back."""
-        return loss.retryable and self._looked_s < loss.patience_s
+        return loss.retryable and self._waited_s < loss.patience_s
 
     def _granted(self, event: ev.TicketGranted, now: float) -> list[Action]:
         if event.attempt != self.attempt or self.state is not RequestState.PINNING:
@@ -339,7 +339,7 @@ class RequestMachine:
             self._avoid |= {plan.prefill.component_id}
         return self._retry_or_fail(event, now)
 
-    def _speaks_beside_prefill(self, event: ev.AttemptEvent, now: float) -> list[Action]:
+    def _tokens_beside_prefill(self, event: ev.AttemptEvent, now: float) -> list[Action]:
         """Handle a stream that started before the prefill range's last acknowledgement."""
         if not self._stream_open:
             return []
@@ -366,7 +366,7 @@ class RequestMachine:
             if not ids:
                 return []
             self.emitted.extend(ids)
-            self._got_on()
+            self._record_progress()
             if self._timeline.first_token is None:
                 self._timeline.first_token = now
             return [ev.Emit(ids, event.logprobs[:left])]
@@ -382,16 +382,16 @@ class RequestMachine:
         logprobs = event.logprobs[: len(self.prompt) - 1 - self.scored_tokens]
         self.scored_tokens += len(logprobs)
         if logprobs:
-            self._got_on()
+            self._record_progress()
         return [ev.EmitScores(logprobs)] if logprobs else []
 
-    def _got_on(self) -> None:
+    def _record_progress(self) -> None:
         """Record progress: earlier losses do not count any more."""
         self._fruitless = self._losses = 0
-        self._looked_s, self._killed = 0.0, ()
+        self._waited_s, self._killed = 0.0, ()
 
     def _stream_lost(self, loss: ev.DecodeLost, now: float, stream_over: bool) -> list[Action]:
-        whole = self._whole()
+        whole = self._finished_reason()
         if whole is not None:
             return self._end(ev.Finish(whole), now, stream_over)
         self._avoid |= {self._plan().decode.component_id}
@@ -410,7 +410,7 @@ class RequestMachine:
         """Return the tokens that this attempt starts from: prompt and answer so far."""
         return (*self.prompt, *self.emitted) if self.emitted else self.prompt
 
-    def _whole(self) -> FinishReason | None:
+    def _finished_reason(self) -> FinishReason | None:
         """Return the finish reason if the last emitted token ends the answer, else None. No stop id is sampled before
         min_tokens. An answer with max_tokens 0 ends with its stream."""
         if not self.emitted:
@@ -440,26 +440,26 @@ class RequestMachine:
             self._killed += (loss.killed,)
         if len(self._killed) >= MAX_WORKERS_KILLED:
             names = ", ".join(self._killed)
-            text = f"two workers were lost in a step with this request ({names}), so no other one gets it"
+            text = f"two workers were lost in a step with this request ({names}), so it is not retried"
             return self._end(ev.Fail(LethalRequest(text)), now, stream_over)
         waits = self._waits_for(loss)
         if not waits and (loss.patience_s or self._fruitless >= self._admitted.options.max_attempts):
-            return self._end(ev.Fail(self._given_up(loss)), now, stream_over)
+            return self._end(ev.Fail(self._attempts_exhausted(loss)), now, stream_over)
         leaving = self._leave(stream_over, finished=False)
-        self._let_go(False, now)
+        self._end_held_kv(False, now)
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** min(self._losses, 8))
         self.attempt += 1
         self._losses += 1
         self._fruitless += not waits
         self._timeline.retry()
         self._lost = None
-        self.state, self._looking_s = RequestState.PLANNING, now
+        self.state, self._wait_began_s = RequestState.PLANNING, now
         return [*leaving, self._look_up(delay_ms)]
 
-    def _given_up(self, loss: ev.AttemptLoss) -> PillionError:
+    def _attempts_exhausted(self, loss: ev.AttemptLoss) -> PillionError:
         error, how = loss.error, f"after {self._fruitless} attempts; the last one"
         if loss.patience_s:
-            how = f"after {self._looked_s:.0f} s without the components that it needs; the last loss"
+            how = f"after {self._waited_s:.0f} s without the components that it needs; the last loss"
         text = f"given up {how}: {error.message}"
         return Overloaded(text, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(text)
 
@@ -467,10 +467,10 @@ class RequestMachine:
         leaving = self._leave(stream_over, finished=stream_over and isinstance(terminal, ev.Finish))
         self.state = RequestState.DONE
         self._timeline.ended = now
-        self._let_go(isinstance(terminal, ev.Finish), now)
+        self._end_held_kv(isinstance(terminal, ev.Finish), now)
         return [*leaving, terminal]
 
-    def _let_go(self, whole: bool, now: float) -> None:
+    def _end_held_kv(self, whole: bool, now: float) -> None:
         self.held.end(len(self.prompt) + len(self.emitted), self._timeline.acked_tokens, whole, now)
 
     def _leave(self, stream_over: bool, finished: bool) -> list[Action]:
@@ -509,7 +509,7 @@ class RequestMachine:
             ({RequestState.PLANNING}, _unplanned, (ev.PlanFailed,)),
             ({RequestState.OPENING}, _opened, (ev.TicketAdopted,)),
             ({RequestState.OPENING}, _lost_in_opening, (ev.DecodeLost,)),
-            ({RequestState.OPENING}, _speaks_in_opening, (ev.TokensSampled, ev.PromptScored, ev.DecodeFinished)),
+            ({RequestState.OPENING}, _tokens_in_opening, (ev.TokensSampled, ev.PromptScored, ev.DecodeFinished)),
             ({RequestState.PINNING}, _ticket_lost, (ev.TicketLost,)),
             ({RequestState.FETCHING}, _fetched, (ev.BlocksFetched,)),
             (
@@ -519,7 +519,7 @@ class RequestMachine:
             ),
             (
                 {RequestState.PREFILLING},
-                _speaks_beside_prefill,
+                _tokens_beside_prefill,
                 (ev.TokensSampled, ev.PromptScored, ev.DecodeFinished, ev.TicketAdopted),
             ),
             ({RequestState.PREFILLING}, _lost_beside_prefill, (ev.DecodeLost,)),

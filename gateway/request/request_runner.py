@@ -351,7 +351,7 @@ class RequestRunner:
         planned = () if machine.plan is None else (machine.plan.prefill, machine.plan.decode)
         workers = ", ".join(one.component_id for one in planned if one is not None) or "no plan"
         where = f"answer {index} of request {self.admitted.request_id} is {machine.state.value} ({workers})"
-        log.warning("%s in attempt %d, and has heard nothing for %.0f s", where, machine.attempt, quiet_s)
+        log.warning("%s in attempt %d, silent for %.0f s", where, machine.attempt, quiet_s)
 
 
 # Log probabilities of a prompt per delta, alternatives included: about 5 ms to convert.

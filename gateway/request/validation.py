@@ -184,7 +184,7 @@ def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
     if prompt_tokens > limits.max_prompt_tokens:
         raise too_long(prompt_tokens, field, limits.max_model_len_tokens)
     if prompt_tokens == 0:
-        raise InvalidRequest.of(FieldViolation(field, "it holds no tokens"))
+        raise InvalidRequest.of(FieldViolation(field, "it has no tokens"))
 
 
 def too_long(

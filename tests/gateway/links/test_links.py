@@ -154,7 +154,7 @@ async def test_a_defect_ends_no_link_for_good(
         await until("the next connection", lambda: link.alive and fakes.decode.connections > connections)
         assert await replays(fakes) == 0
         await fakes.settled()
-    texts = [record.getMessage() for record in caplog.records if "met a defect" in record.getMessage()]
+    texts = [record.getMessage() for record in caplog.records if "failed unexpectedly" in record.getMessage()]
     assert len([text for text in texts if "decode-0" in text]) <= 2
     assert len([text for text in texts if "kv-0" in text]) == 1
 
