@@ -85,7 +85,7 @@ def state_page(block_hash: bytes, page: int) -> bytes:
 def split_hashes(packed: bytes) -> list[bytes]:
     """Split concatenated hashes. Raises InvalidRequest if the length is not a multiple of HASH_BYTES."""
     if len(packed) % HASH_BYTES:
-        raise InvalidRequest(f"{len(packed)} bytes are no whole number of {HASH_BYTES}-byte hashes")
+        raise InvalidRequest(f"{len(packed)} bytes are not a whole number of {HASH_BYTES}-byte hashes")
     return [block_hash for (block_hash,) in _HASH.iter_unpack(packed)]
 
 

@@ -193,7 +193,7 @@ class SamplingParams:
         recommended_as="top_k",
         gguf="top_k",
         apis=_BOTH,
-        about="Only the k most likely tokens.",
+        about="Keep only the k most likely tokens.",
         of_rows=True,
     )
     seed: int | None = _option(Range(-(2**63), 2**63 - 1), whole=True, apis=_BOTH, about="Makes sampling repeatable.")
@@ -207,7 +207,7 @@ class SamplingParams:
         recommended_as="min_p",
         gguf="min_p",
         apis=_BOTH,
-        about="Only tokens at least so many times as likely as the most likely one.",
+        about="Keep only tokens at least this many times as likely as the most likely one.",
         of_rows=True,
     )
     repetition_penalty: float | None = _option(
@@ -216,7 +216,7 @@ class SamplingParams:
         recommended_as="repetition_penalty",
         gguf="penalty_repeat",
         apis=_BOTH,
-        about="Divides logits of tokens in prompt and answer; 1 is none.",
+        about="Divides the logits of tokens in prompt and answer; 1 has no effect.",
         of_logits=True,
     )
     presence_penalty: float | None = _option(
@@ -224,7 +224,7 @@ class SamplingParams:
         neutral=0.0,
         recommended_as="presence_penalty",
         apis=_BOTH,
-        about="Taken from logits of tokens in the answer, once.",
+        about="Subtracted once from the logits of tokens in the answer.",
         of_logits=True,
     )
     frequency_penalty: float | None = _option(
@@ -232,7 +232,7 @@ class SamplingParams:
         neutral=0.0,
         recommended_as="frequency_penalty",
         apis=_BOTH,
-        about="Taken from logits of tokens in the answer, each time.",
+        about="Subtracted from the logits of tokens in the answer, per occurrence.",
         of_logits=True,
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict, metadata=_OF_LOGITS)

@@ -113,7 +113,7 @@ def _write(folder: Path, first: AdapterPiece, next_piece: Callable[[], AdapterPi
                 file = stack.enter_context((folder / piece.file_name).open("xb"))
             left_bytes -= len(piece.data)
             if file is None or left_bytes < 0:
-                raise InvalidRequest("these are other files of an adapter than their sender said")
+                raise InvalidRequest("the files of an adapter differ from what their sender announced")
             file.write(piece.data)
             piece = next_piece()
     if left_bytes or names:

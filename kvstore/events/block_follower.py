@@ -75,8 +75,8 @@ class BlockFollower:
                 except (Internal, InvalidRequest) as error:
                     self.misfits += 1
                     mirror.forget()
-                    log.error("what the KV node says does not fit, so all of it is read anew: %s", error.message)
-                    raise Unavailable("the mirror was forgotten") from None
+                    log.error("the KV node's changes are inconsistent, so its blocks are read again: %s", error.message)
+                    raise Unavailable("the mirror was reset") from None
                 self._count(message)
                 yield message
 

@@ -84,22 +84,22 @@ class BlockMirror:
         """Raise Internal if a block precedes or lacks its parent, or if the digest is wrong. O(blocks)."""
         self._check_parents(self.blocks)
         if _digest(self.blocks) != self._digest:
-            raise Internal("the mirror's digest is not that of its blocks")
+            raise Internal("the mirror's digest does not match its blocks")
 
     def _apply_changes(self, message: BlockChanges, changes: list[BlockChange]) -> None:
         if self._coming is not None:
-            raise Internal("a snapshot was not brought to its end")
+            raise Internal("a snapshot was not completed")
         if (message.log_epoch, message.number - len(changes)) != (self.log_epoch, self.number):
             raise Internal(f"changes end with number {message.number}, {self.number} is known, {len(changes)} came")
         for change in changes:
             if change.stored == (change.block_hash in self.blocks):
-                raise Internal("a block came twice, or left without having come")
+                raise Internal("a block was added twice, or removed before it was added")
             self._digest ^= digest_share(change.block_hash)
             if not change.stored:
                 del self.blocks[change.block_hash]
                 continue
             if change.parent and change.parent not in self.blocks:
-                raise Internal("a block came without the one before it")
+                raise Internal("a block came without its parent")
             self.blocks[change.block_hash] = change.parent
         self.number = message.number
         if changes:
@@ -126,7 +126,7 @@ class BlockMirror:
         seen = {b""}
         for block_hash, parent in blocks.items():
             if parent not in seen:
-                raise Internal("a block stands without the one before it")
+                raise Internal("a block has no parent")
             seen.add(block_hash)
 
 

@@ -124,10 +124,10 @@ class Followers:
                 async with asyncio.timeout(STALL_S):
                     await send(message)
             except TimeoutError:
-                raise Overloaded(f"this follower has taken nothing for {STALL_S} s", FOLLOW_AGAIN_MS) from None
+                raise Overloaded(f"this follower has read nothing for {STALL_S} s", FOLLOW_AGAIN_MS) from None
             if not stream.more:
                 await asyncio.sleep(GATHER_S)
-        raise Unavailable("the KV node ends", FOLLOW_AGAIN_MS)
+        raise Unavailable("the KV node is stopping", FOLLOW_AGAIN_MS)
 
     def readings(self) -> Iterator[Reading]:
         yield names.KV_FOLLOWERS, (), len(self)

@@ -100,7 +100,7 @@ class NodeExchange:
         try:
             await pool.plane()
         except ConfigError as error:
-            log.warning("no blocks from and for other nodes: %s", error.message)
+            log.warning("no blocks are exchanged with other nodes: %s", error.message)
         await asyncio.Event().wait()
 
     async def hand_over(self, plan: HandOver[bytes], look_up: LookUp) -> None:
@@ -120,7 +120,7 @@ class NodeExchange:
                 if plan.answered(step, reply.blocks, reply.fetched_blocks):
                     await peer.pin_prefixes(pool.pins_of(step.chain))
             except PillionError as error:
-                log.info("node %s takes over nothing: %s", step.node_id, error.message)
+                log.info("node %s accepts no blocks: %s", step.node_id, error.message)
                 plan.failed(step)
         for node_id, chain in reversed(plan.whole):
             if loop.time() >= plan.until_s:
@@ -136,7 +136,7 @@ class NodeExchange:
             try:
                 await (await pool.peers.get(node_id)).pin_prefixes(pins)
             except PillionError as error:
-                log.info("node %s takes over no pins: %s", node_id, error.message)
+                log.info("node %s accepts no pins: %s", node_id, error.message)
 
     async def leave(self) -> None:
         """Disconnect all peers, which ends all fetches. Idempotent."""

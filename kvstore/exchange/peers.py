@@ -258,7 +258,7 @@ class Peers:
     def source(self, node_id: str) -> SourceNode:
         """Return a source for one fetch. Raises Unavailable for this node, and for one that failed within AVOID_S."""
         if self._closed or node_id == self._node_id:
-            raise Unavailable(f"{node_id} is no source for this node")
+            raise Unavailable(f"{node_id} is not a source for this node")
         if time.monotonic() < self._avoided_until_s.get(node_id, 0.0):
             raise Unavailable(f"KV node {node_id} failed a moment ago")
         return SourceNode(node_id, self)
@@ -281,7 +281,7 @@ class Peers:
             peer.used_s = time.monotonic()
             return peer
         if self._closed or node_id == self._node_id:
-            raise Unavailable(f"{node_id} is no source for this node")
+            raise Unavailable(f"{node_id} is not a source for this node")
         task = self._meeting.get(node_id)
         if task is None:
             task = self._meeting[node_id] = asyncio.create_task(self._meet(node_id), name=f"meeting {node_id}")
@@ -332,9 +332,7 @@ class Peers:
                 raise Unavailable(f"{address} is KV node {node_id_of(pool)}, not {node_id}")
             pool.memory_kind = pool.memory_kind or HOST
             if pool.memory_kind not in (HOST, CUDA):
-                raise Conflict(
-                    f"{node_id} has its pool in memory of kind {pool.memory_kind!r}, which is not known here"
-                )
+                raise Conflict(f"{node_id} has its pool in memory of kind {pool.memory_kind!r}, which is unknown here")
             self._shape.check(BlockShape(pool.block_bytes, pool.kv_namespace), node_id)
         except BaseException:
             if session is not None:

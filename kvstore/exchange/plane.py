@@ -75,7 +75,7 @@ class DataPlane:
         """
         check_slots(source, self._memory, remote, local)
         if self._streaming >= MAX_READS:
-            raise Unavailable(f"{MAX_READS} reads are under way already")
+            raise Unavailable(f"{MAX_READS} reads are already in progress")
         self._streaming += 1
         most = self._memory.batch_blocks
         try:
@@ -85,7 +85,7 @@ class DataPlane:
                     async with self._memory.writing(local[part]) as targets:
                         await stream(ticket_id, remote[part], targets)
         except TimeoutError:
-            raise Unavailable(f"{node_id_of(source)} sent not everything within {READ_TIMEOUT_S:.0f} s") from None
+            raise Unavailable(f"{node_id_of(source)} did not send everything within {READ_TIMEOUT_S:.0f} s") from None
         except Unavailable:
             raise
         except PillionError as error:

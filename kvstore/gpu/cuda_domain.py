@@ -117,7 +117,7 @@ class CudaDomain(Domain):
         left = int(Fraction(str(share)) * total) - (total - free)
         if left <= 0 and not self._flags.kv_pool_bytes:
             raise ConfigError(
-                f"nothing is left for KV on CUDA device {device.index}: {total - free} of its {total} bytes are "
+                f"no memory is left for KV on CUDA device {device.index}: {total - free} of its {total} bytes are "
                 f"in use, and --gpu-memory-utilization {share} allows no more"
             )
         return left

@@ -170,7 +170,7 @@ class CudaDriver:
                 function = getattr(self._library, name)
                 function.argtypes, function.restype = arguments, c_int
         except (OSError, AttributeError) as error:
-            raise ConfigError(f"no CUDA driver that can be used: {error}") from None
+            raise ConfigError(f"no usable CUDA driver: {error}") from None
         self.call("cuInit", 0)
         self.version = self.read(c_int, "cuDriverGetVersion")
 

@@ -86,7 +86,7 @@ class Regions:
         key = self._key_of.get(user, "")
         region = self._regions.get(key)
         if region is None or region.filler != user:
-            raise Conflict("this region is not yours to fill")
+            raise Conflict("this process may not fill the region")
         region.filler = None
         actions: list[Action] = [Granted(waiter, key, READY) for waiter in region.waiting]
         region.users.update(region.waiting)
@@ -142,7 +142,7 @@ class Regions:
             if len(region.waiting) > self._max_waiters:
                 findings.append(f"region {key}: {len(region.waiting)} wait, at most {self._max_waiters} may")
         if set(self._key_of.values()) - self._regions.keys():
-            findings.append("somebody uses a region that is gone")
+            findings.append("a region that is gone has users")
         if findings:
             raise Conflict("; ".join(findings))
 

@@ -66,7 +66,7 @@ def advertised(flag: str, listening: str, redis_url: str) -> str:
         if found:
             return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
     raise ConfigError(
-        f"{listening} says no address that others could use: give --advertise (a KV node: --node-advertise)"
+        f"{listening} has no address that others could use: give --advertise (a KV node: --node-advertise)"
     )
 
 

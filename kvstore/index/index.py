@@ -134,7 +134,7 @@ class Index(RedisScripts):
             found = await self._found(block_hashes, states)
         except Unavailable as error:
             if self.available:
-                log.warning("going on without the index: %s", error)
+                log.warning("continuing without the index: %s", error)
             self.available = False
             return PrefixHits(_sorted_hits(self._hot.find(block_hashes)))
         self.available = True

@@ -38,7 +38,7 @@ DISCOVERY_DEADLINE_MS = 5000
 REMEDIES = {
     "READONLY|ReadOnlyError": "it is a replica: give --redis-url the master, or promote it (REPLICAOF NO ONE)",
     "OOM|OutOfMemoryError": "its memory is full: raise its maxmemory",
-    "MISCONF": "it could not save its data: mend its disk, or CONFIG SET stop-writes-on-bgsave-error no",
+    "MISCONF": "it could not save its data: repair its disk, or CONFIG SET stop-writes-on-bgsave-error no",
     "NOREPLICAS": "it has fewer replicas than its min-replicas-to-write: start them, or lower that number",
     "NoPermissionError|NOPERM|no permissions|can't run this command": "its ACL lacks what docs/index.md lists",
 }
@@ -285,7 +285,7 @@ def _with_remedy(refusal: ResponseError) -> str:
     """Return the text of a refusal, with its remedy if known."""
     named = f"{type(refusal).__name__} {refusal}"
     remedies = [remedy for pattern, remedy in REMEDIES.items() if re.search(pattern, named)]
-    return f"{refusal} What helps: {remedies[0]}." if remedies else str(refusal)
+    return f"{refusal} Remedy: {remedies[0]}." if remedies else str(refusal)
 
 
 def _read(read: Callable[[Any], T], raw: Any) -> T | None:
@@ -295,7 +295,7 @@ def _read(read: Callable[[Any], T], raw: Any) -> T | None:
     try:
         return read(raw)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(f"nonsense instead of an answer ({error})") from None
+        raise ValueError(f"an invalid reply ({error})") from None
 
 
 def as_bytes(raw: Any) -> bytes:

@@ -155,7 +155,7 @@ def _hosts(named: str, default_port: int) -> tuple[tuple[str, int], ...]:
             host, port = one, str(default_port)
         host = host.removeprefix("[").removesuffix("]") or "localhost"
         if not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"{port!r} is no port")
+            raise ValueError(f"{port!r} is not a port")
         hosts.append((host, int(port)))
     if len(hosts) > MAX_HOSTS:
         raise ValueError(f"more than {MAX_HOSTS} hosts")
@@ -170,7 +170,7 @@ def _path(path: str, mode: str) -> tuple[str, int]:
         if not service:
             raise ValueError("the service's name is missing: redis+sentinel://host,host/service")
     if path and not path.isdecimal():
-        raise ValueError(f"{path!r} is no database number")
+        raise ValueError(f"{path!r} is not a database number")
     if mode == CLUSTER and int(path or 0):
         raise ValueError("a Cluster has database 0 alone")
     return unquote(service), int(path or 0)

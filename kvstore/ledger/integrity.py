@@ -84,7 +84,7 @@ def _tickets(ledger: Ledger) -> Iterator[str]:
     """Check that tickets and holders refer to each other, and openers to their tickets."""
     for ticket_id, ticket in ledger.tickets.items():
         if not ticket.holders:
-            yield f"ticket {ticket_id} is held by nobody"
+            yield f"ticket {ticket_id} has no holder"
         if any(ticket_id not in ledger.holders[e].tickets for e in ticket.holders if e in ledger.holders):
             yield f"a holder of ticket {ticket_id} does not know it"
         if not ticket.holders <= ledger.holders.keys():

@@ -457,7 +457,7 @@ class Ledger:
         """Free leased slots. Raises InvalidRequest, unchanged, if one is not leased to the epoch."""
         holder, wanted = self.active(epoch), list(slots)
         if len(set(wanted)) != len(wanted) or not holder.leased.keys() >= set(wanted):
-            raise InvalidRequest("a slot that is given back must be leased to the epoch that gives it, once")
+            raise InvalidRequest("a returned slot must be leased to the epoch that returns it, and be returned once")
         self._free(holder, wanted)
 
     def commit(self, epoch: int, runs: Iterable[CommitRun]) -> list[CommitRunResult]:
@@ -476,7 +476,7 @@ class Ledger:
         """Lease these slots to an internal holder and return its epoch. Raises Internal if one is not free. O(pool)."""
         wanted = dict.fromkeys(slots, NO_TICKET)
         if not wanted.keys() <= set(self.free):
-            raise Internal("slots that hold kept blocks were given away")
+            raise Internal("slots of kept blocks were allocated")
         epoch = self.attach("kept blocks", KEPT)
         self.free = [slot for slot in self.free if slot not in wanted]
         self.holders[epoch].leased.update(wanted)

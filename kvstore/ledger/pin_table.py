@@ -230,7 +230,7 @@ class PrefixPinTable:
             while last is not None and last.page:
                 last = last.parent
             if last is not None and (last.hash == pin.wish.last_hash) != (last.depth + 1 == wished):
-                yield f"prefix pin {name} wishes {wished} blocks, and ends with block {pin.blocks}"
+                yield f"prefix pin {name} requests {wished} blocks, and ends with block {pin.blocks}"
             if pin not in self._by_last_hash.get(pin.wish.last_hash, ()):
                 yield f"prefix pin {name} is not found by its last block"
             if blocks.get(pin.wish.last_hash, last) is not last:

@@ -175,9 +175,9 @@ class KVNode:
                 rate = self._limits.hand_over_bytes_per_s
                 await storage.hand_over(await self._directory.others(), self._directory.look_up, left_s, rate)
         except TimeoutError:
-            log.warning("what is warm was not handed over within %g s", within_s)
+            log.warning("the warm blocks were not handed over within %g s", within_s)
         except PillionError as error:
-            log.warning("what is warm is not handed over: %s", error.message)
+            log.warning("the warm blocks are not handed over: %s", error.message)
         return time.monotonic() - began_s
 
     async def wait_failed(self) -> str:

@@ -66,7 +66,9 @@ class NodeDirectory:
         try:
             known = await self.addresses()
         except PillionError as error:
-            log.warning("the registry does not answer, so nobody knows whether %s is taken: %s", node_id, error.message)
+            log.warning(
+                "the registry does not answer, so it is unknown whether %s is taken: %s", node_id, error.message
+            )
             return
         address = known.get(node_id, own_address)
         if address == own_address:
@@ -75,7 +77,7 @@ class NodeDirectory:
         try:
             found = (await twin.status(timeout_s=TWIN_TIMEOUT_S)).node_id
         except PillionError as error:
-            log.info("a record of %s at %s stood for a node that is gone: %s", node_id, address, error.message)
+            log.info("a record of %s at %s belongs to a node that has ended: %s", node_id, address, error.message)
             return
         finally:
             await twin.aclose()

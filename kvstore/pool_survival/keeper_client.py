@@ -76,7 +76,7 @@ class PoolKeeper:
         close_all(descriptors)
         if not reply.kept:
             sock.close()
-            raise Unavailable(f"the pool's keeper keeps nothing: {reply.error or 'it did not say why'}")
+            raise Unavailable(f"the pool's keeper keeps nothing: {reply.error or 'it gave no reason'}")
         sock.setblocking(False)
         self._connection = sock
 

@@ -109,7 +109,7 @@ class KeeperServer:
                 kept.gone_s = now_s
             if kept.gone_s is not None and now_s - kept.gone_s >= KEPT_WITHOUT_NODE_S:
                 minutes = KEPT_WITHOUT_NODE_S / 60
-                log.warning("the pool of %s is dropped: that node did not come back within %g minutes", name, minutes)
+                log.warning("the pool of %s is dropped: that node did not return within %g minutes", name, minutes)
                 self._drop(self.kept.pop(name))
 
     def close(self) -> None:
@@ -135,13 +135,13 @@ class KeeperServer:
         self.kept[hello.name] = _Kept(descriptors, hello.places, sock)
         if before is not None:
             self._drop(before)
-        log.info("keeps the pool of %s", hello.name)
+        log.info("keeping the pool of %s", hello.name)
 
     def _left(self, name: str) -> _Kept | None:
         """Return the entry of a node that is gone, None if there is none. Raises Conflict if that node lives."""
         before = self.kept.get(name)
         if before is not None and not peer_gone(before.node):
-            raise Conflict(f"another node of the name {name} lives: give each node a --node-id of its own")
+            raise Conflict(f"another node named {name} is running: give each node a --node-id of its own")
         return before
 
     def _give(self, sock: socket.socket, name: str) -> None:
@@ -160,7 +160,7 @@ def _answer(sock: socket.socket, reply: KeeperReply, descriptors: list[int] | tu
     try:
         socket.send_fds(sock, [line_to_bytes(reply)], list(descriptors))
     except OSError as error:
-        log.debug("an answer could not be sent: %s", error)
+        log.debug("a reply could not be sent: %s", error)
 
 
 def _accepted(server: socket.socket) -> socket.socket | None:

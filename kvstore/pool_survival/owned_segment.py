@@ -30,7 +30,7 @@ class OwnedSegment(Segment):
         segment.size_bytes, segment._fd = os.fstat(descriptor).st_size, descriptor
         if not _is_sealed(descriptor):
             segment.close()
-            raise ConfigError("memory that was kept is none that a KV node has made")
+            raise ConfigError("the kept memory does not belong to a KV node")
         return segment
 
     @property

@@ -89,11 +89,11 @@ class SlotTable:
     def found(cls, words: memoryview) -> SlotTable:
         """Open the table of an earlier process. Raises ConfigError if ``words`` is no table of this version."""
         if len(words) < HEADER_WORDS:
-            raise ConfigError("what was kept is too short for a table of blocks")
+            raise ConfigError("the kept memory is too short for a table of blocks")
         header = b"".join(_WORD.pack(words[place]) for place in range(HEADER_WORDS - 1))
         magic, version, pool_id, num_slots, block_bytes, namespace = _HEADER.unpack(header)
         if magic != _MAGIC or words[HEADER_WORDS - 1] != _check(header):
-            raise ConfigError("what was kept is no table of blocks")
+            raise ConfigError("the kept memory is not a table of blocks")
         if version != VERSION:
             raise ConfigError(f"the table of kept blocks is of version {version}, this node's of {VERSION}")
         if len(words) * WORD_BYTES < table_bytes(num_slots):

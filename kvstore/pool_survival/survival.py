@@ -61,7 +61,7 @@ class PoolSurvival:
         """Claim the surviving blocks, before the loop's next turn after the pool got its shape."""
         self.blocks.claim(self._pool.entries)
         if self.blocks.pending:
-            log.info("%d blocks of this node's earlier life are looked at", len(self.blocks.pending))
+            log.info("checking %d blocks of this node's previous life", len(self.blocks.pending))
 
     def note(self, events: Iterable[IndexEvent]) -> None:
         """Handle changes of the ledger's blocks; see :meth:`SurvivingBlocks.note`."""
@@ -98,7 +98,7 @@ class PoolSurvival:
             await asyncio.sleep(0)
         if self.blocks.recovered or self.blocks.dropped:
             log.info(
-                "%d blocks of this node's earlier life are here again, %d are not",
+                "recovered %d blocks of this node's previous life, %d are lost",
                 self.blocks.recovered,
                 self.blocks.dropped,
             )

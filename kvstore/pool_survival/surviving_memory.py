@@ -66,7 +66,7 @@ class SurvivingMemory(NodeMemory):
         await until_over(asyncio.to_thread(self._find))
         if self._found and self.domain.kind == HOST and self._found.places.size_bytes != self.pool_bytes:
             size = f"{self._found.places.size_bytes} bytes, this node's {self.pool_bytes}"
-            log.warning("the pool of this node's earlier life is not recovered: it has %s", size)
+            log.warning("the pool of this node's previous life is not recovered: it has %s", size)
             await self._leave_found()
 
     def unshape(self) -> None:
@@ -84,7 +84,7 @@ class SurvivingMemory(NodeMemory):
             if self._found is None:
                 raise
         async with self._taking:
-            log.warning("the pool of this node's earlier life is given up: its memory is needed")
+            log.warning("the pool of this node's previous life is given up: its memory is needed")
             await self._leave_found()
         return await super().region(size_bytes, shard)
 
@@ -162,7 +162,9 @@ class SurvivingMemory(NodeMemory):
         found = self._found
         if found is not None:
             if not await until_over(asyncio.to_thread(self._fits, found, shards, namespace)):
-                log.warning("the pool of this node's earlier life has another shape or is of another model: it is left")
+                log.warning(
+                    "the pool of this node's previous life has another shape or is of another model: it is left"
+                )
             elif await found.freed(self.drained) and await self._take(found, shards):
                 self._found, self.surviving = None, found
                 return
@@ -195,7 +197,7 @@ class SurvivingMemory(NodeMemory):
             try:
                 self.segments = await until_over(asyncio.to_thread(domain.kept, found.memory_fds, num_slots, shards))
             except ConfigError as error:
-                log.warning("the pool of this node's earlier life is not recovered: %s", error.message)
+                log.warning("the pool of this node's previous life is not recovered: %s", error.message)
                 return False
             self.pool_bytes = num_slots * shards.block_bytes
         else:

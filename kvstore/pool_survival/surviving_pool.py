@@ -103,14 +103,14 @@ class SurvivingPool:
             table_segment = undo.enter_context(contextlib.closing(OwnedSegment(table_bytes(shape.num_slots))))
             try:
                 if not segment.own():
-                    raise ConfigError("a fresh pool is owned by somebody else")
+                    raise ConfigError("a fresh pool has another owner")
                 made = cls([], segment, table_segment, *_fresh_table(table_segment, shape))
                 undo.callback(made.close)
                 made._name_owner(needed=bool(memory_fds))
                 for descriptor in memory_fds:
                     made.memory_fds.append(os.dup(descriptor))
             except OSError as error:
-                log.info("this system cannot tell who uses a pool, so the pool goes with its node: %s", error.strerror)
+                log.info("this system cannot tell who uses a pool, so the pool ends with its node: %s", error.strerror)
                 return None
             undo.pop_all()
         return made
@@ -132,7 +132,7 @@ class SurvivingPool:
                 undo.callback(words.release)
                 found = cls(kept.memories, places, table_segment, SlotTable.found(words), words)
             except (PillionError, OSError, ValueError) as error:
-                log.warning("the pool of this node's earlier life is not recovered: %s", error)
+                log.warning("the pool of this node's previous life is not recovered: %s", error)
                 return None
             undo.pop_all()
         found._before = kept.processes
@@ -150,13 +150,13 @@ class SurvivingPool:
                 if not left and OWNER not in {place for place, _ in self._processes.values()}:
                     self._name_owner(needed=bool(self.memory_fds))
             except OSError as error:
-                log.warning("nobody can tell who uses the pool of this node's earlier life: %s", error.strerror)
+                log.warning("it is unknown who uses the pool of this node's previous life: %s", error.strerror)
                 return False
             if not left:
                 return True
             if time.monotonic() >= until_s:
                 log.warning(
-                    "the pool of this node's earlier life is not recovered: %d processes still use it", len(left)
+                    "the pool of this node's previous life is not recovered: %d processes still use it", len(left)
                 )
                 return False
             await asyncio.sleep(LOOK_S)
@@ -281,7 +281,7 @@ async def keep_alive(keeper: PoolKeeper, name: str, pool: SurvivingPool, look_s:
                     told = False
                 except Unavailable as error:
                     if not told:
-                        log.warning("nobody keeps this node's pool: %s", error.message)
+                        log.warning("this node's pool is not kept: %s", error.message)
                     told = True
             await asyncio.sleep(look_s)
     except asyncio.CancelledError:

@@ -129,7 +129,7 @@ class NodePrefixPins:
             if self._read and self._changed:
                 await self._write(records)
         except Unavailable as error:
-            log.debug("the record of pins is not the newest one: %s", error.message)
+            log.debug("the record of pins is outdated: %s", error.message)
         await records.aclose()
 
     async def _keep_record(self, records: PrefixPinRecords) -> None:
@@ -165,9 +165,9 @@ class NodePrefixPins:
             try:
                 prefix_pins.pin_prefix(wish, now)
             except PillionError as error:
-                log.warning("pin %s of the node's earlier life is not recovered: %s", record.name, error.message)
+                log.warning("pin %s of the node's previous life is not recovered: %s", record.name, error.message)
         if taken := len(prefix_pins.all) - known_before:
-            log.info("%d pins are known from the node's earlier life", taken)
+            log.info("%d pins are known from the node's previous life", taken)
 
     async def _write(self, records: PrefixPinRecords) -> None:
         now, wall_ms = time.monotonic(), time.time() * 1000
@@ -200,7 +200,7 @@ class NodePrefixPins:
             return False
         if len(self._dropped) >= MAX_UNREAD_DROPS and (owner, name) not in self._dropped:
             raise Unavailable(
-                f"this KV node has not read yet which pins its earlier life had, and remembers {MAX_UNREAD_DROPS} that"
+                f"this KV node has not read yet which pins its previous life had, and remembers {MAX_UNREAD_DROPS} that"
                 " were dropped since: try again when Redis answers"
             )
         self._dropped.add((owner, name))

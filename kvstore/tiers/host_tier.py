@@ -174,7 +174,7 @@ class HostTier(Tier):
         return True
 
     def _broken(self, name: BlockName) -> None:
-        log.warning("a block in host memory does not fit its checksum; it is computed again")
+        log.warning("a block in host memory does not match its checksum; it is computed again")
         self.counts.corrupt += 1
         if self._kept.get(name.hash) is name:
             self._unreported.append(name)

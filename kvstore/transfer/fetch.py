@@ -315,7 +315,7 @@ class Fetcher:
                 if came:
                     reading.result()
             except PillionError as error:
-                log.warning("blocks from node %s did not come: %s", source.node_id, error.message)
+                log.warning("blocks from node %s did not arrive: %s", source.node_id, error.message)
                 came = False
             good = await self._count_good(source, slots, sums) if came else 0
             count = self._commit(fetch, hashes, slots, good)
@@ -344,7 +344,7 @@ class Fetcher:
         for sent, actual in zip(sums, found, strict=True):
             if sent not in (0, actual):
                 self.counts.corrupt_blocks += 1
-                log.warning("a block from node %s does not fit its checksum; it is computed again", source.node_id)
+                log.warning("a block from node %s does not match its checksum; it is computed again", source.node_id)
                 break
             good += 1
         return good

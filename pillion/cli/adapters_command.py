@@ -20,8 +20,8 @@ def adapters() -> None:
 @adapters.command("load")
 @click.argument("name")
 @click.argument("path")
-@option("--in-place", "Let the name lose the adapter that it has.", False, is_flag=True)
-@option("--parent", "The model that the adapter is for. Default: that of the gateway's --model.", "", metavar="MODEL")
+@option("--in-place", "Replace the adapter that the name has.", False, is_flag=True)
+@option("--parent", "The adapter's model. Default: the gateway's --model.", "", metavar="MODEL")
 @talks_to_gateway
 def adapters_load(name: str, path: str, in_place: bool, parent: str, **values: Any) -> None:
     """Give NAME to the adapter in the folder PATH of the gateway's machine, inside of one of its --lora-path."""

@@ -35,7 +35,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-REPEAT = "Repeat it for more."
+REPEAT = "Repeatable."
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -202,9 +202,9 @@ def bias_by_id(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...
 
 
 samples = options(
-    option("--model", "Served model name; may be left out where one model is served.", ""),
-    option("--max-tokens", "Most tokens to generate.", type=int),
-    option("--min-tokens", "No stop before so many tokens.", type=int),
+    option("--model", "Served model name; optional if one model is served.", ""),
+    option("--max-tokens", "Maximum number of tokens to generate.", type=int),
+    option("--min-tokens", "Minimum number of tokens before a stop.", type=int),
     *(
         option(option_name(name), one.about, type=int if one.whole else float)
         for name, one in SAMPLING_OPTIONS.items()
@@ -220,13 +220,13 @@ samples = options(
     ),
     option("--stop", f"Text that ends the answer. {REPEAT}", (), multiple=True),
     option("--stop-token-id stop_token_ids", f"Id that ends the answer. {REPEAT}", (), type=int, multiple=True),
-    option("--ignore-eos", "Go on past the model's end-of-text token.", is_flag=True),
-    option("--logprobs", "Show each token's log probability and so many alternatives.", type=int),
-    option("--priority", "Smaller is more urgent, from -100 to 100; 0 is the usual.", type=int),
+    option("--ignore-eos", "Continue past the model's end-of-text token.", is_flag=True),
+    option("--logprobs", "Show each token's log probability and this many alternatives.", type=int),
+    option("--priority", "From -100 to 100; smaller is more urgent, 0 is the default.", type=int),
 )
 answers = options(
-    option("--n", "Answers to give, one after the other.", type=int),
-    option("--best-of", "Generate so many answers and give the most likely.", type=int),
+    option("--n", "Number of answers, shown one after the other.", type=int),
+    option("--best-of", "Generate this many answers and show the most likely ones.", type=int),
 )
 
 
@@ -235,7 +235,7 @@ answers = options(
 @talks_to_gateway
 @samples
 @answers
-@option("--schema", "A file with a JSON schema that every answer fits.", type=click.File(encoding="utf-8"))
+@option("--schema", "File with a JSON schema for every answer.", type=click.File(encoding="utf-8"))
 def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
     """Stream a continuation of PROMPT ('-': of standard input)."""
     from pillion.cli.talk import run_generate
@@ -246,7 +246,7 @@ def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
 
 @cli.command()
 @option("--system", "System message of the conversation.", "")
-@gone_option("history", "a terminal's lines are kept for one conversation alone")
+@gone_option("history", "lines of a terminal are kept for one conversation only")
 @talks_to_gateway
 @samples
 def chat(system: str, **values: Any) -> None:
@@ -306,11 +306,11 @@ def keys() -> None:
 
 @keys.command("add")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@option("--tenant", "Whose key it is; a new tenant is added, without quotas.", required=True)
+@option("--tenant", "The key's tenant; a new tenant is added, without quotas.", required=True)
 @option("--operator", "Let a new tenant see the whole cluster, as pillion status shows it.", False, is_flag=True)
 @option(
     "--models",
-    f"A model or adapter that a new tenant may use; without it that is all. {REPEAT}",
+    f"A model or adapter that a new tenant may use; default: all. {REPEAT}",
     (),
     multiple=True,
 )

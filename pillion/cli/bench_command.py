@@ -47,39 +47,39 @@ LENGTHS = "N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MAX]"
 WHOM = (
     option("--backend", "gRPC of Pillion, or OpenAI's HTTP.", "pillion", type=BACKENDS),
     option("--target", "Gateway's HOST:PORT (grpcs:// for TLS), or a URL.  [default: port 50051 or 8000 here]"),
-    option("--model", "As the server calls it; may be left out where one model is served.", ""),
+    option("--model", "The server's name of the model; optional if one model is served.", ""),
     option("--endpoint", "Prompts as token ids or as messages.", "completions", type=ENDPOINTS),
     option("--temperature", "0 is greedy.", 0.0),
-    option("--ignore-eos/--no-ignore-eos", "Whether answers go on to the length that was asked for.", True),
+    option("--ignore-eos/--no-ignore-eos", "Whether answers continue to the requested length.", True),
     *(CA, CERT, KEY),
-    option("--api-key-variable", "Environment's variable with the API key.", "PILLION_API_KEY"),
-    option("--timeout-s", "Longest time of one request.", 600.0),
+    option("--api-key-variable", "Environment variable with the API key.", "PILLION_API_KEY"),
+    option("--timeout-s", "Timeout of one request.", 600.0),
 )  # fmt: skip
 LOAD = (
     option("--workload", "Random prompts, chats of several turns, or a trace.", "random", type=WORKLOADS),
-    option("--rate", "Sessions a second (open loop); a trace is stretched to it.", type=float),
-    option("--arrivals", "Process of the arrivals.", "poisson", type=PROCESSES),
+    option("--rate", "Sessions per second (open loop); a trace is scaled to it.", type=float),
+    option("--arrivals", "Arrival process.", "poisson", type=PROCESSES),
     option("--burstiness", "Shape of gamma arrivals; below 1 is burstier than Poisson.", 1.0),
-    option("--requests", "Most requests of a run; the fewest of a run in a sweep.", 100),
-    option("--duration-s", "No arrivals after so many seconds.", type=float),
-    option("--max-concurrency", "Most requests under way at once; later ones wait, and that counts.", type=int),
+    option("--requests", "Maximum number of requests of a run; the minimum of a run in a sweep.", 100),
+    option("--duration-s", "No arrivals after this many seconds.", type=float),
+    option("--max-concurrency", "Maximum requests in flight; later ones wait; that counts as latency.", type=int),
     option("--input-len", f"Tokens of a prompt, words of a chat's message: {LENGTHS}.", "256"),
-    option("--output-len", "Tokens of an answer, likewise.", "64"),
-    option("--system-prompts", "Of chats: how many there are.", 4),
-    option("--system-len", "Words of each.", "256"),
+    option("--output-len", "Tokens of an answer, in the same form.", "64"),
+    option("--system-prompts", "Number of system prompts of chats.", 4),
+    option("--system-len", "Words of each system prompt.", "256"),
     option("--turns", "Of a chat.", "uniform:2,5"),
     option("--think-s", "Mean pause between an answer and the next turn.", 1.0),
     option("--trace", "File: JSON lines in Mooncake's form.", ""),
-    option("--max-model-len", "Leave out rows of a trace that need more tokens.", type=int),
+    option("--max-model-len", "Skip rows of a trace that need more tokens.", type=int),
     option("--token-range", "Token ids of random prompts.", "1000,30000", callback=token_range, metavar="LOW,HIGH"),
-    option("--seed", "All of the load follows from it.", 0),
+    option("--seed", "Determines the whole load.", 0),
     option("--slo", "Objectives in seconds, such as ttft=1.0+0.002*n,itl_p99=0.1 (n: prompt tokens).", ""),
     option("--warm-up", "Requests before the clock starts.", 0),
 )  # fmt: skip
 OUTPUT = (
-    option("--json", "Write the result there.", type=FILE, metavar="PATH"),
-    gone_option("plot", "draw the records and runs that --json writes, with a program of yours"),
-    option("--progress/--no-progress", "Show a bar.", True),
+    option("--json", "Write the result to this file.", type=FILE, metavar="PATH"),
+    gone_option("plot", "plot the records and runs of --json with your own program"),
+    option("--progress/--no-progress", "Show a progress bar.", True),
 )  # fmt: skip
 
 
@@ -95,9 +95,9 @@ def bench() -> None:
 
 @bench.command()
 @options(*WHOM, *LOAD)
-@option("--concurrency", "Sessions at any time (closed loop), instead of a rate.", type=int)
+@option("--concurrency", "Number of concurrent sessions (closed loop), instead of a rate.", type=int)
 @options(*OUTPUT)
-@click.option("--records", is_flag=True, help="With --json: one object for each request too.")
+@click.option("--records", is_flag=True, help="With --json: also one object per request.")
 def run(**values: Any) -> int:
     """Measure one run. The exit status is 1 if a request failed."""
     return asyncio.run(_run(plan_of(values), values))
@@ -123,9 +123,9 @@ async def _run(plan: BenchPlan, values: dict[str, Any]) -> int:
 @bench.command()
 @options(*WHOM, *LOAD)
 @option("--attainment", "Share of the requests that must meet all objectives.", 0.9)
-@option("--run-s", "Seconds of arrivals in each run, at least.", 30.0)
+@option("--run-s", "Minimum duration of arrivals in each run, in seconds.", 30.0)
 @option("--max-runs", "Most runs.", 8, type=click.IntRange(1, 50))
-@option("--tolerance", "How near the answer is to be; 0.1 is 10 %.", 0.1)
+@option("--tolerance", "Precision of the answer; 0.1 is 10 %.", 0.1)
 @options(*OUTPUT)
 def sweep(**values: Any) -> int:
     """Find the highest rate that meets --slo.

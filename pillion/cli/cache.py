@@ -44,7 +44,7 @@ def run_warm(reach: dict[str, Any], path: Path, common: dict[str, Any]) -> None:
     default arguments for all prompts. Raises PillionError."""
     prompts = read_prompts(path)
     if common.get("name") and len(prompts) > 1:
-        raise ConfigError(f"--name is one prompt's, and {path} has {len(prompts)}: give each line a name")
+        raise ConfigError(f"--name is for one prompt, but {path} has {len(prompts)}: give each line a name")
     with Client(**reach) as client:
         for prompt in prompts:
             warmed = _warm(client, prompt, common)
@@ -90,7 +90,7 @@ def parse_duration(text: str) -> int:
     """Parse a duration such as 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
     found = re.fullmatch(r"(\d{1,9})([smhd]?)", text.strip())
     if found is None:
-        raise ValueError(f"{text!r} is no time such as 90s, 5m, 1h or 7d")
+        raise ValueError(f"{text!r} is not a time such as 90s, 5m, 1h or 7d")
     return int(found[1]) * _UNITS_S[found[2] or "s"]
 
 
@@ -118,7 +118,7 @@ def _read_line(where: str, line: str) -> FilePrompt:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: this is no JSON: {error}") from None
+        raise ConfigError(f"{where}: this is not JSON: {error}") from None
     if not isinstance(fields, dict) or sum(name in fields for name in _PROMPTS) != 1:
         raise ConfigError(f"{where}: an object with one of {', '.join(_PROMPTS)} is needed")
     for name, value in fields.items():

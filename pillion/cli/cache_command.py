@@ -31,8 +31,8 @@ def cache() -> None:
 
 
 warms = options(
-    option("--model", "Served model or adapter; may be left out where one model is served.", ""),
-    option("--cache-salt", "The salt of the requests that are to find the prompts.", ""),
+    option("--model", "Served model or adapter; optional if one model is served.", ""),
+    option("--cache-salt", "The salt of the requests that use the prompts.", ""),
 )
 
 
@@ -49,8 +49,8 @@ def cache_warm(file: Path, model: str, cache_salt: str, **values: Any) -> None:
 
 @cache.command("pin")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@option("--name", "The pin's name, for one prompt. Default: one that follows from the prompt.", "")
-@option("--ttl ttl_s", "How long, such as 5m, 1h or 7d; at most 30d. Default: a day.", "", callback=seconds_of)
+@option("--name", "The pin's name, for one prompt. Default: derived from the prompt.", "")
+@option("--ttl ttl_s", "Duration, such as 5m, 1h or 7d; at most 30d. Default: a day.", "", callback=seconds_of)
 @warms
 @talks_to_gateway
 def cache_pin(file: Path, name: str, ttl_s: int, model: str, cache_salt: str, **values: Any) -> None:

@@ -52,7 +52,7 @@ class Conversation:
             return HELP
         if name == "/clear":
             self.turns.clear()
-            return "the conversation is forgotten"
+            return "the conversation is cleared"
         if name == "/system":
             if rest:
                 self.system = "" if rest == "-" else rest
@@ -61,11 +61,11 @@ class Conversation:
             return self._save(rest)
         if name in ("/exit", "/quit"):
             raise EOFError
-        return f"there is no command {name}; /help lists them, and // begins a message with a /"
+        return f"unknown command {name}; /help lists them, and // begins a message with a /"
 
     def _save(self, name: str) -> str:
         if not name:
-            return "a file is needed: /save FILE"
+            return "/save needs a file: /save FILE"
         path = Path(name).expanduser()
         try:
             with path.open("x", encoding="utf-8") as file:
@@ -73,7 +73,7 @@ class Conversation:
                 json.dump(said, file, ensure_ascii=False, indent=2)
         except OSError as error:
             return f"{path}: {error.strerror}"
-        return f"{len(self.messages())} messages are in {path}"
+        return f"{len(self.messages())} messages saved to {path}"
 
 
 def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:

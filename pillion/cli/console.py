@@ -87,7 +87,7 @@ class Notices:
             return
         if self.lost_lines:
             lost, self.lost_lines = self.lost_lines, 0
-            self.say(f"{lost} lines before this one are lost: the log could not be written", "bold yellow")
+            self.say(f"{lost} lines before this one were lost: the log could not be written", "bold yellow")
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[str], None]]:

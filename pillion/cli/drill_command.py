@@ -23,20 +23,20 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command(cls=FlagCommand)
-@option("--contract", "TOML or JSON file with the most that a strike may cost.", type=FILE)
+@option("--contract", "TOML or JSON file with the limits of a strike's costs.", type=FILE)
 @option("--yes", "Do not ask for consent.", False, is_flag=True)
 @option("--kill", "Command that strikes, with {component}, {role}, {signal}. Default: local processes.", "")
-@option("--start", "Command that starts what --kill has killed, with {component} and {role}.", "")
-@option("--supervised", "Something else starts whatever --kill has killed.", False, is_flag=True)
-@option("--kind kinds", "Strike this kind alone. Repeat it for more.", (), type=click.Choice(KINDS), multiple=True)
-@option("--pause-s", "Stop each component for so long instead of killing it.", 0.0, type=click.FloatRange(0, 3600))
+@option("--start", "Command that restarts what --kill has killed, with {component} and {role}.", "")
+@option("--supervised", "Something else restarts what --kill has killed.", False, is_flag=True)
+@option("--kind kinds", "Strike only this kind. Repeatable.", (), type=click.Choice(KINDS), multiple=True)
+@option("--pause-s", "Stop each component for this long instead of killing it.", 0.0, type=click.FloatRange(0, 3600))
 @option("--streams", "Streams of the drill's own load.", 4, type=click.IntRange(1, 256))
 @option("--input-len prompt_tokens", "Tokens of their prompts.", 256, type=click.IntRange(1))
-@option("--output-len answer_tokens", "Tokens of their answers, on the average.", 128, type=click.IntRange(2))
-@option("--model", "Served model name; may be left out where one model is served.", "")
-@option("--within-s", "Most time to wait for the cluster, and for its streams.", 120.0, type=click.FloatRange(1))
-@option("--json", "Write the result there.", type=FILE, metavar="PATH")
-@option("--metrics-file", "Write metrics for Prometheus's text file collector there.", type=FILE, metavar="PATH")
+@option("--output-len answer_tokens", "Average number of tokens of their answers.", 128, type=click.IntRange(2))
+@option("--model", "Served model name; optional if one model is served.", "")
+@option("--within-s", "Maximum wait for the cluster and for its streams.", 120.0, type=click.FloatRange(1))
+@option("--json", "Write the result to this file.", type=FILE, metavar="PATH")
+@option("--metrics-file", "Write metrics for Prometheus's text file collector to this file.", type=FILE, metavar="PATH")
 @talks_to_gateway
 def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any) -> int:
     """Kill one component of each kind, and compare the cost to a contract.
@@ -54,7 +54,7 @@ def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any
     plan = _plan_of(**values)
     chosen = choose_victims(plan)
     names = ", ".join(one.component_id for one in chosen)
-    click.echo(f"{plan.reach['target']}: {names} will be {plan.how}, one after the other", err=True)
+    click.echo(f"{plan.reach['target']}: {names} will be {plan.how} one after the other", err=True)
     if not yes:
         _ask_for_consent()
     reports: list[StrikeReport] = []
@@ -88,8 +88,8 @@ def _plan_of(contract: Path | None, kill: str, start: str, supervised: bool, **v
 def _ask_for_consent() -> None:
     """Raise ConfigError unless the user types the word."""
     try:
-        typed = click.prompt(f"type {CONSENT} to begin", default="", show_default=False, err=True)
+        typed = click.prompt(f"type {CONSENT} to start", default="", show_default=False, err=True)
     except click.Abort:
         typed = ""
     if typed != CONSENT:
-        raise ConfigError("the drill does not begin: nobody has consented (--yes)")
+        raise ConfigError("the drill does not start: consent is missing (--yes)")

@@ -13,7 +13,7 @@ from pillion.errors import ConfigError
 
 @click.command(cls=FlagCommand)
 @click.argument("node", required=False, default="")
-@option("--once", "Print the blocks that the node has now, and exit.", False, is_flag=True)
+@option("--once", "Print the node's current blocks, and exit.", False, is_flag=True)
 @talks_to_gateway
 @as_component
 def events(

@@ -11,7 +11,7 @@ from pillion.cli.flags import FlagCommand, option, options
 reads_bundles = options(
     option(
         "--record-path",
-        "Folder in which the gateway keeps bundles, or redis: the one of --redis-url.",
+        "Folder with the gateway's bundles, or redis: the Redis of --redis-url.",
         "",
         envvar="PILLION_RECORD_PATH",
     ),

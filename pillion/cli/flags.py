@@ -40,7 +40,7 @@ OTHER_VARIABLES = {
     "PILLION_CA": "client commands: authorities",
     "PILLION_CERT": "client commands: a client's certificate",
     "PILLION_KEY": "client commands: the certificate's private key",
-    "PILLION_CHAT_HISTORY": "pillion chat: has no effect any more and goes with the next release",
+    "PILLION_CHAT_HISTORY": "pillion chat: has no effect any more and will be removed in the next release",
     "PILLION_TAG": "docker-compose.yml: the image's tag",
     "PILLION_FUZZ": "tests: the number of malformed requests",
     "PILLION_VLLM": "benchmarks: vLLM's program",
@@ -135,7 +135,7 @@ def options(*made: Callable[[F], F]) -> Callable[[F], F]:
 
 
 CA = option("--ca", "PEM of the trusted authorities. Default: the system's.", envvar="PILLION_CA")
-CERT = option("--cert", "PEM of a client certificate, for a server that asks for one.", envvar="PILLION_CERT")
+CERT = option("--cert", "PEM of a client certificate, if the server requires one.", envvar="PILLION_CERT")
 KEY = option("--key", "PEM of the client certificate's private key.", envvar="PILLION_KEY")
 
 
@@ -247,7 +247,7 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command on the line. Raises UsageError, which names the replacement of a removed command."""
         if (instead := GONE_COMMANDS.get(f"{ctx.command_path} {args[0]}")) is not None:
-            ctx.fail(f"{ctx.command_path} {args[0]} is gone: {instead}")
+            ctx.fail(f"{ctx.command_path} {args[0]} was removed: {instead}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -315,7 +315,9 @@ def gone_option(name: str, about: str) -> Callable[[F], F]:
     def warn(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         # Components inherit the environment of a supervisor that has warned already.
         if value not in (None, ()) and "PILLION_PARENT_PID" not in os.environ:
-            click.echo(f"Warning: {option_name(name)} has no effect and goes with the next release: {about}", err=True)
+            click.echo(
+                f"Warning: {option_name(name)} has no effect and will be removed in the next release: {about}", err=True
+            )
 
     spelled = option_name(name)
     form: dict[str, Any] = {"multiple": True}
@@ -378,7 +380,7 @@ def read_config(path: str) -> dict[str, Any]:
             hint = did_you_mean(key, [one.replace("_", "-") for one in known])
             raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")
         if name in values:
-            raise ConfigError(f"config file {path}: {key!r} is there twice")
+            raise ConfigError(f"config file {path}: {key!r} occurs twice")
         if name in GONE and name not in GONE_SWITCHES:
             value = value if isinstance(value, list) else [value]
         elif name in repeatable:

@@ -26,7 +26,7 @@ def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, 
     from pillion.gateway.admission.api_keys import hash_of, new_key, read_keys
 
     if not re.fullmatch(r"[\w.-]+", tenant, re.ASCII):
-        raise ConfigError(f"{tenant[:80]!r} is no tenant: a name has letters, digits and . _ -")
+        raise ConfigError(f"{tenant[:80]!r} is not a tenant: a name has letters, digits and . _ -")
     there, key = path.exists(), new_key()
     known = read_keys(str(path)).tenants if there else {}
     text = path.read_text().rstrip() if there else TITLE

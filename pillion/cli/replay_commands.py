@@ -16,7 +16,7 @@ from pillion.errors import ConfigError, PillionError
 
 TABLE_WIDTH = 110
 PATH = click.Path(path_type=Path)
-MODEL = option("--model", "What the target calls the model. Default: as the bundle does.", "")
+MODEL = option("--model", "The target's name of the model. Default: the bundle's.", "")
 
 
 def decided(run: Coroutine[Any, Any, int]) -> int:
@@ -32,7 +32,7 @@ def decided(run: Coroutine[Any, Any, int]) -> int:
 @click.argument("bundle")
 @reads_bundles
 @MODEL
-@option("--any-model", "Replay with other weights than the recorded ones, too.", False, is_flag=True)
+@option("--any-model", "Also replay with other weights than the recorded ones.", False, is_flag=True)
 @option(
     "--what-if plan",
     "Force another plan, with an operator's key: policy=..., split=TOKENS, node=ID, joined by commas.",
@@ -65,18 +65,18 @@ def replay(
 @click.command(cls=FlagCommand)
 @reads_bundles
 @MODEL
-@option("--share", "Share of the bundles that is replayed.", 1.0, type=click.FloatRange(0, 1, min_open=True))
-@option("--rule", "The most that may be: differs=SHARE, distance=LOGPROBS, slower=TIMES.", "differs=0")
-@option("--requests", "Replays after which the rule decides.", 200, type=click.IntRange(1, 100_000))
-@option("--concurrency", "Most replays at once.", 1, type=click.IntRange(1, 16))
+@option("--share", "Share of the bundles to replay.", 1.0, type=click.FloatRange(0, 1, min_open=True))
+@option("--rule", "Limits: differs=SHARE, distance=LOGPROBS, slower=TIMES.", "differs=0")
+@option("--requests", "Number of replays before the rule decides.", 200, type=click.IntRange(1, 100_000))
+@option("--concurrency", "Maximum number of replays at once.", 1, type=click.IntRange(1, 16))
 @option(
     "--tokens-per-second tokens_per_s",
-    "Most tokens of prompts and answers a second.",
+    "Maximum tokens of prompts and answers per second.",
     100.0,
     type=click.FloatRange(1, 1_000_000),
 )
-@option("--existing", "Replay the bundles that are there and end, in place of those to come.", False, is_flag=True)
-@option("--metrics-file", "Write the figures there for Prometheus.", None, type=PATH, metavar="PATH")
+@option("--existing", "Replay the existing bundles and end, instead of those to come.", False, is_flag=True)
+@option("--metrics-file", "Write the figures for Prometheus to this file.", None, type=PATH, metavar="PATH")
 @talks_to_gateway
 def canary(record_path: str, record_key_file: str, redis_url: str, rule: str, requests: int, **values: Any) -> int:
     """Replay live requests at the next version, and decide.
@@ -93,7 +93,7 @@ def canary(record_path: str, record_key_file: str, redis_url: str, rule: str, re
     from pillion.records.canary_run import Canary, table_rows
 
     if not record_path:
-        raise ConfigError("--record-path says where the bundles are that are replayed")
+        raise ConfigError("--record-path is required: it says where the bundles are")
     reach, tally = pop_reach(values), CanaryTally(parse_rule(rule), requests)
     key = key_at(record_path, record_key_file)
     try:

@@ -131,7 +131,7 @@ def prefix_request(
         of_chat["tools"] = tool_options(tools, "", None)
     for name, value in (("tools", tools), ("chat_template_kwargs", chat_template_kwargs)):
         if value and not is_chat:
-            raise InvalidRequest.of(FieldViolation(name, "only a conversation has them; give messages"))
+            raise InvalidRequest.of(FieldViolation(name, "only allowed with messages"))
     return item_request(prompt, model=model, cache_salt=cache_salt, **of_chat)
 
 

@@ -114,11 +114,11 @@ class GatewayConnection:
     def _advice(self, found: PillionError, spoken: bool, number: int) -> str:
         target = self.targets[number]
         if isinstance(found, Unauthenticated):
-            sent = "it does not know the one that was sent" if self.api_key else "none was sent"
+            sent = "it does not know the one sent" if self.api_key else "none was sent"
             where = f"give it in the environment's {API_KEY_VARIABLE} or as api_key="
-            return f"{found.message} ({target} wants an API key, and {sent}: {where})"
+            return f"{found.message} ({target} requires an API key, and {sent}: {where})"
         if isinstance(found, Internal) and found.message == "Method not found!":
-            return f"{target} speaks gRPC and is no gateway of Pillion: give the gateway's public gRPC port"
+            return f"{target} speaks gRPC but is not a Pillion gateway: give the gateway's public gRPC port"
         if spoken or not isinstance(found, Unavailable | DeadlineExceeded):
             return ""
         return f"{found.message}; {connection_hint(target, self.credentials is not None)}"
@@ -165,7 +165,7 @@ def connect(
     encrypted = tls or any(one.startswith("grpcs://") for one in targets)
     encrypted = encrypted or any(file is not None for file in (ca, cert, key))
     if encrypted and plain:
-        raise ConfigError(f"{plain[0]} is plain text, and TLS was asked for: write grpcs{plain[0][4:]}")
+        raise ConfigError(f"{plain[0]} is plain text, but TLS was requested: write grpcs{plain[0][4:]}")
     targets = tuple(one.removeprefix("grpc://").removeprefix("grpcs://") for one in targets)
     if (cert is None) != (key is None):
         raise ConfigError("cert and key belong together: give both or none")
@@ -186,13 +186,11 @@ def connection_hint(target: str, encrypted: bool) -> str:
     """Return what to check if a connection to ``target`` fails, over TLS if ``encrypted``. gRPC's own error describes
     what happened."""
     if encrypted:
-        tls = (
-            "This client speaks TLS: check --ca, --cert and --key, or leave out grpcs:// where the gateway has no TLS."
-        )
+        tls = "This client uses TLS: check --ca, --cert and --key, or omit grpcs:// if the gateway has no TLS."
     else:
-        tls = "This client speaks no TLS: write grpcs:// where the gateway does."
+        tls = "This client does not use TLS: write grpcs:// if the gateway does."
     named = [name for name in PROXY_VARIABLES if os.environ.get(name)]
-    proxy = f" gRPC goes by the proxy of {named[0]} unless no_proxy names the host." if named else ""
+    proxy = f" gRPC uses the proxy of {named[0]} unless no_proxy has the host." if named else ""
     return (
         f"does a gateway listen at {target} (`pillion serve` starts one), and is this its gRPC port (50051 unless "
         f"--grpc-port says otherwise)? {tls}{proxy}"
@@ -206,7 +204,7 @@ def _check_address(target: str) -> None:
         place = rest.partition("/")[0]
         written = f"grpcs://{place}" if scheme == "https" else place
         raise ConfigError(
-            f"{target} is an address of HTTP, and this client speaks gRPC: write {written}, with the gateway's "
+            f"{target} is an HTTP address, and this client uses gRPC: write {written}, with the gateway's "
             "gRPC port (50051 unless --grpc-port says otherwise)"
         )
     if "/" in rest and scheme in ("grpc", "grpcs"):

@@ -54,7 +54,7 @@ class Contract:
         for name in FIGURES:
             was, most = getattr(cost, name), getattr(self, name)
             if was > most:
-                broken.append(f"{name} is {was:,.6g}, and may be {most:,.6g}")
+                broken.append(f"{name} is {was:,.6g}, and may be at most {most:,.6g}")
             elif was == math.inf:
                 broken.append("the cluster did not come back to its full strength")
         return tuple(broken)
@@ -74,7 +74,7 @@ def read_contract(path: Path | None) -> dict[str, Contract]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the contract {path} cannot be read: {error}") from None
     if not isinstance(said, dict):
-        raise ConfigError(f"the contract {path} is no object")
+        raise ConfigError(f"the contract {path} is not an object")
     tables = {kind: said.pop(kind) for kind in KINDS if kind in said}
     whole = _with(Contract(), said, str(path))
     return {kind: _with(whole, tables.get(kind, {}), f"{path}, {kind}") for kind in KINDS}

@@ -64,11 +64,11 @@ class DrillPlan:
 def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
     """Return the components to strike, in order. Raises ConfigError with the reasons if the drill may not begin."""
     if plan.pause_s and plan.striker.kill and "{signal}" not in plan.striker.kill:
-        raise ConfigError("the drill does not begin: --pause-s needs a --kill command with {signal} in it")
+        raise ConfigError("the drill does not start: --pause-s needs a --kill command with {signal} in it")
     try:
         components: Sequence[ComponentStatus] = _status(plan).components
     except PillionError as error:
-        raise ConfigError(f"the drill does not begin: {error.message}") from None
+        raise ConfigError(f"the drill does not start: {error.message}") from None
     if not plan.striker.kill:
         components = with_sockets(components)
     elif "redis" in plan.kinds:
@@ -77,7 +77,7 @@ def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
     if plan.striker.kill and "{component}" not in plan.striker.kill:
         chosen = [replace(one, component_id=one.role) for one in chosen]
     if wrong := list(refusals(components, chosen, plan.striker)):
-        raise ConfigError(f"the drill does not begin: {'; '.join(wrong)}")
+        raise ConfigError(f"the drill does not start: {'; '.join(wrong)}")
     return chosen
 
 
@@ -95,7 +95,7 @@ def run_drill(plan: DrillPlan, chosen: Sequence[ComponentStatus]) -> Iterator[St
         for number, victim in enumerate(chosen):
             # Wait for streams on all threads, so that the strike hits some mid-answer.
             if not _until(plan.within_s, lambda: _streaming(load)):
-                said = next((one.error for one in reversed(load.streams) if one.error), "no error was told")
+                said = next((one.error for one in reversed(load.streams) if one.error), "no error was reported")
                 text = f"the drill's own streams brought nothing within {plan.within_s:g} s: {said}"
                 raise (Unavailable if number else ConfigError)(text)
             yield _strike(plan, victim, load)
@@ -122,7 +122,7 @@ def _strike(plan: DrillPlan, victim: ComponentStatus, load: StreamLoad) -> Strik
     _until(RECOVERED_WITHIN_S, lambda: _recovered(plan, had, blocks))
     under_way = [one for one in touched if one.asked_s < began_s]
     pauses, _ = pauses_of(under_way, began_s, BEGINS_WITHIN_S + struck_s - began_s)
-    lost = [one.error or f"it had not ended {plan.within_s:g} s later" for one in touched if one.error or not one.over]
+    lost = [one.error or f"it has not ended {plan.within_s:g} s later" for one in touched if one.error or not one.over]
     cost = StrikeCost(
         longest_pause_ms=round(max(pauses, default=0.0) * 1000, 1),
         recomputed_tokens=sum(one.recomputed_tokens for one in touched),

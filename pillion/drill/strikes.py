@@ -56,9 +56,11 @@ class Striker:
         """Raise ConfigError or Unavailable if a component cannot be struck."""
         if self.kill:
             if not _SAFE_ID.fullmatch(component.component_id):
-                raise ConfigError(f"{component.component_id!r} is no id to be filled into a command")
+                raise ConfigError(f"{component.component_id!r} cannot be inserted into a command")
         elif not component.address.startswith(UNIX) or not is_supervised(_socket_of(component).parent):
-            text = f"{component.component_id} ({component.address}) is no process of this user's `pillion serve` here"
+            text = (
+                f"{component.component_id} ({component.address}) is not a process of this user's `pillion serve` here"
+            )
             raise ConfigError(f"{text}: --kill names the command that strikes it")
         else:
             process_at(_socket_of(component))
@@ -97,7 +99,7 @@ def process_at(path: Path) -> int:
     except OSError as error:
         raise Unavailable(f"no process listens at {path}: {error}") from None
     if pid <= 0:
-        raise Unavailable(f"the process at {path} is not to be seen from here")
+        raise Unavailable(f"the process at {path} is not visible from here")
     return int(pid)
 
 
@@ -162,4 +164,4 @@ def refusals(
         spares = [other for other in components if (other.role, other.model) == (one.role, one.model)]
         if len(spares) < 2 and not striker.starts_again(one):
             kind = f"{one.role} component" + (f" of model {one.model}" if one.model else "")
-            yield f"{one.component_id} is the only {kind}, and nothing is known to start it again"
+            yield f"{one.component_id} is the only {kind}, and nothing would restart it"

@@ -73,7 +73,7 @@ class CoreLendingTable:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             size = os.fstat(descriptor).st_size
             if not 0 < size <= MAX_CORES * LINE_BYTES or size % LINE_BYTES:
-                raise ValueError("it is no core lending table")
+                raise ValueError("it is not a core lending table")
             lending_table = cls(descriptor)
             lending_table.check_integrity()
         except (OSError, ValueError, AssertionError) as error:
@@ -120,7 +120,7 @@ class CoreLendingTable:
             if owners[owner] != owner:
                 raise AssertionError(f"the owner of core {core} does not own its first core")
             if not -1 <= self.processor(core) < MAX_PROCESSORS:
-                raise AssertionError(f"core {core} is no processor")
+                raise AssertionError(f"core {core} is not a processor")
 
     def _times(self) -> list[tuple[int, int]]:
         """Return, for each core, until when its owner and its borrower have it."""

@@ -123,7 +123,7 @@ class LoadDriver:
             except TargetError as failure:
                 status, error = failure.status, failure.message
             except TimeoutError:
-                status, error = "timeout", f"no whole answer within {self.timeout_s:g} s"
+                status, error = "timeout", f"no complete answer within {self.timeout_s:g} s"
             if status == OK and not messages:
                 status, error = "empty", "the answer has no token"
         seen = sum(tokens for _, tokens in messages)

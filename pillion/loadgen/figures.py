@@ -106,7 +106,7 @@ class Run:
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return the percentile, interpolated linearly like numpy's default. Raises ValueError without values."""
     if not values:
-        raise ValueError("no value has no percentile")
+        raise ValueError("an empty list has no percentile")
     ordered = sorted(values)
     rank = (len(ordered) - 1) * percent / 100
     low = min(int(rank), len(ordered) - 1)

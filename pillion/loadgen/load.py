@@ -106,7 +106,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 def _make(config: LoadConfig) -> list[LoadSession]:
     if config.workload not in WORKLOADS:
-        raise ValueError(f"workload {config.workload!r} is none of {', '.join(WORKLOADS)}")
+        raise ValueError(f"workload {config.workload!r} is not one of {', '.join(WORKLOADS)}")
     if not 1 <= config.requests <= MAX_REQUESTS:
         raise ValueError(f"{config.requests} requests are not within 1 and {MAX_REQUESTS}")
     if config.concurrency is not None and (config.rate is not None or config.concurrency < 1):
@@ -126,7 +126,7 @@ def _make(config: LoadConfig) -> list[LoadSession]:
 def _vocabulary(config: LoadConfig) -> list[int]:
     low, high = config.token_range
     if not 0 <= low < high <= 1 << 31:
-        raise ValueError(f"token ids {low},{high} are no range")
+        raise ValueError(f"token ids {low},{high} are not a range")
     return list(range(low, high))
 
 
@@ -193,7 +193,7 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
 def burstiness_of(process: str, burstiness: float) -> float:
     """Return the shape of the gaps. Raises ValueError for an unknown process or an invalid factor."""
     if process not in PROCESSES:
-        raise ValueError(f"arrivals {process!r} are none of {', '.join(PROCESSES)}")
+        raise ValueError(f"arrivals {process!r} are not one of {', '.join(PROCESSES)}")
     if process == "gamma" and not MIN_BURSTINESS <= burstiness < math.inf:
         raise ValueError(f"burstiness {burstiness:g} is not at least {MIN_BURSTINESS:g}")
     return {"constant": math.inf, "poisson": 1.0}.get(process, burstiness)
@@ -206,7 +206,7 @@ def arrival_times(rate: float, burstiness: float, seed: int, count: int, until_s
     otherwise miss the requested rate. Raises ValueError for a rate that is not positive.
     """
     if not 0 < rate < math.inf:
-        raise ValueError(f"a rate of {rate:g} requests a second is not above 0")
+        raise ValueError(f"a rate of {rate:g} requests per second is not above 0")
     draw = random.Random(f"arrivals {seed}")
     times = [number / rate for number in range(1, count + 1)]
     if burstiness != math.inf:

@@ -167,7 +167,7 @@ class OpenAITarget:
                 f"unless --http-port says otherwise), and does it speak {'http' if self._tls is None else 'https'}?",
             ) from None
         except (ValueError, TypeError, LookupError, TimeoutError) as error:
-            raise TargetError("models", f"/v1/models gives no list of models: {error!r}; say --model") from None
+            raise TargetError("models", f"/v1/models returned no list of models: {error!r}; say --model") from None
         return {"models": models}
 
     async def aclose(self) -> None:

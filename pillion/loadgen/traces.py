@@ -47,7 +47,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
             if request.input_length < 1:
                 raise ValueError("an input without a token")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, row {number}: {error!r}; a trace is as docs/load-testing.md says") from None
+            raise ValueError(
+                f"{path}, row {number}: {error!r}; docs/load-testing.md describes the format of traces"
+            ) from None
         found.append(request)
     # Rows without an answer are requests that failed when recorded.
     return sorted((row for row in found if row.output_length > 0), key=lambda row: row.timestamp)

@@ -63,7 +63,7 @@ def receive_line(sock: socket.socket, max_line_bytes: int, max_descriptors: int)
 def _left_s(until_s: float) -> float:
     left_s = until_s - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError("no whole line came in time")
+        raise TimeoutError("no complete line came in time")
     return left_s
 
 
@@ -88,7 +88,7 @@ def _clear_stale(path: str) -> None:
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise ConfigError(f"{path} is there and is no socket")
+        raise ConfigError(f"{path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(PROBE_TIMEOUT_S)
         try:

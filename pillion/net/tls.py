@@ -149,7 +149,7 @@ def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:
         context.load_cert_chain(cert, key, password="-")  # noqa: S106
     except (ssl.SSLError, OSError) as error:
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"TLS: the private key {key} does not fit the certificate {cert}") from None
+            raise ConfigError(f"TLS: the private key {key} does not match the certificate {cert}") from None
         raise ConfigError(f"TLS: {cert} and {key}: {_reason(error)}; one of them is damaged, or encrypted") from None
 
 

@@ -54,7 +54,7 @@ class Watched:
             found = read()
         except ConfigError as error:
             if error.message != self._complaint:
-                log.warning("%s; what was read before stays in use", error.message)
+                log.warning("%s; the previous content stays in use", error.message)
             self._complaint = error.message
             if not isinstance(error.__cause__, OSError):
                 self._used = now

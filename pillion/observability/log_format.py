@@ -72,7 +72,7 @@ def logs_json() -> bool:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    logging.getLogger("pillion").critical("an error that nothing handles", exc_info=(kind, error, trace))
+    logging.getLogger("pillion").critical("an unhandled error", exc_info=(kind, error, trace))
 
 
 def set_up_logging(level: str, form: str = "text", component: str = "") -> None:

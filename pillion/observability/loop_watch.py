@@ -67,7 +67,7 @@ class LoopWatch:
         late_s = now_s - self._due_s if self._due_s else 0.0
         self._longest.note(late_s, now_s)
         if late_s > LONG_S:
-            log.warning("the event loop did nothing else for %.1f s", late_s)
+            log.warning("a callback blocked the event loop for %.1f s", late_s)
         self._due_s = now_s + TICK_MS / 1000
         self._timer = self._loop.call_at(self._due_s, self._tick)
 

@@ -42,11 +42,11 @@ def _seconds(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> M
 
 # Every component.
 
-BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role", "component")
+BUILD = _gauge("pillion.build_info", "", "1, labelled with what is running.", "version", "role", "component")
 LOOP_LONGEST = _gauge(
     "pillion.event_loop.longest_callback",
     "s",
-    "Longest time, in the last minute or two, that callbacks kept the event loop from all else.",
+    "Longest time in the last minute or two that callbacks blocked the event loop.",
 )
 
 # Gateway: requests.
@@ -56,14 +56,14 @@ TTFT = _seconds(
 )
 TPOT = _seconds(
     "gen_ai.server.time_per_output_token",
-    "Of each answer: time after its first token, by the tokens after it.",
+    "Of each answer: time after its first token per further token.",
     TPOT_BOUNDS,
     OPERATION,
     MODEL,
 )
 DURATION = _seconds(
     "gen_ai.server.request.duration",
-    "From a request's arrival to its end; error.type is empty where it went well.",
+    "From a request's arrival to its end; error.type is empty if it succeeded.",
     DURATION_BOUNDS,
     OPERATION,
     MODEL,
@@ -72,7 +72,7 @@ DURATION = _seconds(
 ITL = _seconds("pillion.inter_token_latency", "Between two tokens of a stream.", ITL_BOUNDS, MODEL)
 QUEUE_TIME = _seconds(
     "pillion.request.queue_time",
-    "Time that a request waited: in the tenants' line, for KV memory, and in the decode worker's line.",
+    "Time that a request waited: in the tenants' queue, for KV memory, and in the decode worker's queue.",
     DURATION_BOUNDS,
     MODEL,
 )
@@ -91,7 +91,7 @@ INFERENCE_TIME = _seconds(
 REQUEST_PROMPT_TOKENS = _tokens("pillion.request.prompt_tokens", "Tokens of each request's prompt.")
 ANSWER_TOKENS = _tokens("pillion.request.answer_tokens", "Tokens of each answer.")
 LONGEST_ANSWER_TOKENS = _tokens("pillion.request.longest_answer_tokens", "Tokens of each request's longest answer.")
-MAX_TOKENS = _tokens("pillion.request.max_tokens", "Most tokens that each answer of a request might have.")
+MAX_TOKENS = _tokens("pillion.request.max_tokens", "Maximum number of tokens of each answer of a request.")
 ANSWERS = Metric(
     "pillion.request.answers", "histogram", "{answer}", "Answers to each request.", (MODEL,), ANSWERS_BOUNDS
 )
@@ -111,11 +111,11 @@ PROMPT_TOKENS = _counter(
     MODEL,
     "source",
 )
-GENERATED_TOKENS = _counter("pillion.generated_tokens", "{token}", "Tokens that were generated.", MODEL)
+GENERATED_TOKENS = _counter("pillion.generated_tokens", "{token}", "Generated tokens.", MODEL)
 REQUESTS = _counter(
     "pillion.requests", "{request}", "Ended requests: stop, length, cancelled, or the error's code.", MODEL, "outcome"
 )
-REJECTED = _counter("pillion.rejected_requests", "{request}", "Requests refused at the edge.", "reason")
+REJECTED = _counter("pillion.rejected_requests", "{request}", "Requests rejected at the edge.", "reason")
 TENANT_TOKENS = _counter(
     "pillion.tenant.tokens",
     "{token}",
@@ -133,7 +133,7 @@ TENANT_KV = _counter(
 )
 REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a component was lost.", MODEL)
 REQUEST_PREEMPTIONS = _counter(
-    "pillion.request.preemptions", "{preemption}", "Times that streams of ended requests gave up their memory.", MODEL
+    "pillion.request.preemptions", "{preemption}", "Preemptions of the streams of ended requests.", MODEL
 )
 DRAFT_TOKENS = _counter(
     "pillion.draft_tokens", "{token}", "Draft tokens of ended requests: accepted, rejected.", MODEL, "outcome"
@@ -141,7 +141,7 @@ DRAFT_TOKENS = _counter(
 MODEL_REQUESTS = _gauge(
     "pillion.model.requests_now",
     "{request}",
-    "Requests of this gateway that run at workers, and that wait, in its own line or in decode workers'.",
+    "Requests of this gateway that run at workers, and that wait in its own queue or in decode workers'.",
     MODEL,
     "state",
 )
@@ -151,13 +151,13 @@ MODEL_KV_USAGE = _gauge(
     "Share of the pools of a model's workers that is leased, quarantined or pinned.",
     MODEL,
 )
-REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in line.", "state")
+REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in the queue.", "state")
 INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
-REGISTRY_WRITABLE = _gauge("pillion.registry_writable", "", "1 while Redis takes the gateway's heartbeats.")
+REGISTRY_WRITABLE = _gauge("pillion.registry_writable", "", "1 while Redis accepts the gateway's heartbeats.")
 COMPONENTS = _gauge(
     "pillion.components",
     "{component}",
-    "Components that the gateway knows; used is no where their protocol is too far from its own.",
+    "Components that the gateway knows; used is no if their protocol is incompatible.",
     "version",
     "protocol",
     "used",
@@ -165,7 +165,7 @@ COMPONENTS = _gauge(
 COMPONENTS_DOWN = _gauge(
     "pillion.component.down",
     "",
-    "1 for a component that dies again and again and waits for its next start.",
+    "1 for a component that flaps and waits for its next start.",
     "component",
 )
 BATCH_LINES = _counter(
@@ -201,35 +201,35 @@ RANKS = _gauge("pillion.ranks", "{process}", "Processes over which a worker spli
 RANK_WAIT = _counter(
     "pillion.rank.wait", "s", "Time that a worker's first rank waited for the others after its own share of steps."
 )
-STAGE_WORK = _counter("pillion.stage.work", "s", "Time in which a stage of a worker computed.", "stage")
+STAGE_WORK = _counter("pillion.stage.work", "s", "Time during which a stage of a worker computed.", "stage")
 STAGE_WAIT = _counter(
-    "pillion.stage.wait", "s", "Time in which a stage computed nothing while steps were under way: bubbles.", "stage"
+    "pillion.stage.wait", "s", "Time during which a stage was idle while steps were in progress: bubbles.", "stage"
 )
 STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of the backend.", "outcome")
 ACCEPTED = _counter(
     "pillion.step.accepted_tokens",
     "{token}",
-    "Draft tokens that were right, by place among those of a step, from 0.",
+    "Accepted draft tokens, by position among those of a step, from 0.",
     "position",
 )
 WASTED = _counter(
     "pillion.step.wasted_tokens",
     "{token}",
-    "Draft tokens that were wrong, or after a wrong one, by place among those of a step, from 0.",
+    "Rejected draft tokens, by position among those of a step, from 0.",
     "position",
 )
-FORCED = _counter("pillion.step.forced_tokens", "{token}", "Tokens that grammars left no choice of.")
+FORCED = _counter("pillion.step.forced_tokens", "{token}", "Tokens that grammars determined.")
 LATE_MASKS = _counter(
-    "pillion.grammar.late_masks", "{mask}", "Masks of grammars that were not there when a step chose its tokens."
+    "pillion.grammar.late_masks", "{mask}", "Masks of grammars that were not ready when a step chose its tokens."
 )
 GRAMMAR_COMPILE = _seconds(
-    "pillion.grammar.compile.duration", "Of a grammar that a worker had not compiled yet.", STEP_BOUNDS
+    "pillion.grammar.compile.duration", "Compilation of a grammar that a worker had not compiled yet.", STEP_BOUNDS
 )
-PREEMPTIONS = _counter("pillion.preemptions", "{preemption}", "Streams that gave up their memory for a while.")
+PREEMPTIONS = _counter("pillion.preemptions", "{preemption}", "Preemptions of streams.")
 ADAPTER_LOADS = _counter("pillion.adapter.loads", "{adapter}", "Adapters that a worker read and packed.", "outcome")
-ADAPTER_LOAD = _seconds("pillion.adapter.load.duration", "Of reading and packing an adapter.", STEP_BOUNDS)
+ADAPTER_LOAD = _seconds("pillion.adapter.load.duration", "Reading and packing an adapter.", STEP_BOUNDS)
 ADAPTER_TRANSFERS = _counter(
-    "pillion.adapter.transfers", "{adapter}", "Adapters whose files came to a worker from another machine."
+    "pillion.adapter.transfers", "{adapter}", "Adapters whose files a worker got from another machine."
 )
 ADAPTER_EVICTIONS = _counter(
     "pillion.adapter.evictions", "{adapter}", "Idle adapters that lost their slot to another one."
@@ -242,7 +242,7 @@ PARTIAL_BLOCKS = _gauge(
 )
 ADAPTER_WAITS = _gauge("pillion.adapter.waits", "{sequence}", "Sequences that wait for their adapter on a worker.")
 SEQUENCES = _gauge("pillion.sequences", "{sequence}", "On a worker: running, of them decoding, and waiting.", "state")
-FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "How many more sequences would run at once.")
+FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "Number of further sequences that could run.")
 LOAD = _gauge("pillion.load", "", "Further figures of a worker's load, as planners get them.", "figure")
 QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens that a worker has yet to compute.")
 
@@ -253,7 +253,9 @@ KV_BLOCKS = _gauge(
 )
 KV_HELD = _gauge("pillion.kv.held_blocks", "{block}", "Committed blocks that are pinned; reserved slots.", "state")
 KV_USAGE = _gauge(
-    "pillion.kv.usage", "1", "Share of the pool that a new prompt cannot have: leased, quarantined, pinned, reserved."
+    "pillion.kv.usage",
+    "1",
+    "Share of the pool that is unavailable to a new prompt: leased, quarantined, pinned, reserved.",
 )
 KV_USER_PINS = _gauge("pillion.kv.user_pins", "{pin}", "Prefixes that users have pinned at a node.")
 KV_USER_PINNED = _gauge(
@@ -267,15 +269,15 @@ KV_USER_PIN_HITS = _counter(
 KV_BLOCK_BYTES = _gauge("pillion.kv.block_size", "By", "Bytes of a block.")
 KV_DISK_BLOCKS = _gauge("pillion.kv.disk_blocks", "{block}", "Blocks in the disk tier.")
 KV_DISK_SHORT = _gauge(
-    "pillion.kv.disk_short_blocks", "{block}", "Blocks below --disk-bytes for which the full disk has no room."
+    "pillion.kv.disk_short_blocks", "{block}", "Blocks within --disk-bytes for which the full disk has no room."
 )
 KV_OBJECT_BLOCKS = _gauge("pillion.kv.object_blocks", "{block}", "Blocks that the node knows to be in its bucket.")
-KV_PAUSED = _gauge("pillion.kv.paused_tiers", "{tier}", "Lower tiers that are paused, because reads were late.")
-KV_LATE = _gauge("pillion.kv.late_blocks", "{block}", "Slots that reads keep which outlived their fetch.")
+KV_PAUSED = _gauge("pillion.kv.paused_tiers", "{tier}", "Lower tiers that are paused because reads were late.")
+KV_LATE = _gauge("pillion.kv.late_blocks", "{block}", "Slots kept by reads that outlived their fetch.")
 KV_TICKETS = _gauge("pillion.kv.tickets", "{ticket}", "Tickets that are held, and that wait for memory.", "state")
 KV_FOLLOWERS = _gauge("pillion.kv.followers", "{follower}", "Streams that follow the pool's blocks from outside.")
-KV_FENCED = _gauge("pillion.kv.fenced_components", "{part}", "Workers that are fenced now.")
-KV_COMMITTED = _counter("pillion.kv.committed_blocks", "{block}", "Blocks that were sealed.")
+KV_FENCED = _gauge("pillion.kv.fenced_components", "{part}", "Currently fenced workers.")
+KV_COMMITTED = _counter("pillion.kv.committed_blocks", "{block}", "Sealed blocks.")
 KV_EVICTED = _counter("pillion.kv.evicted_blocks", "{block}", "Blocks that left the pool.")
 KV_MOVED = _counter(
     "pillion.kv.moved_blocks",
@@ -283,11 +285,13 @@ KV_MOVED = _counter(
     "Blocks fetched from nodes, served to nodes, restored, of a bucket, spilled, recovered.",
     "way",
 )
-KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not fit their checksum.")
-KV_DROPPED_FOLLOWERS = _counter("pillion.kv.dropped_followers", "{follower}", "Followers that were too slow.")
-KV_SHORT_FETCHES = _counter("pillion.kv.short_fetches", "{fetch}", "Fetches that brought less than was asked.")
+KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not match their checksum.")
+KV_DROPPED_FOLLOWERS = _counter(
+    "pillion.kv.dropped_followers", "{follower}", "Followers that were dropped because they were too slow."
+)
+KV_SHORT_FETCHES = _counter("pillion.kv.short_fetches", "{fetch}", "Fetches that brought less than requested.")
 KV_FETCH_BYTES = _counter("pillion.kv.fetched", "By", "Bytes that came from nodes, a lower tier or a bucket.", "source")
-KV_FETCH_TIME = _seconds("pillion.kv.fetch_time", "Of a fetch, whatever it brought.", TTFT_BOUNDS)
-KV_TICKET_WAIT = _seconds("pillion.kv.ticket_wait", "From asking for a ticket to having it.", TTFT_BOUNDS)
+KV_FETCH_TIME = _seconds("pillion.kv.fetch_time", "Duration of a fetch, whatever it brought.", TTFT_BOUNDS)
+KV_TICKET_WAIT = _seconds("pillion.kv.ticket_wait", "From the request for a ticket to its grant.", TTFT_BOUNDS)
 
 CATALOG = [value for value in globals().values() if isinstance(value, Metric)]

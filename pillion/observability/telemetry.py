@@ -107,7 +107,7 @@ def _client_provider() -> Any:
     try:
         made = _provider(f"client-{socket.gethostname()}-{os.getpid()}", "client")
     except ImportError as error:
-        log.warning("no spans are sent, though the OTEL_* variables ask for it: %s", error)
+        log.warning("no spans are sent, although the OTEL_* variables request it: %s", error)
         return None
     atexit.register(shutdown_client)
     return made

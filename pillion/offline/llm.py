@@ -97,7 +97,7 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         seed = options.pop("seed", None)
         if seed is not None and type(seed) is not int:
-            raise ConfigError(f"seed {seed!r} is no int")
+            raise ConfigError(f"seed {seed!r} is not an int")
         self.flags = read_options(model, options)
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311  (a seed makes answers repeatable)
         self._brought: dict[str, str] = {}

@@ -163,7 +163,7 @@ async def start_cluster(
     model, fit = await asyncio.to_thread(prepared_model, flags)
     check(model.folder)
     if fit is not None and (longest := fit.max_model_len_tokens) < model.max_model_len:
-        log.warning("requests may have %d tokens, for the pool of --kv-pool-bytes holds no more", longest)
+        log.warning("requests may have %d tokens, because the pool of --kv-pool-bytes holds no more", longest)
         model, worker_flags = replace(model, max_model_len=longest), replace(worker_flags, max_model_len=longest)
     entry = await asyncio.to_thread(model_entry, model, flags)
     node = await start_kvnode(node_flags)
@@ -282,7 +282,7 @@ class OfflineThread:
             except (PillionError, OSError, RuntimeError, TimeoutError) as error:
                 log.log(
                     logging.WARNING if wait_s == CLOSE_TIMEOUT_S else logging.DEBUG,
-                    "the LLM did not end as it should: %r",
+                    "the LLM did not end properly: %r",
                     error,
                 )
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -17,7 +17,9 @@ from pillion.config import OfflineFlags
 from pillion.errors import ConfigError, InvalidRequest
 
 _ANY = None
-_POOLING = "Pillion gives vectors of texts (LLM.embed), labels (LLM.classify) and scores (LLM.score), no rows of tokens"
+_POOLING = (
+    "Pillion returns vectors of texts (LLM.embed), labels (LLM.classify) and scores (LLM.score), no rows of tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)

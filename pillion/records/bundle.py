@@ -210,13 +210,13 @@ def decode(raw: bytes, name: str, key: bytes | None) -> tuple[Bundle, bool]:
         found = fields.get("format") if isinstance(fields, dict) else None
         if found != FORMAT:
             size = f"larger than {MAX_BUNDLE_BYTES} bytes" if len(raw) > MAX_BUNDLE_BYTES else str(found)[:20]
-            raise ConfigError(f"{name} is no bundle of format {FORMAT}, but {size}")
+            raise ConfigError(f"{name} is not a bundle of format {FORMAT}, but {size}")
         mac = fields.pop("mac", "")
         if key is not None and not hmac.compare_digest(_mac(key, fields).encode(), str(mac).encode()):
-            raise ConfigError(f"{name} is refused: its HMAC is wrong, so it was changed, or another key wrote it")
+            raise ConfigError(f"{name} is rejected: its HMAC is wrong, so it was changed or written with another key")
         return msgspec.convert({**fields, "mac": str(mac)}, Bundle, str_keys=True), key is not None
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{name} is no bundle: {str(error)[:200]}") from None
+        raise ConfigError(f"{name} is not a bundle: {str(error)[:200]}") from None
 
 
 def read_file(path: Path) -> bytes:

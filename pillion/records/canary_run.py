@@ -119,9 +119,9 @@ class Canary:
             refuse(bundle)
             model_of(bundle, self._models, self.model, any_model=True)
         except errors.ConfigError as error:
-            if not self.left_out["that cannot be"]:
+            if not self.left_out["that cannot be replayed"]:
                 self.say(f"{error.message}; further ones are only counted")
-            self.left_out["that cannot be"] += 1
+            self.left_out["that cannot be replayed"] += 1
             return None
         if bundle.request.label.startswith(LABEL):
             self.left_out["that are replays"] += 1
@@ -141,7 +141,7 @@ class Canary:
                 await asyncio.sleep(pace.spend(tokens, time.monotonic()))
             outcome = await self._replayed(client, bundle)
             if outcome is None:
-                self.left_out["that the target did not take"] += 1
+                self.left_out["that the target did not accept"] += 1
                 continue
             self.tally.note(bundle, outcome)
             if outcome.name != "equal":
@@ -168,7 +168,7 @@ class Canary:
             return CanaryOutcome(name="error", words=error.message)
         self._untaken = 0
         if not found.same_prompt:
-            return CanaryOutcome(name="prompt", words="the target reads another prompt in the same messages")
+            return CanaryOutcome(name="prompt", words="the target makes another prompt of the same messages")
         difference = first_difference(bundle.answers, found.answers)
         distance, compared_tokens = logprob_distance(bundle.answers, found.answers)
         then_ms = bundle.timings.total_ms if bundle.timings is not None else 0.0
@@ -195,8 +195,10 @@ def as_metrics(tally: CanaryTally) -> str:
         {
             "pillion_canary_requests": GaugeSeries("Replays by outcome.", (*kinds, "outcome"), counts),
             "pillion_canary_logprob_distance": GaugeSeries("Mean difference of log probabilities.", kinds, distances),
-            "pillion_canary_time_ratio": GaugeSeries("Median of the replays' times by the requests'.", kinds, ratios),
-            "pillion_canary_promote": GaugeSeries("1: promote, 0: stop, -1: not decided.", (), {(): promote}),
+            "pillion_canary_time_ratio": GaugeSeries(
+                "Median ratio of the replays' times to the requests'.", kinds, ratios
+            ),
+            "pillion_canary_promote": GaugeSeries("1: promote, 0: stop, -1: undecided.", (), {(): promote}),
         }
     )
 

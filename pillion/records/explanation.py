@@ -19,9 +19,13 @@ BAR_COLUMNS = 40
 
 # What a request waits for; {} is the name of a worker.
 READING, GRAMMAR = "reading and tokenizing the prompt", "making and compiling the grammar"
-LINE, PLANNING = "in line at the gateway", "looking up the prefix and planning"
+LINE, PLANNING = "waiting in the gateway's queue", "looking up the prefix and planning"
 MEMORY, FETCHING, PREFILL = "waiting for KV memory at {}", "fetching KV to {}", "prefilling at {}"
-OPENING, WORKER_LINE, TAIL = "opening the stream at {}", "in line at {}", "computing the rest of the prompt at {}"
+OPENING, WORKER_LINE, TAIL = (
+    "opening the stream at {}",
+    "waiting in the queue of {}",
+    "computing the rest of the prompt at {}",
+)
 MOVING, TOKENS = "moving to other components after a loss", "tokens from {}"
 _TIERS = {
     "pool_tokens": "were in the pool",
@@ -187,7 +191,7 @@ def _reason(bundle: Bundle, phase: Phase) -> str:
     if phase.name == LINE and (waits := _last(events, "waits")) is not None:
         running, waiting = (round(waits.figures.get(name, 0)) for name in ("running", "waiting"))
         whose = f" ({waits.words})" if waits.words else ""
-        others = f" and {_count(waiting, 'request')}{whose} stood in line, too" if waiting else ""
+        others = f" and {_count(waiting, 'request')}{whose} were waiting too" if waiting else ""
         return f", while {_count(running, 'answer')} ran{others}"
     if phase.name == FETCHING and (fetch := _last(events, "fetch")) is not None:
         sources = f" from {fetch.words}" if fetch.words else " from lower tiers"
@@ -198,7 +202,7 @@ def _reason(bundle: Bundle, phase: Phase) -> str:
         chunks = [one for one in bundle.story if one.what == "chunk" and one.attempt == prefill.attempt]
         named = ("queue_ms", "compute_ms")
         queue, compute = (_ms(sum(one.figures.get(name, 0.0) for one in chunks)) for name in named)
-        return f": {_count(len(chunks), 'chunk')} waited {queue} in its line and took {compute} to compute"
+        return f": {_count(len(chunks), 'chunk')} waited {queue} in its queue and took {compute} to compute"
     if phase.name == WORKER_LINE and (submitted := _last(bundle.story, "submitted")) is not None:
         running, queued = (round(submitted.figures.get(name, 0)) for name in ("running_requests", "queued_tokens"))
         return f", where {_count(running, 'answer')} ran and prompts of {_count(queued, 'token')} were to be computed"
@@ -282,7 +286,7 @@ def _stills(bundle: Bundle) -> Iterator[str]:
         if event.what == "still":
             lasts_ms = event.figures["lasts_ms"]
             when = f"Until {_ms(event.at_ms)} {event.worker} sent no heartbeat for {_ms(lasts_ms)}"
-            yield f"{when}: it stood still, or was cut off."
+            yield f"{when}: it was stopped, or cut off."
 
 
 def _gaps(bundle: Bundle) -> Iterator[str]:

@@ -50,7 +50,7 @@ async def run_replay(
         info = model_of(bundle, await client.models(), model, any_model)
         found = await client.answer(request_of(bundle, info), bundle, info, recorded=True)
         if not found.same_prompt:
-            say("the target reads another prompt in the same messages; the recorded token ids are sent instead")
+            say("the target makes another prompt of the same messages; the recorded token ids are sent instead")
             found = await client.answer(request_of(bundle, info, as_ids=True), bundle, info, recorded=True)
     for line in times(bundle, found):
         say(line)
@@ -129,7 +129,7 @@ def sent_grammar(text: str) -> str:
     parts = {one["name"]: one["lark_grammar"] for one in json.loads(text)["grammars"]}
     client = parts.get("client")
     if client is None or "start: (@client)\n" not in parts.get("answer", ""):
-        raise ConfigError("the answers followed calls of tools and a grammar at once, which token ids cannot ask for")
+        raise ConfigError("the answers followed both tool calls and a grammar, which a request with token ids cannot")
     return str(client)
 
 

@@ -61,9 +61,9 @@ def override_of(text: str) -> SamplingParams:
     try:
         said = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{OVERRIDE} {text[:200]!r} is no JSON: {error}") from None
+        raise ConfigError(f"{OVERRIDE} {text[:200]!r} is not JSON: {error}") from None
     if not isinstance(said, dict):
-        raise ConfigError(f"{OVERRIDE} {text[:200]!r} is no JSON object, such as '{{\"temperature\": 0.6}}'")
+        raise ConfigError(f"{OVERRIDE} {text[:200]!r} is not a JSON object, such as '{{\"temperature\": 0.6}}'")
     known = SAMPLING_KEYS.values()
     for key in said:
         if key not in known:

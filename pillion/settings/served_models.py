@@ -38,7 +38,7 @@ def _read(text: str, flags: GatewayFlags) -> ServedModelFlags:
     entry, *settings = text.split(",")
     name, equals, model = entry.partition("=")
     if not (name.strip() and equals and model.strip()):
-        raise ConfigError(f"--also-model {text!r}: write NAME=MODEL, then perhaps ,max-model-len=N")
+        raise ConfigError(f"--also-model {text!r}: write NAME=MODEL, optionally followed by ,max-model-len=N")
     inherited = (
         *("dtype", "block_size", "enable_auto_tool_choice"),
         *("allow_special_tokens_in_messages", "default_chat_template_kwargs"),

@@ -103,15 +103,15 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     try:
         said = json.loads(text, object_pairs_hook=_unique)
     except ValueError as error:
-        raise ConfigError(f"{FLAG} {text!r} is no JSON: {error}") from None
+        raise ConfigError(f"{FLAG} {text!r} is not JSON: {error}") from None
     if not isinstance(said, dict):
-        raise ConfigError(f"{FLAG} {text!r} is no JSON object, such as {{'method': 'ngram'}} with double quotes")
+        raise ConfigError(f"{FLAG} {text!r} is not a JSON object, such as {{'method': 'ngram'}} with double quotes")
     said = {name: value for name, value in said.items() if value is not None}
     if "method" not in said and "model" in said:
         said["method"] = "eagle3" if _is_head(str(said["model"])) else "draft_model"
     method = said.get("method")
     if method in NOT_SERVED:
-        raise ConfigError(f"{FLAG}: method {method!r} is not served here; it is one of {', '.join(METHODS)}")
+        raise ConfigError(f"{FLAG}: method {method!r} is not supported; choose one of {', '.join(METHODS)}")
     if method not in METHODS:
         raise ConfigError(f"{FLAG}: method {method!r} is not one of {', '.join(METHODS)}")
     if method == "suffix":
@@ -142,7 +142,7 @@ def _is_head(model: str) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ConfigError(f"{FLAG}: a key is there twice: {', '.join(name for name, _ in pairs)}")
+        raise ConfigError(f"{FLAG}: a key occurs twice: {', '.join(name for name, _ in pairs)}")
     return found
 
 

@@ -160,7 +160,7 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
     watcher = asyncio.create_task(_watch_supervisor(stop))
     exports: Exports | None = None
     if flags.redis_url and (trouble := await ask_redis(flags.redis_url)):
-        log.warning("%s; %s starts without it and keeps on trying", trouble, name)
+        log.warning("%s; %s starts without it and keeps trying", trouble, name)
     try:
         started = await run_unless(stop.wait(), start(flags), within_s=STOP_GRACE_S + STOP_TIMEOUT_S)
         if not started:

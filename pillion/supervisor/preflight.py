@@ -118,7 +118,7 @@ def _check_adapters(flags: GatewayFlags) -> None:
             raise ConfigError(f"--lora-modules {module.name}: {error.message}") from None
     for path in flags.lora_path:
         if not Path(path).expanduser().is_dir():
-            raise ConfigError(f"--lora-path {path} is no folder here")
+            raise ConfigError(f"--lora-path {path} is not a folder here")
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def _check_folder(field: str, path: str) -> None:
     except OSError as error:
         raise ConfigError(f"{option_name(field)} {path}: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option_name(field)} {path}: this user may not write there")
+        raise ConfigError(f"{option_name(field)} {path}: this user may not write to it")
 
 
 def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socket:
@@ -153,7 +153,7 @@ def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socke
         with socket.socket(family) as probe:
             probe.bind((host, 0))
     except OSError:
-        raise ConfigError(f"{option_name(host_field)} {host} is no address of this machine") from None
+        raise ConfigError(f"{option_name(host_field)} {host} is not an address of this machine") from None
     bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -171,7 +171,7 @@ async def wait_for_redis(url: str, notices: Notices) -> None:
     told = False
     while trouble := await ask_redis(url):
         if asyncio.get_running_loop().time() >= until_s:
-            raise ConfigError(f"{trouble}; start it, or leave --redis-url out for an embedded one")
+            raise ConfigError(f"{trouble}; start it, or omit --redis-url for an embedded one")
         if not told:
             notices.say(f"{trouble}; waiting for it up to {REDIS_WAIT_MS / 1000:g} s", "bold yellow")
             told = True
@@ -192,7 +192,7 @@ async def ask_redis(url: str) -> str:
         async with asyncio.timeout(REDIS_ASK_MS / 1000):
             await client.ping()
     except (RedisError, OSError, TimeoutError) as error:
-        return f"{place}: no Redis serves us there ({str(error) or f'no answer within {REDIS_ASK_MS} ms'})"
+        return f"{place}: no Redis answers there ({str(error) or f'no answer within {REDIS_ASK_MS} ms'})"
     finally:
         with contextlib.suppress(RedisError, OSError):
             await client.aclose()

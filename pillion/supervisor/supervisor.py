@@ -227,7 +227,7 @@ class Supervisor:
                 name = component.spec.component_id if task is None else task.get_name()
                 log.exception("the supervisor's task for %s failed", name)
                 self._notices.say(
-                    f"a defect of the supervisor's, which begins again with {name}: {error!r}", "bold red"
+                    f"a defect in the supervisor, whose task for {name} starts again: {error!r}", "bold red"
                 )
                 await asyncio.sleep(DEFECT_DELAY_S)
 

@@ -161,7 +161,7 @@ def region_reply_from_line(line: bytes) -> RegionReply:
     """Parse the node's answer to a RegionHello."""
     reply = _decode(line, RegionReply)
     if not (reply.error or reply.state):
-        raise InvalidRequest("a region is to be filled or ready")
+        raise InvalidRequest("a region must be filled or ready")
     return reply
 
 

@@ -91,7 +91,7 @@ def as_pillion_error(error: BaseException, method: str) -> PillionError:
     if isinstance(error, grpc.aio.AioRpcError):
         return from_rpc_error(error)
     log.exception("%s failed", method, exc_info=error)
-    return Internal("internal error; the server's log says more")
+    return Internal("internal error; see the server's log")
 
 
 def _cut(text: str) -> str:

@@ -181,7 +181,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     def _from_any_json(cls, text: str | bytes) -> ComponentRecord:
         fields = json.loads(text)
         if not isinstance(fields, dict):
-            raise ValueError("a component's record is a JSON object")
+            raise ValueError("a component's record must be a JSON object")
         for name, default in _DEFAULT_NUMBERS.items():
             if name in fields:
                 fields[name] = _number(fields[name], default)

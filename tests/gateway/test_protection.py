@@ -410,7 +410,7 @@ async def test_keys_change_while_it_runs(
             fakes.decode.gate.set()
             assert await running == "abc"
             write_keys(pathlib.Path(file), "nonsense", [])
-            await until("the complaint about the file", lambda: "what was read before stays in use" in caplog.text)
+            await until("the complaint about the file", lambda: "the previous content stays in use" in caplog.text)
             assert await acme.models()
         await fakes.settled()
 

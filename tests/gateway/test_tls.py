@@ -171,7 +171,7 @@ async def test_new_certificates_without_a_restart(
             with caplog.at_level(logging.WARNING, "pillion.net.watched"):
                 for address in (component.grpc_address, component.http_address):
                     assert await shown(address) == (one / "server.pem").read_text()
-            assert "what was read before stays in use" in caplog.text
+            assert "the previous content stays in use" in caplog.text
             put(two, tmp_path, "server.key")
             for address in (component.grpc_address, component.http_address):
                 assert await shown(address) == (two / "server.pem").read_text()
@@ -354,7 +354,7 @@ async def test_unix_sockets_stay_plain(identity: pathlib.Path) -> None:
     ("cert", "key", "ca", "complaint"),
     [
         ("server", "", "", "both"),
-        ("server", "client", "", "client.key does not fit the certificate"),
+        ("server", "client", "", "client.key does not match the certificate"),
         ("none", "server", "", "No such file"),
         ("server", "server", "none", "No such file"),
     ],

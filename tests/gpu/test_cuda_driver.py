@@ -256,7 +256,7 @@ def test_misuse_is_an_error(device: CudaDevice, tmp_path: pathlib.Path) -> None:
 
 
 def test_no_driver_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no CUDA driver") as caught:
+    with pytest.raises(ConfigError, match="no usable CUDA driver") as caught:
         CudaDriver("libcuda-that-is-nowhere.so.1")
     assert "\n" not in caught.value.message
     driver = CudaDriver(fake_cuda.library())
@@ -265,5 +265,5 @@ def test_no_driver_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
         driver.index_of("00000000-0000-0000-0000-000000000000")
     # Some other library of that name.
-    with pytest.raises(ConfigError, match="no CUDA driver"):
+    with pytest.raises(ConfigError, match="no usable CUDA driver"):
         CudaDriver("libc.so.6")

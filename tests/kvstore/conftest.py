@@ -23,8 +23,8 @@ PATIENT_S = WITHIN_S / 2
 
 @pytest.fixture(autouse=True)
 def patient_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nodes wait for each other, for workers, for their disks and for Redis on a machine that stands still for seconds,
-    but where a test says otherwise."""
+    """Extend timeouts of nodes for each other, workers, disks and Redis, because a machine may stall for seconds,
+    unless a test says otherwise."""
     monkeypatch.setattr(surviving_pool, "PATIENCE_S", PATIENT_S)
     monkeypatch.setattr(keeper_client, "KEEPER_TIMEOUT_S", PATIENT_S)
     monkeypatch.setattr(peers, "STREAM_STALL_S", PATIENT_S)
@@ -44,6 +44,6 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def short_folder() -> Iterator[str]:
-    """Yield a folder with a short path, because a Unix socket's path may have about a hundred bytes."""
+    """Yield a folder with a short path, because a Unix socket's path is limited to about a hundred bytes."""
     with tempfile.TemporaryDirectory(prefix="pillion-") as folder:
         yield folder

@@ -1,4 +1,4 @@
-"""Block hashes chain over everything that makes KV what it is, and over nothing else."""
+"""Block hashes cover everything that determines KV, and nothing else."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_odd_lengths_are_refused() -> None:
 
 
 def test_the_same_in_every_process() -> None:
-    """Python's own hash is seeded by process; ours must not notice."""
+    """Python's own hash is seeded per process; ours must not depend on it."""
     code = "from pillion.kvstore.hashing import *; print(request_root(namespace_base(fingerprint='f', dtype='float32', "
     code += "layout='v1', block_size=16)).hex())"
     answers = {

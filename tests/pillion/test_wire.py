@@ -1,4 +1,4 @@
-"""Converters: what goes in comes out, "not set" stays apart from zero, and neighbours in protocol understand."""
+"""Converters: values survive the round trip, "not set" differs from zero, and adjacent protocols are compatible."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ IDS = st.lists(U32, max_size=5).map(tuple)
 
 
 def built(cls: type, **known: st.SearchStrategy) -> st.SearchStrategy:
-    """Instances of a dataclass or struct whose fields are all ``known`` or of a plain kind."""
+    """Generate instances of a dataclass or struct whose fields are all ``known`` or of a plain kind."""
     kinds = {"int": U32, "float": st.floats(0, 1e6), "str": TEXT, "bool": st.booleans()}
     kinds |= {"Count": st.integers(0, MAX_COUNT), "Amount": kinds["float"]}
     kinds["tuple[str, ...]"] = st.lists(TEXT, max_size=3).map(tuple)
@@ -229,7 +229,7 @@ def test_part_records(record: ComponentRecord) -> None:
 
 @given(built(ComponentRecord, step_cost_s=COSTS))
 def test_both_readers_of_a_record_agree(record: ComponentRecord) -> None:
-    """A record with an odd number is read by the patient one, and nothing else of it changes."""
+    """A record with an implausible number is read by the tolerant decoder, and nothing else in it changes."""
     odd = record.to_json()[:-1] + ',"queued_tokens":-1}'
     assert ComponentRecord.from_json(odd) == replace(record, queued_tokens=0)
 
@@ -254,7 +254,7 @@ def test_protocols_of_neighbours() -> None:
 )
 @pytest.mark.parametrize("protocol", [0, PROTOCOL - 2, PROTOCOL + 2])
 def test_a_line_of_another_time_is_refused_by_its_protocol(read: Callable[[bytes], object], protocol: int) -> None:
-    """Not by what its fields are called, which is that protocol's."""
+    """Not by the names of its fields, which depend on the protocol."""
     line = json.dumps({"worker_id": "decode-0", "protocol": protocol, "node_id": 7}).encode()
     with pytest.raises(Conflict, match=f"speaks protocol {protocol}, this component speaks {PROTOCOL}"):
         read(line)
@@ -292,7 +292,7 @@ def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
 
 
 def test_what_a_client_sent_does_not_make_trailers_too_large() -> None:
-    """gRPC's clients refuse more than 8 KiB; a character of two bytes takes six of a message."""
+    """gRPC's clients reject more than 8 KiB; a character of two bytes takes six in a message."""
     from pillion.net.rpc import to_status
 
     error = InvalidRequest.of(*(FieldViolation(f"tools.allowed[{n}]", "ä%" * 2000) for n in range(32)))

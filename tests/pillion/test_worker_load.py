@@ -1,4 +1,4 @@
-"""A figure of a worker's load is one line: all that shows it follows from the line."""
+"""A figure of a worker's load is one line, and everything that shows it is derived from that line."""
 
 from __future__ import annotations
 

@@ -404,4 +404,4 @@ class DiskTier(MediumTier):
         self._folder.close()
 
 
-_CORRUPT = "it does not fit its header or checksum"
+_CORRUPT = "it does not match its header or checksum"

@@ -82,7 +82,7 @@ class BlockFileLayout:
         if magic != MAGIC or version != VERSION:
             raise Corrupt(f"format version {version}, not {VERSION}")
         if found != block_hash or length != self.block_bytes or parent_bytes not in (0, HASH_BYTES):
-            raise Corrupt("it is of another block")
+            raise Corrupt("it belongs to another block")
         return BlockName(found, parent[:parent_bytes], segment, checksum)
 
 
@@ -185,7 +185,7 @@ class BlockFiles:
             except Foreign:
                 raise Corrupt("its header changed") from None
             if block_checksum(target) != name.checksum:
-                raise Corrupt("its bytes do not fit their checksum")
+                raise Corrupt("its bytes do not match their checksum")
         finally:
             os.close(fd)
 

@@ -159,15 +159,15 @@ class RunLayout:
         if magic != MAGIC or version != VERSION:
             raise Corrupt(f"format version {version}, not {VERSION}")
         if (namespace, segment, length) != (self.namespace, run.segment, self.block_bytes):
-            raise Corrupt("it is of another namespace or segment")
+            raise Corrupt("it belongs to another namespace or segment")
         if parent_bytes not in (0, HASH_BYTES) or count != len(run):
-            raise Corrupt("it is of another run")
+            raise Corrupt("it belongs to another run")
         if len(data) != HEADER_BYTES + count * self.block_bytes:
             raise Corrupt("it has another length")
         entries = [_ENTRY.unpack_from(data, _FIELDS.size + place * _ENTRY.size) for place in range(count)]
         hashes = [block_hash for block_hash, _ in entries]
         if hashes[0] != run.first or run.leading(hashes) != count:
-            raise Corrupt("it is of another run")
+            raise Corrupt("it belongs to another run")
         begins = range(HEADER_BYTES, len(data), self.block_bytes)
         payloads = (data[begin : begin + self.block_bytes] for begin in begins)
         return {block_hash: (checksum, part) for (block_hash, checksum), part in zip(entries, payloads, strict=True)}

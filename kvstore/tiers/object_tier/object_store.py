@@ -60,11 +60,9 @@ def parse_object_url(url: str) -> ObjectPlace:
         parts = urlsplit(url)
         keys = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:
-        raise ConfigError(f"{FLAG} is no URL") from None
+        raise ConfigError(f"{FLAG} is not a URL") from None
     if parts.scheme != "s3" or not parts.netloc:
-        raise ConfigError(
-            f"{FLAG} does not begin with s3://BUCKET: other services than S3 and what speaks it are not served"
-        )
+        raise ConfigError(f"{FLAG} does not begin with s3://BUCKET: only S3 and compatible services are supported")
     if "@" in parts.netloc or ":" in parts.netloc:
         raise ConfigError(
             f"{FLAG}: credentials and ports do not belong there; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -78,7 +76,7 @@ def parse_object_url(url: str) -> ObjectPlace:
     try:
         there = urlsplit(endpoint)
     except ValueError:
-        raise ConfigError(f"{FLAG}: its endpoint is no URL") from None
+        raise ConfigError(f"{FLAG}: its endpoint is not a URL") from None
     if "endpoint" in said and there.scheme not in ("http", "https"):
         raise ConfigError(f"{FLAG}: its endpoint does not begin with http:// or https://")
     if "@" in there.netloc:

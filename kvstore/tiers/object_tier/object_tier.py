@@ -302,7 +302,7 @@ class ObjectTier(MediumTier):
             sources = self._layout.unpack(data, run)
             count = await until_over(asyncio.to_thread(_copy, part, sources))
             if count < len(part) and part[count][0] in sources:
-                raise Corrupt("its bytes do not fit their checksum")
+                raise Corrupt("its bytes do not match their checksum")
         except MissingObject:
             self._forget(run)
             return 0

@@ -134,7 +134,7 @@ class NixlPlane(DataPlane):
     ) -> None:
         check_slots(source, self._memory, remote, local)
         if self._closing or self._under_way >= MAX_READS:
-            raise Unavailable(f"{self._under_way} reads are under way already, at most {MAX_READS} may be")
+            raise Unavailable(f"{self._under_way} reads are already in progress, at most {MAX_READS} may be")
         self._under_way += 1
         try:
             if not source.nixl_metadata or not await self._one_sided(source, remote, local):

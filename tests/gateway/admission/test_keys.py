@@ -188,7 +188,7 @@ def test_a_change_is_read_and_a_bad_one_is_not(
             for _ in range(4):
                 assert not file.refresh()
             assert len(caplog.records) == 1
-            assert "what was read before stays in use" in caplog.text
+            assert "the previous content stays in use" in caplog.text
         path.unlink()
         for _ in range(3):
             assert not file.refresh()

@@ -117,7 +117,7 @@ async def test_what_is_connected_outlasts_its_record(caplog: pytest.LogCaptureFi
                 assert writable(fakes) == 0
                 said = [one.getMessage() for one in caplog.records if "takes no heartbeats" in one.getMessage()]
                 assert len(said) == 1, "it is said once"
-                assert "What helps: " in said[0]
+                assert "Remedy: " in said[0]
             await until("a heartbeat to be taken", lambda: not fakes.gateway.cluster.registry.refusal)
             await go_on(fakes, 1)
             assert writable(fakes) == 1

@@ -70,8 +70,8 @@ async def test_a_line_at_the_gateway(tmp_path: pathlib.Path) -> None:
         fakes.decode.go_on()
         await asyncio.gather(first, second, third)
         bundles = await recorded(tmp_path, 3)
-    told(bundles[1], "in line at the gateway, while 1 answer ran.")
-    told(bundles[2], "in line at the gateway, while 1 answer ran and 1 request stood in line, too.")
+    told(bundles[1], "waiting in the gateway's queue, while 1 answer ran.")
+    told(bundles[2], "waiting in the gateway's queue, while 1 answer ran and 1 request were waiting too.")
     assert LINE not in names(bundles[0])
     assert LINE in names(bundles[1])
 

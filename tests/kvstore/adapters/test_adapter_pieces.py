@@ -1,4 +1,4 @@
-"""Adapters' files from senders that fall silent or end wrongly: nothing hangs, and nothing stays behind."""
+"""Adapters' files from senders that fall silent or end wrongly: nothing hangs, and nothing remains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pillion.v1.kvnode_pb2 import AdapterPiece
 
 
 class SilentSender:
-    """Sends one piece and then nothing. ``closed`` says that its stream was ended in order."""
+    """Send one piece and then nothing. ``closed`` says whether its stream was ended properly."""
 
     def __init__(self) -> None:
         self.silent = asyncio.Event()
@@ -33,7 +33,7 @@ class SilentSender:
 
 
 class RoomLeft:
-    """A folder for files. ``left`` says that its writer has gone."""
+    """A folder for files. ``left`` says whether its writer has gone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

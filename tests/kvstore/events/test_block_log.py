@@ -1,5 +1,5 @@
-"""Followers of a pool whose node is killed, whose log forgets and whose connections break: a mirror is the pool after
-the change that it names, at any time, and the ledger as soon as it has caught up."""
+"""Followers of a pool whose node is killed, whose log is truncated and whose connections break: at any time a mirror is
+the pool after the change that it names, and the ledger once it has caught up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ A, B, C, D = split_hashes(chain_hashes(bytes(32), [1, 2, 3, 4], 1))
 
 
 class LoggedNode(SurvivingNode):
-    """A node over all its lives, with the log of each and what the pool was after each change."""
+    """A node over all its lives, with each life's log and the pool after each change."""
 
     def begin(self) -> None:
         self.log = BlockLog(next(self.ids), LOG_CHANGES)
@@ -61,7 +61,7 @@ class Outsider:
         self.stream = FollowerStream(node.ledger.tree, node.log, lambda: FACTS, *place)
 
     def read(self, node: LoggedNode) -> bool:
-        """Reads a message; returns whether there was one. The node of another life has no streams of this one."""
+        """Read a message; return whether there was one. The node has no streams of its other lives."""
         if self.stream is None or self.log is not node.log:
             self.connect(node)
         assert self.stream is not None
@@ -71,7 +71,6 @@ class Outsider:
             self.stream = None
             return True
         if message is not None:
-            # What travels is bytes.
             self.mirror.apply(BlockChanges.FromString(message.SerializeToString()))
         return message is not None
 
@@ -85,7 +84,7 @@ class Outsider:
 
 
 class FollowedLives(MortalLives):
-    """Two tokens and ten slots: blocks are shared, evicted, kept over deaths and computed again all the time."""
+    """Two tokens and ten slots: blocks are shared, evicted, kept over deaths and recomputed all the time."""
 
     @initialize()
     def first_life(self) -> None:
@@ -201,7 +200,7 @@ def test_a_pool_gets_its_shape_later() -> None:
 
 
 def mirror_of(*events: IndexEvent) -> tuple[BlockMirror, BlockLog]:
-    """A mirror that has caught up with a log."""
+    """Return a mirror that has caught up with a log."""
     log, mirror = BlockLog(5, 99), BlockMirror()
     stream = FollowerStream(BlockTree(LruEviction()), log, lambda: FACTS, 0, 0)
     log.append(events)
@@ -261,7 +260,7 @@ def test_a_snapshot_counts_at_its_end_alone() -> None:
     part = BlockChanges(kind=BlockChanges.KIND_SNAPSHOT_PART, log_epoch=6, number=1, runs=to_runs([(True, b"", D)]))
     assert mirror.apply(part) == [BlockChange(D, stored=True)]
     assert mirror.blocks == {A: b"", B: A}
-    with pytest.raises(Internal, match="not brought to its end"):
+    with pytest.raises(Internal, match="not completed"):
         mirror.apply(changes(log, 2, stored(C, B)))
     mirror.begin()
     mirror.apply(changes(log, 2))

@@ -1,4 +1,4 @@
-"""Which KV node ``pillion events`` follows where a name is given, and where none is."""
+"""The KV node that ``pillion events`` follows, with and without a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pillion.types import ClusterStatus, ComponentStatus
 
 
 def nodes(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """A gateway that knows KV nodes of these names."""
+    """A gateway that knows KV nodes with these names."""
     known = tuple(ComponentStatus(component_id=name, role="kvnode", address=f"unix:/run/{name}.sock") for name in names)
     status = ClusterStatus(
         version="1",

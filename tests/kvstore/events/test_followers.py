@@ -1,5 +1,5 @@
-"""Those who follow a node's blocks, over real gRPC: lost connections, logs that forget, restarts with and without the
-pool, kill -9, followers that read nothing. The oracle is the node's ledger, or what tickets find."""
+"""Followers of a node's blocks, over real gRPC: lost connections, truncated logs, restarts with and without the pool,
+kill -9, and followers that read nothing. The oracle is the node's ledger, or what tickets find."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def lives(short_folder: str, keeper_socket: str) -> AsyncIterator[Lives]:
 
 
 class Router:
-    """A reader in a task of its own, which takes what comes."""
+    """A reader in its own task, which reads everything."""
 
     def __init__(self, address: str) -> None:
         self.client = NodeClient(address, "router")
@@ -71,7 +71,7 @@ class Router:
                 pass
 
     async def has(self, blocks: Callable[[], dict[bytes, bytes]]) -> None:
-        """Waits until the mirror is that of an open stream and has exactly these blocks."""
+        """Wait until the mirror belongs to an open stream and has exactly these blocks."""
         follower = self.follower
         await until("the follower to have them", lambda: follower.current and follower.mirror.blocks == blocks())
         follower.mirror.check_integrity()
@@ -94,7 +94,7 @@ async def routing(address: str) -> AsyncIterator[Router]:
 
 
 class Relay:
-    """Carries connections to a Unix socket, until they are cut."""
+    """A proxy of a Unix socket whose connections can be cut."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -166,7 +166,6 @@ async def test_a_follower_has_the_pool_over_its_lives(lives: Lives) -> None:
             await router.has(blocks_of(node))
         assert node.pool.ledger.evicted_ever > 0
         left, epoch = dict(mirror.blocks), mirror.log_epoch
-        # The next life recovers the pool, block by block.
         node = await lives.begin()
         await lives.renew(worker)
         await router.has(lambda: left)
@@ -174,7 +173,6 @@ async def test_a_follower_has_the_pool_over_its_lives(lives: Lives) -> None:
         assert mirror.pool.block_tokens == 1
         await lives.commit(worker, chain(9))
         await router.has(blocks_of(node))
-        # Of this one's pool nothing stays.
         worker.close()
         node = await lives.begin(keeper_socket="")
         await router.has(dict)
@@ -245,7 +243,7 @@ async def test_streams_end_with_the_node(lives: Lives) -> None:
     messages = client.follow_blocks()
     await anext(messages)
     ending = asyncio.create_task(lives.end(WITHIN_S))
-    with pytest.raises(Unavailable, match="the KV node ends"):
+    with pytest.raises(Unavailable, match="the KV node is stopping"):
         await anext(messages)
     await ending
     await client.aclose()
@@ -260,7 +258,7 @@ async def test_a_caller_without_a_protocol_is_refused(lives: Lives) -> None:
 
 
 class HaltingReader:
-    """Takes messages only while ``taking`` is set."""
+    """Reads messages only while ``taking`` is set."""
 
     def __init__(self) -> None:
         self.taking = asyncio.Event()
@@ -272,7 +270,7 @@ class HaltingReader:
 
 
 class SnapshotsOnly:
-    """A node whose log forgets the changes after each snapshot before that has ended; then one that has some."""
+    """A node whose log drops the changes after each snapshot before that has ended; then one that has some."""
 
     def __init__(self, snapshots: int) -> None:
         self.left = snapshots
@@ -313,13 +311,13 @@ async def test_a_follower_that_the_log_leaves_behind_is_dropped() -> None:
 async def test_a_follower_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers_module, "STALL_S", 0.01)
     followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99))
-    with pytest.raises(Overloaded, match="has taken nothing"):
+    with pytest.raises(Overloaded, match="has read nothing"):
         await followers.follow(FollowBlocksRequest(), HaltingReader().send)
     assert (followers.dropped, len(followers)) == (1, 0)
 
 
 async def test_changes_of_a_moment_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that followers cost a node nothing for each commit."""
+    """So followers cost a node nothing per commit."""
     monkeypatch.setattr(followers_module, "GATHER_S", 0.2)
     followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99))
     reader = HaltingReader()
@@ -354,7 +352,7 @@ class ProcessLives(Lives):
             self.process.wait()
 
     async def found(self, worker: Attachment, chains: int) -> dict[bytes, bytes]:
-        """What tickets find of so many chains, once all that was kept is looked at: hashes and parents."""
+        """Return the hashes and parents that tickets of this many chains find, after all kept blocks are checked."""
         client = NodeClient(self.flags.node_listen, "test")
 
         async def looked_at() -> bool:
@@ -375,7 +373,7 @@ class ProcessLives(Lives):
 
 
 class PrintedEvents:
-    """``pillion events`` in a process of its own, and what a reader makes of its lines."""
+    """``pillion events`` in its own process, and a reader's view of its lines."""
 
     def __init__(self, address: str, folder: str, *options: str) -> None:
         self.path = f"{folder}/events.jsonl"
@@ -385,7 +383,7 @@ class PrintedEvents:
             )
 
     def say(self, blocks: dict[str, str]) -> bool:
-        """Whether the lines lead to these blocks."""
+        """Return whether the lines lead to these blocks."""
         found: dict[str, str] = {}
         with open(self.path) as file:
             for text in file:

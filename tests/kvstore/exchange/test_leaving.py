@@ -25,12 +25,12 @@ def node_of(host: KVHost) -> KVNode:
 
 
 def held(host: KVHost, hashes: bytes) -> int:
-    """Returns how many leading blocks of a chain a node's pool has."""
+    """Return the number of leading blocks of a chain in a node's pool."""
     return node_of(host).pool.ledger.tree.longest_prefix(split_hashes(hashes)).blocks
 
 
 async def seen(host: KVHost, *node_ids: str, blocks: int) -> None:
-    """Waits until the registry tells a node that exactly these others live, with so many blocks that nobody pins."""
+    """Wait until the registry tells a node that exactly these others are alive, with this many unpinned blocks."""
 
     async def known() -> bool:
         found = {other.node_id: other for other in await node_of(host)._directory.others()}
@@ -102,7 +102,6 @@ async def test_the_hottest_chains_find_room_and_leave_last(short_folder: str, re
         # 32 leave and 40 are there: 32/72 of those, 17 blocks, make room.
         assert [held(b, hashes) for hashes in chains] == [0, 0, 0, 1, 4, 4, 4, 4]
         assert [held(b, hashes) for hashes in mine[5:]] == [4] * 5
-        # Of what came, the hottest leaves last.
         at = [one.hash for one in node_of(b).pool.ledger.tree.policy]
         last = [at.index(split_hashes(hashes)[0]) for hashes in chains[4:]]
         assert last == sorted(last)

@@ -1,6 +1,6 @@
-"""Two and three real nodes over a real Redis: blocks flow between them while workers, nodes and the index come and go.
+"""Two and three real nodes over a real Redis: blocks move between them while workers, nodes and the index come and go.
 
-Every block's bytes follow from its hash, so whoever pins a chain can tell whether it holds what it stands for.
+Every block's bytes are derived from its hash, so whoever pins a chain can check its content.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def spilled(status: NodeStatus) -> bool:
 
 
 async def until_indexed(redis: RedisServer, hashes: bytes, wanted: dict[str, int] | None = None) -> None:
-    """Waits until the index knows the chain: at these nodes, or at any."""
+    """Wait until the index knows the chain: at these nodes, or at any."""
     index = Index(redis.url)
 
     async def known() -> bool:
@@ -76,7 +76,6 @@ async def test_a_pin_takes_what_is_not_there_out_of_the_index(short_folder: str,
         await until_indexed(redis, chain.packed, {"a": 30})
         ticket = await a.open(chain.packed, expected_blocks=30)
         assert ticket.pinned_blocks < 20
-        # What is on the disk is there.
         await until_indexed(redis, chain.packed, {"a": 20})
         await a.release(ticket)
         await writer.aclose()
@@ -95,7 +94,7 @@ async def test_only_what_is_missing_comes(short_folder: str, redis: RedisServer,
 
 
 async def test_chunks_follow_while_others_are_computed(short_folder: str, redis: RedisServer, transport: str) -> None:
-    """The decode worker's node has every chunk soon after it is committed elsewhere, under one ticket."""
+    """The decode worker's node gets every chunk soon after it is committed elsewhere, under one ticket."""
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         hashes = prompt(*range(12))
         there, here = await a.open(hashes), await b.open(hashes)
@@ -136,7 +135,6 @@ async def test_a_flipped_bit_is_computed_again(short_folder: str, redis: RedisSe
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         hashes = prompt(*range(10))
         await a.serve(hashes)
-        # Known checksums first, then the damage.
         assert (await b.serve(hashes, "a")).fetched_blocks == 10
         assert a.node is not None
         block = a.node.pool.ledger.tree.by_hash[split_hashes(hashes)[6]]
@@ -227,7 +225,7 @@ async def test_random_lives(
     seed: int,
     rounds: int,
 ) -> None:
-    """Three nodes, one of them with a disk; workers die, nodes restart, Redis is emptied, callers go away."""
+    """Three nodes, one with a disk; workers die, nodes restart, Redis is emptied, callers disconnect."""
     draw = random.Random(seed)
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         disk = {"disk_path": str(tmp_path_factory.mktemp("disk")), "kv_transport": transport, **EAGER}

@@ -1,4 +1,4 @@
-"""This node's side towards its sources: meeting, sessions, pins, releases, and every way in which that fails."""
+"""This node's side towards its sources: connecting, sessions, pins, releases, and every way in which they fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def source() -> Iterator[SourceProcess]:
 
 
 class Directory:
-    """A directory of nodes that counts how often it was asked."""
+    """A directory of nodes that counts its look-ups."""
 
     def __init__(self, **known: str) -> None:
         self.known, self.asked = known, 0
@@ -183,7 +183,6 @@ async def test_a_node_that_does_not_answer_is_left_alone_for_a_moment(
         await node.pin(CHAIN, 0, timeout_s=WITHIN_S)
         source.signal(signal.SIGSTOP)
         try:
-            # Too little time proves nothing.
             with pytest.raises(DeadlineExceeded):
                 await node.pin(CHAIN, 0, timeout_s=0.05)
             peers.source("source")

@@ -1,4 +1,4 @@
-"""One suite for every data plane, against real sources in processes of their own."""
+"""One suite for every data plane, against real sources in their own processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Reader:
 # Where there is no one-sided path, one test of `make test` shows that blocks come nevertheless.
 @pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.long if kind == "nixl-tcp" else ()) for kind in SOURCES])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the reader's transport. Skips NIXL where it is not installed."""
+    """Return the reader's transport. Skips NIXL if it is not installed."""
     kind: str = request.param
     if kind != "grpc" and (trouble := nixl_trouble()):
         pytest.skip(trouble)
@@ -86,7 +86,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[dict[str, SourceProcess]]:
-    """Sources by kind, for the tests that leave them unharmed."""
+    """Sources by kind, for tests that do not damage them."""
     started: dict[str, SourceProcess] = {}
     yield started
     for source in started.values():
@@ -172,7 +172,7 @@ async def test_a_cancelled_read_leaves_quiet_slots(reader: Reader) -> None:
 
 
 async def test_a_source_that_is_killed_while_it_is_read(transport: str, mortal: SourceProcess) -> None:
-    """Stopped first, so that the read is surely under way; shared memory is read even so, or it is gone."""
+    """Stopped first, so that the read is certainly in progress; shared memory is read anyway, or it is gone."""
     async with reading(transport, mortal) as reader:
         peer, pinned = await reader.pin(NUM_SLOTS)
         await peer.read(reader.plane, pinned.ticket_id, pinned.slots[:1], (0,))
@@ -201,7 +201,7 @@ async def test_a_source_that_is_killed_when_part_has_come(transport: str) -> Non
 async def test_a_source_that_is_stopped_while_it_is_read(
     transport: str, mortal: SourceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes that a stopped source sends once it goes on must not reach slots that another owner may have by then."""
+    """Bytes that a stopped source sends when it continues must not reach slots that may have another owner by then."""
     async with reading(transport, mortal) as reader:
         peer, pinned = await reader.pin(NUM_SLOTS)
         await peer.read(reader.plane, pinned.ticket_id, pinned.slots[:1], (0,))
@@ -216,7 +216,6 @@ async def test_a_source_that_is_stopped_while_it_is_read(
         monkeypatch.setattr(peers, "STREAM_STALL_S", PATIENT_S)
         await stays_quiet(reader)
         assert not any(reader.memory[BLOCK_BYTES:])
-        # It is back: the next read works.
         await peer.read(reader.plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS)))
         assert reader.block(5) == block_of(1, pinned.slots[5], BLOCK_BYTES)
 
@@ -254,7 +253,7 @@ async def test_a_read_beyond_the_bound_is_refused(reader: Reader, monkeypatch: p
     peer, pinned = await reader.pin(4)
     for module in (nixl_plane, plane):
         monkeypatch.setattr(module, "MAX_READS", 0)
-    with pytest.raises(Unavailable, match="under way"):
+    with pytest.raises(Unavailable, match="in progress"):
         await peer.read(reader.plane, pinned.ticket_id, pinned.slots, (0, 1, 2, 3))
 
 
@@ -299,7 +298,7 @@ def test_checksums_are_never_zero_and_differ_by_a_bit() -> None:
 
 
 async def _over_and_quiet(reader: Reader, read: asyncio.Task[None], pinned: PinBlocksReply) -> None:
-    """The read ends; either all came, and rightly, or Unavailable says that not. Nobody writes afterwards."""
+    """The read ends, either with all bytes, correctly, or with Unavailable. Nobody writes afterwards."""
     await asyncio.wait([read], timeout=WITHIN_S)
     assert read.done(), "a read ends by itself"
     if read.exception() is None:
@@ -311,7 +310,7 @@ async def _over_and_quiet(reader: Reader, read: asyncio.Task[None], pinned: PinB
 
 
 async def stays_quiet(reader: Reader) -> None:
-    """Nobody writes to the reader's memory during QUIET_S."""
+    """Assert that nobody writes to the reader's memory during QUIET_S."""
     before = bytes(reader.memory)
     await asyncio.sleep(QUIET_S)
     assert bytes(reader.memory) == before

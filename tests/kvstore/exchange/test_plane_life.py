@@ -1,4 +1,4 @@
-"""A node survives readers that die, sources that are lost at the worst moment, and a NIXL that finds no way."""
+"""A node survives dying readers, sources lost at the worst moment, and a NIXL without a path."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _with_nixl() -> None:
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[SourceProcess]:
-    """A source with NIXL, for the tests that leave it unharmed."""
+    """A source with NIXL, for tests that do not damage it."""
     if trouble := nixl_trouble():
         pytest.skip(trouble)
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as started:
@@ -112,7 +112,7 @@ async def test_readers_that_are_killed_take_no_source_with_them(source: SourcePr
 async def test_blocks_come_one_sided_where_there_is_a_way(
     source: SourceProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else this file and half of the other would show nothing about NIXL."""
+    """Otherwise this file and half of the other would test nothing of NIXL."""
     caplog.set_level("INFO")
     async with reading_side(source.address) as (peers, plane, memory):
         peer = await peers.get("source")
@@ -121,7 +121,6 @@ async def test_blocks_come_one_sided_where_there_is_a_way(
         assert NUM_SLOTS * BLOCK_BYTES > 2 * nixl_plane.MAX_PART_BYTES
         await plane.read(peer.pool, peer.read_blocks, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
         assert bytes(memory) == b"".join(block_of(1, slot, BLOCK_BYTES) for slot in pinned.slots)
-        # And it asks nothing of the source's processor.
         source.signal(signal.SIGSTOP)
         memory[:BLOCK_BYTES] = bytes(BLOCK_BYTES)
         await plane.read(peer.pool, peer.read_blocks, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
@@ -133,7 +132,7 @@ async def test_blocks_come_one_sided_where_there_is_a_way(
 async def test_a_source_that_is_stopped_before_its_first_read(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The probe finds nobody. What it had asked for arrives later, and touches no slot; nobody is written off."""
+    """The probe gets no answer. What it requested arrives later and touches no slot; no source is abandoned."""
     caplog.set_level("INFO")
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
         async with reading_side(source.address, HASTY_S) as (peers, plane, memory):
@@ -152,7 +151,6 @@ async def test_a_source_that_is_stopped_before_its_first_read(
             await asyncio.sleep(QUIET_S)
             assert not any(memory)
             await peer.read(plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS)))
-            # Later it is tried again, with success.
             monkeypatch.setattr(nixl_plane, "PROBE_AGAIN_S", 0.0)
             plane.forget("source")
             caplog.clear()
@@ -174,7 +172,7 @@ async def test_a_source_without_nixl_is_streamed_from() -> None:
 async def test_a_source_that_nixl_cannot_even_meet_is_streamed_from(
     source: SourceProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it is between two hosts that have nothing but TCP: no probe is sent. Later it is tried again."""
+    """As between two hosts with nothing but TCP: no probe is sent. Later it is retried."""
     caplog.set_level("INFO")
 
     def no_way(_: object) -> tuple[str, object]:

@@ -1,4 +1,4 @@
-"""ReadBlocks at the source: its cost grows with the blocks that are read, and it sends nothing that was let go of."""
+"""ReadBlocks at the source: its cost grows with the number of blocks, and it sends nothing that was released."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTHS = (1000, 4000)
 
 
 class SourceOfOneChain:
-    """A real pool with one chain, which a session has pinned; every slot's bytes are its number."""
+    """A real pool with one chain, pinned by a session; every slot's bytes are its number."""
 
     def __init__(self) -> None:
         self.pool = make_pool(NUM_SLOTS * BLOCK_BYTES)
@@ -45,7 +45,7 @@ class SourceOfOneChain:
         self.ticket_id, self.slots = ticket.ticket_id, tuple(slots)
 
     async def pin(self, blocks: int) -> int:
-        """Pins the chain's first blocks for the reader; returns the ticket."""
+        """Pin the chain's first blocks for the reader; return the ticket."""
         ticket_id, chain = await self.pool.pin_chain(self.epoch, blocks, split_hashes(self.packed)[:blocks], 0)
         assert len(chain) == blocks
         return ticket_id
@@ -93,7 +93,7 @@ async def test_bytes_are_copied_in_another_thread(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_what_is_let_go_of_in_the_middle_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot may hold another block by then; with checksums or without, none of its bytes go out."""
+    """A slot may hold another block by then; with or without checksums, none of its bytes are sent."""
     source = SourceOfOneChain()
     joined = memory_module.joined
 

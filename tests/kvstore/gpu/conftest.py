@@ -1,4 +1,4 @@
-"""Has tests of KV hosts read and write slots of pools on GPUs, too."""
+"""Lets tests of KV hosts read and write slots of pools on GPUs, too."""
 
 from __future__ import annotations
 

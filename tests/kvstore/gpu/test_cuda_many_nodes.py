@@ -1,6 +1,6 @@
-"""Nodes with pools on GPUs: blocks go down to pinned memory and disk and come back, and from node to node.
+"""Nodes with pools on GPUs: blocks move to pinned memory and disk and back, and from node to node.
 
-Every block's bytes follow from its hash, so whoever pins a chain can tell whether it holds what it stands for.
+Every block's bytes are derived from its hash, so whoever pins a chain can check its content.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def spilled(status: NodeStatus) -> bool:
 
 
 class WatchedTier(HostTier):
-    """Tells where its memory is, and whether it was closed."""
+    """Records where its memory is, and whether it was closed."""
 
     def __init__(self, memory: memoryview, block_bytes: int, release: Callable[[], None]) -> None:
         super().__init__(memory, block_bytes, release)
@@ -65,7 +65,7 @@ class WatchedTier(HostTier):
 
 @pytest.fixture(autouse=True)
 def tiers(monkeypatch: pytest.MonkeyPatch) -> list[WatchedTier]:
-    """The tiers in host memory that the test's nodes make."""
+    """The host memory tiers of the test's nodes."""
     made: list[WatchedTier] = []
 
     def make(*arguments: Any, **options: Any) -> WatchedTier:
@@ -77,7 +77,7 @@ def tiers(monkeypatch: pytest.MonkeyPatch) -> list[WatchedTier]:
 
 
 async def settled(tiers: list[WatchedTier]) -> None:
-    """Every buffer of the host memory in use is back, and in exactly one state."""
+    """Every buffer of the used host memory is returned, and in exactly one state."""
     for tier in tiers:
         if not tier.closed:
             await until("all buffers to be back", lambda tier=tier: tier.room_bytes() == tier.all_bytes)  # type: ignore[misc]
@@ -110,7 +110,7 @@ async def test_what_left_the_pool_comes_back_from_host_memory(
 async def test_a_copy_to_host_memory_is_the_only_one(
     short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
 ) -> None:
-    """The spiller's copies lie where the tier keeps them."""
+    """The spiller's copies are where the tier stores them."""
     async with hosts(short_folder, redis, "a", **CUDA, **EAGER, host_bytes=64 * BLOCK_BYTES) as (a,):
         tier = (await until("the tier in host memory", lambda: tiers))[0]
         kept: list[bool] = []
@@ -198,7 +198,7 @@ async def test_between_a_host_and_a_device(short_folder: str, redis: RedisServer
 async def test_storms_of_requests_on_two_devices(
     short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
 ) -> None:
-    """Few stages, many callers, blocks going down and coming back all the while; some callers go away."""
+    """Few stages, many callers, blocks moving in both directions; some callers disconnect."""
     flags = {**CUDA, **EAGER, "host_bytes": HOST_BLOCKS * BLOCK_BYTES, "disk_path": ""}
     async with hosts(short_folder, redis, "a", "b", **flags) as nodes:
         rng = random.Random(7)
@@ -278,7 +278,6 @@ async def test_a_cancelled_writer_writes_nothing_later() -> None:
         writer.cancel()
     await asyncio.gather(*writers, return_exceptions=True)
     assert raw.read(BLOCK_BYTES, BLOCK_BYTES) == bytes(BLOCK_BYTES)
-    # All stages are free again.
     for _ in range(2 * STAGES):
         assert await asyncio.wait_for(memory.checksums(range(4)), WITHIN_S)
     memory.close()

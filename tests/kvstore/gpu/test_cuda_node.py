@@ -1,4 +1,4 @@
-"""A node whose pool is on a GPU, with workers that are real processes: they share memory; the node copies nothing."""
+"""A node whose pool is on a GPU, with real worker processes: they share memory; the node copies nothing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def attached(folder: str, block_bytes: int = BLOCK_BYTES) -> Attachment:
 
 @contextlib.contextmanager
 def process(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Killed in the end."""
+    """Killed at the end."""
     command = [sys.executable, "-c", program, *arguments]
     started = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=fake_cuda.environment()
@@ -142,7 +142,7 @@ sys.stdin.read()
 
 
 async def test_a_dying_worker_keeps_its_slots_until_it_is_gone(short_folder: str) -> None:
-    """The end of its socket does not stop what it has launched; the end of its process does (I4)."""
+    """The end of its socket does not stop kernels that it launched; the end of its process does (I4)."""
     async with running(short_folder) as node:
         with process(DYING, f"{short_folder}/attach.sock") as worker:
             epoch = int((await words_of(worker))[0])
@@ -227,7 +227,6 @@ async def test_a_killed_worker_frees_its_slots(short_folder: str) -> None:
             node.pool.check_integrity()
             worker.kill()
             await until("the slots to be free", lambda: node.pool.status().free_blocks == NUM_SLOTS)
-        # What it wrote is there: the memory is the node's.
         mine = await attached(short_folder)
         assert not isinstance(mine.pool, memoryview)
         assert DeviceBytes(mine.pool).read(3 * BLOCK_BYTES, 4) == b"3333"
@@ -260,7 +259,7 @@ async def test_the_pool_is_what_the_device_has_left(short_folder: str, monkeypat
     monkeypatch.setenv("FAKE_CUDA_TOTAL_BYTES", str(200 * MIB))
     monkeypatch.setenv("FAKE_CUDA_USED_BYTES", str(1000 * MIB))
     async with running(short_folder, kv_pool_bytes=0, gpu_memory_utilization=0.5) as node:
-        with pytest.raises(ConfigError, match=r"nothing is left for KV.*--gpu-memory-utilization 0\.5"):
+        with pytest.raises(ConfigError, match=r"no memory is left for KV.*--gpu-memory-utilization 0\.5"):
             await attached(short_folder, MIB)
         # Weights of the first worker came meanwhile, say; what is in use is what counts when it attaches.
         monkeypatch.setenv("FAKE_CUDA_USED_BYTES", str(60 * MIB))
@@ -314,6 +313,6 @@ async def test_flags_that_cannot_be(short_folder: str, flags: dict[str, object],
 
 async def test_no_driver_no_node(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-is-nowhere.so.1")
-    with pytest.raises(ConfigError, match="no CUDA driver"):
+    with pytest.raises(ConfigError, match="no usable CUDA driver"):
         async with running(short_folder):
             pass

@@ -1,4 +1,4 @@
-"""Nodes whose pool is divided over several GPUs: workers get a shard on each, everybody else gets whole blocks.
+"""Nodes whose pool is divided over several GPUs: workers get a shard on each, everyone else gets whole blocks.
 
 On a machine with one GPU both shards are on it.
 """
@@ -47,7 +47,7 @@ FAKE_ONLY = pytest.mark.skipif(NATIVE, reason="this asks for two GPUs of the fak
 
 @pytest.fixture(autouse=True)
 def two(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The --kv-device of two shards."""
+    """Return the --kv-device of two shards."""
     monkeypatch.setattr(cuda_driver, "LIBRARY", fake_cuda.library())
     monkeypatch.setattr(cuda_memory, "STAGE_BYTES", 3 * BLOCK_BYTES)
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
@@ -215,7 +215,7 @@ async def test_what_does_not_go_with_several_gpus_is_refused(short_folder: str, 
 def test_the_fullest_gpu_decides_how_many_slots_there_are(
     indexes: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without --kv-pool-bytes. What lies on a GPU is shared by all shards that are on it."""
+    """Without --kv-pool-bytes, the free memory of a GPU is shared by all its shards."""
     monkeypatch.setenv("FAKE_CUDA_TOTAL_BYTES", str(2**28))
     domain = CudaDomain(KVNodeFlags(gpu_memory_utilization=0.5), indexes)
     held = domain.segment(2**26)

@@ -1,4 +1,4 @@
-"""Shared regions: the books by property, and real processes that fill, wait, read and are killed."""
+"""Shared regions: the bookkeeping by property, and real processes that fill, wait, read and are killed."""
 
 from __future__ import annotations
 
@@ -60,9 +60,6 @@ sys.stdin.readline()
 """
 
 
-# -- the books
-
-
 def test_the_first_fills_and_the_others_wait() -> None:
     regions = Regions()
     assert regions.ask(1, "k", 10) == [Granted(1, "k", FILL)]
@@ -70,7 +67,7 @@ def test_the_first_fills_and_the_others_wait() -> None:
     assert regions.ask(3, "k", 10) == []
     with pytest.raises(Conflict, match="10 bytes, 11 were"):
         regions.ask(4, "k", 11)
-    with pytest.raises(Conflict, match="not yours"):
+    with pytest.raises(Conflict, match="may not fill"):
         regions.filled(2)
     assert regions.filled(1) == [Granted(2, "k", READY), Granted(3, "k", READY)]
     assert regions.ask(5, "k", 10) == [Granted(5, "k", READY)]
@@ -108,7 +105,7 @@ def test_bounds_are_met_with_words() -> None:
 
 
 class RegionsModel:
-    """A model of the regions: which processes live, which may fill a region, and which regions are full."""
+    """A model of the regions: live processes, who may fill a region, and full regions."""
 
     def __init__(self) -> None:
         self.living: dict[int, str] = {}
@@ -190,9 +187,6 @@ def test_lines_that_are_none_are_refused() -> None:
             region_reply_from_line(reply)
     with pytest.raises(InvalidRequest):
         region_filled_from_line(b"{}")
-
-
-# -- real processes
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -382,7 +376,7 @@ async def test_idle_regions_make_room_where_memory_is_short(short_folder: str, m
 
 
 async def test_a_filler_whose_node_is_gone_may_find_the_next_one(short_folder: str, kind: str) -> None:
-    """A worker's start that fails this way is tried again; one that fails by its flags ends the cluster."""
+    """A worker's start that fails this way is retried; one that fails because of its flags ends the cluster."""
     async with running(short_folder, kind):
         region = await shared(short_folder)
         assert region.must_fill

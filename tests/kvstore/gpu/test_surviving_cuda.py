@@ -1,5 +1,5 @@
-"""A KV node with its pool on GPUs that begins again over the pool of its earlier life: a real keeper, and processes
-that are real where the kernel has to prove their end. On a machine without a GPU the fake driver is the GPU's."""
+"""A KV node with its pool on GPUs that starts over the pool of its previous life: a real keeper, and real processes
+where the kernel has to prove their end. Without a GPU the fake driver is used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def keeper_socket() -> Iterator[str]:
-    """A keeper for all nodes here: each test's has a name of its own. It knows no CUDA driver."""
+    """One keeper for all nodes here: each test's has its own name. It knows no CUDA driver."""
     with shared_keeper() as path:
         yield path
 
@@ -66,7 +66,7 @@ async def lives(short_folder: str, keeper_socket: str) -> AsyncIterator[Lives]:
 
 
 def two() -> str:
-    """The --kv-device of two shards."""
+    """Return the --kv-device of two shards."""
     return f"cuda:0,cuda:{min(1, CudaDriver().count() - 1)}"
 
 
@@ -79,7 +79,7 @@ def is_kept(lives: Lives) -> bool:
 
 @contextlib.contextmanager
 def table_of(lives: Lives) -> Iterator[memoryview]:
-    """The words of the table that is kept."""
+    """Return the words of the kept table."""
     kept = lives.kept()
     assert kept is not None
     with (
@@ -109,7 +109,7 @@ async def test_blocks_outlive_a_node_that_is_killed(lives: Lives, shards: int) -
 
 
 async def test_the_pool_is_taken_with_the_size_that_it_has(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --kv-pool-bytes a fresh pool gets what is free, which the kept one takes away."""
+    """Without --kv-pool-bytes a fresh pool gets the free memory, which a kept one reduces."""
     monkeypatch.setenv("FAKE_CUDA_TOTAL_BYTES", str(2**26))
     lives.flags = lives.of(kv_pool_bytes=0, gpu_memory_utilization=0.25 if not NATIVE else 0.9)
     await lives.begin()
@@ -247,7 +247,7 @@ async def test_a_keeper_that_is_gone_means_a_plain_start(short_folder: str) -> N
 
 
 async def test_a_surviving_pool_makes_room_for_weights(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come before the first worker attaches, and nobody can serve without them."""
+    """They arrive before the first worker attaches, and nobody can serve without them."""
     await lives.begin()
     (await lives.worker()).close()
     await until("the keeper to have the pool", lambda: is_kept(lives))

@@ -19,18 +19,18 @@ HASTY_DEADLINE_MS = 2 * LEAST_PATIENCE_MS
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengthens every deadline of a call to Redis: on a busy machine a sound Redis may take a second to answer."""
+    """Extend every deadline of a call to Redis: on a busy machine a sound Redis may take a second to answer."""
     monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", PATIENT_DEADLINE_MS)
     lengthen_deadlines(monkeypatch)
 
 
 def lengthen_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``patient`` does, for a part of a test."""
+    """Do as ``patient``, for a part of a test."""
     _set_deadlines(monkeypatch, PATIENT_DEADLINE_MS)
 
 
 def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the part of a test in which Redis says nothing, and every call is to meet its deadline."""
+    """Shorten deadlines for the part of a test in which Redis does not answer and every call times out."""
     _set_deadlines(monkeypatch, HASTY_DEADLINE_MS)
 
 

@@ -1,4 +1,4 @@
-"""The address that a component advertises where no flag gives one."""
+"""The address that a component advertises without a flag."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_way_out_without_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     assert advertised("", "0.0.0.0:1", "redis://nowhere.invalid") == "127.0.0.1:1"
     assert advertised("", "0.0.0.0:1", "") == "127.0.0.1:1"
     monkeypatch.setattr(advertise, "SOMEWHERE", ())
-    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:1 says no address"):
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:1 has no address"):
         advertised("", "0.0.0.0:1", "redis://nowhere.invalid")
 
 
 def test_version_of_the_wildcard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An IPv4 wildcard is not reached at an IPv6 address, a link's own address by nobody else."""
+    """An IPv4 wildcard is not reachable at an IPv6 address, nor a link-local address by anyone else."""
 
     def found(*_: Any, **__: Any) -> list[tuple[Any, ...]]:
         return [
@@ -62,7 +62,7 @@ def test_version_of_the_wildcard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_of_containers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two containers the process ids are alike, and the host names are not."""
+    """In two containers the process ids are equal, but the host names are not."""
     monkeypatch.setattr(os, "getpid", lambda: 7)
     names = set()
     for host in ("0e0d7e8d3d96", "9dc46c291b8a"):

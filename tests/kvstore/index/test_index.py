@@ -80,7 +80,7 @@ async def test_a_look_up_is_one_round_trip(redis: RedisServer, index: Index, mon
 
 
 async def test_a_popular_block_keeps_its_newest_nodes(redis: RedisServer, index: Index) -> None:
-    """More nodes have the beginning than the index keeps: whoever has the most of a chain is found all the same."""
+    """More nodes have the beginning than the index returns: the one with the most blocks of a chain is found anyway."""
     chain, most = Chain(range(100)), keys.MAX_ENTRIES_PER_BLOCK
     deep = FakeNode(redis.url, "deep", boot_epoch=7)
     await deep.beat()
@@ -135,7 +135,7 @@ async def test_a_silent_nodes_entries_are_void_and_swept(redis: RedisServer, ind
 
 
 async def test_a_sweep_gets_through_a_big_bucket(redis: RedisServer) -> None:
-    """All chains that share their first block share a bucket; a visit looks at a bounded part of it."""
+    """All chains with the same first block share a bucket; a visit checks a limited part of it."""
     [other] = await fake_nodes(redis.url, "b")
     # Its number may be given to another as soon as it is lost, so it has an epoch of its own.
     dead = FakeNode(redis.url, "dead", boot_epoch=2, ttl_ms=100)

@@ -102,7 +102,7 @@ async def test_an_emptied_redis_is_told_again(redis: RedisServer, index: Index) 
 
 
 async def until_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    """Waits until the announcer has met a Redis that takes nothing."""
+    """Wait until the announcer has met a Redis that accepts nothing."""
     await until("the announcer to notice", lambda: "going on without Redis" in caplog.text)
 
 
@@ -123,7 +123,7 @@ async def test_a_restarted_redis_is_told_again(
 
 @pytest.mark.parametrize("sign", [("DEL", keys.generation(b"")), ("ZREM", keys.EXPIRY, "a")], ids=["group", "part"])
 async def test_each_sign_of_loss_is_enough(redis: RedisServer, index: Index, sign: tuple[str | bytes, ...]) -> None:
-    """Redis was emptied and others have filled it since, or the node's entries were swept while it seemed dead."""
+    """Redis was emptied and filled by others, or the node's entries were swept while it seemed dead."""
     chain = Chain([1, 2, 3])
     async with announcing(redis.url, chain.pairs()):
         await until_found(index, chain.packed, 3)
@@ -147,7 +147,7 @@ async def test_what_is_forgotten_without_a_sign_is_repeated(
 async def test_saying_all_goes_on_where_it_stopped(
     redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Slowly, news first, and not from the beginning when Redis was away for a moment."""
+    """Slowly, news first, and without starting over after a short outage of Redis."""
     # Nothing but news makes it go on before the test lets it.
     monkeypatch.setattr(announcer_module, "REPEAT_BLOCKS_PER_S", BATCH_BLOCKS / 3600)
     monkeypatch.setattr(announcer_module, "RETRY_S", 0.05)
@@ -172,7 +172,6 @@ async def test_saying_all_goes_on_where_it_stopped(
     await until_found(index, updates.packed, 2)
     assert announcer.repeating, "news do not wait until all is said"
     monkeypatch.setattr(announcer_module, "REPEAT_BLOCKS_PER_S", 10**6)
-    # As a replica it takes nothing.
     redis.command("REPLICAOF", "127.0.0.1", "1")
     announcer.push(Chain([8]).events())
     await until_noticed(caplog)
@@ -193,7 +192,7 @@ async def test_saying_all_goes_on_where_it_stopped(
 async def test_a_node_that_was_cut_off_takes_back_what_went_meanwhile(
     redis: RedisServer, index: Index, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Redis lived on and swept nothing yet: entries of the same boot would be believed again."""
+    """Redis lived on and swept nothing yet: entries of the same boot would be valid again."""
     chain = Chain([1, 2, 3])
     have = chain.pairs()
     async with announcing(redis.url, have) as announcer:
@@ -211,7 +210,7 @@ async def test_a_node_that_was_cut_off_takes_back_what_went_meanwhile(
 async def test_too_much_news_takes_a_new_boot_epoch(
     redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Withdrawals were forgotten, so what Redis still knows must become void."""
+    """Withdrawals were dropped, so what Redis still has must become invalid."""
     monkeypatch.setattr(announcer_module, "AnnounceQueue", lambda: AnnounceQueue(max_blocks=1))
     chain = Chain([1, 2, 3])
     have = chain.pairs()
@@ -224,8 +223,6 @@ async def test_too_much_news_takes_a_new_boot_epoch(
         assert announcer.boot_epoch != before
 
 
-# -- the queue
-
 events = st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=30)
 rounds = st.lists(
     st.tuples(events, st.integers(1, 4), st.sampled_from(["told", "fails", "overflows"]), st.booleans()), max_size=8
@@ -237,7 +234,7 @@ rounds = st.lists(
 def test_the_queue_says_the_last_word_on_every_block(
     script: list[tuple[list[tuple[int, bool]], int, str, bool]],
 ) -> None:
-    """Whatever fails in between, and whenever all is said again, in the end Redis knows what is true."""
+    """Whatever fails in between, and whenever everything is announced again, Redis is right in the end."""
     queue = AnnounceQueue()
     truth: dict[bytes, bool] = {}
     announced: dict[bytes, bool] = {}
@@ -252,7 +249,6 @@ def test_the_queue_says_the_last_word_on_every_block(
         if all_again:
             queue.repeat_all([(block, b"s") for block, here in truth.items() if here])
             if how == "overflows":
-                # Redis was emptied: only what is here needs to be known.
                 announced.clear()
         queue.push(IndexEvent(bytes([block]), here, b"s") for block, here in updates)
         truth |= {bytes([block]): here for block, here in updates}

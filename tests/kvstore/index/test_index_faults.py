@@ -1,4 +1,4 @@
-"""Redis in trouble: every call ends in its time, requests go on, and what was lost comes back (I1, I3)."""
+"""Redis in trouble: every call ends in time, requests continue, and lost entries return (I1, I3)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_dead_redis_costs_little_and_comes_back(redis: RedisServer, inde
 async def test_a_stopped_redis_is_not_waited_for(
     redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGSTOP: connections stay open and nothing is said. Then it goes on, and so does everything."""
+    """SIGSTOP: connections stay open and nothing answers. Then Redis continues, and so does everything else."""
     chain, tries = Chain([1, 2]), list[bool]()
     with monkeypatch.context() as patch:
         lengthen_deadlines(patch)
@@ -210,7 +210,6 @@ async def test_a_replica_is_read_and_takes_no_news(redis: RedisServer, second_re
     await node.has(chain)
     await until_found(index, chain.packed, 2)
     redis.command("CONFIG", "SET", "replica-serve-stale-data", "yes")
-    # Its master is nowhere: it keeps what it has.
     redis.command("REPLICAOF", "127.0.0.1", "1")
     for work in (lambda: node.has(chain), node.beat):
         with pytest.raises(Unavailable, match=r"READONLY|read only"):
@@ -274,7 +273,7 @@ async def test_a_cancel_is_heard_even_where_the_library_loses_it(
 
 @pytest.mark.usefixtures("patient")
 async def test_a_cancel_before_the_shards_were_asked_leaves_nothing_unawaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each shard has a task of its own, which the cancel of the call reaches before it begins."""
+    """Each shard has its own task, which the cancellation of the call reaches before it starts."""
     link = open_link("redis+cluster://127.0.0.1:1")
 
     async def shards(*_: object) -> dict[str, list[int]]:

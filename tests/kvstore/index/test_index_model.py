@@ -46,7 +46,7 @@ steps = st.lists(
 
 
 class IndexModel:
-    """``blocks``: what each node that lives has; a chain's blocks are there from the first to an end."""
+    """``blocks``: the blocks of each live node; of a chain, those from the first one to an end."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -85,7 +85,7 @@ class IndexModel:
         self.blocks[name] = set()
 
     async def check(self) -> None:
-        """A new index each time: what an old one remembers of the nodes may be a second old."""
+        """A new index each time: an old one's knowledge of the nodes may be a second old."""
         index = Index(self.url)
         for chain in CHAINS:
             ends = {name: _end(chain, has) for name, has in self.blocks.items()}

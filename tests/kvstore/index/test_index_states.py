@@ -1,4 +1,4 @@
-"""States in the index: a ledger's events go into a real Redis, and the last state of each node comes out."""
+"""States in the index: a ledger's events go into a real Redis, and look-ups return each node's last state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAIN = Chain(range(BLOCKS))
 
 
 async def commits(node: FakeNode, blocks: int, places: list[int], pages: int) -> None:
-    """Announces what a ledger has after the commit of so many blocks, and of states after some of them."""
+    """Announce what a ledger has after committing this many blocks, with states after some of them."""
     ledger = Ledger(itertools.count(1).__next__, 0)
     ledger.shape(blocks + len(places) * pages + 1)
     worker = ledger.attach("worker", "decode")

@@ -66,14 +66,14 @@ def cluster_url(servers: list[PortServer]) -> str:
 
 
 def blocks_at(server: PortServer) -> int:
-    """Keys of buckets that a shard holds."""
+    """Return the keys of a shard's buckets."""
     found = server.command("KEYS", "pillion:b:*")
     assert isinstance(found, list)
     return len(found)
 
 
 def without_registry(servers: list[PortServer]) -> PortServer:
-    """A shard that holds blocks alone."""
+    """A shard that has only blocks."""
     slot = key_slot(keys.NODES)
     return next(server for server in servers if not server.command("CLUSTER COUNTKEYSINSLOT", slot))
 
@@ -156,7 +156,7 @@ async def test_a_shard_that_was_emptied_is_told_again(
     )
 
     async def elsewhere(_: IndexWriter, place: SweepPlace, live: object) -> tuple[SweepPlace, dict[bytes, bytes]]:
-        """In a big index, a sweep comes to the node's groups in an hour."""
+        """In a big index, a sweep takes an hour to reach the node's groups."""
         return place, {}
 
     monkeypatch.setattr(IndexWriter, "sweep", elsewhere)

@@ -1,4 +1,4 @@
-"""What --redis-url may say."""
+"""Valid and invalid values of --redis-url."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis that answers and refuses writes, for longer than records live: nobody is lost by it, nor after it."""
+"""A Redis that answers but refuses writes for longer than records live: nobody is lost because of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 @contextlib.asynccontextmanager
 async def beating(*nodes: FakeNode) -> AsyncIterator[list[bool]]:
-    """Sends the nodes' heartbeats meanwhile; yields whether they were known, each time that Redis took one."""
+    """Send the nodes' heartbeats meanwhile; yield whether they were known each time that Redis accepted one."""
     known: list[bool] = []
 
     async def beat() -> None:
@@ -47,7 +47,7 @@ async def redis_ms(redis: RedisServer) -> int:
 
 
 async def later(redis: RedisServer, ms: int) -> None:
-    """Waits until so much time has passed by the server's own clock."""
+    """Wait until this much time has passed by the server's own clock."""
     over = await redis_ms(redis) + ms
 
     async def passed() -> bool:
@@ -72,7 +72,7 @@ async def test_nobody_is_lost_by_a_redis_that_refuses(redis: RedisServer, index:
         await nodes[0].has(chain)
         with redis.refusing(why):
             await until("a refusal", lambda: nodes[0].registry.refusal)
-            assert "What helps: " in nodes[0].registry.refusal
+            assert "Remedy: " in nodes[0].registry.refusal
             await later(redis, 3 * TTL_MS)
             assert await listed() == ["a", "b"]
             assert (await reader.nodes()).entries() == {node.entry for node in nodes}
@@ -114,7 +114,6 @@ async def test_the_next_heartbeat_finds_the_silent_known(redis: RedisServer) -> 
             await b.beat()
     # Redis takes both at once: nobody is silent in between, however busy the machine is.
     assert await asyncio.gather(b.beat(), a.beat()) == [True, True], "a node that is not known announces all again"
-    # Silence beside others that do beat is a loss as before.
     async with beating(b):
         await a.until_lost()
     assert not await a.beat()

@@ -22,7 +22,7 @@ def prompt(*tokens: int) -> list[bytes]:
 
 
 class LedgerDriver:
-    """A ledger with one caller, which serves prompts whole."""
+    """A ledger with one caller, which serves whole prompts."""
 
     def __init__(self, num_slots: int) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
@@ -31,7 +31,7 @@ class LedgerDriver:
         self.nonces = itertools.count(1)
 
     def open(self, hashes: list[bytes]) -> int:
-        """Serves a prompt, and keeps its ticket. Returns that."""
+        """Serve a prompt, and return its ticket, which is kept."""
         ticket = self.ledger.admit(self.epoch, next(self.nonces), hashes, len(hashes))
         assert ticket is not None
         left = hashes[ticket.blocks :]
@@ -71,8 +71,8 @@ STEPS = st.lists(
 @given(steps=STEPS)
 @settings(max_examples=examples(60))
 def test_a_chain_goes_from_its_tail(steps: list[tuple[str, object]]) -> None:
-    """Whatever is served, held, let go and dropped out of turn: children stand before parents, only what nobody
-    protects is known, and the order that is shown is the order in which blocks go."""
+    """Whatever is served, held, released and dropped out of turn: children are evicted before parents, only unprotected
+    blocks are known, and blocks are evicted in the listed order."""
     node, tickets = LedgerDriver(12), []
     for what, value in steps:
         policy = node.ledger.tree.policy

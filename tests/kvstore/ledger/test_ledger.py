@@ -1,4 +1,4 @@
-"""The ledger's rules one by one. Integrity is proven after each test."""
+"""The ledger's rules one by one. Integrity is checked after each test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = bytes(32)
 
 
 def prompt(*tokens: int) -> list[bytes]:
-    """Hashes of a prompt with one token per block."""
+    """Return the hashes of a prompt with one token per block."""
     return split_hashes(chain_hashes(ROOT, tokens, 1))
 
 
@@ -45,7 +45,7 @@ def open_ticket(ledger: Ledger, epoch: int, hashes: list[bytes], total_blocks: i
 
 
 def fill(ledger: Ledger, worker: int, ticket: TicketState, hashes: list[bytes]) -> tuple[int, ...]:
-    """Leases and commits the blocks of ``hashes`` after the ticket's last block; returns the slots that stay."""
+    """Lease and commit the blocks of ``hashes`` after the ticket's last block; return the slots that stay."""
     slots = ledger.adopt(worker, ticket.ticket_id, len(hashes)).leased_slots
     [result] = ledger.commit(
         worker, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(hashes))]
@@ -55,7 +55,7 @@ def fill(ledger: Ledger, worker: int, ticket: TicketState, hashes: list[bytes]) 
 
 
 def cache(ledger: Ledger, *tokens: int) -> None:
-    """Leaves a chain behind that nobody holds."""
+    """Leave a chain behind that nobody holds."""
     gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
     hashes = prompt(*tokens)
     ticket = open_ticket(ledger, gateway, hashes)
@@ -171,7 +171,7 @@ def test_forks_are_refused_whole(ledger: Ledger, run: list[bytes]) -> None:
 
 
 def test_a_block_under_a_wrong_parent_is_never_found(ledger: Ledger) -> None:
-    """The node cannot check a new hash against tokens; a liar's block must not pass for part of another's chain."""
+    """The node cannot check a new hash against tokens; a forged block must not become part of another's chain."""
     gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
     ticket = open_ticket(ledger, gateway, prompt(1, 2), 9)
     fill(ledger, worker, ticket, [*prompt(1, 2), prompt(1, 9)[1]])
@@ -202,7 +202,7 @@ def test_wrong_runs_are_refused(ledger: Ledger) -> None:
 
 
 def test_the_reservation_comes_back_when_its_worker_dies(ledger: Ledger) -> None:
-    """An admitted prompt can finish whoever dies on the way (I5), even in a full pool."""
+    """An admitted prompt can finish whoever dies (I5), even in a full pool."""
     gateway, first, greedy = (ledger.attach(n, r) for n, r in (("g", SESSION), ("w", "prefill"), ("d", "decode")))
     hashes = prompt(1, 2, 3, 4)
     ticket = open_ticket(ledger, gateway, hashes)
@@ -215,7 +215,7 @@ def test_the_reservation_comes_back_when_its_worker_dies(ledger: Ledger) -> None
 
 
 def test_what_a_prefill_range_gives_back_is_not_kept_for_the_decode_worker(ledger: Ledger) -> None:
-    """The decode worker has leased all that it needs when the gateway lets go of the ticket."""
+    """The decode worker has leased all it needs when the gateway releases the ticket."""
     gateway, prefill, decode = (ledger.attach(name, name) for name in (SESSION, PREFILL, DECODE))
     hashes = prompt(1, 2, 3)
     ticket = open_ticket(ledger, gateway, hashes, 9)
@@ -225,7 +225,6 @@ def test_what_a_prefill_range_gives_back_is_not_kept_for_the_decode_worker(ledge
     ledger.return_slots(prefill, spare)
     assert ledger.reserved == 3
     ledger.release(prefill, [ticket.ticket_id])
-    # Another prefill worker might need it.
     assert ledger.reserved == 3
     ledger.release(gateway, [ticket.ticket_id])
     assert ledger.reserved == 0
@@ -322,7 +321,7 @@ def test_release_by_nonce_and_twice(ledger: Ledger) -> None:
 
 
 def test_damage_is_found() -> None:
-    """The proof is worth something only if it fails on broken books."""
+    """The check is worth something only if it fails on a broken ledger."""
 
     def broken(damage: str) -> Ledger:
         ledger = make(8)
@@ -343,7 +342,7 @@ def test_damage_is_found() -> None:
         "ledger.reserved += 1": "counted as reserved",
         "ticket.last_block.ref_count += 1": "references",
         "ticket.last_block.children += 1": "children",
-        "ticket.holders.clear()": "held by nobody",
+        "ticket.holders.clear()": "has no holder",
         "ledger.by_opener.clear()": "opener",
         "ledger.tree.policy.pop()": "eviction policy",
         "worker.fenced = True; ticket.holders = {worker.epoch}": "nobody may lease",

@@ -1,5 +1,5 @@
-"""Random lives of a node against a small reference model: whatever is asked in whatever order, nothing leaks, nothing
-that is held goes, and everybody in line gets in once memory is free."""
+"""Random lives of a node against a small reference model: for any calls in any order, nothing leaks, nothing held is
+removed, and everyone in the queue is admitted when memory is free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS = st.integers(0, 4)
 
 @dataclass
 class ModelTicket:
-    """``prompt``: every hash the request may ever commit; ``done``: how many of them are held."""
+    """``prompt``: every hash that the request may commit; ``done``: how many of them are held."""
 
     prompt: list[bytes]
     done: int
@@ -43,7 +43,7 @@ class ModelHolder:
 
 
 class NodeLife(RuleBasedStateMachine):
-    """Two tokens and few slots, so that prefixes are shared, races are lost and memory is short all the time."""
+    """Two tokens and few slots, so that prefixes are shared, races are lost and memory is always short."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,6 @@ class NodeLife(RuleBasedStateMachine):
         self.index: set[bytes] = set()
         self.now = 0.0
 
-    # -- rules
-
     @initialize()
     def everybody_comes(self) -> None:
         for role in (SESSION, SESSION, "prefill", "decode"):
@@ -69,7 +67,7 @@ class NodeLife(RuleBasedStateMachine):
     @precondition(lambda self: self.live(SESSION) and self.live("decode"))
     @rule(tokens=st.lists(st.integers(0, 1), max_size=7))
     def serve(self, tokens: list[int]) -> None:
-        """A request from end to end, where there is room at once: leaves its chain in the cache."""
+        """A complete request, if there is room at once: its chain stays in the cache."""
         gateway, worker = self.live(SESSION)[0], self.live("decode")[0]
         hashes = split_hashes(chain_hashes(bytes(32), tokens, 1))
         missing = self.ledger.shortage(hashes, len(hashes) + 1)
@@ -176,7 +174,7 @@ class NodeLife(RuleBasedStateMachine):
     @precondition(lambda self: self.committers())
     @rule(data=st.data(), blocks=st.integers(1, 3), back=st.integers(0, 2))
     def commit(self, data: st.DataObject, blocks: int, back: int) -> None:
-        """``back``: begin with blocks that the ticket has already, as a late second worker does."""
+        """``back``: start with blocks that the ticket already has, like a late second worker."""
         epoch, ticket_id = data.draw(st.sampled_from(self.committers()))
         ticket, holder = self.tickets[ticket_id], self.holders[epoch]
         start = max(0, ticket.done - back)
@@ -236,8 +234,6 @@ class NodeLife(RuleBasedStateMachine):
         with pytest.raises(NotFound):
             self.ledger.lease(epoch, 1)
 
-    # -- what holds after every step
-
     @invariant()
     def admits_in_order(self) -> None:
         for grant in self.line.poll():
@@ -277,7 +273,8 @@ class NodeLife(RuleBasedStateMachine):
         assert self.index == {block_hash for block_hash, _ in self.ledger.hashes()}
 
     def teardown(self) -> None:
-        """When all that is admitted ends, everybody in line gets in, and at last every slot is free or cached."""
+        """When all admitted requests end, everyone in the queue is admitted, and at last every slot is free or
+        cached."""
         for epoch in [e for e, holder in self.holders.items() if holder.role != SESSION]:
             self.ledger.gone(epoch)
         waiting = len(self.resumed) + len(self.new)
@@ -293,8 +290,6 @@ class NodeLife(RuleBasedStateMachine):
         books = self.ledger.status()
         assert books.free_blocks + books.committed_blocks == NUM_SLOTS
         assert (books.pinned_blocks, books.reserved_blocks, books.tickets, books.holders) == (0, 0, 0, 0)
-
-    # -- helpers
 
     def live(self, role: str) -> list[int]:
         return sorted(epoch for epoch, holder in self.holders.items() if holder.role == role and not holder.fenced)

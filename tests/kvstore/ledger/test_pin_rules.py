@@ -26,7 +26,7 @@ Key = tuple[str, str]
 
 @dataclass
 class PinModel:
-    """What was pinned, and what came of it."""
+    """A pin and what became of it."""
 
     pins: dict[Key, PrefixPinWish] = field(default_factory=dict)
     chains: dict[Key, list[bytes]] = field(default_factory=dict)
@@ -36,7 +36,8 @@ class PinModel:
     hits_ever: int = 0
 
     def covered(self, wish: PrefixPinWish, chain: list[bytes]) -> list[Key]:
-        """The pins that a new one replaces: its namesake, and an owner's ephemeral ones within an ephemeral one."""
+        """Return the pins that a new one replaces: its namesake, and an owner's ephemeral ones within an ephemeral
+        one."""
         key = wish.owner, wish.name
         found = [key] if key in self.pins else []
         for other, pinned in self.pins.items():
@@ -66,7 +67,7 @@ class PinModel:
 
 
 class PinLife:
-    """Prompts of few texts come and go in a pool, and two owners pin some of their beginnings."""
+    """Prompts of few texts come and go in a pool, and two owners pin some of their prefixes."""
 
     def __init__(self, rng: Random) -> None:
         self.rng, self.now, self.model = rng, 0.0, PinModel()

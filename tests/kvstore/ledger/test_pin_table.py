@@ -1,4 +1,4 @@
-"""PrefixPinTable: random lives of a ledger with them, what they keep, and their bounds."""
+"""PrefixPinTable: random lives of a ledger with prefix pins, what they protect, and their limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWNERS = ("a", "b")
 
 
 class PinnedPool(ServingPool):
-    """A pool with prefix pins, which looks at each eviction whether a block without a pin was left to evict."""
+    """A pool with prefix pins, which checks at each eviction whether a block without a pin could be evicted."""
 
     def __init__(self, num_slots: int = NUM_SLOTS, percents: tuple[int, int] = PERCENTS) -> None:
         super().__init__(num_slots, PoolShares(*percents))
@@ -48,8 +48,8 @@ class PinnedPool(ServingPool):
 
 
 class PinTableLife(RuleBasedStateMachine):
-    """Few texts and slots, two owners and three names, so that chains are shared, replaced, evicted and computed again
-    all the time."""
+    """Few texts and slots, two owners and three names, so that chains are shared, replaced, evicted and recomputed all
+    the time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class PinTableLife(RuleBasedStateMachine):
 
     @rule()
     def evict_ahead(self) -> None:
-        """Evicts the next leaf before its slot is needed, as a spiller does."""
+        """Evict the next leaf before its slot is needed, like a spiller."""
         leaf = next((block for block in self.ledger.tree.policy if not block.children), None)
         if leaf is not None:
             self.ledger.evict_block(leaf)
@@ -127,7 +127,7 @@ class PinTableLife(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_a_prefix_pin(self) -> None:
-        """All slots but those of tickets can be had, whatever is prefix-pinned."""
+        """All slots except those of tickets are available, whatever is prefix-pinned."""
         assert self.ledger.available == NUM_SLOTS - self.ledger.tree.protected
 
     def teardown(self) -> None:

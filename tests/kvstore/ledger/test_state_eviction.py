@@ -1,4 +1,4 @@
-"""StateEviction: random lives of a ledger beside a search through everything, and what the order is for."""
+"""StateEviction: random lives of a ledger against an exhaustive search, and the purpose of the order."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def pages_of(block_hash: bytes) -> list[bytes]:
 
 
 class StatePool:
-    """A ledger with one worker, whose texts leave states of two pages; a block has one token. It tells of each eviction
-    whether a search through all states finds the same victim."""
+    """A ledger with one worker, whose texts leave states of two pages; a block has one token. It checks at each
+    eviction whether a search through all states finds the same victim."""
 
     def __init__(self, num_slots: int = 40, percent: int = 20, pins: bool = False) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0, PoolShares(75, 50, percent))
@@ -76,11 +76,11 @@ class StatePool:
             self.ledger.tree.drop = watched_drop  # type: ignore[method-assign]
 
     def is_end(self, block: Block) -> bool:
-        """Whether a block is the last page of a whole state."""
+        """Return whether a block is the last page of a complete state."""
         return block.page and block.hash == pages_of(behind(block).hash)[-1]
 
     def count(self, block: Block, *, found: bool) -> None:
-        """Counts a state that nothing protected and that is found or leaves, if the block is the last page of one."""
+        """Count an unprotected state that is found or evicted, if the block is its last page."""
         if self.is_end(block):
             counts = self.counts[self.kinds[block]]
             if sum(counts) >= 256:
@@ -88,11 +88,11 @@ class StatePool:
             counts[not found] += 1
 
     def state_of(self, block: Block) -> Block | None:
-        """The last page of the whole state after a block."""
+        """Return the last page of the complete state after a block."""
         return self.ledger.tree.by_hash.get(pages_of(block.hash)[-1])
 
     def next_victims(self) -> list[Block]:
-        """The blocks that may go next: one, or all ends of chains that are of no use."""
+        """Return the blocks that may be evicted next: one, or all useless ends of chains."""
         known = set(self.states.plain)
         leaves = [block for block in self.released if block in known and not block.children]
         ends = [block for block in leaves if self.is_end(block)]
@@ -105,19 +105,19 @@ class StatePool:
         return [ends[products.index(min(products))]]
 
     def saved(self, block: Block) -> float:
-        """The blocks that the state after a block saves, for each that it frees."""
+        """Return the blocks that the state after a block saves, per block that it frees."""
         gap = self.gap(block)
         return gap / (PAGES + (gap if block.children == 1 else 0))
 
     def gap(self, block: Block) -> int:
-        """The blocks between the state after a block and the whole state before it."""
+        """Return the blocks between the state after a block and the complete state before it."""
         count, at = 1, block.parent
         while at is not None and self.state_of(at) is None:
             count, at = count + 1, at.parent
         return count
 
     def open(self, hashes: list[bytes], keep: list[int]) -> int | None:
-        """Serves a text and keeps states after so many of its blocks each. Returns the ticket; None where memory is
+        """Serve a text and keep states after the given numbers of its blocks. Return the ticket; None if memory is
         short."""
         want = len(hashes) + PAGES * len(keep)
         state = self.ledger.tree.longest_with_state(hashes, PAGES).state
@@ -148,19 +148,19 @@ class StatePool:
         self.ledger.release(self.worker, [ticket_id])
 
     def serve(self, *tokens: int, keep: list[int] | None = None) -> None:
-        """Serves a text, which leaves a state at its end unless ``keep`` says otherwise."""
+        """Serve a text, which leaves a state at its end unless ``keep`` says otherwise."""
         ticket_id = self.open(prompt(*tokens), [len(tokens)] if keep is None else keep)
         assert ticket_id is not None
         self.close(ticket_id)
         check_integrity(self.ledger)
 
     def need(self, slots: int) -> None:
-        """Leases so many slots, and returns them."""
+        """Lease this many slots, and return them."""
         self.ledger.return_slots(self.worker, self.ledger.lease(self.worker, slots))
         check_integrity(self.ledger)
 
     def hit(self, *tokens: int) -> int:
-        """How many blocks of a text a ticket would find with a state."""
+        """Return how many blocks of a text a ticket would find with a state."""
         return self.ledger.tree.longest_with_state(prompt(*tokens), PAGES).blocks
 
 
@@ -200,8 +200,8 @@ STEPS = st.lists(
 @given(steps=STEPS, percent=st.sampled_from([0, 10, 25, 100]))
 @settings(max_examples=examples(100))
 def test_any_life_evicts_what_a_search_finds(steps: list[ServedText | tuple[str, int]], percent: int) -> None:
-    """Whatever is served, held, let go, dropped out of turn and needed: the books are right, each victim is the one
-    that a search through all states finds, and the order that is shown is the order in which blocks go."""
+    """Whatever is served, held, released, dropped out of turn and needed: the ledger is consistent, each victim is the
+    one found by a search through all states, and blocks are evicted in the listed order."""
     pool, tickets = StatePool(30, percent), []
     for step in steps:
         if isinstance(step, ServedText):
@@ -236,7 +236,7 @@ def check_integrity_of_nothing(states: StateEviction) -> None:
 
 
 def test_the_state_that_saves_least_goes_first_and_its_blocks_with_it() -> None:
-    """The states of longer texts stay, though they are older."""
+    """States of longer texts stay, although they are older."""
     pool = StatePool(num_slots=30, percent=100)
     pool.serve(1, 2, 3, 4, 5, 6)
     pool.serve(9, 8)
@@ -249,7 +249,7 @@ def test_the_state_that_saves_least_goes_first_and_its_blocks_with_it() -> None:
 
 
 def test_what_has_no_state_goes_before_states() -> None:
-    """Blocks after the last state are of no use, however lately they were used; those before it stay with it."""
+    """Blocks after the last state are useless, however recently they were used; those before it stay with it."""
     pool = StatePool(num_slots=30, percent=100)
     pool.serve(1, 2, 3, 4)
     pool.serve(5, 6, keep=[])
@@ -270,7 +270,7 @@ def test_in_a_pool_without_states_blocks_leave_by_the_pools_policy() -> None:
 
 
 def test_above_their_share_states_go_before_what_is_of_no_use() -> None:
-    """States that requests hold are not of the share."""
+    """States held by requests do not count towards the share."""
     pool = StatePool(num_slots=40, percent=5)
     held = [pool.open(prompt(first, 2, 3), [3]) for first in range(4)]
     pool.serve(6, 6, 6, keep=[])
@@ -288,7 +288,8 @@ def test_above_their_share_states_go_before_what_is_of_no_use() -> None:
 
 
 def test_a_state_in_the_middle_makes_the_next_one_worth_less() -> None:
-    """Where texts part a state comes between two others; a text that goes on from the later one saves less then."""
+    """Where texts diverge, a state is inserted between two others; a text that continues from the later one then saves
+    less."""
     pool = StatePool(num_slots=40, percent=100)
     pool.serve(1, 2, 3, 4, 5, 6)
     pool.serve(5, 5, 5)
@@ -300,8 +301,8 @@ def test_a_state_in_the_middle_makes_the_next_one_worth_less() -> None:
 
 @pytest.mark.parametrize("goes_on_after", [3, 5])
 def test_the_pool_learns_which_state_of_a_request_is_found(goes_on_after: int) -> None:
-    """Each request leaves a state at its prompt's end and one at its answer's. Where texts go on from one of them, the
-    other one leaves first."""
+    """Each request leaves a state at its prompt's end and one at its answer's end. If texts continue from one of them,
+    the other one is evicted first."""
     pool = StatePool(num_slots=40, percent=100)
     for first in range(10, 60):
         text = [first, 1, 2, 3, 4]
@@ -315,7 +316,7 @@ def test_the_pool_learns_which_state_of_a_request_is_found(goes_on_after: int) -
 
 
 def test_where_texts_part_is_remembered_without_them() -> None:
-    """When all blocks have left, the next text that passes the place is told of it, and others are not."""
+    """When all blocks have been evicted, the next text with this branch point is told of it, and others are not."""
     pool = StatePool(num_slots=40)
 
     def told(*tokens: int) -> int:
@@ -373,7 +374,7 @@ def test_restored_pages_are_known_by_their_names() -> None:
 
 
 def test_a_pinned_prefix_keeps_its_state() -> None:
-    """A prefix pin marks the state after its last block, whichever of the two comes first."""
+    """A prefix pin marks the state after its last block, whichever comes first."""
     pool = StatePool(num_slots=40, percent=10, pins=True)
     table = pool.ledger.prefix_pins
     assert isinstance(table, PrefixPinTable)

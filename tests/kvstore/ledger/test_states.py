@@ -1,4 +1,4 @@
-"""States in the ledger: pages behind a block of a chain, pinned by tickets, evicted before the block, found with it."""
+"""States in the ledger: pages after a block of a chain, pinned by tickets, evicted before the block, found with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HASHES = split_hashes(chain_hashes(b"\7" * 32, list(range(24)), 4))
 
 
 class Node:
-    """A ledger of ``slots`` slots with one worker."""
+    """A ledger with ``slots`` slots and one worker."""
 
     def __init__(self, slots: int = 24) -> None:
         self.ledger = Ledger(itertools.count(1000).__next__, decode_reserve_percent=0)
@@ -40,7 +40,7 @@ class Node:
         return result
 
     def keep(self, ticket: TicketState, block: int) -> CommitRunResult:
-        """Commits the state after a block."""
+        """Commit the state after a block."""
         return self.commit(ticket, pages_of(block), HASHES[block])
 
     def release(self, ticket: TicketState) -> None:
@@ -95,7 +95,6 @@ def test_a_state_leaves_before_the_block_that_it_stands_after() -> None:
     left = [block.hash for block in node.ledger.tree.policy]
     assert left == [*pages_of(1)[::-1], HASHES[1], HASHES[0]]
     node.ledger.lease(node.worker, 4)
-    # One page is gone, so there is no state, and nothing is found.
     assert node.open(2, 3).blocks == 0
 
 

@@ -1,4 +1,4 @@
-"""The line for memory: who comes first, and who cannot be overtaken for ever."""
+"""The queue for memory: its order, and who cannot be overtaken forever."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOOD, LONE, HEAVY = Flow(b"flood"), Flow(b"lone"), Flow(b"heavy", 3.0)
 
 
 class QueueDriver:
-    """A pool that somebody holds whole, and the line before it."""
+    """A pool that is held completely, and the queue for it."""
 
     def __init__(self, flow: Flow = NO_FLOW, slots: int = SLOTS, tickets: int = 1) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
@@ -59,7 +59,7 @@ class QueueDriver:
         self.line.check_integrity()
 
     def admitted(self) -> list[int]:
-        """Nonces in the order in which the memory went to them, each giving it back at once."""
+        """Return nonces in the order in which they got the memory, each releasing it at once."""
         order = []
         self.ledger.release(self.epoch, self.ticket_ids)
         while grants := self.line.poll():
@@ -71,7 +71,7 @@ class QueueDriver:
         return order
 
     def served(self, tickets: int) -> list[int]:
-        """Nonces in the order in which the memory went to them, where each holds its own until ``tickets`` are held."""
+        """Return nonces in the order in which they got the memory, each keeping it until ``tickets`` are held."""
         self.ledger.release(self.epoch, self.ticket_ids)
         held: list[int] = []
         order = []
@@ -140,7 +140,7 @@ def test_new_prompts_do_not_shut_out_a_preempted_stream() -> None:
 
 
 def test_a_tenant_without_memory_comes_before_the_flood_that_has_all_of_it() -> None:
-    """Streams of the flood that were preempted come after it, too: between tenants, shares decide."""
+    """The flood's preempted streams also come after it: between tenants, shares decide."""
     line = QueueDriver(FLOOD, tickets=2)
     line.ask(2, flow=FLOOD)
     line.ask(3, flow=FLOOD, resume=True)
@@ -180,8 +180,8 @@ def test_priority_between_tenants_decides_at_its_ends() -> None:
 
 
 def whose_turn(waiters: list[Waiter], held: dict[int, Waiter]) -> Waiter:
-    """Of each flow the first in place; of those that are as urgent, the one whose flow claims least over its weight;
-    and of these, the first in place. ``held`` are the waiters that have a ticket."""
+    """Return the first of each flow; among equally urgent ones, the one whose flow claims least relative to its weight;
+    and among these, the first. ``held`` are the waiters that have a ticket."""
 
     def place(waiter: Waiter) -> tuple[bool, float]:
         return not waiter.resume, waiter.asked_s + waiter.priority * PRIORITY_AGING_S
@@ -205,7 +205,7 @@ ASKS = st.tuples(
 @settings(max_examples=examples(200))
 @given(st.lists(st.one_of(ASKS, st.integers(0, 7)), min_size=20, max_size=60))
 def test_memory_goes_to_the_one_whose_turn_it_is(events: list) -> None:
-    """An event is somebody who asks for memory, or somebody who gives it back."""
+    """An event is a request for memory, or a release."""
     driver = QueueDriver(tickets=0, slots=12)
     waiting: list[Waiter] = []
     held: dict[int, Waiter] = {}

@@ -1,4 +1,4 @@
-"""Attaching with real processes: shared memory, refusals, and death as the only proof that slots may be reused (I4)."""
+"""Attaching with real processes: shared memory, refusals, and death as the only proof that slots are reusable (I4)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def no_regions(sock: socket.socket, hello: RegionHello) -> None:
 
 
 async def test_processes_that_a_node_cannot_take_are_never_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel drops descriptors for which there is no room: then no exit is proof (I4)."""
+    """The kernel drops descriptors that do not fit; then no exit is a proof (I4)."""
     monkeypatch.setattr(attach_server, "MAX_PROCESSES", 1)
     near, far = socket.socketpair()
     near.setblocking(False)
@@ -137,7 +137,7 @@ async def test_a_killed_worker_frees_its_slots(node: AttachNode) -> None:
 
 
 async def leased_by(process: subprocess.Popen[str], node: AttachNode) -> int:
-    """Leases five slots to the child; returns its epoch."""
+    """Lease five slots to the child; return its epoch."""
     assert process.stdout is not None
     epoch = int((await asyncio.to_thread(process.stdout.readline)).split()[0])
     assert len(node.pool.lease(epoch, 5)) == 5
@@ -145,7 +145,7 @@ async def leased_by(process: subprocess.Popen[str], node: AttachNode) -> int:
 
 
 def end_socket(process: subprocess.Popen[str]) -> None:
-    """Makes the child close its attach socket and live on."""
+    """Make the child close its attach socket and live on."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -156,7 +156,7 @@ def end_socket(process: subprocess.Popen[str]) -> None:
 async def test_where_a_device_may_write_on_only_the_exit_frees_slots(
     node: AttachNode, monkeypatch: pytest.MonkeyPatch, number_known: bool
 ) -> None:
-    """The kernel names the process even where its number means nothing here, as in another PID namespace."""
+    """The kernel identifies the process even if its id means nothing here, as in another PID namespace."""
     node.exit_is_proof = True
     if not number_known:
         monkeypatch.setattr(os, "pidfd_open", unknown_process)
@@ -174,7 +174,7 @@ async def test_where_a_device_may_write_on_only_the_exit_frees_slots(
 async def test_a_worker_whose_process_cannot_be_seen_keeps_its_slots(
     node: AttachNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No guess takes the place of the proof, and the same worker, started again, is not taken for the lost one."""
+    """Nothing replaces the proof, and the same worker, restarted, is not mistaken for the lost one."""
     node.exit_is_proof = True
     monkeypatch.setattr(attach_server, "_pidfd_of", lambda sock: attach_server.UNSEEN_PROCESS)
     with child(node.path) as process:
@@ -247,7 +247,7 @@ async def test_a_foreign_protocol_is_refused(node: AttachNode) -> None:
 
 
 async def test_a_worker_with_states_refuses_a_node_that_keeps_none(node: AttachNode) -> None:
-    """Such a node would take a state for blocks. Workers of other models use it."""
+    """Such a node would mistake a state for blocks. Workers of other models use it."""
 
     async def attached(*, has_states: bool) -> None:
         words = {"component_id": "w", "role": "decode", "block_bytes": BLOCK_BYTES, "timeout_s": WITHIN_S}
@@ -309,7 +309,7 @@ async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
         server.start()
         await server.stop()
         precious.write_text("precious")  # noqa: ASYNC240
-        with pytest.raises(ConfigError, match="no socket"):
+        with pytest.raises(ConfigError, match="not a socket"):
             server.start()
         assert precious.read_text() == "precious"  # noqa: ASYNC240
 
@@ -320,7 +320,7 @@ def test_no_node_no_attachment(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_node_that_ends_before_it_has_answered_is_no_mistake_of_the_flags(tmp_path: pathlib.Path) -> None:
-    """A supervisor gives a cluster up whose flags cannot work, and this worker can when its node is back."""
+    """A supervisor gives up a cluster with invalid flags, but this worker can start when its node is back."""
     path = str(tmp_path / "a.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(path)

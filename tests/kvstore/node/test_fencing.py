@@ -1,4 +1,4 @@
-"""Fencing at a real node over real gRPC (I4): what it takes away at once, what stays quarantined, and until when."""
+"""Fencing at a real node over real gRPC (I4): what it revokes at once, what stays quarantined, and until when."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hashes(*tokens: int) -> bytes:
 
 @dataclass
 class Fixture:
-    """A node with a gateway's session at it. ``attachments`` are closed at the end."""
+    """A node with a gateway's session. ``attachments`` are closed at the end."""
 
     node: KVNode
     client: NodeClient
@@ -47,7 +47,7 @@ class Fixture:
     attachments: list[Attachment]
 
     async def worker(self, name: str = "decode-0", role: str = "decode") -> int:
-        """The epoch of a new worker."""
+        """Attach a new worker; return its epoch."""
         made = await asyncio.to_thread(
             attach,
             f"{self.folder}/attach.sock",
@@ -64,12 +64,12 @@ class Fixture:
         self.node.pool.ledger.fence(epoch)
 
     async def books(self) -> NodeStatus:
-        """The node's, after it proved them."""
+        """Return the node's status after an integrity check."""
         await self.client.check_integrity()
         return await self.client.status()
 
     async def end(self, number: int) -> None:
-        """A worker's death."""
+        """Let a worker die."""
         holders = (await self.client.status()).holders
         self.attachments[number].close()
 
@@ -111,7 +111,7 @@ async def line(short_folder: str) -> AsyncIterator[Fixture]:
 
 
 async def hold(line: Fixture, epoch: int, *tokens: int) -> tuple[int, tuple[int, ...]]:
-    """A ticket that the gateway opened and the worker adopted, its slots leased: id and slots."""
+    """Return id and slots of a ticket that the gateway opened and the worker adopted, with its slots leased."""
     ticket = await line.client.open_ticket(line.gateway, hashes(*tokens), len(tokens) + 1)
     adopted = await line.client.adopt(epoch, ticket.ticket_id, len(tokens) + 1 - ticket.pinned_blocks)
     return ticket.ticket_id, tuple(adopted.leased_slots)
@@ -269,14 +269,13 @@ async def test_silence_fences_and_a_word_in_time_does_not(line: Fixture, monkeyp
     limit_s = pool._timeout_s
 
     async def fenced_after(limits: float) -> tuple[str, ...]:
-        """Who is fenced after so many longest silences. One that goes by at once would be the node's own sleep."""
+        """Return who is fenced after this many timeouts. A single jump would be the node's own sleep."""
         nonlocal now_s
         for _ in range(round(limits * 10)):
             now_s += limit_s / 10
             pool.judge_silence(limit_s / 10)
         return tuple((await line.books()).fenced_components)
 
-    # The node's clock is the test's from here on.
     monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     silent, lively, loading = [await line.worker(f"decode-{number}") for number in range(3)]
     for epoch in (silent, lively):

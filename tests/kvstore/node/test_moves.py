@@ -1,4 +1,4 @@
-"""A node or a worker whose host gets another address while it runs is found at that one."""
+"""A node or worker whose host changes its address at run time is found at the new one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_the_registry_follows_a_node_that_moves(
         first = line.node.address
         second = f"127.0.0.2:{first.rpartition(':')[2]}"
         await until("the first address", lambda: listed(first))
-        # Between two addresses a host has none for a while.
+        # A host has no address for a moment between two addresses.
         monkeypatch.setattr(advertise, "advertised", nowhere)
         await until("a look without an address", lost.is_set)
         assert line.node.address == first
@@ -56,7 +56,7 @@ async def test_the_registry_follows_a_worker_that_moves(redis: RedisServer, monk
 
     wild = {"listen": "0.0.0.0:0", "insecure_internal": True, "redis_url": redis.url}
     async with running_workers(decode=wild) as workers:
-        # Only the decode worker has a registry here.
+        # Only the decode worker has a registry.
         port = workers.decode.address.rpartition(":")[2]
         await until("the first address", lambda: listed(f"127.0.0.1:{port}"))
         monkeypatch.setattr(advertise, "advertised", lambda *_: f"127.0.0.2:{port}")

@@ -1,4 +1,4 @@
-"""A real node over real gRPC: waiting in line, cancelling, sessions, dead and silent workers. Nothing may leak."""
+"""A real node over real gRPC: queueing, cancellation, sessions, dead and silent workers. Nothing may leak."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ async def test_a_worker_opens_and_adopts_in_one(cluster: NodeHarness, attachment
 async def test_cancel_and_grant_at_once_leak_nothing(
     cluster: NodeHarness, attachments: list[Attachment], adopt: bool
 ) -> None:
-    """The caller goes away at every possible moment around the grant."""
+    """The caller disconnects at every possible moment around the grant."""
     client = cluster.client
     attachments.append(await cluster.worker())
     epoch, ledger = attachments[0].epoch if adopt else cluster.session.epoch, cluster.node.pool.ledger
@@ -242,7 +242,7 @@ async def test_cancel_and_grant_at_once_leak_nothing(
 @pytest.mark.parametrize("adopt", [False, True])
 @pytest.mark.parametrize("first", ["granted", "cancelled"])
 async def test_grant_and_cancel_in_one_moment(first: str, adopt: bool) -> None:
-    """Both orders, before the waiting task has had a chance to run."""
+    """Both orders, before the waiting task has run."""
     pool = make_pool(20, max_waiting=9)
     worker, _ = pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
     epoch = worker if adopt else pool.open_session("g")
@@ -269,7 +269,7 @@ async def test_grant_and_cancel_in_one_moment(first: str, adopt: bool) -> None:
 async def test_an_answer_that_is_lost_leaves_no_ticket(
     cluster: NodeHarness, attachments: list[Attachment], monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    """The first release comes to nothing, too, as in a network that is cut."""
+    """The first release also fails, as in a partitioned network."""
     attachments.append(await cluster.worker())
     make_stub: Any = kvnode_pb2_grpc.KVNodeStub
     released: list[object] = []
@@ -301,7 +301,6 @@ async def test_an_answer_that_is_lost_leaves_no_ticket(
         await client.open_ticket(epoch, b"", 5, adopt=True, on_unreleased=unreleased.append)
     await client.aclose()
     if not answers:
-        # The caller has to end its epoch.
         assert [type(error) for error in unreleased] == [DeadlineExceeded]
         cluster.node.pool.reattach(epoch)
     await cluster.until_released()
@@ -310,7 +309,7 @@ async def test_an_answer_that_is_lost_leaves_no_ticket(
 
 
 async def test_a_nonce_ends_a_granted_call(cluster: NodeHarness, attachments: list[Attachment]) -> None:
-    """The answer was lost on the way: only the caller's own name for the call is left to free the ticket."""
+    """The reply was lost: only the caller's own nonce is left to free the ticket."""
     attachments.append(await cluster.worker())
     epoch = cluster.session.epoch
     async with open_channel(cluster.node.address) as channel:

@@ -1,4 +1,4 @@
-"""The rights of sessions and workers at a node, and callers that use a name twice."""
+"""Rights of sessions and workers at a node, and callers that use a nonce twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kvstore.node.test_node import NUM_SLOTS, hashes, running
 
 
 async def test_only_who_mapped_the_pool_may_commit(short_folder: str) -> None:
-    """Hashes are no secret: a session that could commit could put anything under anybody's prompt."""
+    """Hashes are not secret: a session that could commit could put anything into other clients' prompts."""
     async with running(short_folder) as cluster:
         await cluster.worker()
         epoch, client = cluster.session.epoch, cluster.client

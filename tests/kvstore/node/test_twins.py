@@ -1,4 +1,4 @@
-"""Two KV nodes of one name: the second says so and does not start; what a crash left behind hinders nobody."""
+"""Two KV nodes with one name: the second one reports it and does not start; remains of a crash prevent no start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.redis_nodes import PATIENT_DEADLINE_MS, patient
 
 @pytest.fixture(autouse=True)
 def _patient_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that starts asks the registry once who has its name."""
+    """A node asks the registry once, at its start, who has its name."""
     monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", PATIENT_DEADLINE_MS)
     monkeypatch.setattr(registry_module, "REGISTRY_DEADLINE_MS", PATIENT_DEADLINE_MS)
 

@@ -28,7 +28,7 @@ from tests.support.node_lives import running_keeper
 
 
 class KeeperCalls:
-    """What nodes ask of a keeper, one after the other in one thread."""
+    """Requests of nodes to a keeper, one after the other in one thread."""
 
     def __init__(self) -> None:
         self.server = KeeperServer()
@@ -37,7 +37,7 @@ class KeeperCalls:
     def ask(
         self, action: str, name: str = "kv-a", content: bytes = b"", memories: int = MIN_KEPT_MEMORIES
     ) -> tuple[KeeperReply, socket.socket, bytes]:
-        """Returns the answer, the node's connection, and what is in the memory that came with the answer."""
+        """Return the reply, the node's connection, and the content of the memory that came with the reply."""
         node, served = socket.socketpair()
         self.nodes.append(node)
         node.settimeout(WITHIN_S)
@@ -73,7 +73,7 @@ def test_a_living_node_keeps_its_name_to_itself(calls: KeeperCalls) -> None:
     assert reply.kept
     reply, second, _ = calls.ask("keep", content=b"second")
     assert not reply.kept
-    assert "another node of the name kv-a lives" in reply.error
+    assert "another node named kv-a is running" in reply.error
     assert peer_gone(second)
     assert not peer_gone(first)
     assert "another node" in calls.ask("drop")[0].error

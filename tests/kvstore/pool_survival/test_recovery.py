@@ -1,5 +1,5 @@
-"""A KV node that begins again over the pool of its earlier life: real nodes, a real keeper, and workers whose processes
-are real where the kernel has to prove their end."""
+"""A KV node that starts over the pool of its previous life: real nodes, a real keeper, and real worker processes where
+the kernel has to prove their end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def keeper_socket() -> Iterator[str]:
-    """A keeper for all nodes here: each test's has a name of its own."""
+    """One keeper for all nodes here: each test's has its own name."""
     with shared_keeper() as path:
         yield path
 
@@ -124,7 +124,7 @@ async def test_nobody_gets_a_slot_before_the_last_worker_has_drained(lives: Live
 async def test_a_worker_that_has_not_noticed_keeps_its_pool_to_itself(
     lives: Lives, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end is proof; while it only sleeps it may write when it wakes, and so the pool is left to it."""
+    """Its end is proof; while it only sleeps it may still write when it wakes, so it keeps the pool."""
     if number == signal.SIGSTOP:
         monkeypatch.setattr(surviving_pool, "PATIENCE_S", 0.0)
     await lives.begin()
@@ -173,7 +173,7 @@ async def test_a_worker_that_stops_waits_for_no_node(lives: Lives, listens: bool
 async def test_a_second_living_node_of_one_name_keeps_nothing(
     lives: Lives, short_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two clusters with one keeper, say: the first one's pool stays what is kept, and the second serves without."""
+    """For example two clusters with one keeper: the first pool stays kept, and the second node serves without."""
     monkeypatch.setattr(surviving_pool, "PATIENCE_S", 0.0)
     await lives.begin()
     await lives.commit(await lives.worker(), CHAIN)
@@ -186,7 +186,7 @@ async def test_a_second_living_node_of_one_name_keeps_nothing(
         survival = node.pool.survival
         assert survival is not None
         memories = [segment.fileno() for segment in (survival._pool.places, survival._pool._table_segment)]
-        with pytest.raises(Unavailable, match="lives: give each node a --node-id of its own"):
+        with pytest.raises(Unavailable, match="is running: give each node a --node-id of its own"):
             await asyncio.to_thread(survival._keeper.keep, lives.flags.node_id, memories)
         assert lives.node is not None
         assert lives.node.pool.survival is not None
@@ -196,7 +196,7 @@ async def test_a_second_living_node_of_one_name_keeps_nothing(
 
 
 async def test_an_earlier_node_is_waited_for_until_its_process_has_ended(lives: Lives) -> None:
-    """A network adapter may write for it to memory that it maps no more."""
+    """A network adapter may write for it to memory that it has unmapped."""
     await lives.begin()
     worker = await lives.worker()
     await lives.commit(worker, CHAIN)
@@ -261,7 +261,7 @@ async def test_a_block_that_changed_is_computed_again(lives: Lives) -> None:
 
 
 async def test_a_worker_of_an_older_version_ends_the_keeping(lives: Lives) -> None:
-    """It takes no place, so nobody could tell whether it still writes."""
+    """It takes no place, so whether it still writes is unknown."""
     await lives.begin()
     worker = await lives.worker()
     await lives.commit(worker, CHAIN)
@@ -278,7 +278,7 @@ async def test_a_worker_of_an_older_version_ends_the_keeping(lives: Lives) -> No
 
 
 async def test_a_keeper_that_ended_is_given_the_pool_again(short_folder: str) -> None:
-    """While there is none, the node serves, and its pool would go with it."""
+    """Without a keeper the node serves, and its pool would end with it."""
     async with ended(Lives(short_folder, f"{short_folder}/keeper.sock")) as lives:
         await lives.begin()
         worker = await lives.worker()
@@ -301,13 +301,12 @@ async def test_a_keeper_that_ended_is_given_the_pool_again(short_folder: str) ->
 async def test_a_node_that_stops_gives_its_pool_to_a_keeper_that_has_just_begun(
     short_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An upgrade replaces the keeper and then the node, within one look of the node whether its keeper is there."""
+    """An upgrade replaces the keeper and then the node, between two checks of the node for its keeper."""
     async with ended(Lives(short_folder, f"{short_folder}/keeper.sock")) as lives:
         with running_keeper(lives.flags.keeper_socket):
             await lives.begin()
             worker = await lives.worker()
             await lives.commit(worker, CHAIN)
-            # The node looks no more.
             monkeypatch.setattr(survival, "KEEPER_LOOK_S", 10 * WITHIN_S)
             await lives.begin()
             await lives.renew(worker)
@@ -319,13 +318,13 @@ async def test_a_node_that_stops_gives_its_pool_to_a_keeper_that_has_just_begun(
 
 
 def test_memory_goes_with_its_last_user(short_folder: str) -> None:
-    """No file has a name, and the keeper's end leaves nothing; what it had is to be had as long as it lives."""
+    """No file has a name, and nothing remains after the keeper; until then everything can be recovered."""
     with running_keeper(f"{short_folder}/keeper.sock") as keeper:
         check_kept_memory(PoolKeeper(f"{short_folder}/keeper.sock"), keeper)
 
 
 def sizes(client: PoolKeeper) -> list[int]:
-    """The sizes of what is kept for one node."""
+    """Return the sizes of the memory kept for one node."""
     kept = client.take("kv-a")
     assert kept is not None
     try:
@@ -399,8 +398,8 @@ def test_every_place_is_found_in_whatever_order_it_was_taken() -> None:
 
 def test_what_no_node_has_made_is_not_taken(short_folder: str) -> None:
     descriptor = os.open(f"{short_folder}/file", os.O_RDWR | os.O_CREAT)
-    with pytest.raises(ConfigError, match="none that a KV node has made"):
+    with pytest.raises(ConfigError, match="does not belong to a KV node"):
         OwnedSegment.kept(descriptor)
     plain = os.memfd_create("plain")
-    with pytest.raises(ConfigError, match="none that a KV node has made"):
+    with pytest.raises(ConfigError, match="does not belong to a KV node"):
         OwnedSegment.kept(plain)

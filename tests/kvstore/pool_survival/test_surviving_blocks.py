@@ -1,5 +1,5 @@
-"""A node that is killed between any two stores to its table, again and again: what its next life recovers is what was
-committed, under the right hash, in slots that nobody writes to."""
+"""A node killed between any two stores to its table, repeatedly: its next life recovers what was committed, under the
+right hash, in slots that nobody writes to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KILLS = 1_000
 
 
 class SurvivingLives(MortalLives):
-    """Two tokens and ten slots, so that blocks are shared, evicted and computed again all the time."""
+    """Two tokens and ten slots, so that blocks are shared, evicted and recomputed all the time."""
 
     @initialize()
     def first_life(self) -> None:
@@ -52,12 +52,12 @@ class SurvivingLives(MortalLives):
 
     @rule(most=st.integers(1, 5), tokens=TOKENS)
     def seal_meanwhile(self, most: int, tokens: list[int]) -> None:
-        """The blocks whose checksums are computed are evicted, and their slots hold others, when those are there."""
+        """Blocks are evicted while their checksums are computed, and their slots then hold others."""
         self.node.act(lambda: self.node.seal(most, lambda: self.node.serve(tokens, 0)))
 
     @rule(place=st.integers(0, 200), word=st.integers(0, 2**64 - 1))
     def a_word_is_damaged(self, place: int, word: int) -> None:
-        """Between two lives; of the entries, not of the header."""
+        """Corrupt the entries, not the header, between two lives."""
         words = self.node.words.words
         header = len(words) - NUM_SLOTS * (len(words) // (NUM_SLOTS + 1))
         words[header + place % (len(words) - header)] = word
@@ -84,7 +84,7 @@ TestKeptLives = SurvivingLives.TestCase
 
 
 def test_a_thousand_kills_serve_no_wrong_block() -> None:
-    """Each at a random store of a random life; half of all takeovers are cut short as well."""
+    """Each at a random store of a random life; half of all takeovers are interrupted as well."""
     node, taken = SurvivingNode(), 0
     for seed in range(KILLS):
         chance = Random(seed)
@@ -104,7 +104,7 @@ def test_a_thousand_kills_serve_no_wrong_block() -> None:
 
 
 def test_every_store_of_an_entry_may_be_the_last() -> None:
-    """An entry that was not written to its end is none, and what stood there before is none either."""
+    """An incomplete entry does not count, and neither does what it overwrote."""
     old, new = split_hashes(chain_hashes(bytes(32), [1, 2], 1))
     for left in itertools.count():
         words = MortalWords(table_bytes(NUM_SLOTS) // WORD_BYTES)
@@ -115,7 +115,6 @@ def test_every_store_of_an_entry_may_be_the_last() -> None:
             table.write(3, new, old, 8)
         except NodeKilledError:
             assert SlotTable.found(words).read(3) is None or not left
-            # No luck is needed: the check goes first, and comes last.
             assert not left or not words[table_bytes(4) // WORD_BYTES - 1]
             continue
         entry = SlotTable.found(words).read(3)
@@ -194,7 +193,7 @@ def test_slots_that_were_given_away_are_not_claimed() -> None:
 
 
 def test_a_checksum_of_a_slot_that_changed_hands_counts_for_nothing() -> None:
-    """While it was computed, the block was evicted, and computed again somewhere else."""
+    """During its computation the block was evicted, and recomputed elsewhere."""
     node = SurvivingNode()
     node.serve([1], 0)
     (first,) = node.kept.unsealed(1)

@@ -1,4 +1,4 @@
-"""What a kept pool owes the keeper and the system: a drop is the last word, and nothing is left of one that failed."""
+"""A kept pool, the keeper and the system: a drop is final, and nothing remains of a failed one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = PoolShape(4, 8192, "ab" * 32)
 
 
 class SlowKeeper:
-    """A keeper that answers a "keep" only once it may."""
+    """A keeper that answers a "keep" only when it may."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -80,7 +80,7 @@ def owned_by_another(places: OwnedSegment) -> Any:
     ("memories", "spoilt", "ends"),
     [
         ([1, -1], lambda places: None, contextlib.nullcontext()),
-        ([1], owned_by_another, pytest.raises(ConfigError, match="somebody else")),
+        ([1], owned_by_another, pytest.raises(ConfigError, match="another owner")),
     ],
     ids=["no descriptor", "no ownership"],
 )

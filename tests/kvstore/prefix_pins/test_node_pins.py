@@ -1,4 +1,4 @@
-"""A node's prefix pins over its own restart and over an emptied Redis, on a real Redis."""
+"""A node's prefix pins across its own restart and across an emptied Redis, with a real Redis."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NodePinsLife:
         self.epoch = self.ledger.attach("gateway", SESSION)
 
     def compute(self) -> None:
-        """Computes the chain, where it is not here."""
+        """Compute the chain unless it is present."""
         hashes = split_hashes(CHAIN)
         ticket = self.ledger.admit(self.epoch, 1, hashes, 3)
         assert ticket is not None

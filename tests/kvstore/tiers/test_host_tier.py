@@ -1,4 +1,4 @@
-"""The tier in host memory against a model that knows only what was stored, and what its buffers promise."""
+"""The host memory tier against a model that knows only what was stored, and the guarantees of its buffers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def opened() -> AsyncIterator[HostTier]:
 
 
 async def filled(tier: HostTier, *numbers: int) -> list[BlockName]:
-    """Stores as the spiller does: in the tier's own buffers."""
+    """Store like the spiller: in the tier's own buffers."""
     buffers = tier.acquire_empty(len(numbers))
     assert len(buffers) == len(numbers)
     for buffer, number in zip(buffers, numbers, strict=True):
@@ -68,7 +68,7 @@ async def loaded(tier: HostTier, *numbers: int) -> int:
 
 
 async def flip(tier: HostTier, number: int, at: int) -> None:
-    """One bit of a kept block, in the buffer in which it lies."""
+    """Flip one bit of a stored block, in its buffer."""
     (buffer,) = await tier.acquire_blocks([name_of(number).hash])
     buffer[at] ^= 8
     tier.release_buffers([buffer])
@@ -90,7 +90,6 @@ async def test_the_least_recently_used_makes_room_and_is_told() -> None:
         assert await loaded(tier, 2) == 1
         assert await filled(tier, 10, 11) == [name_of(1), name_of(3)]
         assert tier.counts.dropped == 2
-        # What came again before it could be told is not gone.
         tier.release_buffers(tier.acquire_empty(1))
         assert await tier.store([payload(4)]) == []
 
@@ -169,7 +168,6 @@ def test_it_never_gives_wrong_bytes_and_never_loses_a_buffer(steps: list[tuple[s
 
 async def _play(steps: list[tuple[str, int, int]]) -> None:
     async with opened() as tier:
-        # What the caller has in its hands, and the bytes that must stay there.
         held: list[tuple[memoryview, bytes]] = []
         for what, first, count in steps:
             numbers = [(first + offset) % 8 for offset in range(count)]

@@ -1,4 +1,4 @@
-"""Evicting ahead of need: when it begins and ends, what goes down, what is lost, and what the index hears of it."""
+"""Eviction ahead of need: when it starts and ends, what is spilled, what is lost, and what the index is told."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOW, HIGH = 20, 40
 
 
 class ScriptedTier:
-    """Memory that can hang, refuse and forget."""
+    """A memory that can hang, fail and forget."""
 
     name = "fake"
     short_blocks = 0
@@ -76,7 +76,7 @@ class ScriptedTier:
 
 
 class ScriptedMemory(HostMemory):
-    """Threads that read it say so, and may have to wait."""
+    """Threads that read it report this, and may have to wait."""
 
     def __init__(self) -> None:
         super().__init__(bytearray(NUM_SLOTS * BLOCK_BYTES), NUM_SLOTS, BLOCK_BYTES)
@@ -140,12 +140,12 @@ def content(block_hash: bytes) -> bytes:
 
 
 async def until_free(host: SpillHost, free: int = 8, *, stored: bool = False) -> None:
-    """Waits for free slots, and with ``stored`` until no evicted block is on its way any more."""
+    """Wait for free slots, and with ``stored`` until no evicted block is being stored any more."""
     await until(f"{free} free slots", lambda: host.free == free and not (stored and host.spiller.busy))
 
 
 async def begin_copy(host: SpillHost) -> None:
-    """Fills the pool until the spiller copies its oldest blocks, and stops it in the middle of that."""
+    """Fill the pool until the spiller copies its oldest blocks, and stop it in the middle of that."""
     for token in range(16):
         host.serve(token)
     host.go_on.clear()
@@ -195,7 +195,7 @@ async def test_without_tiers_the_front_goes() -> None:
 
 
 async def test_victims_are_kept_below() -> None:
-    """Bytes, parent and segment as they were, last blocks before heads, and the index hears of nothing gone."""
+    """Bytes, parent and segment are unchanged, last blocks come before heads, and the index hears of no removal."""
     tier = ScriptedTier()
     async with running(tier) as host:
         host.serve(*range(9))
@@ -237,7 +237,7 @@ async def test_what_is_used_while_it_is_copied_stays() -> None:
 
 
 async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
-    """The slot gets other bytes, even the same block again: the copy is not trusted, nothing wrong goes down."""
+    """The slot gets other bytes, or even the same block again: the copy is not trusted, and nothing wrong is stored."""
     tier = ScriptedTier()
     async with running(tier) as host:
         await begin_copy(host)
@@ -291,7 +291,7 @@ async def test_while_no_tier_has_room_the_pool_keeps_all() -> None:
 
 
 async def test_a_tier_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writes under way are bounded; leases go on and evict for themselves."""
+    """Pending writes are limited; leases continue and evict for themselves."""
     monkeypatch.setattr(spill, "MAX_UNDER_WAY_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(spill, "BATCH_BYTES", BLOCK_BYTES)
     tier = ScriptedTier()
@@ -339,7 +339,7 @@ async def test_close_waits_for_the_last_bytes() -> None:
 
 
 async def test_a_cancelled_copy_is_waited_for() -> None:
-    """The pool's memory must not be unmapped under it."""
+    """The pool's memory must not be unmapped meanwhile."""
     host = SpillHost([ScriptedTier()])
     task = asyncio.create_task(host.spiller.run())
     host.go_on.clear()
@@ -364,7 +364,7 @@ def test_news_is_of_blocks_that_are_nowhere() -> None:
 
 
 async def test_through_a_real_disk(tmp_path: Path) -> None:
-    """Many prompts through a small pool: whatever the index believes in is there, with the right bytes."""
+    """Many prompts through a small pool: whatever the index has is present, with the right bytes."""
     disk = await open_disk_tier(
         DiskFolder(tmp_path), namespace=bytes(32), block_bytes=BLOCK_BYTES, disk_bytes=40 * 4096
     )

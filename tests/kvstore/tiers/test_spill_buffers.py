@@ -1,4 +1,4 @@
-"""Spilling into a tier that lends its buffers: every one of them comes back, whatever becomes of the copy in it."""
+"""Spilling into a tier that lends its buffers: all of them are returned, whatever becomes of the copies."""
 
 from __future__ import annotations
 

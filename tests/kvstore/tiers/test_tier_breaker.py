@@ -1,4 +1,4 @@
-"""When a medium that was late is asked again."""
+"""When a medium that was late is used again."""
 
 from __future__ import annotations
 

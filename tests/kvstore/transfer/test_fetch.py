@@ -1,4 +1,4 @@
-"""Bringing blocks: sources and tiers that have all, some or none, that fail, lie, hang and come too late."""
+"""Fetching blocks: sources and tiers that have all, some or none, that fail, lie, hang and are late."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ PROMPT = split_hashes(chain_hashes(bytes(32), range(10), 1))
 
 
 def content(block_hash: bytes) -> bytes:
-    """Return the bytes that a block of this hash holds on every node."""
+    """Return the bytes that a block with this hash has on every node."""
     return random.Random(block_hash).randbytes(BLOCK_BYTES)
 
 
 class FakeSource:
-    """Another node with some of the chain. Reads wait for ``gate``, fail after ``fail_after``, and spoil ``flip``."""
+    """Another node with some of the chain. Reads wait for ``gate``, fail after ``fail_after``, and corrupt ``flip``."""
 
     def __init__(self, node: FetchingNode, name: str, blocks: int) -> None:
         self.node, self.node_id, self.blocks = node, name, blocks
@@ -127,7 +127,7 @@ class ListedTier:
 
 
 class FetchingNode:
-    """A pool of 24 slots whose fetcher meets the fakes."""
+    """A pool of 24 slots whose fetcher uses the fakes."""
 
     def __init__(self, tier: ListedTier | None = None, timeout_s: float = WITHIN_S) -> None:
         self.ledger = Ledger(itertools.count(1).__next__, 0)
@@ -165,15 +165,15 @@ class FetchingNode:
         return brought.blocks
 
     async def bring_late(self, ticket_id: int, source: FakeSource) -> int:
-        """Brings from a source whose gate is shut, and turns the clock to the end of the fetch once the read is under
-        way."""
+        """Fetch from a source whose gate is shut, and advance the clock to the end of the fetch once the read is in
+        progress."""
         bringing = asyncio.create_task(self.bring(ticket_id, source.node_id))
         await until("a read to be under way", lambda: source.reads)
         await turn_clock(WITHIN_S)
         return await bringing
 
     def check(self) -> None:
-        """The books add up, nothing is left, and every block holds what its hash stands for."""
+        """Assert that the ledger is consistent, nothing is left, and every block has the content of its hash."""
         check_integrity(self.ledger)
         for block_hash, block in self.ledger.tree.by_hash.items():
             assert bytes(self.memory.block(block.slot)) == content(block_hash)
@@ -194,7 +194,6 @@ async def test_all_of_a_chain_comes_and_is_pinned():
     node.ledger.release(node.gateway, [ticket_id])
     assert node.ledger.status().committed_blocks == 10
     assert node.ledger.reserved == 0
-    # A second prompt finds them without asking anybody.
     other = node.ticket()
     assert node.ledger.tickets[other].blocks == 10
 
@@ -326,7 +325,7 @@ async def test_a_late_read_keeps_its_slots_and_no_ticket():
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_FETCHES", 1), ("MAX_LATE_PERCENT", 40)])
 async def test_late_reads_count_as_fetches(monkeypatch: pytest.MonkeyPatch, bound: str, most: int):
-    """However many requests come and go, what late reads keep of the pool stays within its bound."""
+    """However many requests come and go, the slots kept by late reads stay within their limit."""
     monkeypatch.setattr(fetch_module, bound, most)
     node = FetchingNode()
     source = node.add("a", 10)
@@ -388,7 +387,7 @@ async def test_a_released_ticket_stops_its_fetch(monkeypatch):
 
 
 async def test_a_worker_that_computes_the_same_meanwhile():
-    """Both end with one copy; the fetched slots that lost go back."""
+    """Both end with one copy; the fetched slots that lost are returned."""
     node = FetchingNode()
     source = node.add("a", 10)
     source.gate.clear()
@@ -494,14 +493,14 @@ PAGES = [state_page(PROMPT[5], page) for page in range(2)]
 
 
 def going_on(node: FetchingNode, total: int = 14) -> int:
-    """Opens a ticket of a model whose states have two pages."""
+    """Open a ticket of a model whose states have two pages."""
     ticket = node.ledger.admit(node.gateway, next(node._nonces), PROMPT, total, 2)
     assert ticket is not None
     return ticket.ticket_id
 
 
 def state_of(node: FetchingNode, ticket_id: int) -> list[bytes]:
-    """The pages of the state after a ticket's chain."""
+    """Return the pages of the state after a ticket's chain."""
     slots = node.ledger.chain_of(node.ledger.tickets[ticket_id]).state_slots
     return [block.hash for slot in slots for block in node.ledger.tree.by_hash.values() if block.slot == slot]
 

@@ -1,4 +1,4 @@
-"""What a node that leaves hands over: the order, the rate, the time and the room, whatever other nodes answer."""
+"""The hand-over of a leaving node: its order, rate, time and room, whatever other nodes answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OtherPool:
 
 
 def unknown(plan: HandOver[tuple[int, ...]], now_s: float) -> HandOverAsk[tuple[int, ...]] | float | None:
-    """Returns the next step of a hand-over whose index knows nothing."""
+    """Return the next step of a hand-over whose index knows nothing."""
     while isinstance(step := plan.next(now_s), HandOverLook):
         assert plan.looked(step, {}) is None
     return step
@@ -86,7 +86,6 @@ def test_a_hand_over_keeps_its_bounds(
             now_s = step
             continue
         if isinstance(step, HandOverLook):
-            # The index says what is true, or anything.
             said = {
                 name: other.prefix(step.chain) if other.moods is None else other.moods.randint(0, len(step.chain))
                 for name, other in others.items()

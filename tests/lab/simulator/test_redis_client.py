@@ -63,7 +63,7 @@ async def test_production_clients_work_with_the_model() -> None:
 async def test_a_refusal_names_a_remedy() -> None:
     parts = Parts()
     parts.model.refusing = "full"
-    with pytest.raises(Unavailable, match=r"OOM.*What helps: its memory is full"):
+    with pytest.raises(Unavailable, match=r"OOM.*Remedy: its memory is full"):
         await parts.registry.heartbeat(node_record("a"))
     assert await parts.registry.components() == []
     parts.way.gone = True

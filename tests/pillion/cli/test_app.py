@@ -1,4 +1,4 @@
-"""The command as a user meets it: light to start, one line for every mistake, and children that get every flag."""
+"""The command as users meet it: fast to start, one line for every mistake, and children that get every flag."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_bare_commands_print_their_help_as_it_is_written(command: Run) -> None:
 
 
 def test_make_takes_a_model_whose_path_has_spaces(tmp_path: pathlib.Path) -> None:
-    """The recipe of `make serve` passes MODEL on as one word; a program that prints its words stands for Python."""
+    """The recipe of `make serve` passes MODEL as one word; a program that prints its words replaces Python."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "python"
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -159,7 +159,7 @@ def test_a_client_s_certificates_that_cannot_be_used_are_one_line(tmp_path: path
     cases = {
         ("--ca", "/no/where"): "--ca: ca: /no/where: No such file",
         ("--ca", plain): f"--ca: ca: {plain} is no PEM",
-        ("--cert", one / "client.pem", "--key", two / "client.key"): f"the private key {two}/client.key does not fit",
+        ("--cert", one / "client.pem", "--key", two / "client.key"): f"the private key {two}/client.key does not match",
         ("--cert", one / "client.key", "--key", one / "client.key"): "client.key has no certificate in PEM",
     }
     for words, complaint in cases.items():
@@ -170,7 +170,7 @@ def test_a_client_s_certificates_that_cannot_be_used_are_one_line(tmp_path: path
 
 
 def leaves(command: click.Command, *words: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Yields each command that is no group, with the words that name it."""
+    """Yield each command that is not a group, with its words."""
     if isinstance(command, click.Group):
         for name, one in command.commands.items():
             yield from leaves(one, *words, name)
@@ -251,7 +251,7 @@ def test_servers_need_the_server_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_component_failures_and_signals(tmp_path: pathlib.Path) -> None:
-    """A component's exit status: 0 after SIGTERM, 1 when it failed by itself, 2 where it cannot be configured."""
+    """A component's exit status: 0 after SIGTERM, 1 if it failed by itself, 2 if its configuration is invalid."""
     script = """
 import asyncio, sys
 from pillion.supervisor import component_process
@@ -298,7 +298,7 @@ main(["kvnode"])
 
 
 def test_a_command_hears_of_its_children_although_its_parent_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    """A signal that a process ignores is ignored by what it starts, too: `pillion serve` knew no status of a child."""
+    """Children inherit ignored signals: `pillion serve` did not get the status of a child."""
     known = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(SystemExit):
@@ -315,7 +315,7 @@ WRITE_DESCRIPTORS = "open({path!r}, 'w').write(' '.join(os.readlink(f'/proc/self
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_socket_gets_the_number_of_a_descriptor_that_was_closed(tmp_path: pathlib.Path) -> None:
-    """Whoever starts the command may have closed its standard descriptors; what it starts has them, too."""
+    """The caller may have closed its standard descriptors; children have them anyway."""
     own, child = (str(tmp_path / name) for name in ("own", "child"))
     code = f"""
 import contextlib, os, subprocess, sys
@@ -457,7 +457,7 @@ def every_command(command: click.Command) -> Iterator[click.Command]:
 
 
 def test_every_command_refuses_unknown_variables() -> None:
-    """Those of rooms, too, which are made apart from their group."""
+    """Including those of rooms, which are created apart from their group."""
     assert [command.name for command in every_command(cli) if not isinstance(command, FlagCommand)] == []
 
 

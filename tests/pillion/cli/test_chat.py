@@ -1,4 +1,4 @@
-"""`pillion chat` as a person has it: on a real pseudo-terminal, with its commands and its editing."""
+"""`pillion chat` as people use it: on a real pseudo-terminal, with its commands and its editing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 class Parrot(gateway_pb2_grpc.GatewayServicer):
-    """Answers with the number of messages and the last one; "wait" has no end, "full" is refused."""
+    """Answers with the number of messages and the last one; "wait" never ends, "full" is refused."""
 
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []
@@ -53,14 +53,14 @@ class Parrot(gateway_pb2_grpc.GatewayServicer):
 
 
 class Terminal:
-    """A program's terminal: what it has shown, and what is typed."""
+    """A program's terminal: its output, and its input."""
 
     def __init__(self, side: int) -> None:
         self._side = side
         self.shown = ""
 
     def expect(self, text: str) -> None:
-        """Reads until ``text`` has been shown after what was expected before."""
+        """Read until ``text`` appears after what was expected before."""
         end_s = time.monotonic() + 60
         while text not in self.shown:
             ready, _, _ = select.select([self._side], [], [], max(0.0, end_s - time.monotonic()))
@@ -104,10 +104,10 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
                 ("//slash\n", "8: /slash!"),
                 ("full\n", "pillion: the parrot is full"),
                 ("/help\n", "/save FILE     write the conversation"),
-                ("/nothing\n", "there is no command /nothing"),
+                ("/nothing\n", "unknown command /nothing"),
                 ("/save talk.json\n", "9 messages are in talk.json"),
                 ("/save talk.json\n", "talk.json: File exists"),
-                ("/clear\n", "the conversation is forgotten"),
+                ("/clear\n", "the conversation is cleared"),
                 ("/system\n", "system message: Be brief."),
                 ("/system -\n", "there is no system message"),
                 ("wait\n", "1: wait!"),
@@ -125,7 +125,6 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
         with chatting(address, tmp_path, "--no-history") as (terminal, process):
             terminal.expect("Warning: --history has no effect")
             terminal.expect("you> ")
-            # The line above is that of this conversation.
             terminal.type("kept\n")
             terminal.expect("1: kept!")
             terminal.expect("you> ")
@@ -191,4 +190,4 @@ def test_a_system_message_comes_first_and_a_file_is_needed() -> None:
     talk = Conversation()
     assert talk.command("/system Sing.") == "system message: Sing."
     assert [message.role for message in talk.messages()] == ["system"]
-    assert talk.command("/save") == "a file is needed: /save FILE"
+    assert talk.command("/save") == "/save needs a file: /save FILE"

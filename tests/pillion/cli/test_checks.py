@@ -1,4 +1,4 @@
-"""Addresses, certificates, keys and numbers that cannot work, or should not, are refused before anything starts."""
+"""Addresses, certificates, keys and numbers that cannot or should not work are refused before anything starts."""
 
 from __future__ import annotations
 

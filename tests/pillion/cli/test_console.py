@@ -58,7 +58,7 @@ def test_json_for_collectors() -> None:
     "error", [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(), ValueError("closed")]
 )
 def test_a_log_that_cannot_be_written_loses_lines_alone(error: Exception) -> None:
-    """A full disk, a reader that has gone, a closed file: what is lost is counted, and said when it works again."""
+    """A full disk, a reader that has gone, a closed file: losses are counted, and reported when writing works again."""
 
     class Full(io.StringIO):
         works = False
@@ -76,7 +76,7 @@ def test_a_log_that_cannot_be_written_loses_lines_alone(error: Exception) -> Non
     out.works = True
     notices.component("decode-0", "line 3")
     assert notices.lost_lines == 0
-    lines = ["decode-0   | line 3", "pillion    | 3 lines before this one are lost: the log could not be written"]
+    lines = ["decode-0   | line 3", "pillion    | 3 lines before this one were lost: the log could not be written"]
     assert out.getvalue().splitlines() == lines
 
 

@@ -1,4 +1,4 @@
-"""Flags: one dataclass, three ways to fill it, one order of precedence, and the way back into an argv."""
+"""Flags: one dataclass, three ways to fill it, one order of precedence, and the conversion back to an argv."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.drafts import speculative
 
 
 def parse(cls: type, argv: list[str], env: dict[str, str] | None = None) -> Any:
-    """The flags object that ``argv`` and ``env`` make, or the ClickException."""
+    """Return the flags of ``argv`` and ``env``, or the ClickException."""
     made: list[Any] = []
 
     @click.command()
@@ -120,7 +120,7 @@ def test_the_http_port_has_vllms_name_too(tmp_path: pathlib.Path) -> None:
     kubernetes = {"PILLION_SERVICE_HOST": "10.0.0.1", "PILLION_PORT": "tcp://10.0.0.1:80"}
     assert parse(GatewayFlags, [], kubernetes).http_port == 8000
     file.write_text("port = 9001\nhttp-port = 9002\n")
-    with pytest.raises(ConfigError, match="'http-port' is there twice"):
+    with pytest.raises(ConfigError, match="'http-port' occurs twice"):
         read_config(str(file))
 
 
@@ -154,7 +154,7 @@ def test_one_file_may_serve_all_components(tmp_path: pathlib.Path) -> None:
     ("text", "complaint"),
     [
         ("max-num-sequences = 1", "unknown key 'max-num-sequences'"),
-        ("max-num-seqs = 1\nmax_num_seqs = 2", "is there twice"),
+        ("max-num-seqs = 1\nmax_num_seqs = 2", "occurs twice"),
         ("max-num-seqs = [1]", "must be a text or a number"),
         ("[decode]\nmax-num-seqs = 1", "unknown key 'decode'"),
         ("max-num-seqs", "config file"),
@@ -243,7 +243,7 @@ def test_each_flag_that_is_gone_says_what_holds_instead(name: str) -> None:
     argv = [option_name(name)] if name in GONE_SWITCHES else [f"{option_name(name)}=1"]
     result = CliRunner().invoke(command, argv, env={"PILLION_CONFIG": None})
     assert result.exit_code == 0, result.output
-    assert f"{option_name(name)} has no effect and goes with the next release: {about}" in result.stderr
+    assert f"{option_name(name)} has no effect and will be removed in the next release: {about}" in result.stderr
 
 
 def test_a_switch_that_is_gone_is_taken_without_a_value(tmp_path: pathlib.Path) -> None:
@@ -269,7 +269,6 @@ def value_of(field: Any) -> st.SearchStrategy[Any]:
         return st.just(field.default)
     if isinstance(field.default, tuple):
         one = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)
-        # No argument is the default.
         return st.lists(one, min_size=len(field.default), max_size=3).map(tuple)
     if field.metadata["choices"]:
         return st.sampled_from(field.metadata["choices"])
@@ -323,7 +322,7 @@ def test_every_flag_has_one_name_everywhere() -> None:
 
 @pytest.mark.parametrize("cls", ALL_FLAGS)
 def test_every_number_has_bounds(cls: Any) -> None:
-    """A negative one is refused by name, where nothing says that it means something."""
+    """A negative one is rejected by name unless it is documented to have a meaning."""
     unbounded = [field.name for field in fields(cls) if type(field.default) in (int, float)]
     assert [name for name in unbounded if cls.__dataclass_fields__[name].metadata["least"] is None] == []
 
@@ -376,7 +375,6 @@ def test_every_command_is_in_one_group_of_the_help() -> None:
     assert sorted(grouped) == sorted(cli.commands)
     shown = CliRunner().invoke(cli, ["--help"], terminal_width=80).output
     assert re.findall(r"^([A-Z][a-z ]+):$", shown, re.MULTILINE) == ["Options", *COMMANDS]
-    # Each has its one whole line.
     for name in grouped:
         (line,) = re.findall(rf"^  {name} +(\S.*)$", shown, re.MULTILINE)
         assert line.endswith(".")

@@ -1,4 +1,4 @@
-"""What somebody sees in the first ten minutes, where something is not as it should be."""
+"""A new user's first ten minutes when something is wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_full_disk_is_one_line(
 
 
 def run_as_a_client(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs ``pillion`` as where only the SDK's own dependencies are installed."""
+    """Run ``pillion`` with only the SDK's own dependencies installed."""
     code = "\n".join(
         (
             "import sys, importlib.abc",

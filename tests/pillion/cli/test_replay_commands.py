@@ -1,4 +1,4 @@
-"""The exit statuses of replay and canary: no error is taken for a difference, or for a verdict."""
+"""Exit statuses of replay and canary: no error is mistaken for a difference, or for a verdict."""
 
 from __future__ import annotations
 
@@ -39,5 +39,4 @@ def test_errors_have_a_status_of_their_own(tmp_path: pathlib.Path, capsys: pytes
         assert status_of(*words) == 2, words
         out, err = capsys.readouterr()
         assert told in err, words
-        # No table of a canary that has replayed nothing.
         assert out == "" or words[0] == "replay", words

@@ -1,5 +1,5 @@
-"""Every flag of every component, through `pillion serve`: from the command line, the environment or a file it reaches
-the component's process. The tests start from the components' classes, so a new flag is tested at once."""
+"""Every flag of every component, through `pillion serve`: from the command line, the environment or a file to the
+component's process. The tests derive from the components' classes, so a new flag is tested at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ RECEIVED: dict[tuple[str, str], Any] = {
     ("prefill", "metrics_port"): 9502,
     ("decode", "metrics_port"): 9503,
     ("gateway", "gateway_workers"): 1,
-    # Only prefill workers have stages.
     ("decode", "pipeline_parallel_size"): 1,
     ("prefill", "drain_timeout_s"): STOP_GRACE_S,
     ("decode", "drain_timeout_s"): STOP_GRACE_S,
@@ -65,7 +64,7 @@ RECEIVED: dict[tuple[str, str], Any] = {
 
 
 def text_of(field: Field[Any]) -> str:
-    """A value that is not the default, as somebody writes it."""
+    """Return a value that is not the default, as a user would write it."""
     if field.name in GIVEN:
         return GIVEN[field.name]
     if field.metadata["choices"]:
@@ -112,7 +111,7 @@ def parsed(cls: Any, argv: tuple[str, ...], environ: dict[str, str]) -> Any:
 
 
 def served(monkeypatch: pytest.MonkeyPatch, argv: list[str], environ: dict[str, str]) -> ServeFlags:
-    """The flags that `pillion serve` runs with."""
+    """Return the flags of a `pillion serve`."""
     ran: list[ServeFlags] = []
     monkeypatch.setattr(serve, "run_serve", lambda flags: ran.append(flags) or 0)
     result = CliRunner().invoke(cli, ["serve", *argv], env=environ, standalone_mode=False)
@@ -122,8 +121,8 @@ def served(monkeypatch: pytest.MonkeyPatch, argv: list[str], environ: dict[str, 
 
 
 def ways() -> Iterator[Any]:
-    """Every flag of every component in each way. In ``make test`` a flag of several components is in the environment
-    and in a file for one of them alone."""
+    """Every flag of every component in each way. In ``make test`` a flag of several components is tested in the
+    environment and in a file for only one of them."""
     seen = set()
     for give in (on_the_command_line, in_the_environment, in_a_file):
         for role, field in FORWARDED:
@@ -176,7 +175,7 @@ def test_every_flag_is_in_the_help(role: str, cls: Any) -> None:
 
 
 def test_every_flag_is_declared_once() -> None:
-    """``flag(...)`` stands once for each name; where a class differs, it differs in the default alone."""
+    """``flag(...)`` occurs once for each name; a class that differs, differs only in the default."""
     declared: list[str] = []
     for node in ast.walk(ast.parse(pathlib.Path(config.__file__).read_text())):
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):

@@ -1,4 +1,4 @@
-"""What `pillion status` says of the versions of a cluster's components."""
+"""What `pillion status` says about the versions of a cluster's components."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of the caller's become schemas, and answers become values of them; jsonschema, msgspec and pydantic judge."""
+"""The caller's types become schemas, and answers become their values; jsonschema, msgspec and pydantic judge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests at once: order, bounds, errors in their places, and nothing that goes on after an end."""
+"""Many requests at once: order, limits, errors in their places, and nothing that continues after an end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_cancelling_the_async_batch_cancels_its_requests() -> None:
 
 
 async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C arrives where the caller's thread waits: for the next result."""
+    """Ctrl-C arrives while the caller's thread waits for the next result."""
     async with running_fake_cluster("The answer.") as fakes:
         fakes.decode.gate.clear()
         loop = asyncio.get_running_loop()
@@ -143,7 +143,7 @@ def test_what_cannot_be_meant() -> None:
 
 
 async def test_load_that_stays_is_an_error() -> None:
-    """After OVERLOAD_RETRIES; the time the gateway names is waited each time."""
+    """After OVERLOAD_RETRIES; each wait is the time that the gateway names."""
     from pillion.client import batch as module
 
     waits = []

@@ -1,4 +1,4 @@
-"""How clients connect: TLS, keys, retries, idle streams, sizes, and what errors bring back."""
+"""How clients connect: TLS, keys, retries, idle streams, sizes, and the content of errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ extendedKeyUsage = clientAuth
 
 
 class Scripted(gateway_pb2_grpc.GatewayServicer):
-    """Raises ``errors``, one a call, each after ``before`` messages; then answers with ``count`` messages."""
+    """Raises ``errors``, one per call, each after ``before`` messages; then answers with ``count`` messages."""
 
     def __init__(
         self, *errors: Exception, before: int = 0, count: int = 1, pause_s: float = 0.0, text: str = "x"
@@ -91,9 +91,6 @@ async def serving(servicer: Any, listen: str = "127.0.0.1:0", **options: Any) ->
 
 async def texts(client: AsyncClient, **options: Any) -> list[str]:
     return [delta.text async for delta in client.generate("x", **options)]
-
-
-# ---- TLS and keys ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +196,6 @@ async def test_the_api_key_goes_with_every_call(monkeypatch: pytest.MonkeyPatch)
             assert [call.get("authorization") for call in servicer.calls[-2:]] == [expected] * 2
 
 
-# ---- errors, retries ------------------------------------------------------------------------------------------------
-
-
 async def test_details_of_errors_come_back() -> None:
     quotas = (QuotaViolation("tokens_per_minute", "3 over"),)
     errors = [Overloaded("full", 1500, quotas), Unauthenticated("no key")]
@@ -298,8 +292,8 @@ with Client(sys.argv[1], connect_timeout_s=float(sys.argv[2])) as client:
 
 
 async def test_a_blocking_client_connects_while_it_waits_for_its_gateway() -> None:
-    """Without the look every 5 s by which gRPC would hide that nobody drives the connection: a busy machine has the
-    client miss that look for a minute."""
+    """Without the 5 s poll by which gRPC would hide that nobody drives the connection: on a busy machine the client
+    misses that poll for a minute."""
     address, refused = f"127.0.0.1:{free_port()}", 0
     command = [sys.executable, "-c", PATIENT, address, str(WITHIN_S / 2)]
     environ = {**os.environ, "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "0"}
@@ -354,9 +348,6 @@ def test_the_service_config_names_real_methods() -> None:
     assert entry["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
 
 
-# ---- idle streams, sizes --------------------------------------------------------------------------------------------
-
-
 def test_servers_allow_the_pings_that_clients_send() -> None:
     client, server = dict(rpc.client_options()), dict(rpc.server_options(rpc.MAX_MESSAGE_BYTES, 1))
     assert client["grpc.keepalive_time_ms"] > server["grpc.http2.min_ping_interval_without_data_ms"]
@@ -367,7 +358,8 @@ def test_servers_allow_the_pings_that_clients_send() -> None:
 
 @pytest.mark.long
 async def test_an_idle_stream_survives_its_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ping a second (gRPC sends no more) and no data: a server with gRPC's own five minutes ends it at the fifth."""
+    """One ping per second, gRPC's maximum, and no data: a server with gRPC's default of five minutes ends it at the
+    fifth."""
     monkeypatch.setattr(rpc, "KEEPALIVE_TIME_MS", 100)
 
     started = asyncio.Event()
@@ -387,7 +379,7 @@ async def test_an_idle_stream_survives_its_pings(monkeypatch: pytest.MonkeyPatch
 
 
 class InterruptedCall:
-    """A blocking call at which Ctrl-C comes while it holds its lock: gRPC leaves the lock taken then, now and again."""
+    """A blocking call interrupted by Ctrl-C while it holds its lock: gRPC then sometimes leaves the lock taken."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

@@ -28,7 +28,7 @@ from tests.pillion.client.test_connection import Scripted, server_credentials, s
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that fails is tried again at once."""
+    """A call that fails is retried at once."""
     monkeypatch.setattr(connection, "RETRY_FIRST_BACKOFF_S", 0.01)
 
 
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @contextlib.asynccontextmanager
 async def http_server(certs: pathlib.Path | None = None):
-    """A gateway's kind of HTTP port, over TLS where there are certificates."""
+    """An HTTP port like a gateway's, over TLS if there are certificates."""
 
     async def app(scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 404, "headers": []})
@@ -86,10 +86,10 @@ async def test_every_way_to_miss_a_gateway_says_what_to_do(made: pathlib.Path) -
             nobody: ({}, f"Connection refused (111); does a gateway listen at {nobody}"),
             unix: ({}, f"No such file or directory (2); does a gateway listen at {unix}"),
             "no.such.host.invalid:1": ({}, "DNS resolution failed for no.such.host.invalid:1"),
-            f"grpcs://{plain}": (ca, "or leave out grpcs:// where the gateway has no TLS"),
-            encrypted: ({}, "This client speaks no TLS: write grpcs://"),
+            f"grpcs://{plain}": (ca, "or omit grpcs:// if the gateway has no TLS"),
+            encrypted: ({}, "This client does not use TLS: write grpcs://"),
             f"grpcs://{encrypted}": ({}, "unable to get local issuer"),
-            f"grpcs://{mutual}": (ca, "This client speaks TLS: check --ca, --cert and --key"),
+            f"grpcs://{mutual}": (ca, "This client uses TLS: check --ca, --cert and --key"),
             f"grpcs://{renamed}": ({"ca": made / "internal-ca.pem"}, "Peer name 127.0.0.1 is not in peer certificate"),
             http: ({}, "is this its gRPC port (50051"),
             f"grpcs://{http}": (ca, "is this its gRPC port (50051"),
@@ -128,7 +128,7 @@ async def test_every_way_to_miss_a_gateway_says_what_to_do(made: pathlib.Path) -
         (
             "http://h:8000",
             {},
-            "is an address of HTTP, and this client speaks gRPC: write h:8000, with",
+            "is an HTTP address, and this client uses gRPC: write h:8000, with",
         ),
         ("https://h:8000/v1", {}, "write grpcs://h:8000, with the gateway's gRPC port"),
         ("grpcs://h:1/v1", {}, "an address is HOST:PORT, without a path"),
@@ -163,7 +163,7 @@ async def test_a_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     async with serving(Scripted()) as address:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
-        assert "gRPC goes by the proxy of http_proxy unless no_proxy names the host" in await complaint(address)
+        assert "gRPC uses the proxy of http_proxy unless no_proxy has the host" in await complaint(address)
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         async with AsyncClient(address) as client:
             assert await client.models() == []

@@ -1,4 +1,4 @@
-"""The programs in examples/, run as they are against the real components."""
+"""The programs in examples/, run unchanged against the real components."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def components_of(folder: pathlib.Path) -> AsyncIterator[Components]:
 
 
 async def run(folder: pathlib.Path, *words: str, asked: str = "") -> str:
-    """Standard output of a Python program in ``folder``."""
+    """Return the standard output of a Python program in ``folder``."""
 
     def work() -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""The blocking client in the repository is what the asyncio client's code makes."""
+"""The blocking client in the repository equals what is generated from the asyncio client."""
 
 from __future__ import annotations
 

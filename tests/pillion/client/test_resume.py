@@ -1,4 +1,4 @@
-"""When a client asks for the rest of a broken stream, how often and how long, and which address it calls."""
+"""When, how often and for how long a client resumes a broken stream, and which address it calls."""
 
 from __future__ import annotations
 
@@ -122,7 +122,6 @@ def test_gateways_that_were_never_there_are_called_in_rounds_with_pauses() -> No
     for number, pause_s in enumerate(pauses[2::3]):
         most_s = min(RETRY_FIRST_BACKOFF_S * 2**number, RETRY_MAX_BACKOFF_S)
         assert most_s / 2 <= pause_s <= most_s
-    # A stream that waited for its first token when its gateway was lost is worth more.
     waiting = progress()
     assert waiting.delay_s(*LOST, 100.0) == 0
     assert waiting.delay_s(*NOWHERE, 101.0) > 0
@@ -130,7 +129,7 @@ def test_gateways_that_were_never_there_are_called_in_rounds_with_pauses() -> No
 
 
 def pauses_until_given_up(stream: StreamProgress) -> list[float]:
-    """The pauses of a stream whose calls fail from second 100 on, without a connection."""
+    """Return the pauses of a stream whose calls fail from second 100 on, without a connection."""
     pauses: list[float] = []
     with contextlib.suppress(Unavailable):
         while True:
@@ -164,8 +163,8 @@ def test_time_for_the_whole_stream_is_not_prolonged() -> None:
 
 @contextlib.contextmanager
 def cutting(cut: bytes) -> Iterator[str]:
-    """A listener that cuts each connection (SO_LINGER ``cut``) before it has said anything: a proxy without a server
-    behind it, or a gateway that starts."""
+    """A listener that cuts each connection (SO_LINGER ``cut``) before it sends anything: a proxy without a server
+    behind it, or a gateway that is starting."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
 
         def cut_all() -> None:

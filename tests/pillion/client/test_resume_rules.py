@@ -1,4 +1,4 @@
-"""When a client calls again after a broken stream, against a plain model of the rules, on random lives of a stream."""
+"""When a client retries after a broken stream, against a plain model of the rules, on random lives of a stream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ERRORS = [
 
 
 def is_lost(error: PillionError, spoken: bool) -> bool:
-    """A gateway is lost where its connection ends, or where it says when to come again because it stops."""
+    """A gateway is lost if its connection ends, or if it announces when to retry because it is stopping."""
     if spoken:
         return isinstance(error, Unavailable) and error.retry_after_ms > 0
     return isinstance(error, Unavailable | Cancelled) or "RST_STREAM" in error.message
@@ -43,7 +43,7 @@ def is_lost(error: PillionError, spoken: bool) -> bool:
 
 @dataclass
 class ResumeModel:
-    """What the client knows of its stream, and the failures since it last got something."""
+    """What the client knows about its stream, and the failures since its last progress."""
 
     addresses: int
     resume_timeout_s: float
@@ -62,7 +62,8 @@ class ResumeModel:
     scored: int = 0
 
     def fail(self, error: PillionError, spoken: bool, connected: bool, now_s: float) -> float | str:
-        """The longest pause before the next call; "final" for the error itself, and "given up" for one that counts."""
+        """Return the longest pause before the next call; "final" for the error itself, "given up" for one that
+        counts."""
         lost = is_lost(error, spoken)
         self.connected |= connected and not spoken
         if not self.connected:
@@ -243,7 +244,7 @@ def test_a_stream_is_over_with_its_usage() -> None:
 @pytest.mark.parametrize("spoken", [False, True])
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_call_without_a_stream_is_sent_once_to_each_address(error: PillionError, spoken: bool) -> None:
-    """Once more where a gateway has ended the connection itself, since others may be behind the same address."""
+    """Once more if a gateway has ended the connection itself, because others may share its address."""
     addresses = 2
     most = addresses if isinstance(error, Unavailable) else addresses + 1
     sent = 1

@@ -1,4 +1,4 @@
-"""What contracts may say, what breaks them, and how a drill's reports read."""
+"""Valid contracts, what breaks them, and how a drill's reports read."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ COST = StrikeCost(longest_pause_ms=812.5, recomputed_tokens=40, lost_blocks=0, l
     [
         (Contract(), COST, ()),
         (Contract(longest_pause_ms=812.5, recomputed_tokens=40, full_strength_s=2.5), COST, ()),
-        (Contract(longest_pause_ms=800), COST, ("longest_pause_ms is 812.5, and may be 800",)),
-        (Contract(recomputed_tokens=0), COST, ("recomputed_tokens is 40, and may be 0",)),
-        (Contract(lost_blocks=1), replace(COST, lost_blocks=2), ("lost_blocks is 2, and may be 1",)),
-        (Contract(), replace(COST, lost_streams=1), ("lost_streams is 1, and may be 0",)),
+        (Contract(longest_pause_ms=800), COST, ("longest_pause_ms is 812.5, and may be at most 800",)),
+        (Contract(recomputed_tokens=0), COST, ("recomputed_tokens is 40, and may be at most 0",)),
+        (Contract(lost_blocks=1), replace(COST, lost_blocks=2), ("lost_blocks is 2, and may be at most 1",)),
+        (Contract(), replace(COST, lost_streams=1), ("lost_streams is 1, and may be at most 0",)),
         (Contract(lost_streams=1), replace(COST, lost_streams=1), ()),
         (Contract(full_strength_s=9), replace(COST, full_strength_s=math.inf),
-         ("full_strength_s is inf, and may be 9",)),
+         ("full_strength_s is inf, and may be at most 9",)),
         (Contract(), replace(COST, full_strength_s=math.inf),
          ("the cluster did not come back to its full strength",)),
     ],
@@ -62,7 +62,7 @@ def test_a_file_holds_for_all_kinds_and_for_one(tmp_path: pathlib.Path) -> None:
         ("c.toml", 'lost_blocks = "2"', "from 0 on"),
         ("c.toml", "decode = 2", "a table of figures"),
         ("c.toml", "=", "cannot be read"),
-        ("c.json", "[]", "no object"),
+        ("c.json", "[]", "not an object"),
         ("missing.toml", "", "cannot be read"),
     ],
 )

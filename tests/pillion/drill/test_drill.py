@@ -1,4 +1,4 @@
-"""A drill begins only with consent and where every component has a spare; its exit status says what came of it."""
+"""A drill starts only with consent and if every component has a spare; its exit status is its result."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.fake_components import running_fake_cluster
 @pytest.mark.parametrize(
     ("striker", "more", "said", "struck"),
     [
-        (Striker(), {}, "is no process of this user's `pillion serve` here", []),
+        (Striker(), {}, "is not a process of this user's `pillion serve` here", []),
         (
             Striker("kill {component}"),
             {},
-            "decode-0 is the only decode component of model toy, and nothing is known",
+            "decode-0 is the only decode component of model toy, and nothing would restart it",
             [],
         ),
         (Striker("kill {component}", supervised=True), {"pause_s": 1.0}, "{signal}", []),
@@ -44,7 +44,7 @@ async def test_a_drill_needs_spares(striker: Striker, more: dict[str, Any], said
         reach = {"target": fakes.gateway.grpc_address}
         plan = DrillPlan(reach=reach, contract=read_contract(None), striker=striker, **more)
         if said:
-            with pytest.raises(ConfigError, match="the drill does not begin") as refused:
+            with pytest.raises(ConfigError, match="the drill does not start") as refused:
                 await asyncio.to_thread(choose_victims, plan)
             assert said in refused.value.message
         else:
@@ -54,7 +54,7 @@ async def test_a_drill_needs_spares(striker: Striker, more: dict[str, Any], said
 
 def test_no_gateway_no_drill() -> None:
     plan = DrillPlan(reach={"target": "unix:/no/such"}, contract={}, striker=Striker())
-    with pytest.raises(ConfigError, match="the drill does not begin"):
+    with pytest.raises(ConfigError, match="the drill does not start"):
         choose_victims(plan)
 
 
@@ -62,7 +62,7 @@ VICTIM = ComponentStatus(component_id="decode-0", role="decode")
 
 
 def played(monkeypatch: pytest.MonkeyPatch, reports: Sequence[StrikeReport], error: Exception | None = None) -> None:
-    """Drills find these reports, and perhaps an error after them."""
+    """Let drills return these reports, and perhaps an error after them."""
 
     def run(plan: DrillPlan, chosen: Sequence[ComponentStatus]) -> Iterator[StrikeReport]:
         yield from reports
@@ -91,7 +91,6 @@ def test_the_exit_status_says_what_became_of_the_contract(
         path.unlink()
     played(monkeypatch, [report()], Unavailable("it cannot be struck"))
     result = CliRunner().invoke(drill, args, standalone_mode=False)
-    # What was found is shown, and no file says that the drill came to its end.
     assert isinstance(result.exception, Unavailable)
     assert "decode-0" in result.stdout
     assert list(tmp_path.iterdir()) == []
@@ -106,7 +105,7 @@ def test_somebody_has_to_consent(monkeypatch: pytest.MonkeyPatch, typed: str, be
         assert result.return_value == 0
     else:
         assert isinstance(result.exception, ConfigError)
-        assert "nobody has consented" in result.exception.message
+        assert "consent is missing" in result.exception.message
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ def test_the_busiest_of_each_kind_is_struck(
         (cluster("gateway-0"), SUPERVISED, "no component to strike"),
         ([*cluster(*PAIRS), component("decode-2", role="down", trouble="why")], SUPERVISED, "decode-2 is down: why"),
         ([*cluster(*PAIRS), component("kv-2", fenced_components=("decode-9",))], SUPERVISED, "decode-9 is fenced by"),
-        ([component("decode-0;x"), component("decode-1")], SUPERVISED, "is no id to be filled into a command"),
-        (cluster(*PAIRS), Striker(), "decode-0 (10.0.0.1:1) is no process of this user's"),
+        ([component("decode-0;x"), component("decode-1")], SUPERVISED, "cannot be inserted into a command"),
+        (cluster(*PAIRS), Striker(), "decode-0 (10.0.0.1:1) is not a process of this user's"),
     ],
 )
 def test_what_a_drill_refuses(components: list[ComponentStatus], striker: Striker, said: str) -> None:
@@ -113,7 +113,7 @@ def test_a_local_component_is_the_process_at_its_socket(runtime: RuntimeDir) -> 
 
 
 def test_only_what_a_living_supervisor_keeps_is_struck(runtime: RuntimeDir, tmp_path: pathlib.Path) -> None:
-    """A gateway is found beside the workers of its supervisor, and so is Redis."""
+    """A gateway is found next to the workers of its supervisor, and so is Redis."""
     names = ("decode-0", "gateway-0", "redis", "keeper")
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "other.sock"))
@@ -128,7 +128,7 @@ def test_only_what_a_living_supervisor_keeps_is_struck(runtime: RuntimeDir, tmp_
     assert [one.component_id for one in found] == ["decode-0", "gateway-0", "redis"]
     assert {os.path.dirname(one.address) for one in found} == {f"unix:{runtime.path}"}
     assert with_sockets([stranger]) == [stranger]
-    with pytest.raises(ConfigError, match="is no process of this user's"):
+    with pytest.raises(ConfigError, match="is not a process of this user's"):
         Striker().check(stranger)
     assert is_supervised(runtime.path)
     runtime.remove()

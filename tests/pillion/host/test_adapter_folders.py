@@ -1,4 +1,4 @@
-"""Room for copies of adapters: what goes first, what stays, and drafts of writers that have died."""
+"""Room for copies of adapters: what is removed first, what stays, and drafts of dead writers."""
 
 from __future__ import annotations
 

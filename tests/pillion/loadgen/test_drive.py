@@ -17,7 +17,7 @@ ENDLESS_TOKENS = 10_000_000
 
 
 class FakeTarget:
-    """Answers with as many tokens as asked, one in each turn of the event loop; keeps what it was asked."""
+    """Answers with the requested number of tokens, one per turn of the event loop; records its requests."""
 
     def __init__(self, fail=lambda request: None, together=1):
         self.asked = []

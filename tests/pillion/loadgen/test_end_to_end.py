@@ -1,4 +1,4 @@
-"""The command on the real components with a small model, the command's mistakes, and the load test."""
+"""The command with the real components and a small model, wrong arguments, and the load test."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bench(*argv, **environ):
 
 
 async def asked_to_bench(*argv):
-    """As ``bench``, beside components that run on this event loop."""
+    """Run ``bench`` next to components on this event loop."""
     return await asyncio.to_thread(bench, *argv)
 
 
@@ -104,7 +104,7 @@ async def test_a_sweep_is_bounded_and_ends_with_a_rate(components, tmp_path):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_run_in_which_a_request_failed_fails(components):
-    """It asks for a token that the model does not have."""
+    """It requests a token that the model does not have."""
     load = ("--rate", "50", "--requests", "2", "--token-range", "9000,9001")
     done = await asked_to_bench("--target", components.gateway.grpc_address, *load)
     assert done.returncode == 1

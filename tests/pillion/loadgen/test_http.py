@@ -1,4 +1,4 @@
-"""The small HTTP client: bytes cut anywhere, and a server that misbehaves in every way that one can."""
+"""The small HTTP client: bytes split anywhere, and a server that misbehaves in every possible way."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_which_events_bring_a_token(event, message):
 
 
 class Closing(bytes):
-    """An answer after which the server closes the connection, without having said so."""
+    """An answer after which the server closes the connection without announcing it."""
 
 
 class Reset(bytes):
@@ -109,7 +109,7 @@ class Reset(bytes):
 
 @contextlib.asynccontextmanager
 async def server(*answers, tls=None, model="m", **files):
-    """Gives each request, over all connections, the next of ``answers``, and keeps the requests."""
+    """Give each request, over all connections, the next of ``answers``, and record the requests."""
     left, requests, connections = list(answers), [], []
 
     async def serve(reader, writer):

@@ -1,4 +1,4 @@
-"""Arrivals, lengths and prompts follow from a config and a seed; numpy and counting are the oracles."""
+"""Arrivals, lengths and prompts are determined by config and seed; numpy and counting are the oracles."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_duration_ends_arrivals():
         ({"rate": 1.0, "requests": 0}, "0 requests"),
         ({"rate": 1.0, "input_len": "many"}, "many"),
         ({"rate": 1.0, "input_len": "1000000", "requests": 1000}, "fewer --requests"),
-        ({"rate": 1.0, "token_range": (5, 5)}, "no range"),
+        ({"rate": 1.0, "token_range": (5, 5)}, "not a range"),
         ({"workload": "trace"}, "--trace"),
         ({"workload": "trace", "trace": "/nowhere.jsonl"}, "nowhere"),
     ],

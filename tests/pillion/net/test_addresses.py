@@ -1,4 +1,4 @@
-"""Listening at both families of addresses, and reaching parts of a cluster whatever proxy the environment names."""
+"""Listening at both families of addresses, and reaching parts of a cluster despite proxies in the environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "no_proxy", "no
 
 @pytest.fixture
 def trap(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A proxy of the environment that takes connections and never answers."""
+    """A proxy in the environment that accepts connections and never answers."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)

@@ -1,4 +1,4 @@
-"""A handler whose wait is cancelled by nobody who called it ends its call with an error: no caller waits for ever."""
+"""A handler whose wait is cancelled, but not by its caller, ends its call with an error: no caller waits forever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "grpc.health.v1.Health"
 
 
 class _Stray(health_pb2_grpc.HealthServicer):
-    """A servicer that waits for something which is cancelled when ``stray`` is set, and by itself for ever."""
+    """A servicer that waits for something that is cancelled when ``stray`` is set, and otherwise forever."""
 
     def __init__(self) -> None:
         self.stray = True

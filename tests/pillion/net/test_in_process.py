@@ -1,4 +1,4 @@
-"""Calls within a process behave as calls over a connection do: replies, errors, deadlines, cancelled calls, ends."""
+"""Calls within a process behave like calls over a connection: replies, errors, deadlines, cancelled calls, ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pillion.net.rpc import RunningServer, from_rpc_error, open_channel, start_s
 
 
 class Echo:
-    """A servicer whose requests say what it is to do."""
+    """A servicer whose requests say what to do."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -109,7 +109,7 @@ async def test_errors_arrive_with_their_details() -> None:
         error = await error_of(one(Overloaded("full", 70, (QuotaViolation("slots", "all are used"),))))
         assert isinstance(error, Overloaded)
         assert (error.retry_after_ms, error.quotas) == (70, (QuotaViolation("slots", "all are used"),))
-        assert (await error_of(one(ValueError("a defect")))).message == "internal error; the server's log says more"
+        assert (await error_of(one(ValueError("a defect")))).message == "internal error; see the server's log"
         assert isinstance(await error_of(one("wait", timeout=0.01)), DeadlineExceeded)
         assert echo.ended == ["one"] * 3
         await server.stop(0.0)

@@ -1,4 +1,4 @@
-"""Lines over private sockets: bounded in time and length, and nothing that came with them is left open."""
+"""Lines over private sockets: limited in time and length, and nothing that came with them is left open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pillion.net.private_socket import peer_gone, receive_line
 
 @contextlib.contextmanager
 def dribbling(sock: socket.socket):
-    """Sends a byte, none of them the end of a line, as often as the reader has taken the last one."""
+    """Send a byte, never a line's end, each time that the reader has taken the last one."""
     over = threading.Event()
 
     def dribble() -> None:

@@ -96,7 +96,7 @@ async def healthy(address: str) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
 async def test_calls_go_on_and_newcomers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A component's own port, too: other programs of its machine reach it."""
+    """Also a component's own port: other programs on its machine can reach it."""
     async with echoing(monkeypatch) as server, rpc.open_channel(server.address) as channel:
         call = channel.stream_stream("/test.Echo/Echo")()
         await call.write(b"first")
@@ -112,7 +112,7 @@ async def test_calls_go_on_and_newcomers_are_served(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
 async def test_a_watched_health_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers may watch the health for ever."""
+    """Anyone may watch the health forever."""
     async with echoing(monkeypatch) as server, contextlib.AsyncExitStack() as stack:
         watches = []
         for _ in range(PLACES):
@@ -124,5 +124,5 @@ async def test_a_watched_health_keeps_no_place(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_handshake_times_out_within_seconds() -> None:
-    """The only bound where /proc shows no sockets, and at Unix sockets."""
+    """The only limit if /proc shows no sockets, and at Unix sockets."""
     assert dict(rpc.server_options(rpc.MAX_MESSAGE_BYTES, 1))["grpc.server_handshake_timeout_ms"] <= 5_000

@@ -1,4 +1,4 @@
-"""When a changed file is read again: never while it is written, whatever way it was replaced, and until it worked."""
+"""When a changed file is read again: never while it is written, however it was replaced, and until it worked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pillion.net.watched import Watched
 
 @pytest.fixture(autouse=True)
 def no_age(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file comes to rest because the machine stands still between two lines of a test."""
+    """No file becomes stable because the machine stalls between two lines of a test."""
     monkeypatch.setattr("pillion.net.watched.AT_REST_S", WITHIN_S)
 
 
@@ -91,7 +91,7 @@ def test_files_that_change_while_they_are_read_are_read_again(path: pathlib.Path
 def test_what_could_not_be_read_is_tried_again_and_said_once(
     path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Too many open files, say: a key that was taken away must not stay good for that."""
+    """For example with too many open files: a removed key must not stay valid because of that."""
     watched, failing, reads = Watched([str(path)]), True, []
 
     def read() -> str:
@@ -122,7 +122,7 @@ def test_what_is_bad_is_read_once(path: pathlib.Path) -> None:
 
 
 def test_half_of_a_keys_file_locks_nobody_out(tmp_path: pathlib.Path) -> None:
-    """Every beginning of it that ends with a line is a keys file too."""
+    """Every prefix of it that ends with a line is a valid keys file too."""
     path = tmp_path / "keys.toml"
     lines = ["[tenant.acme]\n"]
     for letter in "abc":

@@ -1,4 +1,4 @@
-"""Components' counts agree with their work (budgets, pools and prompts add up), and so do their log lines."""
+"""Components' counts match their work (budgets, pools and prompts add up), and so do their log lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a component's log holds at each level."""
+"""The content of a component's log at each level."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ asyncio.run(main())
 
 
 def test_a_call_whose_other_side_is_gone_is_one_line() -> None:
-    """What a library writes about it has no traceback; a defect has one."""
+    """A library's own report of it has no traceback; a defect has one."""
     done = subprocess.run([sys.executable, "-c", BROKEN_CALLS], capture_output=True, text=True, check=True)
     gone, *defect, dropped = done.stderr.splitlines()
     assert " WARNING grpc._cython.cygrpc: ExecuteBatchError raised in core by servicer method [/grpc.health" in gone

@@ -1,4 +1,4 @@
-"""The watch of the event loop: what held it is seen, stays seen for a while, and is forgotten."""
+"""The watch of the event loop: what blocked it is measured, stays visible for a while, and is forgotten."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_what_holds_the_loop_is_measured_and_logged(caplog: pytest.LogCapt
             # As if a callback had taken so long: the clock went on, and no tick came.
             await turn_clock(2 * LONG_S)
             await until("a late tick", lambda: longest_s() > LONG_S)
-        assert "the event loop did nothing else for" in caplog.text
+        assert "a callback blocked the event loop for" in caplog.text
         await turn_clock(3 * WINDOW_S)
         # That was the longest one; it is forgotten as well.
         await until("a tick that is later still", lambda: longest_s() > 2 * WINDOW_S)

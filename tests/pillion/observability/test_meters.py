@@ -32,7 +32,7 @@ QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")
 
 
 def samples(meters: Meters, *, vllm_names: bool = False) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Return the samples that Prometheus reads off the page under Pillion's names, or under vLLM's, without the
+    """Return the samples that Prometheus reads from the page under Pillion's names, or under vLLM's, without the
     process's own figures."""
     text = generate_latest(MetricsPage(meters.collect).registry()).decode()
     return {

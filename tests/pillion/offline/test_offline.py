@@ -1,4 +1,4 @@
-"""LLM in this process: transformers' greedy tokens, vLLM's shape, and what the service promises."""
+"""LLM in this process: transformers' greedy tokens, vLLM's interface, and the service's guarantees."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_a_start_that_fails_leaves_nothing(folder: pathlib.Path) -> None:
 
 
 def test_requests_within_the_original_length_have_the_frequencies_of_training(tmp_path: pathlib.Path) -> None:
-    """Dynamic NTK, served beyond its original length: what may grow longer has other KV, and shares none (I2)."""
+    """Dynamic NTK, served beyond its original length: longer limits have other KV, and share none (I2)."""
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     folder = save_model(tmp_path / "ntk", max_position_embeddings=64, rope_parameters=rope)
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(folder))

@@ -73,7 +73,7 @@ def test_one_call_mixes_adapters_and_the_model(kernels, ranks, made):
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("auto", marks=needs_kernels)])
 def test_adapters_of_experts(kernels, tmp_path):
-    """What PEFT calls "all-linear" of a mixture: attention, experts and routers."""
+    """PEFT's "all-linear" of a mixture: attention, experts and routers."""
     folder = make_model(tmp_path / "model", FAMILIES["mixtral"])[0]
     adapters = [make_adapter(folder, tmp_path / str(seed), seed=seed, r=4 + seed) for seed in range(2)]
     prompt, greedy = tokens_of(40, 5), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

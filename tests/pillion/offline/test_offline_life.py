@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def run(model: pathlib.Path, body: str, folder: str = "") -> tuple[str, str]:
-    """Output of a program; its temporary folder is empty after it, and so is its process group."""
+    """Return a program's output; its temporary folder and its process group are empty after it."""
     with contextlib.ExitStack() as stack:
         folder = folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="pl-"))
         command, environ = [sys.executable, "-c", HEAD + body, str(model)], {**os.environ, "TMPDIR": folder}
@@ -136,7 +136,7 @@ def test_close_an_interrupt_and_a_fork_leave_everything_in_order(model: pathlib.
 def test_it_ends_with_the_interpreter_and_a_killed_one_leaves_a_folder_that_the_next_removes(
     model: pathlib.Path,
 ) -> None:
-    """Two of them, one in the middle of a call on a daemon's thread, in a program that has a loop of its own."""
+    """Two of them, one in the middle of a call on a daemon thread, in a program with its own loop."""
     with tempfile.TemporaryDirectory(prefix="pl-") as folder:
         body = HEAD + "llm = made()\nprint('up', flush=True)\nsignal.pause()\n"
         command, environ = [sys.executable, "-c", body, str(model)], {**os.environ, "TMPDIR": folder}
@@ -163,12 +163,11 @@ print("end")
 """,
             folder,
         )
-    # The killed one has made the model ready.
     assert (out, err) == ("end\n", "")
 
 
 def test_without_the_servers_it_says_so() -> None:
-    """``pip install pillion`` without its ``server`` extra brings the code of the servers, but nothing they need."""
+    """``pip install pillion`` without its ``server`` extra includes the servers' code, but none of its dependencies."""
     body = """
 import sys
 from importlib.machinery import PathFinder

@@ -1,4 +1,4 @@
-"""LLM takes what programs for vLLM write, or says what to do instead."""
+"""LLM accepts what programs for vLLM write, or says what to do instead."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def llm(folder: pathlib.Path) -> Iterator[LLM]:
         ({"load_format": "gguf"}, "load_format='gguf': .* is a folder of safetensors"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported: set tensor_parallel_size"),
         ({"runner": "draft"}, "LLM.embed"),
-        ({"seed": "7"}, "seed '7' is no int"),
+        ({"seed": "7"}, "seed '7' is not an int"),
         ({"tokenizer": "/nowhere/at all"}, "--tokenizer /nowhere/at all is neither a local folder nor a hub id"),
         ({"quantization": "AWQ"}, "quantization='awq': .* has plain weights; leave the option out, or choose int8"),
     ],
@@ -150,7 +150,7 @@ def test_a_search_by_beams_is_refused(llm: LLM) -> None:
 
 
 def test_a_seed_repeats_a_programs_answers(folder: pathlib.Path) -> None:
-    """Also two equal prompts of one call get different answers, as different draws do."""
+    """Two equal prompts of one call also get different answers, like different draws."""
     hot = SamplingParams(temperature=5.0, max_tokens=8, ignore_eos=True)
 
     def answers(seed: int) -> list[list[int]]:

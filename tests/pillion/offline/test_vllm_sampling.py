@@ -1,4 +1,4 @@
-"""vLLM's fields of sampling in LLM, with a real model: which tokens are chosen, beside drafts and in grammars too."""
+"""vLLM's sampling fields in LLM, with a real model: which tokens are chosen, also with drafts and in grammars."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_allowed_tokens_are_chosen(llm: LLM, sampling: SamplingParams) -> N
 
 
 def test_bad_words_are_never_completed(llm: LLM, codec: Tokenizer) -> None:
-    """Words of one token and of several, taken from what the model would write."""
+    """Return words of one token and of several, taken from what the model would write."""
     free = answers(llm, GREEDY, "free")[0]
     words = [text for end in (1, 2, 3) if (text := codec.decode(free[end : 2 * end]).strip())]
     assert words
@@ -72,7 +72,7 @@ def test_bad_words_are_never_completed(llm: LLM, codec: Tokenizer) -> None:
 
 
 def test_a_structure_is_narrowed(llm: LLM, codec: Tokenizer) -> None:
-    """The allowed tokens and bad words hold within a grammar; where they leave it nothing, the grammar decides."""
+    """The allowed tokens and bad words apply within a grammar; if they leave no token, the grammar decides."""
     shape = StructuredOutputs(regex="[abc]{4,8}")
     ids = {letter: codec.encode(letter, add_special_tokens=False).ids[0] for letter in "abc"}
     narrow = replace(HOT, ignore_eos=False, structured_outputs=shape)

@@ -1,4 +1,4 @@
-"""A bundle comes back as it was written; one that was changed is refused; without the key it is unverified."""
+"""A bundle is read as it was written; a changed one is rejected; without the key it is unverified."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAME = "0123456789abcdef01234567"
 
 
 def bundle_of(**fields: Any) -> Bundle:
-    """A bundle with something in every kind of field."""
+    """Return a bundle with something in every kind of field."""
     sampling = SamplingParams(
         temperature=0.5,
         seed=-(2**63),
@@ -89,10 +89,10 @@ def test_a_bundle_comes_back_as_it_was_written(tmp_path: pathlib.Path) -> None:
         (lambda raw: raw.replace(b"-0.1", b"-0.2"), "its HMAC is wrong"),
         (lambda raw: raw.replace(b'"mac"', b'"more":1,"mac"'), "its HMAC is wrong"),
         (lambda raw: raw[: raw.index(b',"mac"')] + b"}", "its HMAC is wrong"),
-        (lambda raw: raw.replace(b'"format":1', b'"format":2'), "no bundle of format 1, but 2"),
-        (lambda raw: raw[:-1], "is no bundle"),
-        (lambda raw: b"[" * 100_000, "is no bundle"),
-        (lambda raw: b"\xff\xfe", "is no bundle"),
+        (lambda raw: raw.replace(b'"format":1', b'"format":2'), "not a bundle of format 1, but 2"),
+        (lambda raw: raw[:-1], "is not a bundle"),
+        (lambda raw: b"[" * 100_000, "is not a bundle"),
+        (lambda raw: b"\xff\xfe", "is not a bundle"),
     ],
 )
 def test_what_is_no_bundle_or_was_changed_is_refused(change: Any, complaint: str, tmp_path: pathlib.Path) -> None:
@@ -110,7 +110,7 @@ def test_what_is_signed_may_still_be_no_bundle(tmp_path: pathlib.Path) -> None:
     fields = json.loads(encode(bundle_of(), KEY))
     fields["reason"] = "whatever"
     (tmp_path / "it.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=r"is no bundle.*reason"):
+    with pytest.raises(ConfigError, match=r"is not a bundle.*reason"):
         read(tmp_path / "it.json", None)
     with pytest.raises(ConfigError, match="No such file"):
         read(tmp_path / "nowhere", None)

@@ -17,7 +17,7 @@ from tests.pillion.records.test_bundle import bundle_of
 
 
 def bundle(operation: str = "chat", temperature: float = 0.0, answers: int = 1, grammar: str = "") -> Bundle:
-    """A bundle with empty answers to a request of this kind."""
+    """Return a bundle with empty answers to a request of this kind."""
     request = BundleRequest(
         operation=operation,
         label="x",
@@ -36,7 +36,6 @@ EQUAL, OTHER = CanaryOutcome(name="equal"), CanaryOutcome(name="differs", positi
     [
         ("", 3, [EQUAL] * 2, None),
         ("", 3, [EQUAL] * 3, True),
-        # By default one difference is enough, and nothing is waited for.
         ("", 200, [EQUAL, OTHER], False),
         ("", 200, [CanaryOutcome(name="prompt")], False),
         ("", 200, [CanaryOutcome(name="error")], False),

@@ -12,12 +12,12 @@ from pillion.types import TokenLogprob
 
 
 def recorded(ids: str, finish_reason: str = "length", logprobs: tuple[float | None, ...] = ()) -> BundleAnswer:
-    """An answer whose tokens are the letters' numbers."""
+    """Return an answer whose tokens are the letters' numbers."""
     return BundleAnswer(tokens=len(ids), token_ids=tuple(map(ord, ids)), finish_reason=finish_reason, logprobs=logprobs)
 
 
 def replayed(ids: str, finish_reason: str = "length", top: str = "") -> ReplayedAnswer:
-    """Its replay, in which the letters of ``top`` are the likeliest ones at every position: -1, -2 and so on."""
+    """Return its replay, in which the letters of ``top`` are the most likely at every position: -1, -2 and so on."""
     likely = {ord(letter): -1.0 - n for n, letter in enumerate(top)}
     logprobs = [TokenLogprob(ord(one), likely.get(ord(one), -0.5), (*likely,), (*likely.values(),)) for one in ids]
     return ReplayedAnswer([*map(ord, ids)], logprobs, finish_reason)
@@ -28,7 +28,6 @@ def replayed(ids: str, finish_reason: str = "length", top: str = "") -> Replayed
     [
         (recorded("abc"), replayed("abc"), ""),
         (recorded("abc", "tool_calls"), replayed("abc", "stop"), ""),
-        # What was cut short is compared as far as it came.
         (recorded("ab", ""), replayed("abc"), ""),
         (recorded("", ""), replayed("abc"), ""),
         (

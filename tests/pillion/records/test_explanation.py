@@ -1,4 +1,4 @@
-"""What `pillion explain` says of stories: each cause has its sentence, and the phases have no gaps."""
+"""What `pillion explain` says about stories: each cause has its sentence, and the phases have no gaps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def event(at_ms: float, what: str, worker: str = "", **fields: Any) -> StoryEven
 
 
 def story(*events: StoryEvent, first_ms: float = 2400.0, last_ms: float = 3000.0, **fields: Any) -> Bundle:
-    """A bundle of one answer whose first and last tokens came then, and what happened before."""
+    """Return a bundle of one answer with these times of the first and last token, and these events before."""
     answer = BundleAnswer(tokens=9, times=TokenTimes(first_ms=first_ms, last_ms=last_ms))
     told = [event(0, "arrived"), *events, event(first_ms, "tokens", "decode-0"), event(last_ms, "finished")]
     told.sort(key=lambda one: one.at_ms)
@@ -141,8 +141,8 @@ MOVED = story(
     [
         (
             IN_LINE,
-            "1.90 s of 2.40 s to the first token were spent in line at the gateway, while 4 answers ran and"
-            " 3 requests (3 of tenant b) stood in line, too.",
+            "1.90 s of 2.40 s to the first token were spent waiting in the gateway's queue, while 4 answers ran and"
+            " 3 requests (3 of tenant b) were waiting too.",
         ),
         (GRAMMAR, "800 ms of 2.40 s to the first token were spent making and compiling the grammar."),
         (
@@ -153,8 +153,8 @@ MOVED = story(
         (SLOW_LINK, "The prefix was cold: none of the prompt's 3 tokens was cached."),
         (
             SLOW_WORKER,
-            "2.11 s of 2.40 s to the first token were spent prefilling at prefill-0: 2 chunks waited 100 ms in its line"
-            " and took 2.00 s to compute.",
+            "2.11 s of 2.40 s to the first token were spent prefilling at prefill-0: 2 chunks waited 100 ms in its"
+            " queue and took 2.00 s to compute.",
         ),
         (
             SLOW_WORKER,
@@ -168,7 +168,7 @@ MOVED = story(
         ),
         (
             LOST_PREFILL,
-            "1.31 s of 2.40 s to the first token were spent prefilling at prefill-1: 1 chunk waited 0.0 ms in its line"
+            "1.31 s of 2.40 s to the first token were spent prefilling at prefill-1: 1 chunk waited 0.0 ms in its queue"
             " and took 900 ms to compute.",
         ),
         (
@@ -188,11 +188,11 @@ MOVED = story(
             "After 600 ms, attempt 2 was lost at a component (Unavailable: no worker lives), and so were 15 more within"
             " 1.50 s, and the request moved.",
         ),
-        (AWAY, "Until 2.20 s decode-0 sent no heartbeat for 1.70 s: it stood still, or was cut off."),
+        (AWAY, "Until 2.20 s decode-0 sent no heartbeat for 1.70 s: it was stopped, or cut off."),
         (
             WORKER_BUSY,
-            "2.36 s of 2.40 s to the first token were spent in line at decode-0, where 4 answers ran and prompts of"
-            " 3,000 tokens were to be computed.",
+            "2.36 s of 2.40 s to the first token were spent waiting in the queue of decode-0, where 4 answers ran and"
+            " prompts of 3,000 tokens were to be computed.",
         ),
         (MOVED, "After 1.50 s, attempt 1 was lost at decode-0 (Unavailable: gone), and the request moved."),
         (MOVED, "The longest pause of the answer was 1.10 s, before its token 5, when decode-0 was lost."),
@@ -283,5 +283,5 @@ def test_a_request_that_had_no_turn_is_explained() -> None:
     assert told == [
         "No token came within the 5.00 s of the request.",
         "The request failed with DeadlineExceeded: late",
-        "4.99 s of 5.00 s of waiting were spent in line at the gateway, while 1 answer ran.",
+        "4.99 s of 5.00 s of waiting were spent waiting in the gateway's queue, while 1 answer ran.",
     ]

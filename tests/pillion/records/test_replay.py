@@ -1,5 +1,5 @@
-"""Requests that real components recorded are replayed, at the same weights and at others, and a canary tells versions
-apart."""
+"""Requests that real components recorded are replayed, with the same weights and with others, and a canary
+distinguishes versions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def recorded(components: Components, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The bundles of a request of each kind, in a folder to which nothing is added."""
+    """Bundles of a request of each kind, in a folder to which nothing is added."""
     await asyncio.gather(*(ask(components.client, kind) for kind in KINDS))
     folder = tmp_path_factory.mktemp("bundles")
     for path in await bundles_of(components.folder / "records", len(KINDS)):
@@ -70,7 +70,7 @@ async def test_every_kind_replays_equal(components: Components, recorded: pathli
 
 
 async def test_token_ids_alone_ask_for_the_same(components: Components, recorded: pathlib.Path) -> None:
-    """A gateway with another template reads another prompt in the messages, and gets the ids then."""
+    """A gateway with another template makes another prompt of the messages, and then gets the ids."""
     other = components.folder / "other.jinja"
     other.write_text("Be brief. " + TEMPLATE)
     notes = 0
@@ -189,7 +189,7 @@ async def test_nothing_of_a_tenant_that_opted_out_is_mirrored(components: Compon
     )
     before = set(bundles_in(reached))
     status, tally, lines = await canary(records, components.gateway.grpc_address, wanted=2)
-    assert (status, tally.all.counts, lines[1]) == (UNDECIDED, {"equal": 1}, "not replayed: 1 that cannot be")
+    assert (status, tally.all.counts, lines[1]) == (UNDECIDED, {"equal": 1}, "not replayed: 1 that cannot be replayed")
     # The other gateway records all that reaches it.
     await until("the replay's bundle", lambda: set(bundles_in(reached)) > before)
     labels = [bundles.read(path, None)[0].request.label for path in set(bundles_in(reached)) - before]
@@ -245,7 +245,7 @@ async def test_a_workers_grammar_is_sent_as_a_client_can() -> None:
                            {"name": "client", "lark_grammar": "start: A"}]}  # fmt: skip
     assert sent_grammar(msgspec.json.encode(joined).decode()) == "start: A"
     joined["grammars"][0]["lark_grammar"] = "%llguidance {}\nstart: (x) (@client)\n"
-    with pytest.raises(ConfigError, match="calls of tools"):
+    with pytest.raises(ConfigError, match="tool calls"):
         sent_grammar(msgspec.json.encode(joined).decode())
 
 
@@ -256,7 +256,6 @@ async def test_the_model_is_found_by_its_weights_and_adapter() -> None:
         bundle = bundle_of(model=BundleModel(name="toy", fingerprint="weights", asked=asked, adapter=adapter))
         assert model_of(bundle, models, "", any_model=False).name == wanted
         assert model_of(bundle, models, "red", any_model=True).name == "red"
-    # The name has another adapter now.
     bundle = bundle_of(model=BundleModel(name="toy", fingerprint="weights", asked="red", adapter="ef"))
     with pytest.raises(ConfigError, match="has other weights"):
         model_of(bundle, models, "", any_model=False)

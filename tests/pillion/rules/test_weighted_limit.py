@@ -1,4 +1,4 @@
-"""The bound by weight: the order of those that wait, what is larger than the bound, and waits that end early."""
+"""The limit by weight: the order of waiters, work above the limit, and waits that end early."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def test_what_no_request_could_ask_for_is_refused_by_its_name(
 def test_an_override_that_cannot_be_meant() -> None:
     assert override_of("") == SamplingParams()
     for text, words in (
-        ("{", "is no JSON"),
-        ("[1]", "is no JSON object"),
+        ("{", "is not JSON"),
+        ("[1]", "is not a JSON object"),
         ('{"temprature": 1}', "unknown key 'temprature'; did you mean temperature"),
         ('{"seed": 1}', "unknown key 'seed'; it takes temperature, top_p"),
     ):

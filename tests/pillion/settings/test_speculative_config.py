@@ -1,4 +1,4 @@
-"""``--speculative-config``: what vLLM's users write is read, and what cannot be meant is refused by its key's name."""
+"""``--speculative-config``: vLLM's values are accepted, and invalid ones are rejected by their key's name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ def test_what_is_said_is_meant(said: dict[str, Any], meant: SpeculativeConfig) -
     [
         ('{"speculators_model_type": "eagle3"}', "eagle3"),
         ('{"architectures": ["LlamaForCausalLMEagle3"]}', "eagle3"),
-        # The head's loader names what it does not know.
         ('{"speculators_model_type": "dflash"}', "eagle3"),
         ('{"architectures": ["LlamaForCausalLM"]}', "draft_model"),
         ('{"architectures": null}', "draft_model"),
@@ -92,13 +91,13 @@ def test_nothing_is_drafted_by_default() -> None:
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ("ngram", "is no JSON"),
-        ("[1]", "is no JSON object"),
-        ('{"method": "ngram", "method": "suffix"}', "a key is there twice: method, method"),
+        ("ngram", "is not JSON"),
+        ("[1]", "is not a JSON object"),
+        ('{"method": "ngram", "method": "suffix"}', "a key occurs twice: method, method"),
         ({"num_speculative_tokens": 3}, "method None is not one of ngram, suffix, draft_model, eagle3"),
         ({**NGRAM, "method": "oracle"}, "method 'oracle' is not one of ngram, suffix, draft_model"),
         ({**NGRAM, "method": ["ngram"]}, "method ['ngram'] is not one of"),
-        ({"method": "eagle", "model": "m", "num_speculative_tokens": 3}, "method 'eagle' is not served here"),
+        ({"method": "eagle", "model": "m", "num_speculative_tokens": 3}, "method 'eagle' is not supported"),
         ({"method": "eagle3", "num_speculative_tokens": 3}, "method 'eagle3' needs a model"),
         ({"method": "eagle3", "model": "m", "quantization": "int4"}, "quantization belongs to method draft_model, not"),
         ({**NGRAM, "promt_lookup_max": 3}, "has no key 'promt_lookup_max'; with method 'ngram' it has method, num_"),

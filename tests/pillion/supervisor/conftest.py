@@ -11,6 +11,6 @@ import pytest
 
 @pytest.fixture
 def folder() -> Iterator[pathlib.Path]:
-    """A folder whose path is short: pytest's own are too long for a Unix socket's path on some systems."""
+    """A folder with a short path: pytest's are too long for a Unix socket's path on some systems."""
     with tempfile.TemporaryDirectory(prefix="pil-") as path:
         yield pathlib.Path(path)

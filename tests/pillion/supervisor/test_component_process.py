@@ -1,4 +1,4 @@
-"""One component in a process of its own, from its start to its end."""
+"""One component in its own process, from its start to its end."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ print(status, gc.get_freeze_count(), int(gc.isenabled()), *resource.getrlimit(re
 
 
 def component(folder: pathlib.Path, *, soft_files: int) -> tuple[int, int, int, int, int]:
-    """Runs the component with a soft limit of open files; returns its status, the objects that collections pass over,
-    whether there are collections, and both limits of open files."""
+    """Run the component with a soft limit of open files; return its status, the number of frozen objects, whether
+    garbage collection is enabled, and both limits of open files."""
     argv = ["sh", "-c", f'ulimit -Sn {soft_files}; exec "$@"', "sh", sys.executable, "-c", PROGRAM, str(folder)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=2 * WITHIN_S)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What the registry is told of components that are down, and what a gateway makes of it."""
+"""What the registry is told about components that are down, and how a gateway uses it."""
 
 from __future__ import annotations
 

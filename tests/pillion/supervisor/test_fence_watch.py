@@ -1,4 +1,4 @@
-"""A worker that stays fenced is killed: when, and that SIGKILL ends even a process that is stopped."""
+"""A worker that stays fenced is killed: when, and that SIGKILL ends even a stopped process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_stopped_component_is_killed_and_started_again(
     answers: list[float] = []
 
     class SeenWatch(FenceWatch):
-        """Keeps when the node answered."""
+        """Record when the node answered."""
 
         def overdue(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
             answers.append(now)

@@ -1,4 +1,4 @@
-"""Several gateways behind one port: who may have the port, which flags each gets, and which models they serve."""
+"""Several gateways behind one port: who may have the port, each one's flags, and the models they serve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def listener(port: int, *, share: bool) -> socket.socket:
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_somebody_elses_port_is_refused_at_start(workers: int, share: bool) -> None:
-    """Even where that server would share it: its clients and ours would be mixed."""
+    """Even if that server would share it: its clients and ours would be mixed."""
     with listener(0, share=share) as taken:
         flags = ServeFlags(gateway_workers=workers, grpc_port=taken.getsockname()[1], http_port=0)
         ports = PublicPorts()

@@ -1,4 +1,4 @@
-"""The processes of a local cluster: settled flags, order, cores, environment."""
+"""The processes of a local cluster: resolved flags, order, cores, environment."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ from tests.support.own_cache import model_cache
 
 
 def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU one process does prefill and decode, and the pool is what the GPU has left."""
+    """On a GPU one process does prefill and decode, and the pool is the rest of the GPU's memory."""
     monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 1)
     flags = resolved(ServeFlags(model="m"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cuda", 0, 0)
     assert "--kv-device=cuda" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
-    # Each worker chooses the budget of its steps when it has the model.
     assert (flags.max_num_batched_tokens, flags.max_num_batched_prefill_tokens) == (0, 0)
     flags = resolved(ServeFlags(model="m", prefill_workers=2, kv_pool_bytes=2**20))
     assert (flags.prefill_workers, flags.kv_pool_bytes) == (2, 2**20)
@@ -65,7 +64,7 @@ def test_budgets_of_a_cpu_hold_what_each_step_must_hold() -> None:
 def test_a_pool_is_on_the_gpu_of_each_rank(
     monkeypatch: pytest.MonkeyPatch, gpus: int, decode: int, prefill: int, pool: str
 ) -> None:
-    """As many as the largest workers have ranks; ranks that share one GPU share the pool on it."""
+    """As many as the largest workers have ranks; ranks that share one GPU share its pool."""
     monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: gpus)
     sizes = {"tensor_parallel_size": decode, "prefill_tensor_parallel_size": prefill}
     flags = resolved(ServeFlags(model="m", prefill_workers=1, **sizes))  # type: ignore[arg-type]
@@ -95,7 +94,7 @@ def test_kv_of_a_type_that_a_gpu_does_not_have_is_refused(monkeypatch: pytest.Mo
 
 
 def on_cpu(**flags: Any) -> ServeFlags:
-    """The settled flags of a cluster on a machine without a GPU."""
+    """The resolved flags of a cluster on a machine without a GPU."""
     return resolved(ServeFlags(device="cpu", **flags))
 
 
@@ -216,7 +215,7 @@ def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_lend_each_other_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, flags: dict[str, Any], owners: list[int] | None
 ) -> None:
-    """A lending table has a line for each core; there is none where a worker owns all cores, or cores are too few."""
+    """A lending table has a line per core; there is none if a worker owns all cores, or there are too few."""
     monkeypatch.setattr(cluster, "usable_cores", lambda: cores)
     settled = on_cpu(model="m", **flags)
     lending_table = cluster.core_lending_table(settled)

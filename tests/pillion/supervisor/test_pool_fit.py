@@ -1,4 +1,4 @@
-"""The least pool that works, and the one-line errors of pools that do not."""
+"""The smallest pool that works, and the one-line errors of pools that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot work is refused before any process starts, in one line that names the flag and who set it."""
+"""What cannot work is refused before any process starts, in one line that names the flag and its origin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.notices import RecordedNotices
 
 @pytest.fixture
 def model(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder that is a model as far as anybody looks before a start; no process may start in its test."""
+    """A folder that looks like a model before a start; no process may start in its test."""
     monkeypatch.setattr(local_cluster.ChildProcess, "start", lambda *_: pytest.fail("a process was started"))
     for name in [name for name in os.environ if name.startswith("PILLION_")]:
         monkeypatch.delenv(name)
@@ -59,8 +59,8 @@ def refusal(*argv: str) -> str:
         (["--lora-modules", "a=b", "--lora-modules", "a=c", "--enable-lora"], "two adapters are called 'a'"),
         (["--object-url", "https://bucket"], "--object-url does not begin with s3://"),
         (["--record-path", "redis"], "--record-path redis needs --record-key-file"),
-        (["--host", "203.0.113.7"], "--host 203.0.113.7 is no address of this machine"),
-        (["--metrics-host", "203.0.113.7", "--metrics-port", "9"], "--metrics-host 203.0.113.7 is no address"),
+        (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
+        (["--metrics-host", "203.0.113.7", "--metrics-port", "9"], "--metrics-host 203.0.113.7 is not an address"),
         (["--metrics-port", "65534"], "--metrics-port 65536 on 127.0.0.1 cannot be used: ports end at 65535"),
         (["--redis-url", "http://x"], "--redis-url http://x: choose redis://"),
     ],
@@ -142,7 +142,7 @@ def test_certificates_that_cannot_be_used(model: str, tmp_path: pathlib.Path) ->
         (one / "server.key", one / "server.pem", ""): f"{one}/server.key has no certificate in PEM",
         (one / "server.pem", config, ""): f"{config} has no private key in PEM",
         (one / "server.pem", two / "server.key", ""): (
-            f"the private key {two}/server.key does not fit the certificate {one}/server.pem"
+            f"the private key {two}/server.key does not match the certificate {one}/server.pem"
         ),
         (expired, tmp_path / "a.key", ""): f"{expired}: certificate has expired",
         (one / "server.pem", one / "server.key", config): f"{config} has no certificate in PEM",
@@ -181,7 +181,7 @@ async def test_a_dead_redis_gets_a_word_and_a_bounded_wait(monkeypatch: pytest.M
     monkeypatch.setattr(preflight, "REDIS_WAIT_MS", 300)
     monkeypatch.setattr(preflight, "REDIS_POLL_MS", 10)
     notices, url = RecordedNotices(), f"redis://:secret@127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError, match=r"no Redis serves us there .*; start it, or leave --redis-url out") as caught:
+    with pytest.raises(ConfigError, match=r"no Redis answers there .*; start it, or omit --redis-url") as caught:
         await wait_for_redis(url, notices)
     [line] = notices.lines
     assert "waiting for it up to" in line

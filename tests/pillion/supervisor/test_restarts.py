@@ -1,4 +1,4 @@
-"""The restart policy: backoff that doubles, a bound on deaths in a window, no second try for a wrong configuration."""
+"""The restart policy: doubling backoff, a limit of deaths in a window, no second try for a wrong configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_deaths_with_time_between_them_are_each_followed_at_once() -> None:
 
 
 def test_too_many_deaths_within_the_window_are_flapping() -> None:
-    """Each is then followed later than the one before, until the component has lived for the window's time."""
+    """Each restart is then later than the previous one, until the component has lived for the window's time."""
     policy = RestartPolicy(max_deaths=3, window_s=10, flap_delay_s=8.0, max_flap_delay_s=20.0)
     assert policy.died("a", 1, 0.0) == Restart(0.0)
     assert policy.died("a", -9, 1.0).flapping == ""

@@ -89,7 +89,7 @@ def test_the_start_names_the_processes_of_a_worker(tmp_path: pathlib.Path) -> No
 
 
 def test_the_start_counts_the_weights_of_all_ranks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank of each size maps a file of its own."""
+    """Each rank of each size maps its own file."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cpu_loading, "choose_kernels", lambda *_: (TABLE[0], ""))
     flags = ServeFlags(model=str(save_model(tmp_path / "tiny")), dtype="float32", device="cpu", prefill_workers=1)

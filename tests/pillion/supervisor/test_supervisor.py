@@ -1,4 +1,4 @@
-"""The supervisor over small fake components: order, restarts, giving up, and nothing left behind."""
+"""The supervisor with small fake components: order, restarts, giving up, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ DEAF = "import signal, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IG
 
 
 def pid_of(supervisor: Supervisor, component_id: str) -> int | None:
-    """Returns the process id of a running component, None while it does not run."""
+    """Return the process id of a running component, None while it is not running."""
     named = (one.child for one in supervisor._components if one.spec.component_id == component_id)
     return next((child.pid for child in named if child), None)
 
 
 async def known(supervisor: Supervisor, component_id: str) -> int:
-    """Returns the process of a component that was started. What it writes may be there before its supervisor, which
-    ends it with a component that it needs, knows its process."""
+    """Return the process of a started component. Its output may exist before its supervisor, which ends it together
+    with a component that it needs, knows its process."""
     pid: int = await until(f"{component_id} to run", lambda: pid_of(supervisor, component_id))
     return pid
 
 
 async def kill(supervisor: Supervisor, component_id: str) -> None:
-    """Ends a component that was started."""
+    """End a started component."""
     os.kill(await known(supervisor, component_id), signal.SIGKILL)
 
 
@@ -104,7 +104,7 @@ async def test_why_a_component_cannot_start_is_said_once(folder: pathlib.Path) -
 async def test_a_defect_of_the_supervisors_ends_no_component_for_good(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever raises while a component is tended, it is said, and the component is started again, once."""
+    """Whatever raises while a component is managed, it is reported, and the component is restarted once."""
     monkeypatch.setattr("pillion.supervisor.supervisor.DEFECT_DELAY_S", 0.01)
     notices = RecordedNotices()
     supervisor = Supervisor([spec(folder, "a")], notices, RestartPolicy(first_delay_ms=10))
@@ -122,7 +122,7 @@ async def test_a_defect_of_the_supervisors_ends_no_component_for_good(
         (folder / "a").unlink()
         await kill(supervisor, "a")
         await until("a to run again", lambda: (folder / "a").exists() and pid_of(supervisor, "a"))
-        assert any("a defect of the supervisor's" in line for line in notices.lines)
+        assert any("a defect in the supervisor" in line for line in notices.lines)
         assert log_of(folder) == ["start a", "start a"]
     finally:
         await supervisor.stop()
@@ -140,7 +140,6 @@ async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
         await until("a to run again", lambda: (folder / "a").exists() and pid_of(supervisor, "a"))
         assert pid_of(supervisor, "a") != first
         assert "pillion: a was ended by SIGKILL; starting it again at once" in notices.lines
-        # Its neighbour was left alone.
         assert log_of(folder).count("start b") == 1
     finally:
         await supervisor.stop()
@@ -172,7 +171,7 @@ async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Pa
 
 
 async def test_a_component_ends_with_the_one_that_it_needs(folder: pathlib.Path) -> None:
-    """It is no death of its own, however often that happens."""
+    """It does not count as its own death, however often it happens."""
     notices = RecordedNotices()
     needy, free = dataclasses.replace(spec(folder, "b", 1), needs=("a",)), spec(folder, "c", 1)
 
@@ -238,19 +237,19 @@ async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path)
 
 
 def flapping() -> RestartPolicy:
-    """A policy by which a component flaps from its second death on, and then waits for longer than a test."""
+    """A policy by which a component flaps from its second death, and then waits for longer than a test."""
     return RestartPolicy(max_deaths=2, window_s=600.0, flap_delay_s=3600.0, max_flap_delay_s=3600.0)
 
 
 async def die_twice(folder: pathlib.Path, supervisor: Supervisor, name: str) -> None:
-    """Kills a component, and kills it once more when it is back."""
+    """Kill a component, and kill it again when it is back."""
     for count in (1, 2):
         await until("another start", lambda count=count: log_of(folder).count(f"start {name}") == count)
         await kill(supervisor, name)
 
 
 async def test_it_goes_on_with_what_serves_in_the_place_of_one_that_flaps(folder: pathlib.Path) -> None:
-    """It says which one is down, and gives up when nothing of its kind serves."""
+    """It reports which one is down, and gives up when nothing of its kind can serve."""
     notices = RecordedNotices()
     specs = [dataclasses.replace(spec(folder, name), kind="decode") for name in ("a", "b")]
     supervisor = Supervisor([*specs, spec(folder, "c")], notices, flapping())
@@ -306,7 +305,7 @@ async def test_a_program_that_cannot_be_started_any_more_ends_nothing_while_anot
 
 
 async def test_the_end_of_one_that_survives_what_it_needs_is_no_death_of_its_own(folder: pathlib.Path) -> None:
-    """Such a worker finds out only later that it cannot go on, when its KV node is back already."""
+    """Such a worker notices only later that it cannot continue, when its KV node is already back."""
     notices = RecordedNotices()
     needy = dataclasses.replace(spec(folder, "b", 1), needs=("a",), survives=True)
 

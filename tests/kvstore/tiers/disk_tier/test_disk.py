@@ -1,4 +1,4 @@
-"""The disk tier: what survives a restart, what is found broken, and what is bounded."""
+"""The disk tier: what survives a restart, what is found damaged, and what is limited."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
 
 
 async def test_a_file_keeps_the_stamp_of_its_last_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writing thread comes to a touch only after the block was read, and was older than another for a while."""
+    """The writing thread handles a touch only after the block was read, and was older than another for a while."""
     blocks, held = chain(3), threading.Event()
     stamp = BlockFiles.stamp
 
@@ -173,7 +173,7 @@ async def test_a_flipped_bit_in_a_header(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("at", [20, HEADER_BYTES, HEADER_BYTES + BLOCK_BYTES - 1])
 async def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, at: int) -> None:
-    """A flipped bit is found in the header as in the payload: the block is counted, removed and reported as gone."""
+    """A flipped bit is found in header and payload: the block is counted, removed and reported as gone."""
     blocks = chain(4)
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
@@ -190,7 +190,7 @@ async def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, at: int) -
     "length", [0, 100, HEADER_BYTES, HEADER_BYTES + BLOCK_BYTES - 1, HEADER_BYTES + BLOCK_BYTES + 1]
 )
 async def test_files_of_another_length(tmp_path: Path, length: int) -> None:
-    """Files of another length are found at the start and when they are read."""
+    """Files with a wrong length are found at the start and when they are read."""
     blocks = chain(2)
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
@@ -204,7 +204,7 @@ async def test_files_of_another_length(tmp_path: Path, length: int) -> None:
 
 
 async def test_other_namespaces_are_left_alone(tmp_path: Path) -> None:
-    """Even where one of their files lies in this one's folder, and where its hash is the same."""
+    """Even if one of their files is in this one's folder, and even if its hash is the same."""
     blocks = chain(2)
     async with opened(tmp_path, namespace=OTHER) as tier:
         await tier.store(blocks)
@@ -244,7 +244,7 @@ def test_a_header_has_192_bytes() -> None:
 
 
 def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
-    """Neither of one process nor of two; a dead owner leaves no lock."""
+    """Neither in one process nor in two; a dead owner leaves no lock."""
     held = DiskFolder(tmp_path)
     with pytest.raises(ConfigError, match="another node uses this folder"):
         DiskFolder(tmp_path)

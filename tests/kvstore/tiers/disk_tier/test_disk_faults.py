@@ -1,4 +1,4 @@
-"""The disk tier on a bad disk, and under callers that go away."""
+"""The disk tier on a bad disk, and with callers that disconnect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file may grow beyond half a block, as on a disk that is full."""
+    """No file may grow beyond half a block, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK_BYTES // 2, before[1]))
     yield
@@ -49,7 +49,7 @@ def small_files() -> Iterator[None]:
 
 @pytest.mark.usefixtures("small_files", "no_pause")
 async def test_writes_that_fail_in_the_middle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is left of them, all are told as gone, one warning; and when there is room again, all goes on."""
+    """Nothing of them is left, all are reported as gone, with one warning; with room again, everything continues."""
     blocks = chain(3)
     async with opened(tmp_path) as tier:
         assert await tier.store(blocks) == [name for name, _ in blocks]
@@ -66,7 +66,7 @@ async def test_writes_that_fail_in_the_middle(tmp_path: Path, caplog: pytest.Log
 async def test_a_disk_that_takes_nothing_is_not_asked_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither for the rest of a batch nor for the next one. A full disk is asked a second time, into an old file."""
+    """Neither for the rest of a batch nor for the next one. A full disk is retried once, with an old file."""
     monkeypatch.setattr(disk, "PAUSE_S", 10 * WITHIN_S)
     for number, times in ((errno.EIO, 1), (errno.EROFS, 1), (errno.ENOSPC, 2), (errno.EDQUOT, 2)):
         blocks, asked = chain(8), itertools.count()
@@ -95,8 +95,8 @@ async def test_a_disk_that_takes_nothing_is_not_asked_again_at_once(
 async def test_a_disk_that_others_fill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, small_disk: Any
 ) -> None:
-    """The tier keeps as many blocks as fit, always the newest ones, says so once, and grows when there is room again;
-    all that it says that it has comes back whole, and what it has not is told as gone."""
+    """The tier keeps as many of the newest blocks as fit, reports it once, and grows when there is room again; all
+    blocks that it claims to have can be read, and the others are reported as gone."""
     caplog.set_level("INFO", "pillion.kvnode")
     blocks = [chain(1, token)[0] for token in range(180)]
     now_s = time.monotonic()
@@ -152,7 +152,7 @@ async def test_a_disk_that_others_fill(
 
 @pytest.mark.usefixtures("no_pause")
 async def test_a_disk_that_answers_nothing_but_errors(tmp_path: Path) -> None:
-    """Its folders are gone: what was there is missing, what comes is refused, nothing raises."""
+    """Its folders are gone: old blocks are missing, new ones are refused, nothing raises."""
     blocks = chain(3)
     async with opened(tmp_path) as tier:
         await tier.store(blocks[:2])
@@ -165,8 +165,8 @@ async def test_a_disk_that_answers_nothing_but_errors(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_is_read_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read gets the block that it asked for, though that was dropped meanwhile. Otherwise a dropped
-    block's file is used for the next."""
+    """A read gets the requested block although it was dropped meanwhile. Otherwise a dropped block's file is reused for
+    the next one."""
     one, two, three = (chain(1, token)[0] for token in range(3))
     loop, reading, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     async with opened(tmp_path, blocks=1) as tier:

@@ -1,4 +1,4 @@
-"""Random lives of a disk tier against a dict: what it says it has comes back whole, across restarts and damage."""
+"""Random lives of a disk tier against a dict: what it claims to have can be read, across restarts and damage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOME = st.lists(st.sampled_from(range(len(BLOCKS))), min_size=1, max_size=5)
 
 
 class DiskLife(RuleBasedStateMachine):
-    """``kept`` is the reference: hash -> bytes, the least recently used first."""
+    """``kept`` is the reference: hash -> bytes, least recently used first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class DiskLife(RuleBasedStateMachine):
         return tier
 
     def executor(self, threads: int, name: str) -> ThreadPoolExecutor:
-        """Keeps the tier's writing thread, so that a step can wait for what is queued there."""
+        """Capture the tier's writing thread, so that a step can wait for its queue."""
         made = ThreadPoolExecutor(threads, name)
         if name == "kv-disk-write":
             self.writer = made
@@ -73,7 +73,7 @@ class DiskLife(RuleBasedStateMachine):
 
     @rule(which=SOME)
     def store(self, which: list[int]) -> None:
-        """One by one, so that the order in which older ones make room is plain."""
+        """One by one, so that the order of removals is defined."""
         for index in which:
             name, data = BLOCKS[index]
             gone = [other.hash for other in self.do(self.tier.store([(name, data)]))]
@@ -96,7 +96,6 @@ class DiskLife(RuleBasedStateMachine):
         assert count == (broken[0] if broken else here)
         for block_hash, target in zip(hashes[:count], targets, strict=False):
             assert target == self.kept[block_hash]
-        # What was read is used, also after one that is broken.
         for n in reversed(range(here)):
             if n not in broken:
                 self.use(hashes[n])
@@ -113,7 +112,7 @@ class DiskLife(RuleBasedStateMachine):
 
     @rule(index=st.sampled_from(range(len(BLOCKS))), at=st.integers(0, BLOCK_BYTES - 1))
     def damage(self, index: int, at: int) -> None:
-        """A bit of the payload; the header's are found sooner, see the restart's own test."""
+        """Flip a bit of the payload; the header's are found earlier, see the restart's own test."""
         block_hash = BLOCKS[index][0].hash
         if block_hash in self.kept and block_hash not in self.damaged:
             # Stores and touches of before may still be on their way to the file.

@@ -1,4 +1,4 @@
-"""A disk that hangs under real reader threads: few slots wait for it, it is paused, and it comes back by itself."""
+"""A disk that hangs, with real reader threads: few slots wait for it, it is paused, and it recovers by itself."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[BlockName]:
-    """The names of the blocks whose reading has begun, in order. A thread begins when the machine has time for it, and
-    no number of loop turns shows that it has."""
+    """The names of the blocks whose reading has started, in order. A thread starts when the machine has time for it,
+    and no number of loop turns proves that it has."""
     names, read = list[BlockName](), BlockFiles.read
 
     def noted(files: BlockFiles, name: BlockName, target: memoryview) -> None:
@@ -47,12 +47,12 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[BlockName]:
 
 
 async def all_threads_read(begun: list[BlockName]) -> None:
-    """Returns when every thread has begun to read its first block."""
+    """Wait until every thread has started to read its first block."""
     await until("a block in the hands of every thread", lambda: len(begun) >= READ_THREADS)
 
 
 async def late(tier: DiskTier) -> None:
-    """Returns when a read that is under way is late by the tier's own clock."""
+    """Wait until a pending read is late by the tier's own clock."""
     began_s = time.monotonic()
     await until("a read to be late", lambda: time.monotonic() - began_s > LATE_S)
 
@@ -84,7 +84,7 @@ async def test_what_no_thread_has_begun_ends_at_once_and_the_rest_after_its_bloc
 
 
 async def test_a_read_that_was_given_up_writes_to_no_further_block(tmp_path: Path, begun: list[BlockName]) -> None:
-    """The block that a thread has in its hands may still come; it is the first of the thread's share."""
+    """The block that a thread is reading may still arrive; it is the first of the thread's share."""
     blocks = chain(6)
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
@@ -101,7 +101,7 @@ async def test_a_read_that_was_given_up_writes_to_no_further_block(tmp_path: Pat
 
 
 async def test_callers_without_time_still_find_out_that_a_disk_hangs(tmp_path: Path, begun: list[BlockName]) -> None:
-    """Each of them gives up too early to blame the disk; but nothing comes at all."""
+    """Each of them gives up too early to blame the disk; but no block comes at all."""
     blocks: list[Stored] = chain(4)
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
@@ -152,9 +152,9 @@ async def test_many_late_reads_make_one_pause_of_the_first_length(
 
 
 class SlowReads:
-    """The tier's clock, which goes on by an eighth of LATE_S with each block that is read and stands still meanwhile.
+    """The tier's clock, which advances by an eighth of LATE_S with each block read and otherwise stands still.
 
-    ``allowed`` counts the blocks that may be read.
+    ``allowed`` is the number of blocks that may be read.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int = 0) -> None:
@@ -173,7 +173,7 @@ class SlowReads:
 
 
 async def test_waiting_for_a_thread_is_not_the_disks_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that waited for others, and is given up, pauses no disk whose blocks come."""
+    """A read that waited for others and is abandoned does not pause a disk whose blocks come."""
     blocks, pauses = chain(8), list[float]()
     monkeypatch.setattr(TierBreaker, "late", lambda breaker, now: pauses.append(now))
     async with opened(tmp_path) as tier:
@@ -215,7 +215,7 @@ async def test_a_slow_disk_that_answers_is_not_paused(tmp_path: Path, monkeypatc
 async def test_a_node_serves_on_while_its_disk_hangs(
     short_folder: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests compute what they cannot get. What late reads keep of the pool does not grow with their number."""
+    """Requests compute what they cannot get. The slots kept by late reads do not grow with their number."""
     # A sound disk is not late because the machine stands still.
     monkeypatch.setattr(disk, "LATE_S", WITHIN_S)
     folder = Path(short_folder, "disk")

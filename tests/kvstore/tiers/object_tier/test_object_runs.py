@@ -1,4 +1,4 @@
-"""Objects: which blocks become one, what their names tell, and that no damage gets through."""
+"""Objects: which blocks form one, what their names contain, and that all damage is detected."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_object_comes_back_as_it_was() -> None:
 
 
 def test_a_name_tells_the_size_of_its_object_which_is_bounded() -> None:
-    """A name of more blocks than a run has is nobody's that wrote runs, and would be read whole."""
+    """A name with more blocks than a run has was not written by this code, and would be read whole."""
     layout, first = RunLayout(bytes(32), MAX_RUN_BYTES // 4), bytes(32)
     assert layout.size_bytes(RunName(first, first, (b"ab",) * 3)) == HEADER_BYTES + MAX_RUN_BYTES
     with pytest.raises(Corrupt, match="its name has 5 blocks, and a run has at most 4"):

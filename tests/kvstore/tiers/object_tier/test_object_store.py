@@ -1,4 +1,4 @@
-"""What --object-url says, and what it may not say."""
+"""Valid and invalid values of --object-url."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_urls_name_a_bucket() -> None:
         ("s3://bucket?endpoint=s3.example", "does not begin with http:// or https://"),
         ("s3://bucket?endpoint=", "does not begin with http:// or https://"),
         ("s3://bucket?virtual_hosted_style=yes", "is true or false"),
-        ("s3://bucket?endpoint", "is no URL"),
-        ("s3://[bucket", "is no URL"),
+        ("s3://bucket?endpoint", "is not a URL"),
+        ("s3://[bucket", "is not a URL"),
     ],
 )
 def test_other_urls_are_refused_and_secrets_not_repeated(url: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The object tier over a real S3 service, sound and in trouble: blocks come back whole or not at all, and in time."""
+"""The object tier over a real S3 service, sound and failing: blocks are read whole or not at all, and in time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def service(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> As
 
 @contextlib.asynccontextmanager
 async def opened(service: S3Service, namespace: bytes = NAMESPACE) -> AsyncIterator[ObjectTier]:
-    """A node's tier, which has learnt nothing of the bucket."""
+    """A node's tier that knows nothing of the bucket yet."""
     tier = ObjectTier(ObjectStore(parse_object_url(service.url())), RunLayout(namespace, BLOCK_BYTES))
     try:
         yield tier
@@ -52,7 +52,7 @@ async def opened(service: S3Service, namespace: bytes = NAMESPACE) -> AsyncItera
 
 
 async def written(tier: ObjectTier, blocks: Sequence[Stored]) -> None:
-    """Stores blocks, last ones first, as the pool evicts them, and again where a write fails, until the bucket has
+    """Store blocks, last ones first, as the pool evicts them, and again after a failed write, until the bucket has
     them."""
 
     async def stored() -> bool:
@@ -65,13 +65,13 @@ async def written(tier: ObjectTier, blocks: Sequence[Stored]) -> None:
 
 
 async def found(tier: ObjectTier, blocks: Sequence[Stored], first: int = 0) -> int:
-    """How many blocks of a chain the tier has from ``first`` on, once it was asked to look."""
+    """Return how many blocks of a chain the tier has from ``first`` on, after a look-up."""
     await tier.find([name.hash for name, _ in blocks], first)
     return next((at for at, (name, _) in enumerate(blocks[first:]) if name.hash not in tier), len(blocks) - first)
 
 
 async def loaded(tier: ObjectTier, blocks: Sequence[Stored]) -> int:
-    """How many leading blocks came; those came whole."""
+    """Return how many leading blocks were loaded, after checking them."""
     targets = [bytearray(BLOCK_BYTES) for _ in blocks]
     count = await tier.load([name.hash for name, _ in blocks], [memoryview(target) for target in targets])
     for (_, data), target in zip(blocks[:count], targets, strict=False):
@@ -80,8 +80,8 @@ async def loaded(tier: ObjectTier, blocks: Sequence[Stored]) -> int:
 
 
 async def test_how_far_a_long_chain_goes_takes_few_lists(service: S3Service) -> None:
-    """Of 40 segments that are in the bucket and 9 that are not, the end is found by about twice the root of 49 lists;
-    what lies before it comes nevertheless when it is loaded."""
+    """Of 40 segments in the bucket and 9 missing ones, the end is found by about twice the root of 49 lists; everything
+    before it is loaded anyway."""
     (chain,) = branched([49 * SEGMENT_BLOCKS])
     hashes = [name.hash for name, _ in chain]
     async with opened(service) as tier:
@@ -95,8 +95,8 @@ async def test_how_far_a_long_chain_goes_takes_few_lists(service: S3Service) -> 
 
 
 async def test_another_node_finds_what_one_wrote(service: S3Service) -> None:
-    """A chain of three segments, another that leaves it in the second, and a longer one: each comes back as far as it
-    was written, at a node that knows of nothing but the bucket."""
+    """A chain of three segments, another that branches in the second, and a longer one: each is read as far as it was
+    written, by a node that knows only the bucket."""
     one, two = branched([80, 50])
     async with opened(service) as tier:
         await written(tier, one)

@@ -1,4 +1,4 @@
-"""Real nodes over one bucket: what one of them evicted serves another, after it has died, too."""
+"""Real nodes over one bucket: blocks that one of them evicted serve another, even after its death."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def service(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> As
 
 
 def written(status: NodeStatus) -> bool:
-    """Whether all blocks that the watermarks want out of the pool are in the bucket."""
+    """Return whether all blocks that the watermarks want out of the pool are in the bucket."""
     return status.free_blocks >= NUM_SLOTS * 0.8 and status.object_blocks == status.spilled_blocks > 0
 
 
@@ -57,7 +57,7 @@ async def test_what_a_dead_node_wrote_serves_another(
 async def test_a_state_in_a_bucket_is_a_hit(
     short_folder: str, redis: RedisServer, service: S3Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States of two pages after 12 blocks and after a segment's last block, whose first page begins another segment."""
+    """States of two pages after 12 blocks and after a segment's last block, whose first page starts another segment."""
     monkeypatch.setattr(write_through, "COPY_DELAY_S", 0.01)
     async with hosts(short_folder, redis, "a", "b", object_url=service.url()) as (a, b):
         hashes = prompt(*range(34))

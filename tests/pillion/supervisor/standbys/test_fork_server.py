@@ -1,4 +1,4 @@
-"""The fork server over real processes: forks are children like others, and its own end costs nothing but time."""
+"""The fork server with real processes: forks are children like any other, and its own end only costs time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODULES = ("pillion.cli.app", "pillion.kvstore.pool_survival.keeper_process")
 
 @contextlib.asynccontextmanager
 async def serving(*modules: str, environ: dict[str, str] | None = None) -> AsyncIterator[tuple[ForkServer, list[str]]]:
-    """A fork server, and what it says."""
+    """A fork server and its output."""
     said: list[str] = []
     server = ForkServer(modules or MODULES, child_environ(os.environ, "") | (environ or {}), said.append)
     server.start()
@@ -91,7 +91,6 @@ async def test_a_fork_has_the_output_the_status_and_the_environment_of_its_own(f
         status, lines = await run("keeper", str(folder / "k"), PILLION_NONSENSE="1")
         assert status == 2
         assert "PILLION_NONSENSE" in lines[0]
-        # What the fork before was told is not there any more.
         status, lines = await run("health", f"unix:{folder}/nobody")
         assert status == 1
         assert lines[0].startswith(f"unix:{folder}/nobody is not serving")
@@ -161,10 +160,8 @@ async def test_an_order_that_is_given_up_is_run_by_nobody(folder: pathlib.Path) 
         asking.cancel()
         await asyncio.wait({asking})
         first.resume()
-        # The next one is forked after it.
         async with keeper(server, folder):
             pass
-        # No zombie either.
         await until("the fork to be waited for", lambda: children() == [])
 
 
@@ -264,7 +261,7 @@ asyncio.run(main())
 
 
 async def test_who_adopts_orphans_buries_them() -> None:
-    """A program that its component leaves behind is killed with the component, and is no zombie of the supervisor's."""
+    """A program left behind by its component is killed with the component, and is not a zombie of the supervisor."""
     assert adopt_orphans()
     quiet = f"subprocess.Popen([sys.executable, '-c', {STAY!r}], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"
     program = f"import subprocess, sys; print({quiet}.pid, flush=True); {STAY}"
@@ -285,7 +282,7 @@ def _linux() -> None:
 
 
 async def test_a_child_for_which_something_else_has_waited_has_ended() -> None:
-    """Otherwise the event loop would ask for it for ever, and do little else."""
+    """Otherwise the event loop would poll for it forever, and do little else."""
     with started([sys.executable, "-S", "-c", ""]) as program:
         child = ForkedProcess(program.pid, None)
         program.wait(WITHIN_S)

@@ -1,4 +1,4 @@
-"""Standbys over small fake components: they wait, take over, end with their supervisor, and say why there is none."""
+"""Standbys of small fake components: they wait, take over, end with their supervisor, and report why there is none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STANDING_BY = (
 
 
 def waiting(children: NewChildren) -> list[psutil.Process]:
-    """The processes that stand by."""
+    """Return the processes that stand by."""
     return [child for child in children() if alive(child) and child.name() == WAITING_NAME]
 
 
@@ -42,7 +42,6 @@ async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path
             await until("it to begin", lambda starts=starts: log_of(folder).count("start a") == starts)
             assert pid_of(supervisor, "a") == standby.pid
         await until("three lines", lambda: notices.lines.count("a: hello from a") == 3)
-        # One that died in the meantime is no help, and no harm.
         [standby] = await until("a standby", lambda: waiting(children))
         standby.kill()
         await until("its end", lambda: not alive(standby))
