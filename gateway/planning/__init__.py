@@ -1,4 +1,1 @@
-"""Decides where a request runs and where its prompt is split, without I/O (I9). Open planner.py first.
-
-No clock, no connection and no token ids come in here.
-"""
+"""Planning: where a request runs and where its prompt is split. Sans-IO (I9). Open planner.py first."""

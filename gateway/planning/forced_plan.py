@@ -1,5 +1,5 @@
-"""Reads the plan that an operator forces on one request: ``policy=colocated``, ``split=1024``, ``node=kv-1``, joined by
-commas (I9)."""
+"""The plan that an operator forces on one request: ``policy=colocated``, ``split=1024``, ``node=kv-1``, joined by
+commas. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from pillion.wire.public import PLAN_HEADER
 
 
 class ForcedPlan(NamedTuple):
-    """Says what the planner may not choose for one request. ``policy`` None: the gateway's own; ``node_id`` "": any KV
-    node, else the one whose workers alone are used."""
+    """Constraints on one request's plan. ``policy`` None: the gateway's; ``node_id``: use only this KV node's workers,
+    "" for any."""
 
     policy: SplitPolicy | None = None
     node_id: str = ""
 
 
 def parse_plan(text: str) -> ForcedPlan:
-    """Returns the plan of which an operator's words speak. Raises InvalidRequest for other words, and for a policy and
-    a split together."""
+    """Parse an operator's plan. Raises InvalidRequest, also for a policy together with a split."""
     names, found = [], ForcedPlan()
     for part in text.split(","):
         name, _, value = part.strip().partition("=")

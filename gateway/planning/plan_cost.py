@@ -1,17 +1,18 @@
-"""Predicts what a plan costs from what workers publish: time to the first token, and what decodes lose by it (I9).
+"""Predicts a plan's cost from what workers publish: time to first token, and the delay of running decodes. Sans-IO
+(I9).
 
     prefill worker  waits for its queue | chunks: each reads the KV before it again | then, on the decode worker,
     decode worker   waits for its queue . . . . . . . . . . . . . . . . . . . . . . . | prompt tail, beside its decodes
 
-A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_model`). A price is computed by a
-few formulas and without a search, because a gateway weighs several routes for each request. Every price grows with a
-worker's load, so that a busier worker never looks cheaper.
+A worker's model is linear in a step's contents (:mod:`pillion.engine.scheduling.step_model`). A price takes a few
+formulas and no search, since a gateway compares several routes per request. Every price grows with a worker's load, so
+that a busier worker never looks cheaper.
 
-Workers compute short prompts before long ones (:func:`pillion.rules.priority.prompt_order`), and prices follow it: a
-request waits for its queue, or delays by its own tokens each prompt there, whichever is less.
+Workers compute short prompts before long ones (:func:`pillion.rules.priority.prompt_order`), and prices follow: a
+request waits for the queue, or delays each queued prompt by its own tokens, whichever is less.
 
 A decode worker that shares a core lending table (:mod:`pillion.host.core_lending_table`) with prefill workers borrows
-their cores, so it is as fast as the whole table, and prompts are not split between them.
+their cores. It is as fast as the whole table, and prompts are not split between them.
 """
 
 from __future__ import annotations
@@ -23,58 +24,52 @@ from typing import NamedTuple
 from pillion.engine.scheduling.step_model import MIN_TAIL_TOKENS, StepModel
 from pillion.wire.registry import ComponentRecord
 
-# These are the seconds that the call which starts a prefill range takes on one machine, and those that the
-# acknowledgement of each chunk takes.
+# Seconds of the call that starts a prefill range on one machine, and of the acknowledgement of each chunk.
 SPAN_CALL_S = 0.003
 CHUNK_CALL_S = 0.001
-# Between nodes of which no fetch was measured, the call that fetches blocks is assumed to take FETCH_CALL_S; where none
-# was measured at all, blocks are assumed to come at DEFAULT_BYTES_PER_S.
+# Assumed time of a fetch's call between nodes without a measurement, and bandwidth without any measurement.
 FETCH_CALL_S = 0.003
 DEFAULT_BYTES_PER_S = 1e9
-# A fetch may take as long as computing the blocks that it would bring, and at least LEAST_FETCH_S. So where a fetch
-# fails, the fetch and the computing after it take at most twice as long as computing alone, or LEAST_FETCH_S longer.
+# Minimum time limit of a fetch, which may otherwise take as long as computing its blocks. So a failed fetch at most
+# doubles the time, or adds LEAST_FETCH_S.
 LEAST_FETCH_S = 0.1
-# A cost model that was fitted only to steps of fewer tokens than this does not know what a chunk costs.
+# Step size below which a fitted cost model says nothing about chunks.
 MIN_CHUNK_SEEN_TOKENS = 64
-# Where a decode worker has no target for inter-token latency, a step that takes longer than this harms its streams.
+# Target inter-token latency of a decode worker without one.
 DEFAULT_TARGET_S = 0.1
-# The queue that a heartbeat reports is assumed to shrink as the heartbeat ages, because the worker computes, but only
-# for this long: a worker that stays silent for longer may compute nothing.
+# Time for which a reported queue is assumed to shrink: a worker that is silent for longer may compute nothing.
 MAX_REPORT_FADE_S = 2.0
-# Where the times that a worker's fitted cost model predicts are more than this many times longer, or shorter, than
-# those of the median worker of its role, the median worker's model is used in its place: an absurd fit must neither
-# attract all requests nor repel them.
+# Ratio to the median worker's predictions beyond which the median worker's model is used instead: an absurd fit must
+# neither attract nor repel all requests.
 MAX_ODDS = 16.0
-# The fitted cost models of workers are compared by what they predict for a prefill range of this many tokens.
+# Length of the prefill range by whose predicted time cost models are compared.
 COMPARED_TOKENS = 512
-# The results of this many comparisons of fitted cost models are remembered, because plans are made more often than
-# heartbeats bring new ones.
+# Cached comparisons of cost models; plans are made more often than heartbeats bring new models.
 MAX_COMPARED = 4096
-# Where a request waits until a running stream ends, that stream is assumed to generate this many tokens until then.
+# Tokens that a running stream is assumed to generate before it ends.
 ASSUMED_ANSWER_TOKENS = 128
-# Queued tokens are assumed to stand at this position of their prompts, and a stream that no heartbeat has reported yet
-# is assumed to have this many tokens of context.
+# Assumed prompt position of queued tokens, and context of a stream without a heartbeat.
 ASSUMED_POSITION = 512
-# Until a worker reports how many tokens and streams its steps hold, they are assumed to hold at most this many.
+# Assumed limits of tokens and streams per step until a worker reports them.
 ASSUMED_STEP_TOKENS = 256
 ASSUMED_SLOTS = 64
 
 
 def queued_token_s(model: StepModel, step_tokens: float, step_s: float) -> float:
-    """Returns the seconds that each queued token takes, where a step computes ``step_tokens`` queued tokens and would
-    cost ``step_s`` without them."""
+    """Return the seconds per queued token if a step computes ``step_tokens`` of them and costs ``step_s`` without
+    them."""
     return model.tail_token_s(ASSUMED_POSITION) + (step_s + model.chunk_s(ASSUMED_POSITION)) / step_tokens
 
 
 class Queue(NamedTuple):
-    """Describes what a request finds on a worker.
+    """A worker's queue as seen by a request.
 
     Attributes:
-        prompts_s: how many seconds pass until the prompts that came earlier are computed.
-        prompts: how many there are; 0 where that is not known.
-        token_s: how many seconds each queued token takes.
-        step_s: how many seconds pass at least before a prompt is begun, as long as there is another one.
-        held_s: how many seconds longer the request waits for something other than prompts.
+        prompts_s: seconds until the queued prompts are computed.
+        prompts: their number; 0 if unknown.
+        token_s: seconds per queued token.
+        step_s: minimum seconds before a prompt starts, if there is another one.
+        held_s: additional wait for something other than prompts, in seconds.
     """
 
     prompts_s: float
@@ -85,11 +80,11 @@ class Queue(NamedTuple):
 
     @property
     def wait_s(self) -> float:
-        """Gives the seconds until everything that came earlier is done."""
+        """Seconds until all earlier work is done."""
         return self.held_s + self.prompts_s
 
     def own_wait_s(self, tokens: int) -> float:
-        """Returns how many seconds it costs to have ``tokens`` tokens of a prompt computed there.
+        """Return the cost in seconds of computing ``tokens`` prompt tokens there.
 
         The prompt waits for those before it; it overtakes longer ones (:func:`pillion.rules.priority.prompt_order`),
         and they wait for it. With the whole queue as the price, simulated mixes (`split_sim` at
@@ -101,22 +96,21 @@ class Queue(NamedTuple):
 
 
 def _queue_wait_s(component: ComponentRecord, sent_tokens: int, token_s: float) -> float:
-    """Returns the seconds until a worker's queue is computed: either the time for the tokens that gateways sent, or the
-    time for the queue that the last heartbeat reported, less that heartbeat's age, whichever is larger."""
+    """Return the seconds until a worker's queue is computed: the larger of the time for tokens that gateways sent, and
+    the reported queue's, less its age."""
     fade_s = min(component.heartbeat_age_ms / 1000, MAX_REPORT_FADE_S)
     reported_s = (component.queued_tokens or component.waiting_tokens) * token_s - fade_s
     sent_s = sent_tokens * token_s
     return reported_s if reported_s > sent_s else sent_s
 
 
-# This cost model stands for no particular machine. It is used while no worker has reported a cost model: workers are
-# then compared by their queues, and fetches by the tokens that they save.
+# Cost model of no particular machine, for comparison by queues and by fetched tokens until a worker reports one.
 DEFAULT_MODEL = StepModel(5e-3, 5e-4, 5e-5, 1e-7, 1e-7)
 
 
 class Models:
-    """Finds the step model of each worker: the one fitted to its own steps or, where that is lacking or absurd, the
-    median one of its role or, where no worker of its role has one, of the other role."""
+    """Step models of workers: fitted to their own steps or, if missing or absurd, the median of the role or, failing
+    that, of the other role."""
 
     def __init__(self, decodes: Sequence[ComponentRecord], prefills: Sequence[ComponentRecord]) -> None:
         prefill = middle_model(prefills)
@@ -126,8 +120,8 @@ class Models:
         self._compared_s = {"decode": _compared_s(self._decode), "prefill": _compared_s(self._prefill)}
 
     def of(self, component: ComponentRecord) -> StepModel:
-        """Returns the step model of a worker. A decode worker that has run no chunk yet gets the token costs of prefill
-        workers; one that borrows cores is as fast as all cores of its lending table."""
+        """Return a worker's step model. A decode worker without a chunk yet gets the token costs of prefill workers;
+        one that borrows cores is as fast as all cores of its lending table."""
         if component.role == "prefill":
             return self._own(component, self._prefill)
         own, prefill = self._own(component, self._decode), self._prefill
@@ -137,7 +131,7 @@ class Models:
         return own.at_speed(min(MAX_ODDS, 1 / component.core_share)) if borrows else own
 
     def rough_token_s(self, component: ComponentRecord) -> float:
-        """Returns roughly the seconds that a token in a worker's queue takes, to compare workers."""
+        """Estimate the seconds per queued token, to compare workers."""
         return _compared_s(self.of(component)) / COMPARED_TOKENS
 
     def _own(self, component: ComponentRecord, middle: StepModel) -> StepModel:
@@ -154,20 +148,19 @@ def _compared_s(model: StepModel) -> float:
 
 
 def middle_model(workers: Sequence[ComponentRecord]) -> StepModel | None:
-    """Returns the step model of the median worker, or None where no worker has one. Of an even number it takes the
-    slower of the two in the middle, so that of two workers a model that is too good to be true is not taken."""
+    """Return the median worker's step model, or None. Of an even number, the slower one in the middle, which discards
+    an implausibly fast one of two."""
     fits = [StepModel._make(component.step_cost_s) for component in workers if component.step_cost_s]
     return sorted(fits, key=_compared_s)[len(fits) // 2] if fits else None
 
 
 class PrefillSide(NamedTuple):
-    """Describes what a plan has to know of a prefill worker.
+    """A prefill worker's part in a plan.
 
     Attributes:
-        step_tokens: how many tokens each of its steps computes: a chunk, or a part of one.
-        queue: what the request finds there.
-        extra_s: how many seconds longer a prefill range takes because the worker is on another node than the decode
-            worker.
+        step_tokens: tokens per step: a chunk, or a part of one.
+        queue: its queue as seen by the request.
+        extra_s: additional seconds if it is on another node than the decode worker.
     """
 
     component: ComponentRecord
@@ -180,36 +173,36 @@ class PrefillSide(NamedTuple):
     def of(
         cls, component: ComponentRecord, model: StepModel, chunk_tokens: int, sent_tokens: int, held_s: float
     ) -> PrefillSide:
-        """Describes a prefill worker. ``sent_tokens`` counts the prompt tokens that gateways have sent there and that
-        are not computed yet (ClusterSnapshot); ``held_s`` is how long the request waits for its adapter there."""
+        """Describe a prefill worker. ``sent_tokens`` as in :class:`ClusterSnapshot`; ``held_s`` is the wait for an
+        adapter."""
         most = component.max_step_tokens
         step_tokens = most if 0 < most < chunk_tokens else chunk_tokens
         token_s = queued_token_s(model, step_tokens, model.step_s)
         queued_s = _queue_wait_s(component, sent_tokens, token_s)
         unreported = max(0, sent_tokens - component.queued_tokens) / chunk_tokens
         prompts = component.running_requests + component.waiting_requests + unreported
-        # A short range waits for half of the step under way, and its own step has tokens of a longer one as well.
+        # A short range waits for half of the current step, and its own step has tokens of a longer one too.
         queue = Queue(queued_s, prompts, token_s, 1.5 * token_s * step_tokens, held_s)
         return cls(component, model, step_tokens, queue)
 
     def range_s(self, start: int, end: int) -> float:
-        """Returns the seconds that a prefill range of the tokens start .. end takes, from the beginning of its first
-        chunk to the acknowledgement of its last one."""
+        """Return the seconds of prefilling tokens start .. end, from the first chunk's start to the last one's
+        acknowledgement."""
         calls_s = SPAN_CALL_S + CHUNK_CALL_S * (-(-(end - start) // self.step_tokens))
         return self.model.range_s(start, end, self.step_tokens) + calls_s + self.extra_s
 
 
 class DecodeSide(NamedTuple):
-    """Describes what a plan for a prompt of ``end`` tokens has to know of a decode worker.
+    """A decode worker's part in a plan for a prompt of ``end`` tokens.
 
     Attributes:
-        model: its step model, on all cores that it may use.
-        streams: how many streams run there.
-        base_s: how many seconds a step takes that only decodes the streams.
-        room: how many tokens of a prompt tail a step computes beside the streams' decodes.
-        most: how many tokens a step may compute in all.
-        queue: what the request finds there, until the worker has room for one more stream.
-        limit_s: the inter-token latency that its streams should have.
+        model: its step model on all cores that it may use.
+        streams: number of running streams.
+        base_s: seconds of a step with only the streams' decodes.
+        room: tokens of a prompt tail per step beside the decodes.
+        most: limit on tokens per step.
+        queue: its queue as seen by the request, until there is room for one more stream.
+        limit_s: target inter-token latency of its streams.
     """
 
     component: ComponentRecord
@@ -232,8 +225,8 @@ class DecodeSide(NamedTuple):
         sent_tokens: int,
         held_s: float,
     ) -> DecodeSide:
-        """Describes a decode worker. ``sent_streams`` counts the streams that gateways have there, ``sent_tokens``
-        their prompt tokens that are yet to be computed; ``held_s`` is how long the request waits for its adapter."""
+        """Describe a decode worker. ``sent_streams`` is the number of streams that gateways have there, ``sent_tokens``
+        their uncomputed prompt tokens; ``held_s`` is the wait for an adapter."""
         streams, context = component.decoding_requests, component.context_tokens
         present = reported = component.running_requests + component.waiting_requests
         prompts = max(0, present - streams)
@@ -245,16 +238,16 @@ class DecodeSide(NamedTuple):
         base_s = model.plain_s(streams, context)
         most = component.max_step_tokens or ASSUMED_STEP_TOKENS
         room = float(most - streams) if most > streams else 1.0
-        # Each step is priced as if it computed nothing but the streams' decodes and one prompt tail, so that a busier
-        # worker never looks cheaper. That a worker takes longer steps where many prompts wait is left out: with it,
-        # first tokens of simulated loads came up to 6 % sooner, and as many requests were good.
+        # Each step is priced with only the decodes and one prompt tail, so that a busier worker never looks cheaper.
+        # Longer steps while many prompts wait are ignored: with them, first tokens of simulated loads came up to 6 %
+        # sooner, with as many good requests.
         plain_s = base_s + model.chunk_s(max(end, ASSUMED_POSITION))
         limit_s = component.target_itl_ms / 1000 or component.target_itl_steps * plain_s
         each_s = model.tail_token_s(end)
         if limit_s and streams and each_s:
             room = min(room, max((limit_s - plain_s) / each_s, MIN_TAIL_TOKENS))
             if not component.target_itl_ms:
-                # Where the target follows from the streams, they lose nothing by a step that keeps to it.
+                # A target derived from the streams: steps that meet it cost them nothing.
                 limit_s = plain_s + room * each_s
         queued_s = queued_token_s(model, room, base_s)
         slots = component.running_requests + component.free_seqs or ASSUMED_SLOTS
@@ -265,20 +258,18 @@ class DecodeSide(NamedTuple):
         return cls(component, model, end, streams, base_s, room, most, queue, limit_s or DEFAULT_TARGET_S)
 
     def tail_s(self, start: int) -> tuple[float, float]:
-        """Returns two numbers of seconds: how long the prompt's tokens from ``start`` on take, once begun, until the
-        first new token; and how much time the worker's streams lose by them in all, because steps take longer than the
-        latency that the streams should have."""
+        """Return the seconds to compute the prompt from token ``start`` until the first new token, and the total
+        seconds by which the streams' steps exceed their target latency."""
         tokens, middle = self.end - start, (start + self.end) / 2
         _, token_s, sequence_s, read_s, pair_s = self.model
-        # The number of steps is not rounded up, so that a little more load never makes another number of steps look
-        # better.
+        # Not rounded up, so that slightly more load never makes another number of steps look better.
         steps = max(1.0, tokens / self.room)
         reads = steps * middle + tokens / 2
         seconds = steps * (self.base_s + sequence_s) + tokens * (token_s + pair_s * middle) + reads * read_s
         if not self.streams:
             return seconds, 0.0
-        # Steps that keep to a target cost their streams nothing. Without a target, twice as many requests of simulated
-        # loads are good where the price has what streams lose.
+        # Steps that meet a target cost streams nothing. Without a target, pricing the streams' loss doubles the good
+        # requests of simulated loads.
         has_target = self.component.target_itl_ms or self.component.target_itl_steps
         piece = min(tokens, self.room if has_target else self.most)
         step_s = self.base_s + self.model.chunk_s(self.end) + piece * self.model.tail_token_s(self.end)
@@ -286,11 +277,11 @@ class DecodeSide(NamedTuple):
 
 
 def route_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float) -> float:
-    """Returns what a route costs: the predicted time to the first token, and what running streams lose by it.
+    """Return a route's cost: predicted time to first token, plus the running streams' loss.
 
     Args:
-        prefill: the worker that computes the prompt's tokens cached .. split; None where both are equal.
-        fetch_s: how long blocks are fetched before anything is computed.
+        prefill: the worker that computes the prompt's tokens cached .. split; None if there are none.
+        fetch_s: time to fetch blocks before anything is computed.
     """
     begun_s = fetch_s
     if split > cached and prefill is not None:
@@ -300,15 +291,15 @@ def route_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split:
 
 
 class FetchCost(NamedTuple):
-    """Says how many seconds a fetch takes: those of the call, and those of each block."""
+    """Seconds of a fetch: per call, and per block."""
 
     call_s: float
     block_s: float
 
     def seconds(self, blocks: int) -> float:
-        """Returns how long a fetch of so many blocks takes; none takes no time."""
+        """Return the seconds to fetch ``blocks`` blocks; 0 for none."""
         return self.call_s + blocks * self.block_s if blocks > 0 else 0.0
 
 
 def unmeasured(source: str, target: str) -> FetchCost | None:
-    """Returns what a fetch between two nodes costs where no fetch was measured yet."""
+    """Return None, the cost of a fetch that was never measured."""

@@ -1,19 +1,18 @@
-"""Decides where a request runs and where its prompt is split, purely over a snapshot of the cluster (I9).
+"""Decides where a request runs and where its prompt is split, from a snapshot of the cluster. Sans-IO (I9).
 
     [ cached prefix | whole blocks: a prefill worker, in chunks | prompt tail, >= 1 token: the decode worker ]
     0            cached                                       split                                          N
 
-Cached blocks may lie on other nodes, on a disk or in a bucket: they are fetched before the split is settled, if that is
-worth it. A prefill worker of another node is taken where the decode worker's node has none.
+Cached blocks may be on other nodes, on a disk or in a bucket: they are fetched before the split is final, if that pays
+off. A prefill worker of another node is used if the decode worker's node has none.
 
-A request that ends with a vector has no split: one worker computes it whole. A prefill worker is taken where one can
-be, because there it delays nobody's stream.
+A request that ends with a vector has no split: one worker computes all of it, preferably a prefill worker, where it
+delays no streams.
 
-Otherwise the plans differ in ``split`` alone: ``split = cached`` is co-located serving, the last whole block is full
-    disaggregation.
-This always holds: cached <= split <= the last whole block that ends at or before N - 1, or before the first token whose
-log probability is asked, because only the decode worker has logits, and nobody computes them twice. The policy decides
-where the split falls, at a fixed place or, with ``auto``, by predictions. Predictions choose the workers for that place
+Other plans differ only in ``split``: ``split = cached`` is co-located serving, the last whole block full
+disaggregation. Always cached <= split <= the last whole block that ends at or before N - 1, or before the first token
+with a requested log probability, since only the decode worker has logits, and they are not computed twice. The policy
+decides the split: at a fixed place, or by predictions (``auto``). Predictions choose the workers for it
 (:mod:`pillion.gateway.planning.split_decision`).
 """
 
@@ -27,15 +26,15 @@ from pillion.gateway.planning.cluster_view import ClusterSnapshot
 from pillion.gateway.planning.split_decision import Fetched, Route, SplitDecision, choose
 from pillion.wire.registry import ComponentRecord
 
-# Fewer blocks than this are not worth a fetch from elsewhere, and are computed.
+# Blocks worth a fetch; fewer are computed.
 MIN_FETCH_BLOCKS = 1
-# One fetch may ask at most this many nodes.
+# Nodes that one fetch may ask.
 MAX_FETCH_SOURCES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """Names a node that probably has the prompt's first ``blocks`` blocks, in its pool or its lower tiers."""
+    """A node that probably has the prompt's first ``blocks`` blocks, in its pool or its lower tiers."""
 
     node_id: str
     blocks: int
@@ -43,8 +42,8 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """Says what a node should fetch: the prompt's first ``blocks`` blocks, from its lower tiers or ``source_node_ids``,
-    within ``limit_s``, or within the fetch's own bounds where that is None."""
+    """A fetch of the prompt's first ``blocks`` blocks from a node's lower tiers or from ``source_node_ids``, within
+    ``limit_s``, or the default limits if None."""
 
     blocks: int
     source_node_ids: tuple[str, ...]
@@ -53,16 +52,13 @@ class FetchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
-    """Describes the plan of one attempt of a request. ``chunks`` add up to ``split_tokens - cached_tokens``; empty
-    means no prefill worker.
+    """Plan of one attempt. ``chunks`` sum to ``split_tokens - cached_tokens``; empty means no prefill worker.
 
-    ``decode`` gives the answer: a decode worker, or a prefill worker that computes the whole of a text for its vector.
-    ``prefill`` may be on another node than ``node_id``, which is the decode worker's. ``sources`` are the nodes that
-    have something of the prompt, the longest first. ``split_decision`` settles the split.
-    ``limit_blocks`` blocks may be found or left to a prefill worker: whole blocks that end at or before N - 1, or
-    before the first token whose log probability is asked. ``asked_blocks`` are the whole blocks of the prompt itself,
-    without those of the answer that a replay goes on with. ``state_pages``, ``working_pages`` and
-    ``known_blocks`` are those of the snapshot.
+    ``decode`` computes the answer: a decode worker, or a prefill worker that computes a text's vector. ``prefill`` may
+    be on another node than ``node_id``, the decode worker's. ``sources`` are the nodes with a part of the prompt,
+    longest first. ``limit_blocks`` may be cached or left to a prefill worker: whole blocks that end at or before N - 1,
+    or before the first token with a requested log probability. ``asked_blocks`` are the whole blocks of the prompt
+    without the answer tokens of a replay. ``state_pages``, ``working_pages`` and ``known_blocks`` are the snapshot's.
     """
 
     node_id: str
@@ -85,51 +81,49 @@ class RequestPlan:
 
     @property
     def remote(self) -> bool:
-        """Says whether the prefill worker computes into another pool than the decode worker reads."""
+        """True if the prefill worker writes to another pool than the decode worker reads."""
         return self.prefill is not None and self.prefill.node_id != self.node_id
 
     @property
     def on_prefill_worker(self) -> bool:
-        """Says whether a prefill worker computes the whole request."""
+        """True if a prefill worker computes the whole request."""
         return self.decode.role == "prefill"
 
     @property
     def alone(self) -> bool:
-        """Says whether the decode worker computes all that its own node's pool is not believed to have: nothing is
-        split or fetched."""
+        """True if nothing is prefilled or fetched elsewhere."""
         lacking = plan_fetch(self.sources, self.node_id, self.cached_blocks, self.limit_blocks)
         return not self.chunks and self.split_decision.route.fetched is Fetched.NOTHING and lacking is None
 
     def hinted_blocks(self, node_id: str) -> int:
-        """Returns the leading blocks that the index believes to be on a node."""
+        """Return the leading blocks on a node according to the index."""
         return next((source.blocks for source in self.sources if source.node_id == node_id), 0)
 
     @property
     def cached_blocks(self) -> int:
-        """Gives the number of blocks before ``cached_tokens``."""
+        """Blocks before ``cached_tokens``."""
         return self.cached_tokens // self.block_size
 
     @property
     def split_blocks(self) -> int:
-        """Gives the number of blocks before ``split_tokens``."""
+        """Blocks before ``split_tokens``."""
         return self.split_tokens // self.block_size
 
     @property
     def total_blocks(self) -> int:
-        """Gives the number of slots that the ticket at the decode worker's node is to have: those of the prompt's
-        blocks with room for the first generated token, and those of the states of the sequences that run under it."""
+        """Slots of the ticket at the decode worker's node: the prompt's blocks with room for the first generated
+        token, and the states of the sequences under it."""
         sequences = 1 if self.prefill is None or self.remote else 2
         return self.prompt_tokens // self.block_size + 1 + sequences * self.working_pages
 
 
 def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
-    """Plans one attempt. Raises Unavailable, which names what is missing."""
+    """Plan one attempt. Raises Unavailable, which names what is missing."""
     candidates = _with_live_node(snapshot)
     least = min(_avoidance(snapshot, component) for component in candidates)
     nodes = snapshot.live_nodes()
     usable = [component for component in candidates if _avoidance(snapshot, component) == least]
-    # A node that failed this request is used only where every decode worker is on such a node, and then its prefill
-    # workers are used too.
+    # A node that failed this request is used only if every decode worker is on such a node.
     reached = nodes | ({component.node_id for component in usable} if least[1] else frozenset())
     texts = any(component.role == "prefill" for component in usable)
     decision = choose(snapshot, usable, [] if texts else snapshot.prefill_workers(reached), nodes)
@@ -158,15 +152,15 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
 
 
 def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
-    """Returns the plan with the same workers and another number of cached blocks: what the ticket has really pinned
-    instead of the index's hint (I3)."""
+    """Return the plan with the same workers and another number of cached blocks: what the ticket pinned, instead of the
+    index's hint (I3)."""
     cached = max(0, min(cached_blocks, old.limit_blocks))
     policy = old.split_decision.policy
     if policy.share is not None and (
         old.asked_blocks <= cached < old.limit_blocks <= cached + old.chunk_tokens // old.block_size
     ):
-        # A lost decode worker had not committed these last tokens of the answer. They are few, and at a prefill worker
-        # they would wait for other prompts.
+        # A lost decode worker had not committed the answer's last tokens. They are few, and would queue behind other
+        # prompts at a prefill worker.
         split, why = cached, "only tokens of the answer are left"
     else:
         split, why = old.split_decision.split(cached, old.limit_blocks)
@@ -180,8 +174,7 @@ def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
 
 
 def shorten(old: RequestPlan, end_tokens: int) -> RequestPlan:
-    """Returns the plan after a prefill range that ended at ``end_tokens``, before the split: the decode worker computes
-    the rest."""
+    """Return the plan after a prefill range that ended early at ``end_tokens``: the decode worker computes the rest."""
     split = max(old.cached_blocks, min(end_tokens // old.block_size, old.split_blocks))
     short = (old.split_blocks - split) * old.block_size
     return replace(
@@ -193,8 +186,8 @@ def shorten(old: RequestPlan, end_tokens: int) -> RequestPlan:
 
 
 def chunks_between(plan: RequestPlan, start_blocks: int, end_blocks: int) -> tuple[int, ...]:
-    """Returns the sizes of a prefill range's chunks in tokens: full chunks and a rest, every one a multiple of the
-    block size."""
+    """Return the sizes of a prefill range's chunks in tokens: full chunks and a rest, all multiples of the block
+    size."""
     size = max(plan.block_size, plan.chunk_tokens - plan.chunk_tokens % plan.block_size)
     whole, rest = divmod((end_blocks - start_blocks) * plan.block_size, size)
     return (size,) * whole + ((rest,) if rest else ())
@@ -207,9 +200,11 @@ def plan_fetch(
     limit_blocks: int,
     decision: SplitDecision | None = None,
 ) -> FetchPlan | None:
-    """Says what ``node_id`` should fetch of a prompt's first ``limit_blocks`` blocks; None where that is not worth it.
-    ``here_blocks`` of them are pinned there already. ``sources`` may name the node itself, whose disk's blocks are
-    known and not pinned. ``decision`` bounds the time, where there is one."""
+    """Plan the fetch of a prompt's first ``limit_blocks`` blocks to ``node_id``; None if it does not pay off.
+
+    ``here_blocks`` are pinned there already. ``sources`` may include the node itself, whose disk blocks are not pinned.
+    ``decision`` limits the time, if given.
+    """
     known = min(limit_blocks, max((source.blocks for source in sources), default=0))
     if known - here_blocks < MIN_FETCH_BLOCKS:
         return None
@@ -219,8 +214,8 @@ def plan_fetch(
 
 
 def _with_live_node(snapshot: ClusterSnapshot) -> list[ComponentRecord]:
-    """Returns the workers that can give the answer and whose node lives: decode workers or, for a text that ends with a
-    vector, prefill workers that take it, unless each of them failed it before. Raises Unavailable."""
+    """Return the workers that can serve the request and whose node is alive: decode workers or, for a request that ends
+    with a vector, prefill workers that have not failed it. Raises Unavailable."""
     nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"}
     texts = [one for one in snapshot.components if one.component_id in snapshot.text_workers and one.node_id in nodes]
     if texts := [one for one in texts if not any(_avoidance(snapshot, one))]:
@@ -236,26 +231,24 @@ def _with_live_node(snapshot: ClusterSnapshot) -> list[ComponentRecord]:
 
 
 def _avoidance(snapshot: ClusterSnapshot, component: ComponentRecord) -> tuple[bool, bool]:
-    """Returns whether the component, and whether its node, failed this request before, as a key by which components
-    that did not sort first."""
+    """Return whether the component, and whether its node, failed this request before, as a sort key."""
     return component.component_id in snapshot.avoid, component.node_id in snapshot.avoid
 
 
 def _worth_it(sources: tuple[PrefixSource, ...], node_id: str, route: Route) -> tuple[PrefixSource, ...]:
-    """Returns the sources that a route fetches from: the one that it counts on, then others in its place. They count
-    for the route's blocks at most: if one has more, those would cost more to fetch than to compute. Blocks on the disk
-    of the node itself are always fetched into its pool."""
+    """Return the sources that a route fetches from: the chosen one, then substitutes. They count for at most the
+    route's
+    blocks: more would cost more to fetch than to compute. Blocks on the node's own disk are always fetched."""
     if route.fetched is Fetched.OF_NODES:
         sources = tuple(replace(source, blocks=min(source.blocks, route.cached_blocks)) for source in sources)
         return tuple(sorted(sources, key=lambda source: source.node_id != route.holder))
-    # A node asks its bucket only for what other nodes did not give, so slow ones are left out.
+    # A node asks its bucket only for what other nodes lack, so slow ones are left out.
     return tuple(source for source in sources if source.node_id in (node_id, route.holder))
 
 
 def _sources(snapshot: ClusterSnapshot, node_id: str, of_bucket: bool) -> tuple[PrefixSource, ...]:
-    """Returns live nodes with a hit, the longest first; equals are rotated by ``spread``, so that they share the load.
-    The node ``node_id`` is always among them: the blocks of its disk are part of its hit, and with ``of_bucket`` those
-    of a bucket that it reaches."""
+    """Return live nodes with a hit, longest first; ties rotate by ``spread`` to share the load. ``node_id`` is always
+    among them: its disk's blocks are part of its hit, and with ``of_bucket`` those of a bucket that it reaches."""
     nodes = snapshot.live_nodes() | {node_id}
     own = max(snapshot.hits.get(node_id, 0), snapshot.far_hits.get(node_id, 0) if of_bucket else 0)
     hits = sorted({**snapshot.hits, node_id: own}.items())

@@ -1,15 +1,15 @@
-"""Chooses the route with the soonest first token that spares the decode worker's streams, and where it is split (I9).
+"""Chooses the route with the soonest first token that spares running streams, and its split. Sans-IO (I9).
 
     every decode worker, with the better of: its own node's best prefill worker, the best one elsewhere, none
-      --> the least of predicted time to first token + time that running streams lose beyond their latency
-          + time that later requests wait longer
-      --> its decision: a prefill worker computes all whole blocks that are not cached, or none; again when the ticket
-          shows what is really pinned
+      --> minimize predicted time to first token + running streams' excess over their target latency
+          + additional wait of later requests
+      --> its decision: a prefill worker computes all uncached whole blocks, or none; again when the ticket shows
+          what is really pinned
 
-A fixed policy has one place for the split, and each route's price is that of this place.
+A fixed policy has one split, and each route is priced for it.
 
-A prefix hit is worth the computing that it saves, not more: a node with a long queue loses requests to one that has to
-compute the prefix again.
+A prefix hit is worth the computation that it saves, not more: a node with a long queue loses requests to one that has
+to compute the prefix again.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from pillion.gateway.planning.plan_cost import (
 )
 from pillion.wire.registry import ComponentRecord
 
-# A prompt may take at most this many times as long where it is computed by a prefill worker that has never been
-# measured, to learn its pace: otherwise one that is assumed to be slower than it is would never be used.
+# Limit on the slowdown of a prompt that measures an unmeasured prefill worker: otherwise one that is assumed too slow
+# would never be used.
 LEARNING_FACTOR = 2.0
-# At most this many decode workers are weighed: those with the fewest tokens before the request's, at their own speeds.
-# With the first of them alone, a tenth fewer requests of simulated loads are good at 1.2 a second for each worker.
+# Decode workers that are compared: those with the fewest tokens before the request's, by their speeds. With one, a
+# tenth # fewer requests of simulated loads are good at 1.2 a second per worker.
 MAX_WEIGHED = 4
-# A stream counts for this many tokens when decode workers are ranked.
+# Tokens per stream when decode workers are ranked.
 STREAM_TOKENS = 16
 
 
 class Fetched(enum.Enum):
-    """Describes the blocks that are fetched to a decode worker's node, beside those of its own lower tiers."""
+    """Source of blocks fetched to a decode worker's node, besides its own lower tiers."""
 
     NOTHING = enum.auto()
     OF_NODES = enum.auto()
@@ -53,9 +53,9 @@ class Fetched(enum.Enum):
 
 
 class Route(NamedTuple):
-    """Describes a decode worker with the better of two choices: no prefill worker, or one for all chunks. The price of
-    the better one is enough to compare decode workers. ``fetched`` are the sources whose blocks are worth their
-    transfer, which takes ``fetch_s``; ``holder`` is the other node that is asked first, "" where none is."""
+    """A decode worker with the better of two choices: no prefill worker, or one for all chunks. The better one's price
+    suffices to compare decode workers. ``fetched`` is the source whose blocks are worth their transfer of ``fetch_s``;
+    ``holder`` is the other node asked first, or ""."""
 
     price_s: float
     decode: DecodeSide
@@ -68,12 +68,12 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SplitDecision:
-    """Decides one request's split, with both workers as they were when it was planned.
+    """Decision on one request's split, with both workers as at the time of planning.
 
     Attributes:
-        words: why this decode worker was chosen, and what was known of the prefix.
-        policy: says where the split falls, unless predictions decide.
-        weighed: the routes of which ``route`` is the one with the least price.
+        words: why this decode worker was chosen, and what was known about the prefix.
+        policy: the split's position, unless predictions decide.
+        weighed: the compared routes, of which ``route`` is the cheapest.
     """
 
     route: Route
@@ -83,7 +83,7 @@ class SplitDecision:
     weighed: tuple[Route, ...] = ()
 
     def split(self, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
-        """Returns the number of blocks before the split, and why."""
+        """Return the number of blocks before the split, and why."""
         cached = cached_blocks * self.block_size
         prefix = f"prefix of {cached} tokens" if cached else "no prefix"
         if cached_blocks != self.route.cached_blocks:
@@ -103,7 +103,7 @@ class SplitDecision:
         return fixed, self._where(cached_blocks, fixed)
 
     def _predicted(self, prefill: PrefillSide, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
-        """Returns the place of the lower price: all for the prefill worker, or nothing."""
+        """Return the cheaper split: all for the prefill worker, or nothing."""
         size = self.block_size
         alone_s, shared_s = (
             self.price_s(cached_blocks * size, blocks * size) for blocks in (cached_blocks, limit_blocks)
@@ -116,8 +116,7 @@ class SplitDecision:
         return chosen, f"{self._where(cached_blocks, chosen)}: {compared}"
 
     def _is_unknown(self, prefill: PrefillSide) -> bool:
-        """Returns whether a prefill worker has computed nothing and is about to compute nothing, so that its price is
-        that of other workers."""
+        """Return whether a prefill worker is unmeasured and idle, so that its price is that of other workers."""
         there = prefill.component
         return not (
             there.step_cost_s or there.largest_step_tokens or prefill.queue.prompts or prefill.queue.prompts_s > 0
@@ -130,8 +129,8 @@ class SplitDecision:
         return f"{name} computes {(split_blocks - cached_blocks) * self.block_size}"
 
     def fetch_limit_s(self, start_blocks: int, end_blocks: int) -> float | None:
-        """Returns the longest that fetching these blocks may take: it is the time that computing them there takes. It
-        is None for a fixed policy, which fetches within the flags' bounds."""
+        """Return the time limit for fetching these blocks: the time to compute them there. None for a fixed policy,
+        whose fetches have the flags' limits."""
         if self.policy.share is not None:
             return None
         decode = self.route.decode
@@ -139,18 +138,18 @@ class SplitDecision:
         return max(LEAST_FETCH_S, computed_s)
 
     def price_s(self, cached: int, split: int) -> float:
-        """Returns the price in seconds of a split after so many tokens, where so many are cached."""
+        """Return the price in seconds of a split at ``split`` tokens with ``cached`` ones."""
         return route_s(self.route.prefill, self.route.decode, cached, split, self.route.fetch_s)
 
 
 def choose(
     snapshot: ClusterSnapshot, decodes: list[ComponentRecord], prefills: list[ComponentRecord], nodes: frozenset[str]
 ) -> SplitDecision:
-    """Chooses the workers of one attempt; the decision's route names them.
+    """Choose the workers of one attempt, named by the decision's route.
 
     Args:
         decodes: usable decode workers, at least one.
-        prefills: usable prefill workers, or none.
+        prefills: usable prefill workers, if any.
         nodes: live nodes that did not fail this request.
     """
     models, hits = Models(decodes, prefills), snapshot.hits
@@ -158,7 +157,7 @@ def choose(
     best = _prefill_sides(snapshot, models, prefills, weighed)
     held = {name: min(blocks, snapshot.limit_blocks) for name, blocks in hits.items() if name in nodes}
     routes = [_route(snapshot, component, models.of(component), best, held) for component in weighed]
-    # Of equals the first one is taken: the request's number has settled their order.
+    # Ties: the first, in an order rotated by the request's number.
     chosen = min(routes, key=lambda route: route.price_s)
     words = _why(snapshot, chosen, decodes)
     node_id = chosen.decode.component.node_id
@@ -175,7 +174,7 @@ def choose(
 
 
 def _why(snapshot: ClusterSnapshot, chosen: Route, decodes: list[ComponentRecord]) -> str:
-    """Says in words why this decode worker was chosen."""
+    """Explain why this decode worker was chosen."""
     hits, component = snapshot.hits, chosen.decode.component
     if len(decodes) == 1:
         return f"{component.component_id} is the only one"
@@ -186,8 +185,7 @@ def _why(snapshot: ClusterSnapshot, chosen: Route, decodes: list[ComponentRecord
 
 
 def _least(snapshot: ClusterSnapshot, models: Models, components: list[ComponentRecord]) -> list[ComponentRecord]:
-    """Returns components by roughly the time until the request would be done there, the soonest first. Equals are
-    rotated by ``spread``, so that they take turns."""
+    """Sort components by the estimated time until the request would be done there. Ties rotate by ``spread``."""
     turn = snapshot.spread % len(components) if components else 0
     sent, hits, size, streams = snapshot.sent_tokens, snapshot.hits, snapshot.block_size, snapshot.sent_load
     found = []
@@ -205,7 +203,7 @@ def _least(snapshot: ClusterSnapshot, models: Models, components: list[Component
 def _prefill_sides(
     snapshot: ClusterSnapshot, models: Models, prefills: list[ComponentRecord], decodes: list[ComponentRecord]
 ) -> list[PrefillSide]:
-    """Returns the best prefill worker of each decode worker's node, and the best one elsewhere, the soonest first."""
+    """Return the best prefill worker of each decode worker's node, and the best one elsewhere, soonest first."""
     sent, chunk, tokens = snapshot.sent_tokens, snapshot.chunk_tokens, snapshot.prompt_tokens
     near = {component.node_id for component in decodes}
     best: dict[str, ComponentRecord] = {}
@@ -225,10 +223,10 @@ def _route(
     best: list[PrefillSide],
     held: Mapping[str, int],
 ) -> Route:
-    """Returns the price of this decode worker, with its node's prefill worker or the best one elsewhere."""
+    """Price this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
     limit = snapshot.limit_blocks
-    # What gateways have given to a prefill worker is counted in tokens, and it runs no streams.
+    # A prefill worker's load is counted in tokens, and it has no streams.
     streams = snapshot.sent_load.get(component_id, 0) if component.role == "decode" else 0
     tokens = snapshot.sent_tokens.get(component_id, 0)
     held_s = snapshot.adapter_wait_s(component)
@@ -256,13 +254,13 @@ def _route(
 
 
 def _share_cores(one: ComponentRecord, other: ComponentRecord) -> bool:
-    """Returns whether two workers lend each other cores: what one of them computes for the other takes its cores."""
+    """Return whether two workers lend each other cores, so that one computes for the other on the same cores."""
     table = one.core_lending_table
     return bool(table) and (one.node_id, table) == (other.node_id, other.core_lending_table)
 
 
 def _fetch_cost(snapshot: ClusterSnapshot, source: str, component: ComponentRecord) -> FetchCost:
-    """Returns what a fetch from the node ``source`` to a worker's node costs, as far as that is known."""
+    """Return the known or assumed cost of a fetch from the node ``source`` to a worker's node."""
     measured = snapshot.fetch_costs(source, component.node_id)
     if measured is not None:
         return measured
@@ -270,9 +268,9 @@ def _fetch_cost(snapshot: ClusterSnapshot, source: str, component: ComponentReco
 
 
 def _fetched(snapshot: ClusterSnapshot, decode: DecodeSide, held: Mapping[str, int]) -> tuple[int, float, Fetched, str]:
-    """Returns how many leading blocks a decode worker's node will have, the seconds that fetching takes, the sources
-    that they come from, and the other node that is asked first. A fixed policy takes the most blocks. ``held`` are the
-    blocks of live nodes, by node id."""
+    """Return the leading blocks that a decode worker's node will have, the seconds to fetch them, their sources, and
+    the other node asked first. A fixed policy takes the most blocks. ``held`` are the blocks of live nodes, by node
+    id."""
     node_id, limit = decode.component.node_id, snapshot.limit_blocks
     own, far = (min(blocks.get(node_id, 0), limit) for blocks in (snapshot.hits, snapshot.far_hits))
     others = {name: blocks for name, blocks in held.items() if name != node_id and blocks > own}
@@ -284,10 +282,10 @@ def _fetched(snapshot: ClusterSnapshot, decode: DecodeSide, held: Mapping[str, i
 def _best_fetch(
     snapshot: ClusterSnapshot, decode: DecodeSide, others: Mapping[str, int], own: int, far: int
 ) -> tuple[int, float, Fetched, str]:
-    """Returns what saves most of: the ``own`` blocks of the worker's node, those with the blocks of another node, and
-    those with a bucket's ``far`` blocks after them. ``others`` are the nodes that have more than ``own``."""
+    """Return the option that saves most: the ``own`` blocks of the worker's node, with the blocks of another node, or
+    with a bucket's ``far`` blocks after them. ``others`` are the nodes with more than ``own``."""
     best, best_gain = (own, 0.0, Fetched.NOTHING, ""), 0.0
-    # What a bucket has comes after the blocks of the best node, if any is worth its transfer.
+    # A bucket's blocks come after those of the best node, if these are worth their transfer.
     here, here_s, most = own, 0.0, own
     for name, blocks in others.items():
         taken_s, most = _fetch_cost(snapshot, name, decode.component).seconds(blocks - own), max(most, blocks)
@@ -304,7 +302,7 @@ def _best_fetch(
 
 
 def _gain(snapshot: ClusterSnapshot, decode: DecodeSide, own: int, blocks: int, taken_s: float) -> float:
-    """Returns the seconds that having ``blocks`` blocks in place of ``own`` saves; the blocks for a fixed policy."""
+    """Return the seconds saved by ``blocks`` blocks in place of ``own``; the blocks for a fixed policy."""
     if snapshot.policy.share is not None:
         return float(blocks)
     size = snapshot.block_size
