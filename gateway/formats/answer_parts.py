@@ -1,4 +1,4 @@
-"""Collects the parts of an answer whose meaning is certain, and the text that still has to be read. Sans-IO (I9)."""
+"""Parsed parts of an answer, and the text that is still to be parsed. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dataclasses import dataclass, field
 
 from pillion.types import ToolCallDelta
 
-# This many characters of one call are held of which it is not yet known what they belong to: its object before the name
-# and the arguments begin, a parameter whose text may be a value, white space after a mark.
+# Limit on characters held until their meaning is clear: a call's object before its name and arguments, a parameter's
+# text that may be a value, white space after a mark.
 MAX_HELD_CHARS = 65_536
-# At most this many characters of one answer are read a second time, because what looked like a call was none.
+# Limit per answer on characters parsed again because they were not a call after all.
 MAX_REREAD_CHARS = 8192
 _SPACE = " \t\r\n"
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def call_id(answer_id: str, answer: int, number: int, short: bool = False) -> str:
-    """Returns the id of call ``number`` of an answer: it is always the same, so that a resumed stream repeats it.
+    """Return the id of call ``number`` of an answer. It is deterministic, so that a resumed stream repeats it.
 
-    ``short`` ids have nine letters and digits, which is all that Mistral's templates take.
+    ``short`` ids have nine letters and digits, the limit of Mistral's templates.
     """
     digest = hashlib.sha256(f"{answer_id}/{answer}/{number}".encode()).hexdigest()
     return digest[:9] if short else f"call_{digest[:24]}"
 
 
 class Marks:
-    """Finds marks in an answer. Where two of them begin at one place, the first one of ``texts`` counts.
+    """Search for marks in an answer. If two begin at one place, the first one in ``texts`` wins.
 
     Attributes:
         texts: the marks.
@@ -41,15 +41,15 @@ class Marks:
         self.texts = texts
         self._pattern = re.compile("|".join(map(re.escape, texts)))
         longest = max(map(len, texts), default=0)
-        # For each number of characters, the largest first, this holds the beginnings of the marks that are longer.
+        # Per number of characters, descending: prefixes of the marks that are longer.
         self._heads = [tuple(mark[:n] for mark in texts if len(mark) > n) for n in range(longest - 1, 0, -1)]
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
-        """Finds the first of the marks in ``text`` from ``at`` on."""
+        """Return the first match of a mark in ``text`` from ``at`` on."""
         return self._pattern.search(text, at) if self.texts else None
 
     def begun(self, text: str, at: int) -> int:
-        """Returns how many of the last characters of ``text``, from ``at`` on, may be the beginning of a mark."""
+        """Return the length of the suffix of ``text[at:]`` that may be a mark's beginning."""
         for count, heads in zip(range(len(self._heads), 0, -1), self._heads, strict=True):
             if text.endswith(heads, at):
                 return count
@@ -58,16 +58,15 @@ class Marks:
 
 @dataclass(slots=True)
 class AnswerParts:
-    """Holds the parts of an answer that became certain and that nobody has taken yet. White space next to calls and
-    marks is no content.
+    """Parsed parts of an answer that were not taken yet. White space around calls and marks is not content.
 
     Attributes:
-        answer_id, answer: the ids of calls are made of these.
-        short_ids: whether these ids have nine characters.
-        calls: number of calls that have begun.
+        answer_id, answer: inputs of the call ids.
+        short_ids: whether the ids have nine characters.
+        calls: number of calls begun.
         thought: whether there was reasoning, or a mark of it.
         thinking: whether the answer is within its reasoning, or may still begin with it.
-        inner: whether content is reasoning, as long as no call begins and no mark ends it.
+        inner: whether content is reasoning until a call begins or a mark ends it.
         said: whether there was content.
     """
 
@@ -82,39 +81,37 @@ class AnswerParts:
     _texts: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _deltas: list[ToolCallDelta] = field(default_factory=list)
-    # This white space is content if more content follows it; the flag says whether white space that comes next is no
-    # content.
+    # White space that is content if more content follows; and whether the next white space is dropped.
     _held: list[str] = field(default_factory=list)
     _bare: bool = False
-    # Calls have come behind this white space, which is content if more content follows them; None before there is both.
+    # White space before calls, which is content if content follows the calls; None until there are both.
     _gap: str | None = None
-    # These are the marks around the content that are still to come, and text that may begin the next one.
+    # Marks around the content that are still expected, and text that may begin the next one.
     _before: str = ""
     _behind: Marks | None = None
     _last: str = ""
     _half: str = ""
 
     def between(self, marks: tuple[str, str], last: str, begun: bool) -> None:
-        """Notes that the content may stand between two marks, which are no part of it: the first one before all of the
-        content, unless it has ``begun`` already, and the second one behind it. ``last`` is a mark behind all of the
-        answer, "" for none; where there is one, the others need not go together."""
+        """Set the marks around the content: the first before all of it, unless it has ``begun``, the second after it.
+        ``last`` is a mark at the end of the answer, or ""; if given, either of the others may be missing."""
         begin, end = marks
         self._before, self._last = "" if begun else begin, last
         self._behind = Marks(*filter(None, (end, last))) if end else None
 
     def content(self, text: str) -> None:
-        """Adds text to the content of the answer, or to its reasoning where it has not ended."""
+        """Add text to the answer's content, or to its reasoning if that has not ended."""
         if self.inner:
             self.think(text)
             return
         self._add(self._texts, text if self._behind is None else self._between(text, self._behind))
 
     def _between(self, text: str, behind: Marks) -> str:
-        """Returns the text up to where a mark around the content may begin, and behind such marks."""
+        """Return the text up to a possible mark around the content, and after such marks."""
         if self._before:
             begun = self._half + (text if self._half else text.lstrip(_SPACE))
             if not self._half:
-                # White space waits elsewhere, in case content follows it.
+                # Kept elsewhere, in case content follows.
                 self._add(self._texts, text[: len(text) - len(begun)])
             if self._before.startswith(begun):
                 self._half = begun
@@ -137,33 +134,33 @@ class AnswerParts:
         return text
 
     def _whole(self) -> None:
-        """Takes text that has begun like a mark around the content for content."""
+        """Emit text that looked like the beginning of a mark."""
         if self._half:
             self._behind, text, self._half = None, self._half, ""
             self._add(self._texts, text)
 
     def think(self, text: str) -> None:
-        """Adds text to the answer's reasoning."""
+        """Add text to the answer's reasoning."""
         self._add(self._reasoning, text)
 
     def reasoned(self) -> None:
-        """Notes that the reasoning has ended: content is content from now on."""
+        """End the reasoning: content is content from now on."""
         self.inner = self.thinking = False
         self.mark()
 
     def mark(self, between: bool = False) -> None:
-        """Notes that a mark was read: the white space around a mark is no content. ``between`` says that it separates
-        two texts of one sort, which stay paragraphs of their own."""
+        """Record a mark, around which white space is not content. ``between`` means that it separates two texts of one
+        kind, which stay separate paragraphs."""
         self._held[:] = ["\n\n"] if between else []
         self._bare = True
 
     def begin(self, name: str, written_id: str = "") -> None:
-        """Begins the next call of a tool, whose id may be one that the model has written."""
+        """Start the next tool call, with the model's own id if it wrote one."""
         self._whole()
         if self.inner:
             self.reasoned()
         elif self.said and self._gap is None:
-            # Text on both sides of a call stays apart.
+            # Keep text before and after a call apart.
             self._gap = "".join(self._held)
         self.mark()
         made = written_id or call_id(self.answer_id, self.answer, self.calls, self.short_ids)
@@ -171,13 +168,13 @@ class AnswerParts:
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """Adds text to the arguments of the call that began last."""
+        """Add text to the arguments of the last call."""
         if text:
             self._deltas.append(ToolCallDelta(self.calls - 1, arguments=text))
 
     def end(self, cut: bool = False) -> None:
-        """Ends the answer: white space after content that no call follows is content too, and half a mark around the
-        content is none where the answer was ``cut``."""
+        """End the answer. Trailing white space is content unless calls follow it. In a ``cut`` answer, a partial mark
+        is dropped."""
         if not cut:
             self._whole()
         if self._held and not (self._bare or self.thinking or self.calls):
@@ -185,14 +182,14 @@ class AnswerParts:
         self._held.clear()
 
     def take_content(self) -> str:
-        """Returns the content that came since the last call of this method."""
+        """Return and clear the content."""
         if not self._texts:
             return ""
         texts, self._texts = self._texts, []
         return "".join(texts)
 
     def take(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """Returns the reasoning and the calls that came since the last call of this method."""
+        """Return and clear the reasoning and the calls."""
         if not (self._reasoning or self._deltas):
             return "", ()
         taken = "".join(self._reasoning), tuple(self._deltas)
@@ -218,49 +215,45 @@ class AnswerParts:
 
 
 class PendingText:
-    """Holds the text of an answer that has come and is not read yet. Its readers are generators that yield when they
-    need more.
+    """Text of an answer that has arrived and is not parsed yet. Its parsers are generators that yield to wait for more.
 
-    A reader that is not sure what it reads begins a trial read (``attempt``), and then takes or leaves what it has read
-    since:
+    A parser that cannot yet decide starts a trial (``attempt``), and commits or rolls back later:
 
-        attempt() --> reads on --> take(): it was right
-                                '-> leave(): the text is read again, as something else, or is handed out unread
+        attempt() --> parses on --> take(): it was right
+                                '-> leave(): the text is parsed again as something else, or emitted as it is
 
-    A trial read takes in no more than MAX_HELD_CHARS. Trial reads that fail may have MAX_REREAD_CHARS of one answer
-    read again, all of them together; the text of one that goes beyond is handed out, and nothing is looked for in it.
-    So the work grows in proportion to the text, and the result depends on nothing but the text.
+    A trial reads at most MAX_HELD_CHARS. Failed trials of one answer may have MAX_REREAD_CHARS parsed again in total;
+    beyond that, their text is emitted unparsed. So the work is linear in the text, and the result depends only on the
+    text, not on its pieces.
 
     Attributes:
-        ended: whether no more will come.
+        ended: whether no more will arrive.
     """
 
     __slots__ = ("_aside", "_at", "_from", "_may_reread", "_short", "_text", "_was_cut", "ended")
 
     def __init__(self) -> None:
         self._text = ""
-        # These are the place of the next character, and the place where the present trial read began.
+        # Next character, and start of the current trial.
         self._at = 0
         self._from: int | None = None
         self._may_reread = MAX_REREAD_CHARS
         self._aside: tuple[Marks, Callable[[str], object], Callable[[], None]] | None = None
         self.ended = False
-        # These say whether the text has ended where more was to come, and whether a trial read wanted more text than
-        # there is.
+        # Whether the answer was cut short, and whether a trial needed more text than there is.
         self._was_cut = self._short = False
 
     def push(self, piece: str) -> None:
-        """Adds the next piece of text."""
+        """Add the next piece of text."""
         text, self._text = self._text, ""
         if self._from is None and self._at:
             text, self._at = text[self._at :], 0
-        # No other name holds this string, so CPython makes it longer in place.
+        # CPython extends a string in place if it has no other reference.
         text += piece
         self._text = text
 
     def cut(self, marks: Marks) -> None:
-        """Notes that the answer's text breaks off here. Where the text that is not taken yet ends with half a mark,
-        that half is dropped."""
+        """Record that the answer breaks off here, and drop a partial mark at its end."""
         self._was_cut = True
         half = marks.begun(self._text, self._at if self._from is None else self._from)
         if half:
@@ -268,25 +261,24 @@ class PendingText:
             self._at = min(self._at, len(self._text))
 
     def aside(self, marks: Marks, give: Callable[[str], object], found: Callable[[], None]) -> None:
-        """Makes ``until`` look for ``marks``, too, amid the text that it hands to ``give``. The first one is read, and
+        """Make ``until`` also look for ``marks`` in the text that it emits to ``give``. The first one is skipped, and
         ``found`` is called."""
         self._aside = marks, give, found
 
     def back(self, count: int) -> None:
-        """Leaves the last ``count`` characters that were read to be read again. There must be no trial read."""
+        """Unread the last ``count`` characters. There must be no trial."""
         self._at -= count
 
     def attempt(self) -> None:
-        """Begins a trial read at the next character."""
+        """Start a trial at the next character."""
         self._from, self._short = self._at, False
 
     def take(self) -> None:
-        """Ends the trial read and takes the text that it has read."""
+        """Commit the trial."""
         self._from = None
 
     def leave(self) -> str:
-        """Ends the trial read as if it had read nothing. Where too much would be read again, its text is taken and
-        returned."""
+        """Roll the trial back. If too much would be parsed again, consume its text and return it."""
         begin, self._from = self._from or 0, None
         if self._at - begin > self._may_reread:
             return self._text[begin : self._at]
@@ -295,25 +287,25 @@ class PendingText:
         return ""
 
     def give_up(self, give: Callable[[str], None], mark: str = "") -> None:
-        """Ends a trial read that has failed. What it read, with the ``mark`` before it, is given as text, unless it is
-        half a call of an answer that was cut short."""
+        """End a failed trial. What it read, after ``mark``, is emitted, unless it is a partial call at the end of a cut
+        answer."""
         if not self.drop_half():
             give(mark + self.leave())
 
     def drop_half(self) -> bool:
-        """Ends a trial read that has failed only because the answer was cut short. Its text is dropped, because half a
-        call is of no use. Returns False, and ends nothing, where the trial read failed for another reason."""
+        """Drop a partial call, if the trial failed only because the answer was cut short. Else return False and leave
+        the trial as it is."""
         if not (self._was_cut and self._short):
             return False
         self._at, self._from = len(self._text), None
         return True
 
     def step(self) -> None:
-        """Reads one character, which the caller knows to be there."""
+        """Read one character, which must be there."""
         self._at += 1
 
     def some(self) -> Generator[None, None, bool]:
-        """Waits until there is a character to read; returns False if the text, or all that may be held of it, ends."""
+        """Wait for a character to read; return False at the end of the text, or of what may be held."""
         while self._at >= self._end:
             if self.ended or self._at >= self._most:
                 self._short = self.ended and self._at < self._most
@@ -322,8 +314,7 @@ class PendingText:
         return True
 
     def past_space(self) -> Generator[None, None, str]:
-        """Reads white space of the answer, and returns the character after it, which stays unread; "" where there is
-        none."""
+        """Skip white space, and return the next character without reading it; "" if there is none."""
         while (yield from self.some()):
             found = _NO_SPACE.search(self._text, self._at, self._end)
             if found is not None:
@@ -333,7 +324,7 @@ class PendingText:
         return ""
 
     def has(self, mark: str) -> Generator[None, None, bool]:
-        """Returns whether ``mark`` comes next, and then reads it; waits for no more text than it takes to know."""
+        """Read ``mark`` if it comes next, and return whether it does. Waits for no more text than needed."""
         while True:
             come = self._text[self._at : min(self._at + len(mark), self._end)]
             if come == mark:
@@ -345,7 +336,7 @@ class PendingText:
             yield
 
     def up_to(self, end: re.Pattern[str], most: int = MAX_HELD_CHARS) -> Generator[None, None, str]:
-        """Reads the characters before the first one that ``end`` matches, ``most`` of them and no more."""
+        """Read at most ``most`` characters, up to the first match of ``end``."""
         read: list[str] = []
         while most and (yield from self.some()):
             until = min(self._end, self._at + most)
@@ -358,15 +349,14 @@ class PendingText:
         return "".join(read)
 
     def piece(self, read: Callable[[str, int, int], int]) -> str:
-        """Reads the text that is there, as far as ``read`` goes; ``read`` gets a text, where to begin and where to
-        end."""
+        """Read the available text as far as ``read(text, begin, end)`` returns."""
         begin = self._at
         self._at = read(self._text, begin, self._end)
         return self._text[begin : self._at]
 
     def until(self, marks: Marks, give: Callable[[str], object]) -> Generator[None, None, str]:
-        """Gives all text before the next of ``marks`` as it comes, and reads and returns the mark; "" where there is
-        none. It must not be called within a trial read."""
+        """Emit text to ``give`` up to the next of ``marks``, as it arrives; read and return the mark, or "" at the end.
+        There must be no trial."""
         while True:
             text, found = self._text, marks.find(self._text, self._at)
             aside = self._aside if self._aside is not None and self._aside[1] == give else None
@@ -391,17 +381,17 @@ class PendingText:
 
     @property
     def _most(self) -> int:
-        """Gives the place up to which a trial read may go."""
+        """End of what a trial may read."""
         return sys.maxsize if self._from is None else self._from + MAX_HELD_CHARS
 
     @property
     def _end(self) -> int:
-        """Gives the place up to which the text may be read now."""
+        """End of what may be read now."""
         return min(len(self._text), self._most)
 
 
 class CallReader:
-    """Reads an answer whose calls stand behind marks; what is no call is content. The readers of formats extend it."""
+    """Parser of an answer whose calls follow marks; all else is content. Base of the formats' parsers."""
 
     def __init__(self, text: PendingText, parts: AnswerParts, begins: Marks) -> None:
         self._text = text
@@ -409,13 +399,12 @@ class CallReader:
         self._begins = begins
 
     def read(self) -> Generator[None, None, None]:
-        """Reads the whole answer."""
+        """Read the whole answer."""
         while mark := (yield from self._text.until(self._begins, self._parts.content)):
             self._text.attempt()
             if not (yield from self._after(mark)):
                 self._text.give_up(self._parts.content, mark)
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
-        """Reads what follows a mark. Returns False where that is no call, and leaves it to the caller to end the trial
-        read."""
+        """Parse what follows a mark. If it is not a call, return False; the caller then ends the trial."""
         raise NotImplementedError

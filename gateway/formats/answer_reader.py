@@ -1,10 +1,9 @@
-"""Reads an answer as it is written: first its reasoning, then its content and its calls. Sans-IO (I9).
+"""Parses an answer as it is written: first its reasoning, then its content and calls. Sans-IO (I9).
 
-    text --> reasoning, if it begins with it --> content and calls, or content alone --> parts
+    text --> reasoning, if it begins with it --> content and calls, or only content --> parts
        '---> messages in channels (:mod:`pillion.gateway.formats.harmony`) ---------------^
 
-The parts are a function of the text alone: it does not matter into which pieces the text was cut.
-:class:`ReadAnswerText` follows the tokens of an answer that is read in this way.
+The parts depend only on the text, not on how it was cut into pieces. :class:`ReadAnswerText` feeds it from tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from pillion.types import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """Says what the answers to one request may hold besides content.
+    """What the answers to a request may contain besides content.
 
     Attributes:
-        reasoning: the format of their reasoning; None where they hold none.
-        opened: whether they begin within reasoning; None where each answer shows whether it does.
-        tools: the format of their calls; None where they hold none.
+        reasoning: format of their reasoning, or None.
+        opened: whether they begin within reasoning; None if the answer itself shows it.
+        tools: format of their calls, or None.
         schemas: the tools that may be called.
-        visible: the texts of special tokens that are marks, by their ids.
+        visible: texts of special tokens that are marks, by id.
         answering: whether they begin within content that has marks around it.
     """
 
@@ -42,10 +41,10 @@ class OutputFormat:
 
 
 class AnswerReader:
-    """Reads one answer.
+    """Incremental parser of one answer.
 
     Attributes:
-        parts: the parts that became certain.
+        parts: the parsed parts.
     """
 
     __slots__ = ("_marks", "_reading", "_text", "parts")
@@ -59,21 +58,20 @@ class AnswerReader:
         marks = [] if output_format.reasoning is None else [*output_format.reasoning.marks]
         if output_format.tools is not None:
             marks += filter(None, (output_format.tools.begin, output_format.tools.end, *output_format.tools.inner))
-        # Marks that are words begin as other words do, so that half of one is text.
+        # Marks that are words begin like other words, so a partial one is text.
         self._marks = Marks(*(mark for mark in marks if mark[0] in "<[]"))
         self._reading = self._read(output_format)
-        # The first call lets the reading generator run up to where it needs text.
+        # Run the generator up to where it needs text.
         next(self._reading, None)
 
     def push(self, text: str) -> None:
-        """Reads the next text of the answer."""
+        """Parse the next text of the answer."""
         self._text.push(text)
         next(self._reading, None)
 
     def flush(self, cut: bool = False) -> None:
-        """Reads the text that was held back, because no more will come. Call it once, at the end. With ``cut`` the
-        answer did not end by itself: half a mark at its end is then no text, and neither is half a call whose name is
-        not known yet."""
+        """Parse the text held back, at the end of the answer. ``cut`` means that the answer did not end by itself: then
+        a partial mark, or a partial call without a name, is dropped."""
         text = self._text
         if cut:
             text.cut(self._marks)
@@ -100,9 +98,9 @@ class AnswerReader:
 
 
 class ReadAnswerText(AnswerText):
-    """Follows an answer that may hold reasoning and calls of tools. Stop strings are looked for in its content alone.
+    """Text of an answer that may contain reasoning and tool calls. Stop strings apply only to its content.
 
-    ``parts`` give each call of a tool its id.
+    ``parts`` has the inputs of the call ids.
     """
 
     __slots__ = ("_reader", "_visible")
@@ -122,7 +120,7 @@ class ReadAnswerText(AnswerText):
         self._visible = output_format.visible
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> AnswerDelta:
-        """Adds tokens to the answer, as :meth:`AnswerText.push` does."""
+        """Add tokens to the answer, as :meth:`AnswerText.push` does."""
         return self._push_each(token_ids, logprobs)
 
     def _content_of(self, token_id: int) -> str:

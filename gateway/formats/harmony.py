@@ -1,12 +1,12 @@
-"""Reads answers in OpenAI's Harmony format, which gpt-oss writes: messages, each in a channel. Sans-IO (I9).
+"""Parses answers in OpenAI's Harmony format, which gpt-oss writes: messages, each in a channel. Sans-IO (I9).
 
-    header --> analysis, or to a tool of the server's         --> reasoning     '--> end mark --> the next header
-       |   --> to=functions.NAME, where tools were offered    --> a call
+    header --> analysis, or to a built-in tool                --> reasoning     '--> end mark --> the next header
+       |   --> to=functions.NAME, if tools were offered       --> a call
        |   --> final, commentary, or no channel               --> content
        '--> anything else: the text up to the next mark is content
 
 A header is `<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>`; the first one of
-an answer lacks `<|start|>assistant`, which ends the prompt. The recipient may stand before the channel, as chat
+an answer lacks `<|start|>assistant`, which ends the prompt. The recipient may come before the channel, as chat
 templates write it. The format: https://cookbook.openai.com/articles/openai-harmony.
 """
 
@@ -23,7 +23,7 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 HARMONY_MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 FUNCTIONS = "functions."
 ANALYSIS = "analysis"
-# Words of a header longer than this are no header: a function's name has 128 characters at most.
+# Characters of a header; a function's name has at most 128.
 MAX_HEADER_CHARS = 512
 _IN_HEADER = (MESSAGE, CHANNEL, CONSTRAIN, START)
 _MARK = re.compile("<")
@@ -33,17 +33,17 @@ _HEADER = re.compile(
     rf"\s*(?:<\|start\|>\s*assistant)?{_RECIPIENT.format(name='first')}\s*"
     rf"(?:<\|channel\|>\s*(?P<channel>\w+){_RECIPIENT.format(name='second')})?\s*(?:<\|constrain\|>)?\s*[\w./-]*\s*"
 )
-# These marks end a message, by themselves or because another one begins.
+# Marks that end a message, by themselves or because another one begins.
 _BEHIND = Marks(END, CALL, RETURN, START, CHANNEL)
 
 
 class HarmonyAnswer:
-    """Reads a whole answer.
+    """Parser of a whole answer.
 
     Args:
-        known: the names of the tools that may be called; None where none may.
-        opened: None where the answer begins with a header; where its prompt ends within a message, whether that is one
-            of reasoning.
+        known: names of the tools that may be called; None if none may.
+        opened: None if the answer begins with a header; if its prompt ends within a message, whether that one is
+            reasoning.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class HarmonyAnswer:
         self._parts = parts
         self._opened = opened
         self._known = known
-        # The sort of text that came last, between whose messages a line is left empty.
+        # Kind of the last text; messages of one kind are separated by an empty line.
         self._last: Callable[[str], None] | None = None
 
     def read(self) -> Generator[None, None, None]:
-        """Reads the answer to its end."""
+        """Parse the answer to its end."""
         text, parts = self._text, self._parts
         mark = ""
         if self._opened is not None:
@@ -75,10 +75,10 @@ class HarmonyAnswer:
                 mark = yield from self._plain(parts.content, (mark if mark in _IN_HEADER else "") + left)
 
     def _header(self, mark: str) -> Generator[None, None, tuple[str, str] | None]:
-        """Reads a header, of which ``mark`` was read before; returns the channel and the recipient, "" where it names
-        none. Returns None where that is no header, and leaves it to the caller to end the trial read."""
+        """Parse a header, after ``mark``; return channel and recipient, "" if absent. Return None if it is not a
+        header; the caller then ends the trial."""
         text, read = self._text, [mark] if mark in _IN_HEADER else []
-        # Plain text is not held back, so where no mark was read the first word decides.
+        # Plain text is not held back, so without a mark the first word decides.
         if not read and (character := (yield from text.past_space())) != "<":
             if character != "t" or not (yield from text.has(_TO)):
                 return None
@@ -103,7 +103,7 @@ class HarmonyAnswer:
         return match["channel"] or "", match["first"] or match["second"] or ""
 
     def _message(self, channel: str, recipient: str) -> Generator[None, None, str]:
-        """Reads a message's text; returns the mark behind it, "" at the end of the answer."""
+        """Parse a message's text; return the mark after it, "" at the end of the answer."""
         name = recipient.removeprefix(FUNCTIONS)
         # A model may leave the prefix out.
         called = self._known is not None and (name != recipient or name in self._known)
@@ -128,7 +128,7 @@ class HarmonyAnswer:
         return mark
 
     def _plain(self, give: Callable[[str], None], begun: str = "") -> Generator[None, None, str]:
-        """Reads text up to the next mark. ``begun`` is the part of it that was read before."""
+        """Emit text up to the next mark, after ``begun``, which was read before."""
         parts = self._parts
         parts.thinking = give == parts.think
         parts.thought = parts.thought or parts.thinking

@@ -1,12 +1,10 @@
-"""Reads a model's calls of tools that are written as JSON objects with a name and arguments, with or without marks
-around them. Sans-IO (I9).
+"""Parses tool calls that are JSON objects with a name and arguments, with or without marks. Sans-IO (I9).
 
-    mark --> {"name": the_name, "arguments": {...}} --> mark             the arguments are given as they come
+    mark --> {"name": the_name, "arguments": {...}} --> mark             the arguments are emitted as they arrive
        '--> anything else: the mark, and what follows it, is content
 
-Nothing of an object is passed on to the client until its name and the beginning of its arguments are known. So the
-reader makes a trial read (:class:`PendingText`), which ends where the text cannot be a call any more, or would have to
-be held back for too long.
+Nothing of an object is sent to the client until its name and the beginning of its arguments are known. So it is parsed
+in a trial (:class:`PendingText`), which ends when the text cannot be a call, or would have to be held for too long.
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ MAX_NAME_CHARS = 128
 NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}")
 NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _ARGUMENTS = ("arguments", "parameters")
-# Outside of strings, these characters change how deep a JSON value is nested. JSON has no "<", so it is a mark there.
+# Outside of strings, characters that change the nesting depth. JSON has no "<", so it is a mark.
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
-# A JSON number or word (true, false, null) ends before one of these characters.
+# Ends of a JSON number or word (true, false, null).
 _BEHIND_WORD = re.compile(r"[,}\] \t\r\n<]")
 _NOT_ID = re.compile(r"[\W_]")
 
 
 class JsonScan:
-    """Finds the end of a JSON object, list or string that comes in pieces, by its brackets and quotation marks.
+    """Scan for the end of a JSON object, list or string that arrives in pieces, by brackets and quotes.
 
     Attributes:
         ended: whether the end was found.
-        in_string: whether the text that was read ends within a string.
+        in_string: whether the text so far ends within a string.
     """
 
     __slots__ = ("_depth", "_escaped", "ended", "in_string")
@@ -46,8 +44,8 @@ class JsonScan:
         self.ended = False
 
     def read(self, text: str, at: int, most: int) -> int:
-        """Returns where the value ends in ``text[at:most]``, or breaks off at a mark; it is ``ended`` then. Returns
-        ``most`` where it goes on."""
+        """Return the end of the value in ``text[at:most]``, also at a mark, and set ``ended``; ``most`` if it goes
+        on."""
         while at < most:
             if self._escaped:
                 self._escaped, at = False, at + 1
@@ -73,9 +71,9 @@ class JsonScan:
 
 
 class JsonCalls(CallReader):
-    """Reads an answer whose calls are JSON objects between ``begin`` and ``end``. ``end`` may be left out."""
+    """Parser of calls that are JSON objects between ``begin`` and the optional ``end``."""
 
-    # An object has a tool's name by one of these keys.
+    # Keys of a tool's name.
     _names: tuple[str, ...] = ("name",)
 
     def __init__(
@@ -87,7 +85,7 @@ class JsonCalls(CallReader):
         end: str = "",
         others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        # The end's mark by that of the begin; some models have written others than their templates have.
+        # End mark by begin mark; some models write other marks than their templates.
         self._ends = {begin: end, **others}
         super().__init__(text, parts, Marks(*self._ends))
         self._known = known
@@ -95,18 +93,18 @@ class JsonCalls(CallReader):
     def _after(self, mark: str) -> Generator[None, None, bool]:
         if not (yield from self._calls()):
             return False
-        # White space after a call is no content.
+        # White space after a call is not content.
         yield from self._text.past_space()
         yield from self._text.has(self._ends[mark])
         return True
 
     def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
-        """Reads the calls between a mark that begins them and one that ends them."""
+        """Parse the calls between the marks."""
         return self._call(only_known)
 
     def _call(self, only_known: bool = False, begun: bool = False) -> Generator[None, None, bool]:
-        """Reads one JSON object, of which the brace may be read already (``begun``), and adds it to the answer's calls.
-        Returns False where it is no call, and leaves it to the caller to end the trial read."""
+        """Parse one JSON object, of which the brace may be read (``begun``), and add it to the answer's calls. If it is
+        not a call, return False; the caller then ends the trial."""
         text, parts = self._text, self._parts
         if not begun and (yield from text.past_space()) != "{":
             return False
@@ -134,7 +132,7 @@ class JsonCalls(CallReader):
             character = yield from text.past_space()
             if not character or character not in ",}":
                 return False
-        # Amid text, an object with a name alone is no call.
+        # Within text, an object with only a name is not a call.
         if not name or (only_known and self._parts.said and not arguments):
             return False
         text.step()
@@ -144,8 +142,7 @@ class JsonCalls(CallReader):
         return True
 
     def _rest(self) -> Generator[None, None, None]:
-        """Reads what a call's object holds after the arguments, which is no part of the call; it is content where the
-        object does not end."""
+        """Skip what follows the arguments in a call's object; it is content if the object does not end."""
         text = self._text
         text.attempt()
         while (character := (yield from text.past_space())) == ",":
@@ -161,8 +158,8 @@ class JsonCalls(CallReader):
             text.give_up(self._parts.content)
 
     def _key(self) -> Generator[None, None, tuple[str | None, str]]:
-        """Reads a key of a JSON object; returns the key, or None where the object has no further key, and the first
-        character of the key's value."""
+        """Read a key of a JSON object; return it, or None if there is no further one, and the first character of its
+        value."""
         text = self._text
         if (character := (yield from text.past_space())) != '"':
             return None, character
@@ -174,7 +171,7 @@ class JsonCalls(CallReader):
         return (_string(key) if character else None), character
 
     def _value(self, character: str) -> Generator[None, None, str]:
-        """Returns the JSON text of the value that begins with ``character``, as much of it as has come."""
+        """Read the value that begins with ``character``, as far as it arrives."""
         text = self._text
         if character not in '{["':
             return (yield from text.up_to(_BEHIND_WORD))
@@ -184,17 +181,17 @@ class JsonCalls(CallReader):
         return "".join(read)
 
     def _stream(self) -> Generator[None, None, None]:
-        """Reads the next object, and gives each piece of it, as it comes, as arguments of a call."""
+        """Read the next object, and emit its pieces as a call's arguments as they arrive."""
         scan, text = JsonScan(), self._text
         while not scan.ended and (yield from text.some()):
             self._parts.arguments(text.piece(scan.read))
 
 
 class LlamaCalls(JsonCalls):
-    """Reads an answer of Llama 3: a call's object stands after a mark, or anywhere."""
+    """Parser of Llama 3: a call's object follows a mark, or is anywhere."""
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
-        # Without a mark an object is a call only if it names a tool, because the answer itself may be JSON.
+        # Without a mark it must have a known tool's name, as the answer itself may be JSON.
         bare = mark == "{"
         if not (yield from self._call(only_known=bare, begun=bare)):
             return False
@@ -202,7 +199,7 @@ class LlamaCalls(JsonCalls):
         return True
 
     def _more(self) -> Generator[None, None, None]:
-        """Reads further calls, which Llama 3 writes after semicolons."""
+        """Parse further calls, which Llama 3 writes after semicolons."""
         text = self._text
         while (yield from text.past_space()) == ";":
             text.attempt()
@@ -213,7 +210,7 @@ class LlamaCalls(JsonCalls):
 
 
 class ListCalls(JsonCalls):
-    """Reads an answer whose calls are one list of objects after a mark."""
+    """Parser of calls in one list of objects after a mark."""
 
     def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
         text = self._text
@@ -234,12 +231,12 @@ class ListCalls(JsonCalls):
 
 
 class XlamCalls(ListCalls):
-    """Reads an answer of Salesforce's xLAM models: a list of calls stands after one of several marks, or is the whole
-    answer, perhaps behind its reasoning."""
+    """Parser of Salesforce's xLAM models: a list of calls follows one of several marks, or is the whole answer, maybe
+    after its reasoning."""
 
     def read(self) -> Generator[None, None, None]:
-        """Reads the whole answer."""
-        # Without a mark a list is one of calls only if it names a tool, because the answer itself may be JSON.
+        """Parse the whole answer."""
+        # Without a mark it must have a known tool's name, as the answer itself may be JSON.
         self._text.attempt()
         if (yield from self._calls(only_known=True)):
             yield from self._text.past_space()
@@ -249,7 +246,7 @@ class XlamCalls(ListCalls):
 
 
 class ApertusCalls(ListCalls):
-    """Reads an answer of an Apertus model: each object of its list has one key, the tool's name."""
+    """Parser of Apertus models: each object of the list has one key, the tool's name."""
 
     def _call(self, only_known: bool = False, begun: bool = False) -> Generator[None, None, bool]:
         text = self._text
@@ -267,8 +264,8 @@ class ApertusCalls(ListCalls):
 
 
 class CohereCalls(ListCalls):
-    """Reads an answer of Cohere's Command models: the calls of its list have a number of their own, and another key for
-    the name. They may come without the list."""
+    """Parser of Cohere's Command models: calls are numbered, with another key for the name. The list may be
+    missing."""
 
     _names = ("tool_name", "name")
 
@@ -279,8 +276,8 @@ class CohereCalls(ListCalls):
 
 
 class MistralCalls(ListCalls):
-    """Reads an answer of a model of Mistral's: after the mark comes a list of objects or, since its tokenizer v11, a
-    name, perhaps an id, and the arguments."""
+    """Parser of Mistral's models: after the mark comes a list of objects or, since their tokenizer v11, a name, an
+    optional id, and the arguments."""
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
         if (yield from self._text.past_space()) == "[":
@@ -304,7 +301,7 @@ class MistralCalls(ListCalls):
 
 
 def _string(value: str) -> str:
-    """Returns the text of a JSON string; "" for any other value."""
+    """Return the value of a JSON string; "" for any other JSON."""
     try:
         read = json.loads(value)
     except ValueError:

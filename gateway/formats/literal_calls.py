@@ -1,12 +1,12 @@
-"""Reads calls whose arguments are keys and values in Python's notation or Gemma's, and gives the arguments as JSON.
-Sans-IO (I9).
+"""Parses calls with keyword arguments in Python's notation or Gemma's, and converts the arguments to JSON. Sans-IO
+(I9).
 
 [NAME(key=value, key="text"), NAME()]                          pythonic, llama4_pythonic (between marks, or bare)
 <function_calls>NAME(key=value)\\nNAME()</function_calls>       olmo3
 <|tool_call>call:NAME{key:<|"|>text<|"|>,key:1}<tool_call|>    gemma4, and functiongemma with other marks
 
-A text is given as it comes, and so is each key. An argument that cannot be read ends the call: its arguments stay an
-unfinished object, so that nobody takes them for whole, and what follows is content.
+Strings are emitted as they arrive, and so are keys. An argument that cannot be parsed ends the call: its arguments stay
+an incomplete object, so that no client takes them for complete, and what follows is content.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pillion.gateway.formats.answer_parts import AnswerParts, CallReader, Marks,
 from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, NOT_NAME
 from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS
 
-# A number or a word is no longer than this.
+# Characters of a number or word.
 MAX_WORD_CHARS = 1024
 _BEHIND_KEY = re.compile(r"[\s=:,(){}\[\]<]")
 _BEHIND_WORD = re.compile(r"[\s,)}\]<]")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _IN_TEXT = re.compile(r"[\\\"']")
-# An escape of Python's texts. Two halves of a surrogate pair, as JSON writes them, are one character.
+# An escape in Python strings; a surrogate pair, as in JSON, is one character.
 _ESCAPE = re.compile(
     r"\\(?:u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"
     r"|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))",
     re.DOTALL,
 )
-# The last characters of a text may be the beginning of an escape.
+# A possible beginning of an escape at the end of a text.
 _BEGUN = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?|x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?$"
 )
@@ -45,17 +45,17 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class LiteralForm:
-    """Names the marks and the notation of one format.
+    """Marks and notation of one format.
 
     Attributes:
-        begin, end: what stands around a call or, with ``listed`` or ``lines``, around several; "" for nothing.
-        listed: whether calls are a list in brackets, which an answer may also begin with.
-        lines: whether each call has a line of its own.
-        head: what stands before a name.
-        opened, closed: what stands around the arguments.
-        keyed: what stands behind a key.
-        comma: what stands between two arguments.
-        quote: the mark around a text; "" where texts have Python's quotation marks, and keys within values are texts.
+        begin, end: marks around a call or, with ``listed`` or ``lines``, around several; "" for none.
+        listed: whether calls are a list in brackets, with which an answer may also begin.
+        lines: whether each call has its own line.
+        head: text before a name.
+        opened, closed: brackets around the arguments.
+        keyed: text after a key.
+        comma: text between two arguments.
+        quote: mark around strings; "" if they have Python's quotes, and keys within values are strings.
     """
 
     begin: str
@@ -74,7 +74,7 @@ def _gemma(begin: str, end: str, quote: str) -> LiteralForm:
     return LiteralForm(begin, end, head="call:", opened="{", closed="}", keyed=":", comma=",", quote=quote)
 
 
-# The formats have the names that vLLM gives them.
+# By vLLM's names.
 LITERAL_FORMS: dict[str, LiteralForm] = {
     "pythonic": LiteralForm("", "", listed=True),
     "llama4_pythonic": LiteralForm("<|python_start|>", "<|python_end|>", listed=True),
@@ -86,7 +86,7 @@ LITERAL_FORMS: dict[str, LiteralForm] = {
 
 
 class _Frame(NamedTuple):
-    """Says how an object or a list is written: its last character, whether it has keys, and both in JSON."""
+    """Notation of an object or list: its last character, whether it has keys, and both in JSON."""
 
     closed: str
     keyed: str
@@ -98,7 +98,7 @@ _LIST, _TUPLE = _Frame("]", "", "[", "]"), _Frame(")", "", "[", "]")
 
 
 class LiteralCalls(CallReader):
-    """Reads an answer whose calls have the notation of ``form``."""
+    """Parser of calls in the notation of ``form``."""
 
     def __init__(self, text: PendingText, parts: AnswerParts, known: Container[str], form: LiteralForm) -> None:
         super().__init__(text, parts, Marks(*filter(None, (form.begin,))))
@@ -109,9 +109,9 @@ class LiteralCalls(CallReader):
             self._inner["("] = _TUPLE
 
     def read(self) -> Generator[None, None, None]:
-        """Reads the whole answer."""
+        """Parse the whole answer."""
         if self._form.listed:
-            # Without a mark a list is one of calls only if it begins with a tool's name.
+            # Without a mark it must begin with a known tool's name.
             self._text.attempt()
             if not (yield from self._calls(only_known=True)):
                 self._parts.content(self._text.leave())
@@ -121,8 +121,8 @@ class LiteralCalls(CallReader):
         return self._calls()
 
     def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
-        """Reads the calls after a mark, and the mark behind them. Returns False where no call comes, and leaves it to
-        the caller to end the trial read."""
+        """Parse the calls after a mark, and the mark after them. If there is no call, return False; the caller then
+        ends the trial."""
         text, form = self._text, self._form
         character = yield from text.past_space()
         if form.listed:
@@ -144,14 +144,14 @@ class LiteralCalls(CallReader):
             if (form.listed and character != ",") or not (yield from self._call()):
                 text.give_up(self._parts.content)
                 break
-        # White space after calls is no content.
+        # White space after calls is not content.
         yield from text.past_space()
         yield from text.has(form.end)
         return True
 
     def _call(self, only_known: bool = False) -> Generator[None, None, bool]:
-        """Reads one call and adds it to the answer's calls. Returns False where it is none, and leaves it to the caller
-        to end the trial read."""
+        """Parse one call and add it to the answer's calls. If it is not one, return False; the caller then ends the
+        trial."""
         text, form = self._text, self._form
         if not (yield from text.has(form.head)):
             return False
@@ -166,9 +166,9 @@ class LiteralCalls(CallReader):
         return True
 
     def _arguments(self) -> Generator[None, None, None]:
-        """Reads a call's arguments, from behind their first bracket on, as far as they can be read."""
+        """Parse a call's arguments, after the opening bracket, as far as possible."""
         text, give, form = self._text, self._parts.arguments, self._form
-        # These are the call, and the objects and lists that are open, the innermost one last.
+        # Stack of open objects and lists, innermost last; the first is the call.
         frames = [_Frame(form.closed, form.keyed, "{", "}")]
         give("{")
         first = True
@@ -204,7 +204,7 @@ class LiteralCalls(CallReader):
                 return
 
     def _key(self, frame: _Frame) -> Generator[None, None, str | None]:
-        """Reads a key and what stands behind it; returns None where no key comes."""
+        """Read a key and the text after it; return None if there is no key."""
         text = self._text
         character = yield from text.past_space()
         if character in ('"', "'") and frame.keyed == ":":
@@ -221,7 +221,7 @@ class LiteralCalls(CallReader):
         return key if (yield from text.has(frame.keyed)) else None
 
     def _value(self, character: str) -> Generator[None, None, bool]:
-        """Reads a text, a number or a word, which begins with ``character``; returns False where it does not end."""
+        """Parse a string, number or word that begins with ``character``; return False if it does not end."""
         text, give, quote = self._text, self._parts.arguments, self._form.quote
         if quote and (yield from text.has(quote)):
             give('"')
@@ -240,8 +240,7 @@ class LiteralCalls(CallReader):
         return ended
 
     def _quoted(self, quote: str, give: Callable[[str], object]) -> Generator[None, None, bool]:
-        """Reads a text of Python's from behind its first quotation mark on, gives it as a text of JSON, and returns
-        whether it has ended."""
+        """Convert a Python string, after its opening quote, to JSON, and return whether it has ended."""
         scan, text = _TextScan(quote), self._text
         while not scan.ended and (yield from text.some()):
             give(scan.spelled(text.piece(scan.read)))
@@ -250,7 +249,7 @@ class LiteralCalls(CallReader):
 
 
 class _TextScan:
-    """Finds the end of a text of Python's that comes in pieces, and spells it as JSON."""
+    """Scan for the end of a Python string that arrives in pieces, and convert it to JSON."""
 
     def __init__(self, quote: str) -> None:
         self._quote = quote
@@ -259,8 +258,8 @@ class _TextScan:
         self.ended = False
 
     def read(self, text: str, at: int, most: int) -> int:
-        """Returns where the text ends in ``text[at:most]``, behind its quotation mark; it is ``ended`` then. Returns
-        ``most`` where it goes on."""
+        """Return the end of the string in ``text[at:most]``, after its quote, and set ``ended``; ``most`` if it goes
+        on."""
         while at < most:
             if self._escaped:
                 self._escaped, at = False, at + 1
@@ -276,22 +275,22 @@ class _TextScan:
         return at
 
     def spelled(self, piece: str) -> str:
-        """Returns the next piece as a part of a text of JSON; half an escape is held."""
+        """Return the next piece as part of a JSON string; a partial escape is held back."""
         text, self._held = self._held + (piece[:-1] if self.ended else piece), ""
-        # An escape has ten characters at most, and a pair of them twelve.
+        # An escape has at most 10 characters, a pair 12.
         begun = None if self.ended else _BEGUN.search(text, max(0, len(text) - 12))
-        # A backslash behind another one begins nothing.
+        # A backslash after another one begins nothing.
         if begun is not None and (begun.start() - len(text[: begun.start()].rstrip("\\"))) % 2 == 0:
             text, self._held = text[: begun.start()], text[begun.start() :]
         return _in_text(_ESCAPE.sub(_meant, text))
 
     def rest(self) -> str:
-        """Returns what was held back as the possible beginning of an escape, once no more of the text comes."""
+        """Return the held-back text, which is no escape after all."""
         return _in_text(_ESCAPE.sub(_meant, self._held))
 
 
 def _meant(found: re.Match[str]) -> str:
-    """Returns the character that an escape means; unknown ones stand for themselves, as Python has it."""
+    """Return the character of an escape; unknown ones stay as they are, as in Python."""
     high, low, *codes, other = found.groups()
     if high:
         return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + (int(low, 16) - 0xDC00))
@@ -302,13 +301,13 @@ def _meant(found: re.Match[str]) -> str:
 
 
 def _in_text(text: str) -> str:
-    """Writes characters as they stand within a text of JSON."""
-    # Half a surrogate pair is no character that can be sent as it is.
+    """Escape characters for a JSON string."""
+    # A lone surrogate cannot be encoded.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 def _word(word: str) -> str:
-    """Writes a word or a number of Python's as JSON; anything else is a text."""
+    """Convert a Python word or number to JSON; anything else becomes a string."""
     if word in _WORDS or _NUMBER.fullmatch(word):
         return _WORDS.get(word, word)
     for read in (lambda: int(word, 0), lambda: float(word)):

@@ -1,4 +1,4 @@
-"""Finds the formats in which one model writes reasoning and calls, by flags or in its chat template. Sans-IO (I9)."""
+"""Selects the formats of one model's reasoning and calls, by flags or from its chat template. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from pillion.gateway.tokens.chat_template import knows_tools
 from pillion.types import GenerateRequest, Tool, ToolOptions
 
 AUTO, NONE = "auto", "none"
-# A token that may be a mark stands in brackets, so one pass finds those of a client's text, however many a model has.
+# A token that may be a mark is bracketed, so one pass finds those in a client's text, however many a model has.
 MARK = re.compile(rf"{re.escape(MINIMAX)}|[<\[][^<>\[\]]*[>\]]")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
-    """Says how a model writes reasoning and calls of tools.
+    """How a model writes reasoning and tool calls.
 
     Attributes:
-        tool_parser, reasoning_parser: the names of the formats of calls and of reasoning; "none" where there is none.
-        auto_choice: whether the model may choose by itself to call a tool.
-        foreign: whether its template tells it to call tools in a way that is not read here. It then calls them in the
-            generic way where a grammar makes it do so, and may not choose.
-        mark_ids: the ids of tokens that may be marks, by their texts; a grammar names such a mark by its id.
-        visible: the texts of the formats' marks that are left out of plain text, by their ids.
+        tool_parser, reasoning_parser: names of the formats of calls and of reasoning, or "none".
+        auto_choice: whether the model may decide to call a tool.
+        foreign: whether its template describes calls in a format that is not supported here. It then makes calls in the
+            generic format if a grammar forces it, and may not decide to.
+        mark_ids: ids of tokens that may be marks, by text; a grammar refers to such a mark by id.
+        visible: texts of the formats' marks that are left out of plain text, by id.
     """
 
     tool_parser: str = NONE
@@ -58,12 +58,12 @@ class ModelFormats:
 
     @property
     def tools(self) -> ToolFormat | None:
-        """Gives the format in which the model calls tools."""
+        """Format of tool calls, or None."""
         return TOOL_FORMATS.get(self.tool_parser)
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """Gives the format in which the model reasons."""
+        """Format of reasoning, or None."""
         return REASONING_FORMATS.get(self.reasoning_parser)
 
     @property
@@ -73,21 +73,21 @@ class ModelFormats:
 
     @property
     def spells_out(self) -> bool:
-        """Says whether tools, calls and results can be told to the model as text."""
+        """True if tools, calls and results can be put into the prompt as text."""
         return self.tool_parser in SPELLED_OUT
 
     @property
     def spelling(self) -> tuple[str, str, str]:
-        """Gives the form of calls as text, for templates that leave calls out."""
+        """Format of calls as text, for templates without calls."""
         return spelling(self.tool_parser)
 
     @property
     def in_channels(self) -> bool:
-        """Says whether the model writes messages in channels."""
+        """True if answers are messages in channels."""
         return self.tool_parser == OPENAI or self.reasoning_parser == HARMONY
 
     def check(self, options: ToolOptions) -> None:
-        """Raises InvalidRequest where the model cannot call tools, or may not choose to."""
+        """Raise InvalidRequest if the model cannot call tools, or may not decide to."""
         if not options.asks_for_calls:
             return
         if self.tools is None:
@@ -104,12 +104,12 @@ class ModelFormats:
             raise InvalidRequest.of(FieldViolation("tools.choice", text))
 
     def read_answers(self, options: ToolOptions) -> bool:
-        """Returns whether the answers to a conversation may hold more than content."""
+        """Return whether the answers to a conversation may contain more than content."""
         return self.reasoning is not None or (self.tools is not None and options.asks_for_calls)
 
     def output_format(self, request: GenerateRequest, prompt: str) -> OutputFormat | None:
-        """Returns what the answers to a checked conversation may hold; None where that is content alone. ``prompt`` is
-        its text."""
+        """Return what the answers to a validated conversation may contain, or None for only content. ``prompt`` is its
+        text."""
         structured = request.sampling.structured_outputs
         visible = {} if structured is None else self._marks_of_tag(structured.structural_tag)
         if not request.messages or not self.read_answers(request.tools):
@@ -125,23 +125,22 @@ class ModelFormats:
         return OutputFormat(reasoning, opened, tools, schemas, {**self.visible, **visible}, answering)
 
     def _marks_of_tag(self, tag: str | None) -> dict[int, str]:
-        """Returns the special tokens of which a request's structural tag speaks, with their texts, which clients
-        see."""
+        """Return the special tokens in a request's structural tag, with their texts, which clients see."""
         if not tag:
             return {}
         try:
             text = json.dumps(parsed(tag), ensure_ascii=False)
         except (ValueError, RecursionError):
-            # Making the grammar of it refuses it.
+            # Refused when its grammar is made.
             return {}
-        # One search after the other, for a single call that finds all would keep other threads from running.
+        # An iterator, since a single findall would block other threads.
         found = (match[0] for match in MARK.finditer(text))
         return {self.mark_ids[mark]: mark for mark in found if mark in self.mark_ids}
 
     def new_text(
         self, output: OutputFormat | None, detokenizer: Detokenizer, stops: StopRules, answer_id: str, index: int
     ) -> AnswerText:
-        """Makes the text of answer number ``index`` of a request, before its first token."""
+        """Create the text of answer ``index`` of a request, before its first token."""
         if output is None:
             return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens, stops.included)
         parts = AnswerParts(answer_id, index, output.tools is not None and output.tools.short_ids)
@@ -149,7 +148,7 @@ class ModelFormats:
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """Returns the schema of a checked tool's arguments, written plainly; {} allows any object."""
+    """Return the normalized schema of a validated tool's arguments; {} allows any object."""
     return of_arguments(parsed(tool.parameters)) if tool.parameters else {}
 
 
@@ -160,8 +159,8 @@ def choose_formats(
     reasoning_parser: str = AUTO,
     auto_choice: bool = True,
 ) -> ModelFormats:
-    """Returns the formats in which a model writes reasoning and calls. ``template`` is its chat template's text, ""
-    where it has none; the names are "auto", "none" or a format's. Raises ConfigError for another name."""
+    """Return a model's formats. ``template`` is its chat template's text, "" if it has none; the names are "auto",
+    "none" or a format's. Raises ConfigError for other names."""
     tools, reasoning = parser_names(template, tool_parser, reasoning_parser)
     marks: list[str] = []
     if tools != NONE:
@@ -179,7 +178,7 @@ def choose_formats(
         tools,
         reasoning,
         auto_choice,
-        # llguidance takes these tokens for tokens without a text, so a grammar names them by their ids or not at all.
+        # llguidance sees these as tokens without text, so a grammar refers to them by id.
         {
             token.content: number
             for number, token in added.items()
@@ -196,12 +195,12 @@ def choose_formats(
 
 
 def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
-    """Returns the names of the tool format and the reasoning format that :func:`choose_formats` takes for a
-    template. Raises ConfigError for names that do not exist, or do not go together."""
+    """Return the tool format and the reasoning format that :func:`choose_formats` uses for a template. Raises
+    ConfigError for unknown names, or a combination that is not supported."""
     tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, TOOL_ALIASES, _tools_in(template))
     marked = next((name for name, form in REASONING_FORMATS.items() if form.is_in(template)), NONE)
     reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, REASONING_ALIASES, marked)
-    # In messages in channels, calls and reasoning have one format.
+    # In channels, calls and reasoning have one format.
     if reasoning == HARMONY and tool_parser == AUTO:
         tools = OPENAI
     if tools == OPENAI and reasoning_parser == AUTO:
@@ -221,7 +220,7 @@ def _chosen(flag: str, name: str, known: Mapping[str, Any], aliases: Mapping[str
 
 
 def _tools_in(template: str) -> str:
-    """Returns the tool format that a chat template speaks of, or the generic one; "none" where there is no template."""
+    """Return the tool format in a chat template, or the generic one; "none" without a template."""
     if knows_tools(template):
         for name, form in TOOL_FORMATS.items():
             if any(all(text in template for text in texts) for texts in form.found):

@@ -1,5 +1,4 @@
-"""Reads calls whose names stand before their arguments, each between marks of its own, as DeepSeek and Kimi write them.
-Sans-IO (I9).
+"""Parses calls whose name precedes their arguments, each between marks, as DeepSeek and Kimi write them. Sans-IO (I9).
 
 section mark --> call mark NAME separator {...} call's end mark --> the next call, or the section's end mark
 """
@@ -20,15 +19,15 @@ _NUMBER = re.compile(r":[0-9]+$")
 
 @dataclass(frozen=True, slots=True)
 class NamedForm:
-    """Names the marks of one format.
+    """Marks of one format.
 
     Attributes:
-        section, end_section: what stands around all calls.
-        begin, end: what stands around one call.
-        kind: what stands before the name, behind ``begin``; "" for nothing.
-        separator: what stands before the arguments; "" where ``kind`` has the mark.
-        fenced: whether arguments are a block of code in Markdown.
-        numbered: whether a name is part of an id, ``functions.NAME:NUMBER``, which the call has.
+        section, end_section: marks around all calls.
+        begin, end: marks around one call.
+        kind: text between ``begin`` and the name; "" for none.
+        separator: mark before the arguments; "" if ``kind`` has it.
+        fenced: whether arguments are a Markdown code block.
+        numbered: whether a name is part of the call's id, ``functions.NAME:NUMBER``.
     """
 
     section: str
@@ -42,13 +41,13 @@ class NamedForm:
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """Gives the marks within the section."""
+        """Marks within the section."""
         return tuple(filter(None, (self.begin, self.separator or DEEPSEEK_SEPARATOR, self.end)))
 
 
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-# The formats have the names that vLLM gives them.
+# By vLLM's names.
 NAMED_FORMS: dict[str, NamedForm] = {
     "deepseek_v3": NamedForm(*_DEEPSEEK, kind=f"function{DEEPSEEK_SEPARATOR}", fenced=True),
     "deepseek_v31": NamedForm(*_DEEPSEEK, separator=DEEPSEEK_SEPARATOR),
@@ -64,7 +63,7 @@ NAMED_FORMS: dict[str, NamedForm] = {
 
 
 class NamedCalls(JsonCalls):
-    """Reads an answer whose calls have the marks of ``form``. The marks of the section may be left out."""
+    """Parser of calls with the marks of ``form``. The section's marks are optional."""
 
     def __init__(self, text: PendingText, parts: AnswerParts, known: Container[str], form: NamedForm) -> None:
         super().__init__(text, parts, known, form.begin, form.end, others={form.section: ""})
@@ -75,14 +74,14 @@ class NamedCalls(JsonCalls):
         if not (yield from self._named(mark)):
             return False
         for end in (self._form.end, self._form.end_section):
-            # White space around marks is no content.
+            # White space around marks is not content.
             yield from self._text.past_space()
             yield from self._text.has(end)
         return True
 
     def _named(self, mark: str) -> Generator[None, None, bool]:
-        """Reads a call after a mark, up to the end of its arguments. Returns False where it is none, and leaves it to
-        the caller to end the trial read."""
+        """Parse a call after a mark, up to the end of its arguments. If it is not one, return False; the caller then
+        ends the trial."""
         text, form = self._text, self._form
         if mark == form.section:
             yield from text.past_space()
@@ -102,7 +101,7 @@ class NamedCalls(JsonCalls):
         if (yield from text.past_space()) != "{":
             return False
         text.take()
-        # A model that tells ids apart is told those that it wrote.
+        # The template needs the model's own call ids back.
         self._parts.begin(name, written if form.numbered and written not in self._ids else "")
         self._ids.add(written)
         yield from self._stream()

@@ -1,4 +1,4 @@
-"""Lists the reasoning formats: the marks between which a model thinks before it answers. Sans-IO (I9)."""
+"""Table of reasoning formats: the marks around a model's reasoning. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, HARMONY_MARKS, ME
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Names the marks of one format.
+    """Marks of one format.
 
     Attributes:
-        begin, end: the marks before and after the reasoning.
-        assumed: whether an answer begins within reasoning unless its prompt says otherwise; some models leave
-            ``begin`` out.
-        answer: the marks around the content that follows, which are no part of it; "" for none.
-        last: a mark that may stand behind all of the answer, and is no part of it; "" for none.
+        begin, end: marks around the reasoning.
+        assumed: whether an answer begins within reasoning unless its prompt ends it; some models omit ``begin``.
+        answer: marks around the content that follows; "" for none.
+        last: optional mark at the end of the answer; "" for none.
         others: another spelling of ``begin`` and ``end``.
-        found: texts that a chat template of this format has all of; () for ``end``.
+        found: texts that all occur in a chat template of this format; () for ``end``.
         parts: special tokens that begin marks.
-        channels: the marks of a format whose answers are messages in channels, of which reasoning is one; ``begin`` and
-            ``end`` are the heads of such messages then. () for all others.
+        channels: marks of a format whose answers are messages in channels; ``begin`` and ``end`` are then heads of such
+            messages. () for all others.
     """
 
     begin: str
@@ -38,28 +37,28 @@ class ReasoningFormat:
 
     @property
     def in_channels(self) -> bool:
-        """Says whether answers are messages in channels."""
+        """True if answers are messages in channels."""
         return bool(self.channels)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Gives all marks of the format."""
+        """All marks of the format."""
         marks = (self.begin, self.end, *self.others, *self.answer, self.last, *self.parts)
         return self.channels or tuple(filter(None, marks))
 
     def is_in(self, template: str) -> bool:
-        """Says whether a chat template has the format's marks. Many templates have them for models that do not reason,
-        so a format that takes every answer for reasoning is in none."""
+        """Return whether a chat template has the format's marks. Templates of models that do not reason often do, so a
+        format that takes every answer for reasoning matches none."""
         return not self.assumed and all(text in template for text in self.found or (self.end,))
 
     def answers(self, prompt: str) -> bool:
-        """Says whether an answer to ``prompt`` begins within its content, behind the mark of its beginning."""
+        """Return whether an answer to ``prompt`` begins within its content."""
         return bool(self.answer[0]) and prompt.rstrip().endswith(self.answer[0])
 
     def opened_by(self, prompt: str) -> bool | None:
-        """Returns whether an answer to ``prompt`` begins within reasoning; None where the answer itself has to show it.
+        """Return whether an answer to ``prompt`` begins within reasoning; None if the answer itself shows it.
 
-        Templates end a prompt with ``begin`` to make a model think, and with both marks to keep it from thinking.
+        Templates end a prompt with ``begin`` to enable reasoning, and with both marks to disable it.
         """
         tail = prompt.rstrip()
         if tail.endswith(self.begin):
@@ -71,7 +70,7 @@ class ReasoningFormat:
 
 HARMONY = "openai_gptoss"
 _THINK = ReasoningFormat("<think>", "</think>")
-# The formats have the names that vLLM gives them. `auto` takes the first format whose marks are in the chat template.
+# By vLLM's names. `auto` takes the first format whose marks are in the chat template.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "kimi_k3": ReasoningFormat(
         "<|open|>think<|sep|>",
@@ -84,9 +83,9 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "hunyuan_a13b": replace(_THINK, answer=("<answer>", "</answer>"), found=("</think>", "</answer>")),
     "ernie45": replace(_THINK, answer=("<response>", "</response>"), found=("</think>", "</response>")),
     "qwen3": _THINK,
-    # Other models have the same marks.
+    # Other models with the same marks.
     **dict.fromkeys(("deepseek_v3", "hy_v3"), _THINK),
-    # Models of these formats always think unless their prompt says otherwise, and leave the first mark out.
+    # Models that reason unless their prompt disables it, and omit the first mark.
     **dict.fromkeys(
         ("deepseek_r1", "glm45", "glm47", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "step3"),
         replace(_THINK, assumed=True),
@@ -107,7 +106,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     HARMONY: ReasoningFormat(f"{CHANNEL}{ANALYSIS}{MESSAGE}", f"{CHANNEL}final{MESSAGE}", channels=HARMONY_MARKS),
 }
 
-# Other names of formats, as SGLang has them.
+# SGLang's names.
 REASONING_ALIASES = {
     "deepseek-r1": "deepseek_r1",
     "deepseek-v3": "deepseek_v3",
@@ -124,8 +123,8 @@ REASONING_ALIASES = {
 def read_reasoning(
     form: ReasoningFormat, opened: bool | None, text: PendingText, parts: AnswerParts, calls: bool = False
 ) -> Generator[None, None, None]:
-    """Reads the answer up to where its reasoning ends; reads nothing where the answer does not begin with reasoning.
-    With ``calls`` the reader of calls goes on within the reasoning, which a call ends as its mark does."""
+    """Parse the answer up to the end of its reasoning, if it begins with it. With ``calls``, the parser of calls goes
+    on within the reasoning, which a call ends too."""
     if opened is False:
         return
     text.attempt()

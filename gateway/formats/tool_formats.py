@@ -1,4 +1,4 @@
-"""Lists the tool formats in a table: how a chat template shows each one, and what reads it. Sans-IO (I9)."""
+"""Table of tool formats: how a chat template shows each one, and its parser. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralCalls
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, FENCE, NAMED_FORMS, NamedCalls
 from pillion.gateway.formats.xml_calls import END_TOOL_CALL, MINIMAX, TOOL_CALL, XML_FORMS, XmlCalls
 
-# This maps the names of a request's tools to the schemas of their arguments.
+# Schemas of arguments, by tool.
 ToolSchemas = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Describes a tool format.
+    """A format of tool calls.
 
     Attributes:
-        begin, end: the marks around a call; ``end`` is "" where there is none.
-        reader: makes what reads an answer's text.
-        found: groups of texts; a chat template that holds all texts of one group has this format.
-        marks: texts of special tokens that ``reader`` needs to see.
+        begin, end: marks around a call; ``end`` may be "".
+        reader: creates the parser of an answer's text.
+        found: groups of texts; a chat template with all texts of one group has this format.
+        marks: texts of special tokens that ``reader`` needs.
         inner: further marks, within a call.
-        short_ids: whether the template takes ids of nine letters and digits only.
-        bare: whether a call may stand without any mark, so that none is looked for in reasoning.
+        short_ids: whether the template accepts only ids of nine letters and digits.
+        bare: whether a call may come without any mark, so that none is looked for in reasoning.
     """
 
     begin: str
@@ -52,7 +52,7 @@ class ToolFormat:
 
 
 GENERIC, OPENAI = "generic", "openai"
-# Chat templates of these formats of elements have these texts.
+# Texts that identify chat templates, by format.
 _XML_FOUND = {
     "glm45": ("<arg_key>",),
     "minimax_m2": ("<minimax:tool_call>",),
@@ -64,7 +64,6 @@ _XML_FOUND = {
     "minimax_m3": (MINIMAX,),
     "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
 }
-# So have those of the formats of names between marks.
 _NAMED_FOUND = {
     "deepseek_v3": (DEEPSEEK_SEPARATOR, FENCE),
     "deepseek_v31": (DEEPSEEK_SEPARATOR,),
@@ -73,7 +72,7 @@ _NAMED_FOUND = {
 COHERE, PHI4_MINI, APERTUS, XLAM = "cohere_command3", "phi4_mini_json", "apertus", "xlam"
 INTERNLM, INTERNLM_MARKS = "internlm", ("<|action_start|><|plugin|>", "<|action_end|>")
 _HERMES = partial(JsonCalls, begin=TOOL_CALL, end=END_TOOL_CALL)
-# The system prompts that tell models of Python's calls have this example.
+# Example in the system prompts for calls in Python's notation.
 _EXAMPLE = "func_name1("
 _LITERAL_FOUND = {
     "gemma4": ("<|tool_call>", "call:"),
@@ -86,7 +85,7 @@ _LITERAL_FOUND = {
 
 
 def _format(begin: str, end: str, reader: Any, found: tuple[str, ...], inner: Iterable[str], **more: Any) -> ToolFormat:
-    """Makes a format whose reader needs to see all of its marks: those around a call, and those within."""
+    """Create a format whose parser needs all of its marks: those around a call, and those within."""
     within = tuple(filter(None, inner))
     return ToolFormat(begin, end, reader, (found,), (*filter(None, (begin, end)), *within), inner=within, **more)
 
@@ -99,8 +98,8 @@ def _listed(
     found: bool = True,
     bare: bool = False,
 ) -> ToolFormat:
-    """Makes a format of lists between marks, which a chat template has if it is to be found. Models write ``others``
-    instead, the end's mark by that of the begin."""
+    """Create a format of lists between marks, by which a chat template is recognized if ``found``. Models write
+    ``others`` instead, as end mark by begin mark."""
     marks = tuple(filter(None, (begin, end, *(mark for pair in others.items() for mark in pair))))
     read = partial(reader, begin=begin, end=end, others=others)
     return ToolFormat(begin, end, read, ((begin,),) if found else (), marks, bare=bare)
@@ -110,15 +109,14 @@ LIST_FORMATS = {
     "granite": _listed("<|tool_call|>", others={TOOL_CALL: END_TOOL_CALL}),
     "hunyuan_a13b": _listed("<tool_calls>", "</tool_calls>"),
     COHERE: _listed("<|START_ACTION|>", "<|END_ACTION|>", CohereCalls),
-    # This mark is a word, which counts where a list follows.
+    # A word, which is a mark only before a list.
     PHI4_MINI: _listed("functools", bare=True),
     APERTUS: _listed("<|tools_prefix|>", "<|tools_suffix|>", ApertusCalls),
-    # The marks of xLAM's calls are those of other formats.
+    # xLAM shares its marks with other formats.
     XLAM: _listed(TOOL_CALL, END_TOOL_CALL, XlamCalls, {"[TOOL_CALLS]": "", "```json": "```"}, found=False, bare=True),
 }
-# The formats have the names that vLLM gives them, but for the generic one, which is for models whose chat templates
-# know no tools, or call tools in a way that Pillion does not read. `auto` takes the first format that the chat template
-# speaks of.
+# By vLLM's names, except the generic one, for chat templates without tools, or with calls in a format that Pillion does
+# not support. `auto` takes the first format in the chat template.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     **{
         name: _format(form.begin, form.end, partial(XmlCalls, form=form), _XML_FOUND[name], form.inner)
@@ -161,7 +159,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     OPENAI: ToolFormat(CHANNEL, CALL, HarmonyAnswer, ((CHANNEL, FUNCTIONS),), HARMONY_MARKS, inner=HARMONY_MARKS),
     GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES),
 }
-# Other names of formats, as vLLM and SGLang have them.
+# Further names in vLLM and SGLang.
 TOOL_ALIASES = {
     "apertus2509": "apertus",
     "deepseekv3": "deepseek_v3",
@@ -182,14 +180,14 @@ TOOL_ALIASES = {
     "qwen25": "hermes",
     "qwen3_xml": "qwen3_coder",
 }
-# In these formats tools, calls and results are told to a model as text, where its template has no place for them.
+# Formats in which tools, calls and results go into the prompt as text if the template does not support them.
 SPELLED_OUT = ("hermes", GENERIC)
 
 
 def spelling(name: str) -> tuple[str, str, str]:
-    """Returns how calls are written into a content where a chat template leaves them out: the marks around them, and
-    "object" for one object of JSON each, "list" for one list, or "literal" for a list in Python's notation. Formats of
-    other notations have those of the generic one."""
+    """Return how calls are written into content if a chat template does not support them: the marks, and "object" for
+    a JSON object each, "list" for one list, or "literal" for a list in Python's notation. Formats with other notations
+    use the generic one's."""
     form, kind = TOOL_FORMATS.get(name, TOOL_FORMATS[GENERIC]), "object"
     if name in LIST_FORMATS:
         kind = "list"

@@ -1,4 +1,4 @@
-"""Reads calls as XML-like elements: a text for each parameter, whose type the tool's schema gives. Sans-IO (I9).
+"""Parses calls that are XML-like elements: a text per parameter, typed by the tool's schema. Sans-IO (I9).
 
 <tool_call> <function=NAME> <parameter=KEY> text </parameter> ... </function> </tool_call>     Qwen3-Coder
 <tool_call>NAME <arg_key>KEY</arg_key> <arg_value>text</arg_value> ... </tool_call>            GLM
@@ -19,33 +19,32 @@ from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, AnswerParts, Ca
 from pillion.gateway.formats.json_calls import NAME, JsonScan
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
-# This token stands before each element of MiniMax M3.
+# Token before each element of MiniMax M3.
 MINIMAX = "]<]minimax[>["
 MAX_KEY_CHARS = 256
-# Elements within elements are read to this depth.
+# Nesting depth of elements.
 MAX_DEPTH = 32
-# The types of this many parameters are remembered for one answer.
+# Parameters whose types are cached, per answer.
 _KEPT_TYPES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class XmlForm:
-    """Names the marks of one format of elements.
+    """Marks of one format of elements.
 
     Attributes:
-        begin, end: what stands around a call or, with ``together``, around several.
-        function, named, end_function: what stands before and behind a name, and behind the parameters; "" for nothing.
-        parameter, keyed, end_parameter: what stands before and behind a parameter's key, of which white space may
-            separate the parts, and behind its text.
-        lines: whether a parameter's text stands on lines of its own.
-        together: whether several calls stand between one ``begin`` and one ``end``.
-        typed: whether behind a key and ``keyed[0]`` stands whether the text is a string: "true" or "false", or with
+        begin, end: marks around a call or, with ``together``, around several.
+        function, named, end_function: text before and after a name, and after the parameters; "" for none.
+        parameter, keyed, end_parameter: text before and after a parameter's key, of which white space may separate the
+            parts, and after its text.
+        lines: whether a parameter's text has its own lines.
+        together: whether several calls share one ``begin`` and ``end``.
+        typed: whether the key and ``keyed[0]`` are followed by whether the text is a string: "true" or "false", or with
             ``headed`` its type.
-        headed: what ends the head of a call, behind its name and other attributes, of which a grammar writes the
-            call's number; "" where heads have no attributes. Keys are escaped then, and nothing stands between
-            elements.
-        nested: whether a parameter is an element whose name is its key, and lists and objects consist of further
-            elements; names stand behind ``end_parameter``, too.
+        headed: end of a call's head, after its name and other attributes, in which grammars write the call's number; ""
+            if heads have no attributes. Keys are then escaped, and nothing is between elements.
+        nested: whether a parameter is an element named by its key, with further elements for lists and objects; names
+            follow ``end_parameter`` too.
     """
 
     begin: str
@@ -64,46 +63,46 @@ class XmlForm:
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """Gives the marks within a call."""
+        """Marks within a call."""
         found = (self.function, self.named, self.end_function, self.parameter, *self.keyed, self.end_parameter)
         found += (self.headed,)
         return tuple(mark for mark in found if len(mark) > len('">'))
 
     @property
     def behind_word(self) -> re.Pattern[str]:
-        """Gives an expression for the characters before which a name or a key ends."""
+        """Characters that end a name or a key."""
         return re.compile(rf"[{self.named[:1]}{self.keyed[0][:1]}\n<]")
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Gives the marks that end a parameter's text. A model may leave out the mark of the end; the next mark, on a
-        line of its own where texts have lines, then ends the text."""
+        """Marks that end a parameter's text. A model may omit the end mark; then the next mark ends the text, on its
+        own line if texts have lines."""
         line = "\n" if self.lines else ""
-        # Where elements nest, the mark of an end begins as that of an element does.
+        # With nesting, an end mark begins like an element's mark.
         own = () if self.nested else (line + self.end_parameter, self.end_parameter)
         return (*dict.fromkeys((*own, *self.following)),)
 
     @property
     def following(self) -> tuple[str, ...]:
-        """Gives the marks that end a parameter's text and are no part of the parameter."""
+        """Marks that end a parameter's text and do not belong to the parameter."""
         line = "\n" if self.lines else ""
         return (line + self.parameter, line + (self.end_function or self.end))
 
     def reads_key(self, key: str) -> bool:
-        """Returns whether a parameter's key can be read."""
+        """Return whether a parameter's key can be parsed."""
         word = escaped(key) if self.headed else key
         if self.nested and word.startswith("/"):
             return False
         return 0 < len(word) <= MAX_KEY_CHARS and not self.behind_word.search(word)
 
 
-# Qwen writes a call, and each of its parameters, in these forms.
+# Qwen's forms of a call and of a parameter.
 _FUNCTION = ("<function=NAME>…</function>", "<parameter=KEY>TEXT</parameter>")
 
 
 def _form(calls: str, call: str, parameter: str, **more: Any) -> XmlForm:
-    """Makes a form of an example: what stands around calls (…), a call with its NAME and parameters (…), and a
-    parameter with its KEY, perhaps a TYPE, and its TEXT."""
+    """Create a form from examples: the text around calls (…), a call with its NAME and parameters (…), and a parameter
+    with its KEY, an optional TYPE, and its TEXT."""
     begin, end = calls.split("…")
     head, end_function = call.split("…")
     function, named = head.split("NAME")
@@ -114,7 +113,7 @@ def _form(calls: str, call: str, parameter: str, **more: Any) -> XmlForm:
     )
 
 
-# The formats have the names that vLLM gives them.
+# By vLLM's names.
 XML_FORMS: dict[str, XmlForm] = {
     "hy_v3": _form(
         "<tool_calls>…</tool_calls>",
@@ -159,7 +158,7 @@ XML_FORMS: dict[str, XmlForm] = {
     "qwen3_coder": _form(f"{TOOL_CALL}…{END_TOOL_CALL}", *_FUNCTION, lines=True),
 }
 _MARK = re.compile("<")
-# An element that holds no text becomes one of these values, or a text.
+# Values of an empty element, by type; else it is a string.
 _EMPTY = {"string": '""', "array": "[]", "object": "{}", "null": "null"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NO_STRING = {"boolean", "number", "object", "array", "null"}
@@ -167,7 +166,7 @@ _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dic
 
 
 class XmlCalls(CallReader):
-    """Reads an answer whose calls are XML-like elements. ``schemas`` are the tools' schemas of arguments by name."""
+    """Parser of calls that are XML-like elements. ``schemas`` are the tools' schemas of arguments by name."""
 
     def __init__(
         self, text: PendingText, parts: AnswerParts, schemas: Mapping[str, Mapping[str, Any]], form: XmlForm
@@ -177,7 +176,7 @@ class XmlCalls(CallReader):
         self._form = form
         self._ends_parameter = Marks(*form.ends)
         self._behind_word = form.behind_word
-        # Types are kept by the ids of schemas, because a schema may be long, and a model may write a parameter often.
+        # Cached by the schema's id, as a schema may be long, and a parameter frequent.
         self._types: dict[int, set[str]] = {}
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
@@ -195,7 +194,7 @@ class XmlCalls(CallReader):
         while (yield from self._parameter(name, opened)):
             opened = ", "
         if (yield from text.some()):
-            # The arguments of a call that is cut short stay an unfinished object, so that nobody takes them for whole.
+            # A partial call's arguments stay incomplete, so that no client takes them for complete.
             self._parts.arguments("{}" if opened == "{" else "}")
         if form.end_function and (yield from text.has(form.end_function)):
             yield from text.past_space()
@@ -203,8 +202,8 @@ class XmlCalls(CallReader):
         return True
 
     def _name(self) -> Generator[None, None, str]:
-        """Reads a tool's name and what stands behind it, which is a mark, the next one where the format has none of its
-        own; returns "" where none is there."""
+        """Read a tool's name and the mark after it, which is the next one if the format has none; return "" if there is
+        none."""
         name = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
         if self._form.named and not (yield from self._text.has(self._form.named)):
             return ""
@@ -216,8 +215,8 @@ class XmlCalls(CallReader):
         return name.strip() if (yield from self._text.past_space()) == "<" else ""
 
     def _key(self) -> Generator[None, None, tuple[str, str]]:
-        """Reads a parameter's key and what stands behind it; returns the key, "" where that is not there, and what the
-        format says of the text's type."""
+        """Read a parameter's key and the marks after it; return the key, "" if they are missing, and the text's type by
+        the format."""
         key = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
         kind = ""
         for number, mark in enumerate(self._form.keyed):
@@ -230,9 +229,9 @@ class XmlCalls(CallReader):
         return unescaped(key) if self._form.headed else key, kind
 
     def _parameter(self, name: str, opened: str) -> Generator[None, None, bool]:
-        """Reads the next parameter of the tool ``name``; returns False where there is none."""
+        """Parse the next parameter of the tool ``name``; return False if there is none."""
         text, parts = self._text, self._parts
-        # White space in a call is no content.
+        # White space in a call is not content.
         yield from text.past_space()
         text.attempt()
         key, kind = (yield from self._key()) if (yield from text.has(self._form.parameter)) else ("", "")
@@ -248,14 +247,14 @@ class XmlCalls(CallReader):
             yield from self._element(schema, 1)
             return True
         types = self._types_of(schema)
-        # What is said to be no string is JSON, whatever the schema does not say.
+        # A text marked as no string is JSON, whatever the schema omits.
         is_text = kind in ("true", "string")
         types = {"string"} if is_text else types - {"string"} or _NO_STRING if kind else types
         yield from self._value(types)
         return True
 
     def _value(self, types: set[str]) -> Generator[None, None, None]:
-        """Reads a parameter's text, which is of one of ``types``."""
+        """Parse a parameter's text, which has one of ``types``."""
         value = _Value(types, self._parts.arguments)
         mark = yield from self._text.until(self._ends_parameter, value.push)
         while mark and value.in_string:
@@ -266,7 +265,7 @@ class XmlCalls(CallReader):
         value.end(whole=bool(mark))
 
     def _element(self, schema: Mapping[str, Any], depth: int) -> Generator[None, None, None]:
-        """Reads an element from behind its name on: a text, or the elements of a list or of an object."""
+        """Parse an element after its name: a text, or the elements of a list or object."""
         text, give, form = self._text, self._parts.arguments, self._form
         types = self._types_of(schema)
         if "string" not in types:
@@ -294,7 +293,7 @@ class XmlCalls(CallReader):
             yield from self._tag()
 
     def _tag(self) -> Generator[None, None, str]:
-        """Reads an element's name and what stands behind it; returns "" where that is not there."""
+        """Read an element's name and the mark after it; return "" if it is missing."""
         name = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
         return name if (yield from self._text.has(self._form.keyed[0])) else ""
 
@@ -302,25 +301,25 @@ class XmlCalls(CallReader):
         known = self._types.get(id(schema))
         if known is None:
             known = _types(schema) or {"string"}
-            # One that says nothing may be no part of a tool's schema, and its id another's before long.
+            # An empty one may be a temporary, whose id is reused.
             if schema and len(self._types) < _KEPT_TYPES:
                 self._types[id(schema)] = known
         return known
 
 
 class _Value:
-    """Writes a parameter's text as JSON of one of ``types``. A string is handed on as it comes. Anything else is held
-    until its type is known. A text of more than MAX_HELD_CHARS is given as it comes, too: unchanged where it begins
-    like an object or a list that ``types`` allow, and as a string otherwise."""
+    """Conversion of a parameter's text to JSON of one of ``types``. A string is emitted as it arrives; anything else is
+    held until its type is known. After MAX_HELD_CHARS the text is emitted as it arrives too: unchanged if it begins
+    like an allowed object or list, else as a string."""
 
     def __init__(self, types: set[str], give: Callable[[str], None]) -> None:
         self._types = types
         self._give = give
         self._held: list[str] = []
         self._held_chars = 0
-        # This function writes the text that comes; it is None while the text is held.
+        # Converts the text that arrives; None while it is held.
         self._spell: Callable[[str], str] | None = None
-        # Marks within the strings of JSON are text; None where the text is no JSON.
+        # Marks within JSON strings are text; None if the text is not JSON.
         self._scan = None if "string" in types else JsonScan()
         self._begun = False
         if types == {"string"}:
@@ -328,7 +327,7 @@ class _Value:
 
     @property
     def in_string(self) -> bool:
-        """Says whether the text so far ends within a string of JSON."""
+        """True if the text so far ends within a JSON string."""
         return self._scan is not None and self._scan.in_string
 
     def push(self, piece: str) -> None:
@@ -346,7 +345,7 @@ class _Value:
             self._begin("".join(self._held))
 
     def end(self, whole: bool) -> None:
-        """Ends the parameter's value. ``whole`` says whether the mark of the parameter's end has come."""
+        """End the value. ``whole``: the parameter's end mark was read."""
         if self._spell is None:
             text = "".join(self._held)
             self._give(typed(text, self._types) if whole else text)
@@ -365,12 +364,12 @@ class _Value:
 
 
 def escaped(key: str) -> str:
-    """Writes a key as an attribute's value."""
+    """Escape a key as an attribute's value."""
     return key.replace("&", "&amp;").replace('"', "&quot;")
 
 
 def unescaped(text: str) -> str:
-    """Reads a key that :func:`escaped` has written."""
+    """Unescape a key of :func:`escaped`."""
     return text.replace("&quot;", '"').replace("&amp;", "&")
 
 
@@ -379,12 +378,12 @@ def _in_string(text: str) -> str:
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """Returns the JSON types that a schema of arguments allows a parameter; {"string"} where it does not say."""
+    """Return a parameter's JSON types in a schema of arguments; {"string"} if unspecified."""
     return _types(_inner(schema, key)) or {"string"}
 
 
 def _inner(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the schema of an object's property, or with "" of a list's items; {} where ``schema`` does not say."""
+    """Return the schema of an object's property, or for "" of a list's items; {} if unspecified."""
     properties, others = schema.get("properties"), schema.get("additionalProperties")
     found = schema.get("items") if not key else properties.get(key, others) if isinstance(properties, dict) else others
     return found if isinstance(found, dict) else {}
@@ -392,7 +391,7 @@ def _inner(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     found: set[str] = set()
-    # The loop keeps a stack instead of recursing, because a client's schema may be deep.
+    # Iterative, since a client's schema may be deep.
     left = [schema]
     while left:
         one = left.pop()
@@ -401,7 +400,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
         values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
         found |= types or {_TYPE_OF.get(type(value), "null") for value in values}
         if "$ref" in one:
-            # A schema's "$ref" points to another place, which is not read; its value is most likely an object.
+            # References are not followed; most lead to objects.
             found.add("object")
         for word in ("anyOf", "oneOf", "allOf"):
             options = one.get(word)
@@ -410,11 +409,11 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def typed(text: str, types: set[str]) -> str:
-    """Writes a parameter's text as JSON of one of ``types``; as a string where it is none of them."""
+    """Convert a parameter's text to JSON of one of ``types``, or to a string if it is none of them."""
     value = _PYTHON.get(text.strip(), text.strip())
     try:
-        # Unlike the standard library's parser this one refuses NaN and infinities. What an object or a list holds is
-        # checked and not made: a deep one would take long.
+        # Unlike json, msgspec refuses NaN and infinities. Contents of objects and lists are validated without building
+        # them, which is slow for deep ones.
         read = msgspec.json.decode(value, type=msgspec.Raw if value[:1] in ("{", "[") else Any)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
