@@ -1,10 +1,10 @@
-"""Records requests: `--record-path` keeps a bundle of those that failed, were slow, or were asked for.
+"""Recorder: `--record-path` stores a bundle of each request that failed, was slow, or was selected.
 
-    story.py           what happens to one request, and when (no clock, no I/O)
-    recorder.py        which requests are recorded; makes their bundles, and writes them on a thread
+    story.py           a request's events, with their times (sans-IO)
+    recorder.py        which requests are recorded; creates their bundles, and writes them on a thread
     record_store.py    finds bundles by --record-path
-    record_folder.py   a folder of bundles, within bounds
-    record_redis.py    bundles in the Redis of the cluster
+    record_folder.py   a folder of bundles, within limits
+    record_redis.py    bundles in the cluster's Redis
 
-What a bundle has is in `pillion/records/bundle.py`.
+The contents of bundles are in `pillion/records/bundle.py`.
 """

@@ -1,9 +1,9 @@
-"""Keeps bundles in the folder of --record-path, within bounds. Several gateways may share it. All functions block.
+"""Bundles in the folder of --record-path, within limits. Several gateways may share it. All functions block.
 
     FOLDER/ID.json       a bundle; FOLDER/ID.part while it is written
     FOLDER/record.key    the deployment's key, unless --record-key-file names another file
 
-The oldest bundles make room for a new one, and bundles that are too old go with the next one that is written.
+The oldest bundles are removed to make room for a new one, and expired ones whenever one is written.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 from pillion.errors import ConfigError
 from pillion.records.bundle import KEY_FILE, read_file, read_key
 
-# The folder is looked through this often at the most, unless it may be full: other gateways write into it, too.
+# Interval of scans of the folder unless it may be full; other gateways write to it too.
 LOOK_EVERY_S = 300.0
-# A bundle that was being written this long ago has lost its writer.
+# Age at which a partial bundle is taken for abandoned.
 PART_AGE_S = 3600.0
 
 _OWNER_ONLY, _FOLDER_OWNER_ONLY = 0o600, 0o700
 
 
 class RecordFolder:
-    """Has the bundles in the folder ``path``: at most ``max_bytes`` of them, none older than ``keep_s`` seconds. A
-    reader needs neither bound; for a writer the folder is made. Methods raise ConfigError where it cannot be used."""
+    """Bundles in the folder ``path``: at most ``max_bytes`` in total, none older than ``keep_s`` seconds. A reader
+    needs neither limit; for a writer the folder is created. Methods raise ConfigError if it cannot be used."""
 
     def __init__(self, path: Path, max_bytes: int = 0, keep_s: float = 0.0) -> None:
         try:
@@ -38,11 +38,11 @@ class RecordFolder:
         self._path = path
         self._max_bytes = max_bytes
         self._keep_s = keep_s
-        # These are the bytes of all bundles as far as they are known, and when they were counted.
+        # Total bytes of bundles at the last scan and since, and its time.
         self._bytes, self._counted_s = 0, 0.0
 
     def keep(self, bundle_id: str, raw: bytes) -> None:
-        """Writes an encoded bundle. Raises ConfigError for one that is too large, and OSError."""
+        """Write an encoded bundle. Raises ConfigError if it is too large, and OSError."""
         now = time.time()
         if len(raw) > self._max_bytes:
             raise ConfigError(f"the bundle {bundle_id} has {len(raw)} bytes, more than {self._max_bytes}")
@@ -52,16 +52,16 @@ class RecordFolder:
         self._bytes += len(raw)
 
     def listed(self) -> list[tuple[str, int]]:
-        """Returns the ids of all bundles and how many bytes they have, the newest first."""
+        """Return the ids and sizes in bytes of all bundles, newest first."""
         return [(path.stem, about.st_size) for path, about in self._files(".json")]
 
     def read(self, bundle_id: str) -> bytes:
-        """Returns an encoded bundle; b"" for one that is not there any more."""
+        """Return an encoded bundle; b"" if it does not exist any more."""
         path = self._path / f"{bundle_id}.json"
         return read_file(path) if path.exists() else b""
 
     def _make_room(self, size_bytes: int, now: float) -> None:
-        """Removes old bundles, and more of them, the oldest first, until there is room for ``size_bytes`` more."""
+        """Remove expired bundles, and further ones, oldest first, until there is room for ``size_bytes``."""
         found = self._files(".json", ".part")
         self._bytes, self._counted_s = sum(about.st_size for _, about in found), now
         for path, about in reversed(found):
@@ -74,12 +74,12 @@ class RecordFolder:
             self._bytes -= about.st_size
 
     def _files(self, *suffixes: str) -> list[tuple[Path, os.stat_result]]:
-        """Returns the folder's files with these suffixes, the newest first."""
+        """Return the folder's files with these suffixes, newest first."""
         found = []
         try:
             with os.scandir(self._path) as entries:
                 for one in entries:
-                    # A gateway may remove a bundle meanwhile.
+                    # Another gateway may remove the file meanwhile.
                     with contextlib.suppress(FileNotFoundError):
                         if one.name.endswith(suffixes):
                             found.append((self._path / one.name, one.stat()))
@@ -89,7 +89,7 @@ class RecordFolder:
 
 
 def write(folder: Path, bundle_id: str, raw: bytes) -> None:
-    """Writes an encoded bundle into its file, whole or not at all, for this user alone. Raises OSError."""
+    """Write an encoded bundle atomically, readable only by this user. Raises OSError."""
     part = folder / f"{bundle_id}.part"
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _OWNER_ONLY), "wb") as file:
@@ -100,15 +100,15 @@ def write(folder: Path, bundle_id: str, raw: bytes) -> None:
 
 
 def make_key(folder: Path) -> bytes:
-    """Returns the key in ``folder``; both are made where they are missing. Gateways that share a folder get the same
-    key. Raises ConfigError."""
+    """Return the key in ``folder``, created if missing. Gateways that share a folder get the same key. Raises
+    ConfigError."""
     path, part = folder / KEY_FILE, folder / f".{KEY_FILE}.{secrets.token_hex(4)}"
     try:
         folder.mkdir(mode=_FOLDER_OWNER_ONLY, parents=True, exist_ok=True)
         if not path.exists():
             with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY), "w") as file:
                 file.write(secrets.token_hex(32))
-            # A link is made whole or not at all, and never over the key of another gateway.
+            # link is atomic, and does not replace another gateway's key.
             with contextlib.suppress(FileExistsError):
                 os.link(part, path)
             part.unlink()

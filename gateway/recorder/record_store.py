@@ -1,4 +1,4 @@
-"""Finds bundles where --record-path says: in a folder, or in the Redis of the cluster. All functions block."""
+"""Selects where bundles are, by --record-path: a folder, or the cluster's Redis. All functions block."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pillion.gateway.recorder.record_folder import RecordFolder
 from pillion.gateway.recorder.record_redis import RecordRedis
 from pillion.records.bundle import KEY_FILE, Bundle, decode, read, read_key
 
-# With this --record-path bundles are kept in the Redis of --redis-url. A folder of this name is ./redis.
+# The --record-path that means the Redis of --redis-url. A folder of this name is ./redis.
 REDIS = "redis"
-# Total size of bundles. A small Redis holds the index of all blocks as well.
+# Default total size of bundles. A small Redis has the index of all blocks too.
 FOLDER_BYTES, REDIS_BYTES = 2**30, 64 * 2**20
 
 _ID = re.compile(r"[0-9a-f]{24}")
@@ -26,7 +26,7 @@ RecordStore = RecordFolder | RecordRedis
 
 @contextlib.contextmanager
 def open_records(path: str, redis_url: str, max_bytes: int = 0, keep_s: float = 0.0) -> Iterator[RecordStore]:
-    """Yields the bundles at a --record-path. Raises ConfigError."""
+    """Yield the bundles at a --record-path. Raises ConfigError."""
     if path != REDIS:
         yield RecordFolder(Path(path), max_bytes, keep_s)
         return
@@ -41,8 +41,8 @@ def open_records(path: str, redis_url: str, max_bytes: int = 0, keep_s: float = 
 
 
 def key_at(path: str, key_file: str) -> bytes | None:
-    """Returns the key of a deployment's bundles: that of ``key_file`` or, where that is "", the one in the folder
-    ``path``; None where there is none. Raises ConfigError for a key file that cannot be used."""
+    """Return the key of a deployment's bundles: from ``key_file`` or, if that is "", from the folder ``path``; None if
+    there is none. Raises ConfigError for an invalid key file."""
     beside = Path(path) / KEY_FILE
     if key_file:
         return read_key(Path(key_file))
@@ -50,8 +50,8 @@ def key_at(path: str, key_file: str) -> bytes | None:
 
 
 def read_named(name: str, path: str, key_file: str, redis_url: str = "") -> tuple[Bundle, bool]:
-    """Returns a bundle that a person names, and whether it was verified: by its file or, where ``path`` is
-    --record-path, by its id or the request's label, of which the newest one is taken. Raises ConfigError."""
+    """Return a bundle, and whether it was verified: by its file or, if ``path`` is --record-path, by its id or the
+    request's label (the newest one). Raises ConfigError."""
     if not path and not Path(name).exists():
         raise ConfigError(f"there is no file {name!r}; the bundle of an id is looked for in --record-path")
     if not path or Path(name).is_file():
@@ -64,7 +64,7 @@ def read_named(name: str, path: str, key_file: str, redis_url: str = "") -> tupl
 
 
 def _labelled(records: RecordStore, name: str) -> bytes:
-    # The ids in OpenAI's answers, such as chatcmpl-..., end as the label does that the gateway makes.
+    # Ids in OpenAI's answers (chatcmpl-...) end like the gateway's labels.
     labels = {name, f"req-{name.rpartition('-')[2]}"}
     wanted = [b'"label":' + msgspec.json.encode(label) for label in labels]
     raws = (records.read(bundle_id) for bundle_id, _ in records.listed())

@@ -2,8 +2,8 @@
 
     begin --> Story, which collects --> the request ends --> recorded? --> queue, bounded --> thread: bundle, file
 
-No stream waits for any of it: what the queue has no room for is lost, and counted. One tenant cannot fill the folder
-alone: of bundles that clients can cause, each tenant has a number for every minute.
+No stream waits for it: what does not fit into the queue is dropped and counted. A tenant cannot fill the folder alone:
+bundles that clients can cause are rate-limited per tenant.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ from pillion.types import GATEWAY_OPTIONS
 
 log = logging.getLogger("pillion.gateway.recorder")
 
-# At most this many ended requests wait to be written.
+# Ended requests that wait to be written.
 MAX_WAITING_STORIES = 128
-# In a minute at most this many requests of one tenant are recorded because they failed, were slow or were asked for.
+# Rate limit per tenant of requests recorded because they failed, were slow or were asked for.
 TENANT_RECORDS_PER_MINUTE = 120
 MINUTE_S = 60
-# A gateway remembers with which adapter it last served so many beginnings of prompts.
+# Prompt prefixes whose last adapter a gateway remembers.
 MAX_BEGINNINGS = 4096
-# A gateway that stops waits this long for the last bundles to be written.
+# Time to write the last bundles on shutdown.
 LAST_WRITES_S = 5.0
 DAY_S = 24 * 3600
-# A replay needs to know these flags.
+# Flags that a replay needs.
 _FLAGS = ("split_policy", "chunk_size", "enable_chunked_prefill", "enable_prefix_caching")
-# What became of requests that were to be recorded, and have no bundle.
+# Outcomes of requests without a bundle: dropped from the queue, failed to write, over the rate limit.
 LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"
 
 
 class Recorder:
-    """Records requests of one gateway with these flags. ``counts`` has what became of those that were to be recorded,
-    by why. ``stood_still`` returns begin and end of a component's last time without heartbeats, as of a time. Making it
-    blocks; it raises ConfigError for a folder or a key that cannot be used."""
+    """Recorder of one gateway's requests. ``counts`` has the outcomes by reason. ``stood_still`` returns begin and end
+    of a component's last stall, as of a time. Construction blocks; it raises ConfigError for an invalid folder or
+    key."""
 
     def __init__(
         self,
@@ -87,18 +87,17 @@ class Recorder:
             self._key = own_key(flags)
             self._open = opened.pop_all()
         self.counts: Counter[str] = Counter()
-        # These count, for the minute that runs, the records that each tenant has caused.
+        # Records caused per tenant in the current minute.
         self._minute, self._caused = 0, Counter[str]()
-        # This has the digest of the adapter and when its answer ended, by what begins equal chains but for the adapter:
-        # its name, the salt and the first block.
+        # Adapter digest and end time of the last answer, by what chains have in common but for the adapter: its name,
+        # the salt and the first block.
         self._served: dict[tuple[str, str, tuple[int, ...]], tuple[str, float]] = {}
         self._jobs: queue.Queue[tuple[Story, Reason] | None] = queue.Queue(MAX_WAITING_STORIES)
         self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
         self._thread.start()
 
     def begin(self, admitted: AdmittedRequest, permit: AdmissionPermit, asked: bool) -> Story:
-        """Begins the story of a request that is ready to wait for its turn; ``asked`` says that its client wants a
-        bundle of it."""
+        """Start the story of a request that is ready to wait for its turn; ``asked``: its client wants a bundle."""
         tenant = permit.tenant.name
         chosen: Reason | None = None
         if asked and self._may_cause(tenant):
@@ -124,12 +123,12 @@ class Recorder:
         return story
 
     def readings(self) -> Iterator[Reading]:
-        """Yields the counter of requests that were recorded, or were to be."""
+        """Yield the counter of recorded and unrecorded requests."""
         for reason, count in tuple(self.counts.items()):
             yield names.RECORDED, (reason,), count
 
     def close(self) -> None:
-        """Ends the thread when it has written what waits, or after LAST_WRITES_S seconds. It blocks."""
+        """End the thread once it has written what waits, or after LAST_WRITES_S. Blocks."""
         with contextlib.suppress(queue.Full):
             self._jobs.put(None, timeout=LAST_WRITES_S)
         self._thread.join(LAST_WRITES_S)
@@ -159,15 +158,15 @@ class Recorder:
             self.counts[LOST] += 1
 
     def _why(self, story: Story) -> Reason | None:
-        # What a client does wrong, or gives up, is no failure.
+        # A client's error or cancellation is not a failure.
         if story.error is not None and not isinstance(story.error, Cancelled | InvalidRequest):
             return "failed"
-        # Nobody waits for a request in the background.
+        # Background requests are never slow.
         slow_ms = 0 if story.admitted.background else self._slow_ms
         return "slow" if slow_ms and story.longest_wait_s * 1000 > slow_ms else None
 
     def _may_cause(self, tenant: str) -> bool:
-        """Returns whether a tenant may cause one more record in this minute, and counts it."""
+        """Count one more record of a tenant in this minute, and return whether it is allowed."""
         minute = int(time.monotonic() // MINUTE_S)
         if minute != self._minute:
             self._minute, self._caused = minute, Counter()
@@ -186,7 +185,7 @@ class Recorder:
             self._records.keep(story.id, encode(bundle, self._key))
         except Exception as error:
             if not self.counts[UNWRITTEN]:
-                # A full disk or an absent Redis would fill the log, too.
+                # Logged once: a full disk or an absent Redis would fill the log.
                 why = error.strerror if isinstance(error, OSError) else str(error)
                 defect = None if isinstance(error, OSError | PillionError) else error
                 log.warning("request %s and maybe others are not recorded: %s", label, why, exc_info=defect)
@@ -197,7 +196,7 @@ class Recorder:
 
 
 def own_key(flags: GatewayFlags) -> bytes:
-    """Returns the key by which the gateway signs. Raises ConfigError."""
+    """Return the gateway's signing key. Raises ConfigError."""
     if flags.record_key_file:
         return read_key(Path(flags.record_key_file))
     if flags.record_path == REDIS:
@@ -206,7 +205,7 @@ def own_key(flags: GatewayFlags) -> bytes:
 
 
 def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, slow_ms: int, key: bytes) -> Bundle:
-    """Makes the bundle of a request that has ended."""
+    """Create the bundle of an ended request."""
     admitted, content = story.admitted, story.content
     ago_s, asked = time.monotonic() - admitted.arrived, admitted.asked.model
     model = BundleModel(name=admitted.model, fingerprint=admitted.fingerprint, asked=asked, adapter=admitted.adapter)
@@ -257,7 +256,7 @@ def _request(admitted: AdmittedRequest, content: Content, key: bytes) -> BundleR
 
 
 def _answers(story: Story, content: Content, key: bytes) -> Iterator[BundleAnswer]:
-    """Yields the answers as far as they came. A request for a vector has none."""
+    """Yield the answers as far as they came; none for a request for a vector."""
     if story.admitted.pooling is not None:
         return
     shows = content == "full" and story.admitted.asked.sampling.logprobs is not None

@@ -1,20 +1,20 @@
-"""Collects the story of one request: what happened to it, and when. Sans-IO (I9): times are the caller's.
+"""Collects the story of one request: its events, with their times. Sans-IO (I9): times are the caller's.
 
     ready --waits--> turn --note, for each event of the request's machine and the actions that it caused--> ended
 
-What is collected are the machine's own values. They are put into a bundle's words once the request has ended, and only
-where it is recorded: ``what`` is then one of these.
+The machine's own objects are collected. Only if the request is recorded, they are converted when it has ended: ``what``
+is then one of these.
 
-    arrived, ready, waits, turn                  the gateway's edge; ``ready`` says how long the grammar took
+    arrived, ready, waits, turn                  in the gateway; ``ready`` has the time taken by the grammar
     adapter_changed                              an adapter of this name served the prompt's beginning, and was replaced
-    planned, retry, plan_lost                    a plan with the routes that were weighed; a further attempt
-    memory, ticket, ticket_lost                  the KV node's line for memory, and what the node has pinned
+    planned, retry, plan_lost                    a plan with the routes compared; a further attempt
+    memory, ticket, ticket_lost                  the KV node's queue for memory, and what the node has pinned
     fetch, fetched                               blocks of other nodes and lower tiers
-    prefill, chunk, prefilled, prefill_lost      the range of a prefill worker
+    prefill, chunk, prefilled, prefill_lost      a prefill worker's range
     submitted, adopted, in_line, begun           the decode worker, until a step computes the prompt's rest
-    tokens, decode_lost, finished, stopped       an answer's stream begins, or goes on after a loss; its end
-    still                                        the end of a time in which a worker sent no heartbeat
-    cancelled, deadline, silent, failed          why nothing more came
+    tokens, decode_lost, finished, stopped       an answer's stream starts, or goes on after a loss; its end
+    still                                        the end of a worker's time without heartbeats
+    cancelled, deadline, silent, failed          why no more came
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from pillion.records.bundle import GAP_BOUNDS_MS, Content, Reason, StoryEvent, T
 from pillion.types import Timings, Usage
 from pillion.wire.registry import ComponentRecord
 
-# A story keeps at most this many events, for a request may move and wait without end.
+# Events per story; a request may move and wait without end.
 MAX_MOMENTS = 4096
 
 _GAP_BOUNDS_S = tuple(bound / 1000 for bound in GAP_BOUNDS_MS)
-# How each event and action is told, and whose work it is: that of the plan's decode or prefill worker, or its node's.
-# The only actions that a story tells are those which begin something that takes time.
+# Name of each event and action, and its component: the plan's decode or prefill worker, or its node. Of the actions,
+# only those that start something lengthy are listed.
 _TOLD: Mapping[type, tuple[str, str]] = {
     ev.LookUp: ("retry", ""),
     ev.PlanMade: ("planned", "decode"),
@@ -69,9 +69,9 @@ _TOLD: Mapping[type, tuple[str, str]] = {
 
 @dataclass(slots=True)
 class AnswerLog:
-    """Gathers the tokens of one answer, and when they came, in monotonic seconds; ``first_s`` is 0.0 before the first.
-    It ``waits`` until its stream begins, or goes on after a loss. ``finish_reason`` is the client's; "" before the
-    end. Log probabilities that another gateway gave, before the stream moved to this one, are None."""
+    """Tokens of one answer and their times, in monotonic seconds; ``first_s`` is 0.0 before the first. ``waits`` until
+    its stream starts, or goes on after a loss. ``finish_reason`` is the client's; "" before the end. Log probabilities
+    from another gateway, before the stream moved here, are None."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -84,7 +84,7 @@ class AnswerLog:
     finish_reason: str = ""
 
     def came(self, emitted: ev.Emit, now: float) -> None:
-        """Notes tokens that came together."""
+        """Record tokens that arrived together."""
         if self.first_s:
             gap_s = now - self.last_s
             self.gaps[bisect_left(_GAP_BOUNDS_S, gap_s)] += 1
@@ -98,7 +98,7 @@ class AnswerLog:
             self.logprobs += [one.logprob for one in emitted.logprobs]
 
     def times(self, arrived_s: float) -> TokenTimes | None:
-        """Returns when the tokens came, since the request's arrival; None where none did."""
+        """Return the tokens' times since the request's arrival; None without tokens."""
         if not self.first_s:
             return None
         return TokenTimes(
@@ -112,19 +112,18 @@ class AnswerLog:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Story:
-    """Collects what happens to one request, in the event loop; from ``ended`` on it changes no more, and any thread may
-    read it.
+    """Events of one request, collected on the event loop; immutable from ``ended`` on, when any thread may read it.
 
     Attributes:
-        id: the id of the request's bundle.
-        tenant: whose request it is.
-        content: what of its texts and tokens the bundle keeps.
-        chosen: why it is recorded, however it ends; None where that depends on its end.
-        answers: an empty log for each answer that is generated.
+        id: id of the request's bundle.
+        tenant: the request's tenant.
+        content: how much of its texts and tokens the bundle contains.
+        chosen: why it is recorded regardless of its end, or None.
+        answers: an empty log for each answer.
         on_end: called once, when the request has ended.
-        error: why the request failed; None where it did not.
+        error: the request's error, or None.
         ended_s: when it ended.
-        usage, timings: what it took; without timings it never had its turn.
+        usage, timings: its cost; without timings it was never scheduled.
     """
 
     id: str
@@ -139,11 +138,11 @@ class Story:
     usage: Usage | None = None
     timings: Timings | None = None
     _edge: list[StoryEvent] = field(default_factory=list)
-    # A moment has the time, the answer's index (None: the request's), and what happened or was begun.
+    # Time, answer index (None: the request), and event or action.
     _moments: list[tuple[float, int | None, Event | Action]] = field(default_factory=list)
 
     def ready(self, now: float) -> None:
-        """Notes that the request is ready to wait for its turn; another gateway may have given a part of its
+        """Record that the request is ready to wait for its turn; another gateway may have served a part of its
         answers."""
         grammar, resume = self.admitted.grammar, self.admitted.resume
         self._tell("arrived", self.admitted.arrived)
@@ -153,23 +152,23 @@ class Story:
             answer.logprobs += [None] * len(before.token_ids)
 
     def waits(self, now: float, running: int, waiting: Mapping[str, int]) -> None:
-        """Notes that the request has to wait for its turn: so many answers are at the workers, and so many requests of
-        each tenant are in line, itself included."""
+        """Record that the request has to wait: ``running`` answers are at the workers, and ``waiting`` requests per
+        tenant in the queue, itself included."""
         before = dict(waiting) | {self.tenant: waiting.get(self.tenant, 1) - 1}
         words = ", ".join(f"{count} of tenant {name}" for name, count in before.items() if name and count)
         self._tell("waits", now, words=words, figures={"running": running, "waiting": sum(before.values())})
 
     def adapter_changed(self, now: float, tokens: int, digest: str, then_s: float) -> None:
-        """Notes that this gateway last served the first ``tokens`` of the prompt at ``then_s``, with an adapter of
-        another ``digest`` whose name the request's adapter has now."""
+        """Record that this gateway last served the first ``tokens`` of the prompt at ``then_s``, with another adapter
+        (``digest``) of the same name."""
         self._tell("adapter_changed", now, tokens=tokens, words=digest, figures={"ago_ms": _ms(now - then_s)})
 
     def turn(self, now: float) -> None:
-        """Notes that the request may go to the workers."""
+        """Record that the request was scheduled."""
         self._tell("turn", now)
 
     def note(self, index: int | None, event: Event, actions: Sequence[AnswerAction], now: float) -> None:
-        """Notes an event of an answer (None: of all answers), and the actions that it caused."""
+        """Record an event of an answer (None: of all answers), and the resulting actions."""
         if self.ended_s:
             return
         if not isinstance(event, ev.TokensSampled):
@@ -178,7 +177,7 @@ class Story:
                 self.answers[index].waits = True
         for answer, action in actions:
             if isinstance(action, ev.Emit):
-                # Nearly all actions are Emit, so it is tested first.
+                # First, since nearly all actions are Emit.
                 log = self.answers[answer]
                 log.came(action, now)
                 if log.waits:
@@ -197,29 +196,29 @@ class Story:
         timings: Timings | None = None,
         error: PillionError | None = None,
     ) -> None:
-        """Notes the end of the request; ``error`` is why it failed; None where it did not."""
+        """Record the request's end; ``error`` is None if it did not fail."""
         self.ended_s, self.usage, self.timings, self.error = now, usage, timings, error
         self.on_end(self)
 
     def still(self, component_id: str, from_s: float, to_s: float) -> None:
-        """Notes that a component sent no heartbeat meanwhile, if the request saw some of it."""
+        """Record a component's time without heartbeats, if it overlaps the request."""
         if to_s > self.admitted.arrived and from_s < self.ended_s:
             self._tell("still", min(to_s, self.ended_s), worker=component_id, figures={"lasts_ms": _ms(to_s - from_s)})
 
     @property
     def longest_wait_s(self) -> float:
-        """Gives the longest time for which the client waited for a token: the first one, or a later one."""
+        """Longest time for which the client waited for a first or later token, in seconds."""
         first_s = min((one.first_s for one in self.answers if one.first_s), default=self.ended_s)
         return max(first_s - self.admitted.arrived, *(one.longest_s for one in self.answers))
 
     def workers(self) -> list[ComponentRecord]:
-        """Returns the workers of all plans, each once."""
+        """Return the workers of all plans, without duplicates."""
         plans = [thing.plan for _, _, thing in self._moments if isinstance(thing, ev.PlanMade)]
         found = [one for plan in plans for one in (plan.prefill, plan.decode) if one is not None]
         return list({one.component_id: one for one in found}.values())
 
     def events(self) -> tuple[StoryEvent, ...]:
-        """Tells everything in order."""
+        """Return all events in order."""
         told = [*self._edge, *self._told()]
         if self.error is not None:
             told.append(StoryEvent(at_ms=self._at(self.ended_s), what="failed", words=described(self.error)))
@@ -236,7 +235,7 @@ class Story:
             self._moments.append((now, index, thing))
 
     def _told(self) -> Iterator[StoryEvent]:
-        # Each answer's events belong to its latest plan; those that follow the first answer have its plan.
+        # An answer's events belong to its latest plan, by default the first answer's.
         plans: dict[int, RequestPlan] = {}
         for now, index, thing in self._moments:
             answer = index or 0
@@ -248,7 +247,7 @@ class Story:
 
 
 def described(error: PillionError) -> str:
-    """Returns an error as a bundle has it. What a client was told of its mistake may have words of its request."""
+    """Return an error as in a bundle. The message of a client error may quote the request, so it is left out."""
     text = "the request was wrong" if isinstance(error, InvalidRequest) else error.message
     return f"{type(error).__name__}: {text}"
 
@@ -262,7 +261,7 @@ def _figures_of(message: Any, *names: str) -> dict[str, float]:
 
 
 def _event(at_ms: float, answer: int, thing: Event | Action, plan: RequestPlan | None) -> StoryEvent:
-    """Tells ``thing``, which belongs to ``plan``, in a bundle's words."""
+    """Convert ``thing``, which belongs to ``plan``, to a bundle's event."""
     (what, whose), worker = _TOLD[type(thing)], ""
     if plan is not None:
         prefill = "" if plan.prefill is None else plan.prefill.component_id
@@ -307,7 +306,7 @@ def _event(at_ms: float, answer: int, thing: Event | Action, plan: RequestPlan |
 def _prices(plan: RequestPlan) -> dict[str, float]:
     decision, cached = plan.split_decision, plan.cached_tokens
     expected_s, alone_s = (decision.price_s(cached, split) for split in (plan.split_tokens, cached))
-    # The line that the decode worker had by its last heartbeat.
+    # The decode worker's queue as of its last heartbeat.
     line = _figures_of(plan.decode, "running_requests", "queued_tokens")
     return {"cached_tokens": cached, "expected_ms": _ms(expected_s), "alone_ms": _ms(alone_s), **line}
 
