@@ -1,4 +1,4 @@
-"""Keeps prefixes that users want to have warm: prompts computed ahead, pins, and breakpoints of the Messages API.
+"""Prefix pins: prompts computed ahead and pinned for users, and breakpoints of the Messages API.
 
-A pin is an entry in the table of a KV node (kvstore/ledger/pin_table.py); a gateway keeps nothing of it.
+A pin is an entry in a KV node's table (kvstore/ledger/pin_table.py); gateways store none of it.
 """

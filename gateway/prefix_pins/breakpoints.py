@@ -1,8 +1,8 @@
-"""Finds where a breakpoint of a conversation stands among its prompt's tokens.
+"""Position of a conversation's breakpoint in its prompt's tokens.
 
-A chat template writes a conversation as it likes, so nobody knows where a message ends in the prompt. The conversation
-up to the breakpoint is rendered and tokenized by itself. The ids that this part shares with the whole prompt are what
-every prompt begins with that goes on differently after the breakpoint.
+Chat templates are arbitrary programs, so message boundaries in the prompt are unknown. The conversation up to the
+breakpoint is rendered and tokenized separately. The ids that it shares with the whole prompt are the common prefix of
+all prompts that diverge after the breakpoint.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pillion.types import ChatMessage, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """Marks a place in a conversation, up to which its prompt is to be pinned for ``ttl_s`` seconds. ``messages`` are
-    those before the place; with None the whole prompt is to be pinned."""
+    """A place in a conversation up to which the prompt is to be pinned, for ``ttl_s`` seconds. ``messages`` are those
+    before it; None for the whole prompt."""
 
     messages: tuple[ChatMessage, ...] | None
     ttl_s: int
@@ -28,8 +28,8 @@ class Breakpoint:
 async def ids_before(
     gateway: Gateway, request: GenerateRequest, point: Breakpoint, entry: ModelEntry, tenant: Tenant
 ) -> tuple[int, ...] | None:
-    """Returns the ids of the conversation up to a breakpoint, without the marks that begin an answer; None for the
-    whole prompt, and () where a template does not write that part by itself."""
+    """Return the ids of the conversation up to a breakpoint, without the marks that begin an answer; None for the whole
+    prompt, () if the template cannot render that part."""
     if point.messages is None:
         return None
     chat = replace(request.chat, add_generation_prompt=False, continue_final_message=False)
@@ -40,8 +40,7 @@ async def ids_before(
 
 
 def shared_tokens(ids: Sequence[int], prompt: Sequence[int]) -> int:
-    """Returns how many ids two lists of them share from their beginning. Both have the same type, whose slices compare
-    fast."""
+    """Return the length of the common prefix of two id lists of one type."""
     least, most = 0, min(len(ids), len(prompt))
     while least < most:
         middle = (least + most + 1) // 2

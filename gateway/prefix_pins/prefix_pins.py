@@ -1,11 +1,10 @@
-"""Computes prompts ahead and keeps them, as `pillion cache` and the Messages API's cache_control ask for.
+"""Computes prompts ahead and pins them, for `pillion cache` and the Messages API's cache_control.
 
-warm:  the request, without a token to generate --in the background--> computed, where nobody else wants the places
-pin:   warm --> the KV node of the plan pins the chain, within the tenant's quota there, until its time is over
-list, drop:  every KV node is asked: the nodes know, and no gateway
+warm:  the request, without tokens to generate --in the background--> computed in otherwise free slots
+pin:   warm --> the plan's KV node pins the chain, within the tenant's quota there, until it expires
+list, drop:  every KV node is asked; gateways store no pins
 
-A tenant's pins are its own: the tenant's name goes with each call to a KV node, and its salt goes into the block
-hashes.
+Pins are per tenant: its name goes with each call to a KV node, and its salt into the block hashes.
 """
 
 from __future__ import annotations
@@ -46,19 +45,18 @@ T = TypeVar("T")
 
 DEFAULT_TTL_S = 86_400
 MAX_TTL_S = int(MAX_PREFIX_PIN_S)
-# An answer waits this long for a pin that its cache_control asks for.
+# Time that an answer waits for a pin by cache_control.
 EPHEMERAL_WAIT_S = 0.25
-# A user may give a pin such a name. The names of cache_control's pins have a colon, so that nobody gives them by
-# chance.
+# User-given names of pins. Those of cache_control have a colon, so that they cannot collide.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _EPHEMERAL = re.compile(r"cache_control:[0-9a-f]{16}")
-# A pin that its user gave no name is named by this many hexadecimal digits of a hash of its blocks' hashes.
+# Hexadecimal digits of a hash of the block hashes, which names an unnamed pin.
 _NAME_DIGITS = 16
 
 
 class PrefixPins:
-    """Warms and pins prompts through ``gateway``. Where keys are needed and there is no tenant, its methods raise
-    Unauthenticated; where prefixes are not cached, they raise PermissionDenied."""
+    """Warms and pins prompts through ``gateway``. All methods raise Unauthenticated without a tenant if keys are
+    required, and PermissionDenied if prefixes are not cached."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -74,15 +72,15 @@ class PrefixPins:
         timeout_s: float | None = None,
         parent: otel_context.Context | None = None,
     ) -> WarmedPrefix:
-        """Computes what is missing of a prompt's KV, and pins it.
+        """Compute the missing KV of a prompt, and optionally pin it.
 
         Args:
-            request: the request whose prompt, model and salt are used, and nothing else.
-            name: the pin's name; "": a name that follows from the prompt.
-            ttl_s: how long it is pinned; 0: DEFAULT_TTL_S.
+            request: the request of which only prompt, model and salt are used.
+            name: the pin's name; "" for one derived from the prompt.
+            ttl_s: lifetime of the pin; 0: DEFAULT_TTL_S.
 
-        Raises what Gateway.generate raises, and Overloaded where the pin would be beyond a quota: then the prompt is
-        computed and not pinned.
+        Raises what Gateway.generate raises, and Overloaded if the pin exceeds a quota: then the prompt is computed but
+        not pinned.
         """
         known = self._known(tenant)
         if name and not _NAME.fullmatch(name):
@@ -90,7 +88,7 @@ class PrefixPins:
         if not 0 <= ttl_s <= MAX_TTL_S:
             raise InvalidRequest.of(FieldViolation("ttl_s", f"{ttl_s} is not in [0, {MAX_TTL_S}]"))
         asked = replace(request, sampling=SamplingParams(max_tokens=0), resume=None)
-        # The prompt is computed as a background request, which gets only slots that no other request wants.
+        # In the background, i.e. only in otherwise free slots.
         background = known.in_background()
         runner = await self._gateway.generate(
             asked, tenant=background, timeout_s=timeout_s, parent=parent, streamed=False
@@ -106,9 +104,8 @@ class PrefixPins:
         return WarmedPrefix(usage.prompt_tokens - usage.cached_tokens, usage.cached_tokens, pinned)
 
     async def pin_ephemeral(self, placed: PlacedPrefix, tenant: Tenant, tokens: int, ttl_s: int, model: str) -> bool:
-        """Pins the whole blocks among a prompt's first ``tokens``, for a cache_control. Returns whether they were
-        pinned within EPHEMERAL_WAIT_S. The pin is only a wish, so a quota that is met and a node that is silent are no
-        errors."""
+        """Pin the whole blocks among a prompt's first ``tokens``, for a cache_control. Return whether they were pinned
+        within EPHEMERAL_WAIT_S. The pin is best effort: neither a full quota nor a silent node is an error."""
         hashes = placed.hashes[: tokens // placed.block_size * HASH_BYTES]
         if not hashes:
             return False
@@ -122,7 +119,7 @@ class PrefixPins:
         return True
 
     async def pins(self, tenant: Tenant | None) -> list[PinnedPrefix]:
-        """Returns the tenant's pins at all KV nodes that answer, by name. Raises Unavailable where none answers."""
+        """Return the tenant's pins at all KV nodes that answer, by name. Raises Unavailable if none answers."""
         owner = self._known(tenant).name
 
         async def ask(link: NodeLink) -> list[PinnedPrefix]:
@@ -132,8 +129,8 @@ class PrefixPins:
         return sorted(found, key=lambda pin: (pin.name, pin.node_id))
 
     async def drop(self, name: str, tenant: Tenant | None) -> None:
-        """Ends a pin of the tenant. Raises NotFound where no KV node has it, and Unavailable where no node that answers
-        has it and one does not answer."""
+        """Remove a pin of the tenant. Raises NotFound if no KV node has it, and Unavailable if no node that answers has
+        it and one does not answer."""
         owner = self._known(tenant).name
         if not _NAME.fullmatch(name) and not _EPHEMERAL.fullmatch(name):
             raise NotFound("there is no pin of this name")
@@ -162,7 +159,7 @@ class PrefixPins:
             raise InvalidRequest(f"the prompt of {tokens} tokens has no whole block of {size} tokens to pin")
         name = name or f"prefix-{hashlib.sha256(placed.hashes).hexdigest()[:_NAME_DIGITS]}"
         kept = await self._pin_at(placed, placed.hashes, tenant, name, ttl_s, tokens, runner.admitted.model)
-        # A name stands for one prompt, so the pins of this name at other nodes are ended.
+        # A name refers to one prompt, so pins with this name at other nodes are removed.
         others = [link for link in self._gateway.cluster.nodes() if link.node_id != placed.node_id and link.alive]
         drops = (link.client.unpin_prefix(link.epoch, tenant.name, name) for link in others)
         await asyncio.gather(*drops, return_exceptions=True)
@@ -183,7 +180,7 @@ class PrefixPins:
         link = self._gateway.cluster.node(placed.node_id)
         most_blocks = tenant.max_pinned_tokens // placed.block_size
         if tenant.max_pinned_tokens and not most_blocks:
-            # For the KV node a bound of zero would mean no bound.
+            # For the KV node, 0 means no limit.
             size = f"a block of {placed.block_size} tokens"
             raise Overloaded(f"max_pinned_tokens of {tenant.max_pinned_tokens} is less than {size}")
         request = PinPrefixRequest(
@@ -200,8 +197,8 @@ class PrefixPins:
         return await link.client.pin_prefix(request)
 
     async def _ask_all(self, ask: Callable[[NodeLink], Awaitable[T]]) -> tuple[list[T], PillionError | None]:
-        """Asks all KV nodes; returns the answers of those that answer, and why one of the others did not. Raises
-        Unavailable where none answers."""
+        """Query all KV nodes; return the answers, and an error of one that did not answer. Raises Unavailable if none
+        answers."""
         links = [link for link in self._gateway.cluster.nodes() if link.alive]
         answers = await asyncio.gather(*map(ask, links), return_exceptions=True)
         found = [answer for answer in answers if not isinstance(answer, BaseException)]

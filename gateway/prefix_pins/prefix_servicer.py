@@ -1,4 +1,4 @@
-"""Serves the gRPC calls that warm prompts, and that list and drop prefix pins."""
+"""The gRPC calls that warm prompts, and that list and drop prefix pins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pillion.wire.public import pin_to_pb, warmed_to_pb
 
 
 def prefix_calls(gateway: Gateway) -> Mapping[str, GrpcCall]:
-    """Returns the gRPC calls about prefix pins by their names. The end of a call cancels what is left of its work."""
+    """Return the gRPC calls about prefix pins, by name. The end of a call cancels its work."""
     pins = PrefixPins(gateway)
 
     async def warm(request: bytes, context: Any) -> gateway_pb2.WarmPrefixResponse:
@@ -45,7 +45,7 @@ def prefix_calls(gateway: Gateway) -> Mapping[str, GrpcCall]:
 
 
 def _read_warm(raw: bytes) -> tuple[gateway_pb2.WarmPrefixRequest, GenerateRequest]:
-    """Reads a serialized WarmPrefixRequest, and the prompt in it. Raises InvalidRequest."""
+    """Parse a serialized WarmPrefixRequest, and the prompt in it. Raises InvalidRequest."""
     check_warm_message(raw)
     asked = parsed(raw, gateway_pb2.WarmPrefixRequest)
     return asked, generate_of(asked.prompt)

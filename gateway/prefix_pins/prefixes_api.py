@@ -1,4 +1,4 @@
-"""Serves Pillion's own endpoints for prompts that are computed ahead and pinned: /v1/cache/prefixes."""
+"""Pillion's endpoints for prompts that are computed ahead and pinned: /v1/cache/prefixes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXAMPLE = {"model": "demo", "prompt": "The capital of France is", "name": "fran
 
 
 def prefix_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
-    """Returns the pages of prefix pins for the table of the HTTP port."""
+    """Return the HTTP routes of prefix pins."""
     api, tenant_of = PrefixesApi(calls), calls.gateway.tenant_of
     made = Endpoint("POST", api.warm, tenant_of, PrefixBody, example=_EXAMPLE)
     return [
@@ -40,21 +40,20 @@ def prefix_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
 
 
 class PrefixBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/cache/prefixes: a prompt as a text, as ids, or as a conversation.
+    """Body of POST /v1/cache/prefixes: a prompt as text, as ids, or as a conversation.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
+        model: the served model's name; optional if one model is served.
         prompt: a text.
         tokens: the ids of a prompt.
         messages: a conversation; it ends with its last message.
         tools: functions that the model may call, at most 128.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         cache_salt: only requests with the same salt share cached prefixes.
-        pin: whether the prompt stays in its node's pool before everything that is not pinned; default: true. With false
-            it is only computed.
-        name: the pin's name; a name that is used already gets the new prompt. Default: a name that follows from the
-            prompt.
-        ttl_s: how long it is pinned, up to 30 days; default: a day.
+        pin: whether the prompt is evicted after everything that is not pinned; default: true. With false it is only
+            computed.
+        name: the pin's name; a name in use gets the new prompt. Default: a name derived from the prompt.
+        ttl_s: lifetime of the pin, up to 30 days; default: a day.
     """
 
     model: str = ""
@@ -70,27 +69,27 @@ class PrefixBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PrefixesApi:
-    """Handles the HTTP calls about prefix pins; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the
-    handlers raise into responses."""
+    """Handlers of the HTTP calls about prefix pins; :class:`pillion.gateway.http_api.http_call.Endpoint` turns their
+    exceptions into responses."""
 
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
         self._pins = PrefixPins(calls.gateway)
 
     async def prefixes(self, call: HttpCall) -> None:
-        """Lists the caller's own prefix pins."""
+        """List the caller's prefix pins."""
         pins = await self._pins.pins(call.tenant)
         await call.answer(200, msgspec.json.encode({"object": "list", "data": [_described(pin) for pin in pins]}))
 
     async def drop(self, call: HttpCall) -> None:
-        """Ends one of the caller's own prefix pins. Its blocks stay in the pool until they have to make room."""
+        """Remove one of the caller's prefix pins. Its blocks stay in the pool until they are evicted."""
         name = str(call.parameters["name"])
         await self._pins.drop(name, call.tenant)
         await call.answer(200, msgspec.json.encode({"object": "cache.prefix", "name": name, "deleted": True}))
 
     @reads_body
     async def warm(self, call: HttpCall, raw: bytes) -> None:
-        """Computes a prompt ahead, after all other requests, and pins it. The call generates nothing."""
+        """Compute a prompt ahead, after all other requests, and pin it. Generates nothing."""
         body, request = await self._calls.read(call, _read, raw, self._calls.gateway.longest_tokens)
         await self._calls.entry(body.model, call.tenant)
         try:

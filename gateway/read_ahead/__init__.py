@@ -1,1 +1,1 @@
-"""Brings KV of requests that wait for their turn from lower tiers, so that it is in the pool when their turn comes."""
+"""Prefetch of queued requests' KV from lower tiers, so that it is in the pool when they are scheduled."""

@@ -1,16 +1,15 @@
-"""Reads ahead: while a request waits in the gateway's line, its KV is brought from lower tiers into the pool.
+"""Prefetches KV from lower tiers into the pool while a request waits in the gateway's queue.
 
-    waits for its turn --> in line here --a place is free--> look-up, hashes --> the node pins what its pool has, and
-           |                    |                                                brings the rest into free slots
-           |                    |                                            --> the pin ends; the blocks stay cached
-           '--its turn comes----'--> planned as ever: what has come is a hit, what is still coming is waited for
+    waits for its turn --> queued here --a slot is free--> look-up, hashes --> the node pins what its pool has, and
+           |                    |                                              fetches the rest into free slots
+           |                    |                                          --> unpinned; the blocks stay cached
+           '--its turn comes----'--> planned as usual: fetched blocks are hits, pending ones are waited for
 
-So a batch's next lines, a chat's next turn and a prompt that begins with a pinned prefix are read while others run, as
-far as they wait; a request whose turn comes at once fetches for itself. Nothing is held for it: the blocks come into
-slots that are free, at most half of them, and are evicted like others. Where free slots run short by that, the node
-copies what was used least recently to its tiers, as ever. No request waits for this. The node is the one with the most
-of the prompt among those of workers that serve the model; blocks of other nodes are left to the plan, which chooses the
-node. Nothing here is needed for an answer (I1).
+So a batch's next lines, a chat's next turn and a prompt with a pinned prefix are fetched while others run, if they
+wait; a request that is scheduled at once fetches for itself. Nothing is reserved: the blocks use at most half of the
+free slots, and are evicted like others. If free slots run short, the node spills the least recently used blocks as
+usual. No request waits for this. The node is the one with most of the prompt among those with workers of the model;
+blocks of other nodes are left to the plan, which chooses the node. No answer depends on it (I1).
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ from pillion.tasks import end_tasks
 
 log = logging.getLogger("pillion.gateway")
 
-# At most this many waiting requests are remembered here; later ones are not read ahead.
+# Waiting requests that are queued here; further ones are not prefetched.
 MAX_IN_LINE = 256
-# Timeout of reading ahead for one request; its node's own fetch timeout is shorter.
+# Timeout per request; its node's fetch timeout is shorter.
 MAX_READ_AHEAD_S = 10.0
 
 
 class ReadAhead:
-    """Reads ahead for at most ``most`` waiting requests at once, in the order in which they began to
-    wait."""
+    """Prefetches for at most ``most`` waiting requests at once, first come, first served."""
 
     def __init__(self, cluster: Cluster, most: int) -> None:
         self._cluster = cluster
@@ -49,7 +47,7 @@ class ReadAhead:
         self._reading: set[asyncio.Task[None]] = set()
 
     def waits(self, admitted: AdmittedRequest) -> Callable[[], None]:
-        """Puts a request in line that has to wait for its turn. Returns what takes it out again."""
+        """Enqueue a request that waits for its turn. Return a function that removes it."""
         number = next(self._numbers)
         if len(self._line) < MAX_IN_LINE and not admitted.reads_prompt_rows:
             self._line[number] = admitted
@@ -60,7 +58,7 @@ class ReadAhead:
         self._line.pop(number, None)
 
     async def stop(self) -> None:
-        """Ends all reading ahead; nodes release what was pinned for it."""
+        """End all prefetches; nodes unpin their blocks."""
         self._line.clear()
         self._most = 0
         await end_tasks(*self._reading)
@@ -84,14 +82,14 @@ class ReadAhead:
             log.debug("nothing is read ahead for %s: %s", admitted.request_id, error.message)
 
     async def _bring(self, admitted: AdmittedRequest) -> None:
-        """Makes the node with the most of the prompt bring what its pool lacks of it. Raises PillionError."""
+        """Make the node with most of the prompt fetch what its pool lacks. Raises PillionError."""
         cluster = self._cluster
         served = cluster.served(admitted.model, admitted.fingerprint, admitted.adapter_rank)
         hashes = (await chain_of(admitted, admitted.prompt[:-1], served)).hashes
         hits = {hit.node_id: hit.blocks for hit in (await cluster.hits(served, hashes)).hits} if hashes else {}
         found = cluster.candidates(served, admitted.text_tokens, hits, admitted.spread, admitted.adapter)
         places = {one.node_id for one in found if one.role == "decode"}
-        # A node without a lower tier has all in its pool that the index names, and a bucket may have what it does not.
+        # A node without a lower tier has everything in its pool that the index lists; a bucket may have more.
         tiers = [
             one
             for one in cluster.view.of("kvnode")
