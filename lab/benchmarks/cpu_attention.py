@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
 from lab.benchmarks.cpu_limits import AttentionRead, PeakDots
 from lab.benchmarks.cpu_steps import PEAK_ROUNDS
-from lab.benchmarks.report import save, show_table
+from lab.benchmarks.report import save, show
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
@@ -211,13 +210,12 @@ def measure_prompts(kernels: list[str], threads: int, rounds: int) -> None:
                 bench.close()
                 kind = ("bfloat16" if bf16 else "float32") + f", {codes}" * bool(codes)
                 rows.append({"kernels": isa, "heads": name, "kv": kind, "rates": rates})
-    table = Table(title=f"attention of prompts, {threads} threads: GFLOP/s and share of the registers' rate")
-    for heading in ("kernels", "head x group", "K and V", *rows[0]["rates"]):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        cells = [f"{rate / 1e9:.0f}, {rate / peak:.2f}" for rate, peak in row["rates"].values()]
-        table.add_row(row["kernels"], row["heads"], row["kv"], *cells)
-    show_table(table)
+    shown = [
+        {name: row[name] for name in ("kernels", "heads", "kv")}
+        | {load: f"{rate / 1e9:.0f}, {rate / peak:.2f}" for load, (rate, peak) in row["rates"].items()}
+        for row in rows
+    ]
+    show(f"attention of prompts, {threads} threads: GFLOP/s and share of the registers' rate", shown)
     save("cpu_attention_prompts", {"rounds": rounds, "threads": threads, "rows": rows})
 
 
@@ -245,18 +243,12 @@ def main() -> None:
                 kind = codes or ("bfloat16" if bf16 else "float32")
                 rows.append({"kernels": isa, "heads": name, "kv": kind, "share_of_read": shares})
                 print(isa, name, kind, {load: round(share, 2) for load, share in shares.items()}, flush=True)
-    table = Table(title="decode attention: share of the rate of a streaming read")
-    for heading in ("kernels", "head x group", "K and V", *rows[0]["share_of_read"]):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        cells = [f"{share:.2f}" for share in row["share_of_read"].values()]
-        table.add_row(row["kernels"], row["heads"], row["kv"], *cells)
-    show_table(table)
+    shown = [{name: row[name] for name in ("kernels", "heads", "kv")} | row["share_of_read"] for row in rows]
+    show("decode attention: share of the rate of a streaming read", shown)
     options = {isa: cost_of_options(isa, args.rounds) for isa in args.kernels}
-    costs = Table("kernels", "with sinks", "with a window", title="share of the rate without")
-    for isa, found_rates in options.items():
-        costs.add_row(isa, *(f"{share:.2f}" for share in found_rates.values()))
-    show_table(costs)
+    show(
+        "share of the rate without sinks, without a window", [{"kernels": isa, **each} for isa, each in options.items()]
+    )
     save("cpu_attention", {"rounds": args.rounds, "rows": rows, "options": options})
 
 

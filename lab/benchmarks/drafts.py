@@ -19,10 +19,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.table import Table
-
 from lab.benchmarks import report
-from lab.benchmarks.report import save, show_table
+from lab.benchmarks.report import save, show
 from pillion import LLM, RequestOutput, SamplingParams
 
 OFF = "off"
@@ -95,19 +93,12 @@ def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, token
     }
 
 
-def show(rows: dict[str, dict[str, Any]], title: str) -> None:
-    table = Table(title=title)
-    for heading in ("text", "streams", "method", "tokens/s", "beside off", "by best", "drafted", "right", "saved"):
-        table.add_column(heading, justify="left" if heading in ("text", "method") else "right")
-    for key, methods in rows.items():
-        text, streams = key.rsplit(" ", 1)
-        for name, row in methods.items():
-            table.add_row(
-                *(text, streams, name, f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}"),
-                *(f"{row['ratio_of_best']:.2f}", f"{row['drafted_share']:.0%}", f"{row['accepted_share']:.0%}"),
-                f"{row['saved_share']:.0%}",
-            )
-    show_table(table)
+def show_methods(rows: dict[str, dict[str, Any]], title: str) -> None:
+    figures = ("tokens_per_s", "ratio", "ratio_of_best", "drafted_share", "accepted_share", "saved_share")
+    show(title, [
+        {"text, streams": load, "method": name} | {each: row[each] for each in figures}
+        for load, methods in rows.items() for name, row in methods.items()
+    ])  # fmt: skip
 
 
 def main() -> None:
@@ -140,7 +131,7 @@ def main() -> None:
     finally:
         for llm in engines.values():
             llm.close()
-    show(rows, f"draft tokens: {args.model}, {args.threads} threads, answers of {args.tokens} tokens")
+    show_methods(rows, f"draft tokens: {args.model}, {args.threads} threads, answers of {args.tokens} tokens")
     path = save(
         "drafts", {"model": pathlib.Path(args.model).name, "threads": args.threads, "tokens": args.tokens, "rows": rows}
     )

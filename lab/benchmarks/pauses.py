@@ -59,21 +59,23 @@ PHASES = ("noticed", "begun", "attached", "serving", "next token")
 
 def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
     """Return the seconds from a fault, at wall time ``at_s``, to the first log line of each phase."""
-    words = {
+    worker = "decode" if role == "kvnode" else role
+    signs = {
         "noticed": ("lost with", "is fenced by", "session at KV node"),
         "begun": ("starting it again",),
-        "attached": (f"({'decode' if role == 'kvnode' else role}) attached",),
-        "serving": (f"{'decode' if role == 'kvnode' else role}-0 serves at",),
+        "attached": (f"({worker}) attached",),
+        "serving": (f"{worker}-0 serves at",),
     }
-    found: dict[str, float] = {}
-    for line in log.splitlines():
-        entry = parsed(line)
-        if entry is None or entry["at_s"] < at_s:
-            continue
-        for phase, signs in words.items():
-            if phase not in found and any(sign in entry["message"] for sign in signs):
-                found[phase] = entry["at_s"] - at_s
-    return found
+    return first_lines(log, at_s, lambda phase, entry: any(sign in entry["message"] for sign in signs[phase]), signs)
+
+
+def first_lines(
+    log: str, at_s: float, matches: Callable[[str, dict[str, Any]], bool], phases: Iterable[str]
+) -> dict[str, float]:
+    """Return the seconds from ``at_s`` (wall time) to the first log line that matches each phase."""
+    entries = [entry for line in log.splitlines() if (entry := parsed(line)) and entry["at_s"] >= at_s]
+    found = {phase: next((one for one in entries if matches(phase, one)), None) for phase in phases}
+    return {phase: entry["at_s"] - at_s for phase, entry in found.items() if entry is not None}
 
 
 def parsed(line: str) -> dict[str, Any] | None:

@@ -14,11 +14,10 @@ import tempfile
 from dataclasses import replace
 
 import torch
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from lab.benchmarks.accuracy import WINDOW_TOKENS, Accuracy, TextScorer, text_windows
-from lab.benchmarks.report import save, show_table
+from lab.benchmarks.report import save, show
 from lab.benchmarks.shuffled_model import save_shuffled_model
 from lab.testbed.plain_model import plain_folder
 from pillion.config import ModelFlags
@@ -94,23 +93,18 @@ def main() -> None:
             wanted = scorers["float32, torch"].score(ids)
             for kind, each in scorers.items():
                 found[kind].add(ids, wanted, each.score(ids))
-    show(found)
+    shown = [
+        {"weights": kind, "tokens": each.tokens, "perplexity": f"{each.perplexity:.3f}"}
+        | {"top-1 agreement": f"{each.agreement:.2%}", "KL divergence": f"{each.mean_divergence:.5f}"}
+        for kind, each in found.items()
+    ]
+    show("accuracy beside float32 on torch", shown)
     rows = [
         {"weights": kind, "tokens": each.tokens, "perplexity": each.perplexity}
         | {"top1_agreement": each.agreement, "kl_divergence": each.mean_divergence}
         for kind, each in found.items()
     ]
     save("quantization", {"model": args.model, "window_tokens": WINDOW_TOKENS, "rows": rows})
-
-
-def show(found: dict[str, Accuracy]) -> None:
-    table = Table(title="accuracy beside float32 on torch")
-    for heading in ("weights", "tokens", "perplexity", "top-1 agreement", "KL divergence"):
-        table.add_column(heading, justify="right")
-    for kind, each in found.items():
-        figures = f"{each.perplexity:.3f}", f"{each.agreement:.2%}", f"{each.mean_divergence:.5f}"
-        table.add_row(kind, str(each.tokens), *figures)
-    show_table(table)
 
 
 if __name__ == "__main__":

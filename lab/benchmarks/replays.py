@@ -22,9 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
-from lab.benchmarks.report import show_table
+from lab.benchmarks.report import show
 from lab.testbed import defaults
 from lab.testbed.cluster import served
 from lab.testbed.conditions import wait_for
@@ -184,10 +182,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         result = run_replays(args.requests, pathlib.Path(name))
-    table = Table("recorded", "equal", title=f"{result['requests']} requests replayed")
-    for kind, count in result["equal"].items():
-        table.add_row(kind, str(count))
-    show_table(table)
+    rows = [{"recorded": kind, "equal": count} for kind, count in result["equal"].items()]
+    show(f"{result['requests']} requests replayed", rows)
     print("\n".join(result["unequal"]))
 
 

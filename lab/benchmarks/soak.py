@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from redis.asyncio import Redis
 from rich.console import Console
-from rich.table import Table
 
 from lab.benchmarks.load_test import (
     MAX_MODEL_LEN_TOKENS,
@@ -41,7 +40,7 @@ from lab.benchmarks.load_test import (
     stages,
 )
 from lab.benchmarks.plot import Chart, line_charts
-from lab.benchmarks.report import save, show_table
+from lab.benchmarks.report import save, show
 from lab.benchmarks.traces import Mix, generate, write_trace
 from pillion.kvstore.client.node_client import NodeClient
 
@@ -162,16 +161,6 @@ def judge(series: dict[tuple[str, str], Points]) -> tuple[list[dict[str, Any]], 
     return rows, wrong
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
-    table = Table(title="growth after the warm-up")
-    for heading in ("component", "series", "last", "grew by", "allowed"):
-        table.add_column(heading, justify="left" if heading in ("component", "series") else "right")
-    for row in rows:
-        table.add_row(row["component"], row["kind"], *(f"{row[name]:,.1f}" for name in ("last", "grew", "allowed")))
-    show_table(table)
-
-
 def draw(path: pathlib.Path, series: dict[tuple[str, str], Points]) -> None:
     """Draw a chart per kind, with a line per component."""
     first = min(points[0][0] for points in series.values())
@@ -208,7 +197,7 @@ def main() -> int:
         wrong += [f"{role} was started again" for role, pid in pids(cluster).items() if pid != before[role]]
     rows, grew = judge(watch.series)
     wrong += grew
-    show(rows)
+    show("growth after the warm-up", [{name: row[name] for name in row if name != "points"} for row in rows])
     for line in wrong:
         Console().print(f"FAILED {line}", style="bold red", markup=False)
     if args.plot:

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from rich.table import Table
 
-from lab.benchmarks.pauses import parsed
+from lab.benchmarks.pauses import first_lines
 from lab.benchmarks.report import save, show_table
 from lab.testbed.cluster import ServedCluster, served
 from lab.testbed.conditions import wait_for
@@ -39,21 +39,16 @@ def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
     """Return the seconds from a kill, at wall time ``at_s``, to the first log line of each of the role's phases."""
     name = f"{role}-0"
     signs = {
-        "noticed": (f"{name} was ended by SIGKILL",),
-        "loaded": ("all operators run on",),
-        "attached": (f"{name} ({role}) attached",),
-        "ready": (f"{name} ready at",),
+        "noticed": f"{name} was ended by SIGKILL",
+        "loaded": "all operators run on",
+        "attached": f"{name} ({role}) attached",
+        "ready": f"{name} ready at",
     }
-    found: dict[str, float] = {}
-    for line in log.splitlines():
-        entry = parsed(line)
-        if entry is None or entry["at_s"] < at_s:
-            continue
-        for phase, words in signs.items():
-            own = phase != "loaded" or entry["component"] == name
-            if own and phase not in found and any(word in entry["message"] for word in words):
-                found[phase] = entry["at_s"] - at_s
-    return found
+
+    def matches(phase: str, entry: dict[str, Any]) -> bool:
+        return signs[phase] in entry["message"] and (phase != "loaded" or entry["component"] == name)
+
+    return first_lines(log, at_s, matches, signs)
 
 
 def one_kill(cluster: ServedCluster, role: str) -> dict[str, Any]:
