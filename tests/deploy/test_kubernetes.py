@@ -379,7 +379,7 @@ def test_scaling_by_busy_workers() -> None:
 
 def test_a_pods_node_and_workers_share_a_gpu() -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text()
-    example = textwrap.dedent(re.search(r"\n((?:    .*\n)+)", page[page.index("resource claim (") :])[1])
+    example = textwrap.dedent(re.search(r"\n((?:    .*\n)+)", page[page.index("dynamic resource allocation:") :])[1])
     manifests = render(yaml.safe_load(example))
     for manifest in manifests:
         check_schema(manifest)
