@@ -3,7 +3,7 @@
     assemble.py     the parts of a KV node and the flags that enable them. Start here, then node/pool.py.
     hashing.py      block hashes: what makes KV content-addressed (I2).
     ledger/         slot ownership: commits, pins, eviction, waiting for memory. Sans-IO.
-    node/           the KV node's process: pool, gRPC service, attach socket, storage.
+    node/           the KV node's process: pool, gRPC service, attach socket.
     client/         how workers and gateways reach a node: gRPC client, attachment.
     events/         streams of a pool's changes for external routers.
     index/          the index of blocks and the registry of components, in Redis.
