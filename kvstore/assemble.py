@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 
-from pillion.config import KVNodeFlags, refuse_contradictions
+from pillion.config import KVNodeFlags, check_conflicts
 from pillion.errors import ConfigError
 from pillion.kvstore.adapters.node_adapter_servicer import adapter_calls
 from pillion.kvstore.adapters.node_adapters import NodeAdapters
@@ -49,7 +49,7 @@ async def start_kvnode(flags: KVNodeFlags, limits: NodeLimits | None = None) -> 
 def make_kvnode(flags: KVNodeFlags, limits: NodeLimits | None = None) -> KVNode:
     """Create a node on the running loop. Raise ConfigError for contradicting flags and for an unusable disk or
     bucket."""
-    refuse_contradictions(flags)
+    check_conflicts(flags)
     limits = limits or NodeLimits()
     if not flags.node_id:
         raise ConfigError("--node-id must name the node")

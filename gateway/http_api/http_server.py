@@ -25,7 +25,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from pillion._version import VERSION
-from pillion.config import GatewayFlags, listed_origins
+from pillion.config import GatewayFlags, parse_origins
 from pillion.errors import NotFound, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api import docs_page, openapi
@@ -269,7 +269,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
     ]
     routes += more_routes(calls, tuple(routes))
     pages.describe(routes)
-    origins = listed_origins(flags.allowed_origins)
+    origins = parse_origins(flags.allowed_origins)
     router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing, None))
     app = OwnPagesWrite(
         BelowPath(router, flags.root_path) if flags.root_path else router, origins, gateway.refusals, _own_hosts(flags)

@@ -10,10 +10,10 @@ from pillion.cli.flags import option_name
 from pillion.config import (
     GatewayFlags,
     ServeFlags,
-    listed_origins,
+    check_conflicts,
+    check_public_access,
+    parse_origins,
     parse_split_policy,
-    refuse_contradictions,
-    refuse_strangers,
 )
 from pillion.errors import ConfigError
 from pillion.host.cores import parse_cores
@@ -42,10 +42,10 @@ def check_flags(flags: Any) -> None:
     for name in ("listen", "node_listen"):
         if name in values:
             _check_listen(name, values)
-    listed_origins(values.get("allowed_origins", ()))
-    refuse_contradictions(flags)
+    parse_origins(values.get("allowed_origins", ()))
+    check_conflicts(flags)
     if isinstance(flags, GatewayFlags):
-        refuse_strangers(flags)
+        check_public_access(flags)
         _check_edge(flags)
     if "also_model" in values:
         other_models(flags)

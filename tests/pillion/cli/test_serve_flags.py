@@ -184,7 +184,7 @@ def test_every_flag_is_declared_once() -> None:
             if node.value.func.id in ("flag", "size_flag"):
                 declared.append(node.target.id)
             else:
-                assert node.value.func.id == "other_default"
+                assert node.value.func.id == "with_default"
     assert len(declared) == len(set(declared))
     assert {field.name for cls in (ServeFlags, config.OfflineFlags) for field in fields(cls)} == set(declared)
 
