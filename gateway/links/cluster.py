@@ -21,7 +21,7 @@ from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
-from pillion.gateway.planning.cluster_view import ClusterView, choose_by_hits, choose_workers
+from pillion.gateway.planning.cluster_view import NO_STATES, ClusterView, StatePages, choose_by_hits, choose_workers
 from pillion.gateway.planning.plan_cost import FETCH_CALL_S, middle_model
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request.events import TicketHold
@@ -81,7 +81,7 @@ class Served:
 
     Attributes:
         adapter_rank: rank of adapters that they run; 0 if only the model is needed.
-        state_pages, working_pages: slots of a state, and of a running sequence's states; 0 for a model without them.
+        states: slots of the model's states.
     """
 
     model: str
@@ -89,8 +89,7 @@ class Served:
     namespace: bytes
     block_size: int
     adapter_rank: int = 0
-    state_pages: int = 0
-    working_pages: int = 0
+    states: StatePages = NO_STATES
 
     def includes(self, worker: ComponentRecord) -> bool:
         """Return whether a worker of the model shares this KV, and runs adapters of this rank."""
@@ -202,8 +201,8 @@ class Cluster:
         spaces = Counter((one.namespace, one.block_size_tokens, one.state_pages, one.working_pages) for one in states)
         ranked = sorted(spaces, key=lambda space: (spaces[space], space), reverse=True)
         return [
-            Served(model, fingerprint, bytes.fromhex(namespace), size, state_pages=state, working_pages=working)
-            for namespace, size, state, working in ranked
+            Served(model, fingerprint, bytes.fromhex(namespace), size, states=StatePages(one, running))
+            for namespace, size, one, running in ranked
         ]
 
     def keeps_states(self, model: str) -> bool:
@@ -451,7 +450,7 @@ class Cluster:
         """Return the prompt's prefixes by the index; those of a model with states end with one. Never raises."""
         if self.index is None:
             return PrefixHits([])
-        if served.state_pages:
+        if served.states.one:
             return await self.index.longest_state(hashes)
         return PrefixHits(await self.index.longest_prefix(hashes))
 

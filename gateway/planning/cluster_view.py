@@ -334,6 +334,17 @@ def parse_policy(text: str) -> SplitPolicy:
     return SplitPolicy(text, parse_split_policy(text))
 
 
+@dataclass(frozen=True, slots=True)
+class StatePages:
+    """Slots of a hybrid model's states: of ``one`` state, and of a ``running`` sequence's; 0 for other models."""
+
+    one: int = 0
+    running: int = 0
+
+
+NO_STATES = StatePages()
+
+
 # Not frozen: RoutePlanner fills in fields, as a copy would cost a tenth of a plan.
 @dataclass(slots=True, kw_only=True)
 class ClusterSnapshot:
@@ -360,7 +371,7 @@ class ClusterSnapshot:
             after it, cached or not. None: no log probability requested.
         adapter: digest of the request's adapter; "" for none.
         own_adapters: workers to which this gateway has lately sent this adapter, by component id.
-        state_pages, working_pages: slots of a state, and of a running sequence's states; 0 for a model without them.
+        states: slots of the model's states.
         known_blocks: blocks of the prompt that any node has, with or without a state after them; 0 for a model without
             states.
         text_workers: prefill workers that may compute the whole request, which ends with a vector, by component id;
@@ -387,8 +398,7 @@ class ClusterSnapshot:
     unscored_from: int | None = None
     adapter: str = ""
     own_adapters: Set[str] = frozenset()
-    state_pages: int = 0
-    working_pages: int = 0
+    states: StatePages = NO_STATES
     known_blocks: int = 0
     text_workers: Set[str] = frozenset()
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pillion.errors import Unavailable
-from pillion.gateway.planning.cluster_view import ClusterSnapshot
+from pillion.gateway.planning.cluster_view import NO_STATES, ClusterSnapshot, StatePages
 from pillion.gateway.planning.split_decision import Fetched, Route, SplitDecision, choose
 from pillion.wire.registry import ComponentRecord
 
@@ -58,7 +58,7 @@ class RequestPlan:
     be on another node than ``node_id``, the decode worker's. ``sources`` are the nodes with a part of the prompt,
     longest first. ``limit_blocks`` may be cached or left to a prefill worker: whole blocks that end at or before N - 1,
     or before the first token with a requested log probability. ``asked_blocks`` are the whole blocks of the prompt
-    without the answer tokens of a replay. ``state_pages``, ``working_pages`` and ``known_blocks`` are the snapshot's.
+    without the answer tokens of a replay. ``states`` and ``known_blocks`` are the snapshot's.
     """
 
     node_id: str
@@ -75,8 +75,7 @@ class RequestPlan:
     asked_blocks: int
     split_decision: SplitDecision
     sources: tuple[PrefixSource, ...] = ()
-    state_pages: int = 0
-    working_pages: int = 0
+    states: StatePages = NO_STATES
     known_blocks: int = 0
 
     @property
@@ -114,7 +113,7 @@ class RequestPlan:
         """Slots of the ticket at the decode worker's node: the prompt's blocks with room for the first generated
         token, and the states of the sequences under it."""
         sequences = 1 if self.prefill is None or self.remote else 2
-        return self.prompt_tokens // self.block_size + 1 + sequences * self.working_pages
+        return self.prompt_tokens // self.block_size + 1 + sequences * self.states.running
 
 
 def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
@@ -144,8 +143,7 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
         asked_blocks=(snapshot.prompt_tokens - snapshot.answered_tokens) // snapshot.block_size,
         sources=sources,
         split_decision=decision,
-        state_pages=snapshot.state_pages,
-        working_pages=snapshot.working_pages,
+        states=snapshot.states,
         known_blocks=snapshot.known_blocks,
     )
     return replan(draft, route.cached_blocks)

@@ -99,12 +99,12 @@ class ReadAhead:
             return
         best = max(tiers, key=lambda one: hits.get(one.node_id, 0))
         blocks = hits.get(best.node_id, 0)
-        if best.object_url and served.state_pages:
-            blocks = (await cluster.far_hits(hashes, hits, found, served.state_pages)).get(best.node_id, blocks)
-        wanted = hashes if best.object_url and not served.state_pages else hashes[: blocks * HASH_BYTES]
+        if best.object_url and served.states.one:
+            blocks = (await cluster.far_hits(hashes, hits, found, served.states.one)).get(best.node_id, blocks)
+        wanted = hashes if best.object_url and not served.states.one else hashes[: blocks * HASH_BYTES]
         if not wanted:
             return
-        wanted += b"".join(state_page(wanted[-HASH_BYTES:], page) for page in range(served.state_pages))
+        wanted += b"".join(state_page(wanted[-HASH_BYTES:], page) for page in range(served.states.one))
         link = cluster.node(best.node_id)
         epoch = link.epoch
         ticket = await link.client.open_ticket(epoch, wanted, 0)

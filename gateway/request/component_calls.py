@@ -117,7 +117,7 @@ async def open_ticket(
             timeout_s=wait_s,
             priority=admitted.priority,
             expected_blocks=min(len(hashes) // HASH_BYTES, action.plan.hinted_blocks(link.node_id)),
-            state_pages=action.plan.state_pages,
+            state_pages=action.plan.states.one,
             known_blocks=min(len(hashes) // HASH_BYTES, action.plan.known_blocks),
             flow=admitted.flow,
         )
@@ -176,7 +176,7 @@ class RemotePrefill:
                 self._admitted,
                 self._action,
                 hashes,
-                split + 1 + self._action.plan.working_pages,
+                split + 1 + self._action.plan.states.running,
                 wait_s,
                 trace.get_current_span(),
                 self._action.attempt > 1,
@@ -236,7 +236,7 @@ class RemotePrefill:
         """Fetch the blocks computed so far to the decode worker's node. Return whether any came, or a state is still to
         come with later ones."""
         action, before = self._action, self._here
-        if action.plan.state_pages:
+        if action.plan.states.one:
             self._carried = self._there
         hashes = self._chain.first(self._there)
         sources, left_s = (self._worker.node_id,), self._admitted.left_s()
@@ -442,7 +442,7 @@ class ComponentCalls:
             components = tuple(one for one in components if one.node_id == forced)
             if not components:
                 raise NotFound(f"no worker of model {admitted.model!r} is at the KV node {forced!r}")
-        far = await cluster.far_hits(self.chain.hashes, blocks, components, served.state_pages) if known else {}
+        far = await cluster.far_hits(self.chain.hashes, blocks, components, served.states.one) if known else {}
         sent_load, sent_tokens = await cluster.under_way(components)
         seen = ClusterSnapshot(
             model=admitted.model,
@@ -461,8 +461,7 @@ class ComponentCalls:
             spread=admitted.spread,
             unscored_from=action.unscored_from,
             adapter=admitted.adapter,
-            state_pages=served.state_pages,
-            working_pages=served.working_pages,
+            states=served.states,
             known_blocks=found.known_blocks,
             text_workers=frozenset() if admitted.pooling is None else cluster.text_workers(components),
         )

@@ -660,7 +660,7 @@ class HeldKv:
             reached = plan.prompt_tokens if whole or held > begun else prefilled_tokens
             self.computed_tokens += max(0, reached - plan.cached_tokens)
         each_byte_s = (now_s - self._since_s) * plan.decode.block_bytes / plan.block_size
-        states = plan.working_pages * plan.block_size
+        states = plan.states.running * plan.block_size
         self.byte_s += each_byte_s * ((begun + held) / 2 + states)
         self.token_byte_s += each_byte_s
 

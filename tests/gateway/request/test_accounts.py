@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from lab.testbed.admitted import admitted_request
 from pillion.errors import Unavailable
+from pillion.gateway.planning.cluster_view import StatePages
 from pillion.gateway.planning.planner import replan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest
@@ -348,7 +349,7 @@ def test_states_are_held_like_tokens() -> None:
     held = []
     for pages in (0, 3):
         m = machine()
-        m.handle(ev.PlanMade(1, dataclasses.replace(made.plan, working_pages=pages)), 1.0)
+        m.handle(ev.PlanMade(1, dataclasses.replace(made.plan, states=StatePages(1, pages))), 1.0)
         m.handle(ev.TicketAdopted(1, 9), 1.0)
         m.handle(ev.DecodeFinished(1, FinishReason.STOP, None), 3.0)
         held.append(m.held.byte_s)
