@@ -1,4 +1,4 @@
-"""Turns text into token ids and back. Open answer_text.py first.
+"""Conversion of text to token ids and back. Open answer_text.py first.
 
-No request and no component is known here.
+Nothing here depends on requests or components.
 """

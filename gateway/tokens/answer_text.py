@@ -1,10 +1,10 @@
-"""Turns sampled tokens into what a client may see: detokenizing, stop ids and stop strings.
+"""Converts sampled tokens to what a client may see: detokenization, stop ids and stop strings.
 
-token --> text --> (what else the answer may hold: :mod:`pillion.gateway.formats`) --> stop strings --> delta
+token --> text --> (reasoning and calls: :mod:`pillion.gateway.formats`) --> stop strings --> delta
 
-The detokenizer turns ids into text, token by token: it never gives half a UTF-8 character, and its pieces add up to the
-text of a full decode. Stop strings are found wherever the pieces of text are cut: StopStrings is the automaton of one
-request (Aho and Corasick's), and each of its answers has a StopMatcher over it.
+The detokenizer converts ids one by one: it never emits a partial UTF-8 character, and its pieces add up to the text of
+a full decode. Stop strings are found however the text is cut: StopStrings is a request's automaton (Aho and
+Corasick's), with a StopMatcher per answer.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from tokenizers import decoders
 
 from pillion.types import TokenLogprob, ToolCallDelta
 
-# A character of UTF-8 is at most four bytes, so at most four tokens can be waiting to become one.
+# Tokens that may wait to become a character: UTF-8 has at most four bytes per character.
 MAX_HELD_TOKENS = 4
 _REPLACEMENT = "\ufffd"
-# Vocabularies of SentencePiece's family write a space with this character.
+# SentencePiece's character for a space.
 _SPACE = "\u2581"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class Spellings:
-    """Remembers what each token of one model adds to a text by itself, for all its answers.
+    """Cached texts of one model's tokens, for all its answers.
 
-    The memory has at most one entry of each kind for each id that the tokenizer knows. Threads may share it.
+    The cache has at most one entry of each kind per token id. Thread-safe.
 
     Attributes:
         codec: the tokenizer.
         byte_level: whether a token's bytes do not depend on its neighbours.
-        whole: texts of tokens met so far that are whole characters, for a byte-level vocabulary.
-        hides_specials: whether special tokens add no text.
+        whole: texts of tokens that are whole characters, for a byte-level vocabulary.
+        hides_specials: whether special tokens have no text.
     """
 
     __slots__ = ("_own", "_parts", "_showing", "_specials", "byte_level", "codec", "hides_specials", "whole")
@@ -51,30 +51,29 @@ class Spellings:
         self.whole: dict[int, str] = {}
         self._parts: dict[int, bytes] = {}
         self._own: dict[int, bytes] = {}
-        # The library makes the whole table anew at each call, which takes longer than the rest of this method.
+        # The library builds the whole table at each call, which dominates this method.
         added = codec.get_added_tokens_decoder().values()
         self._specials = frozenset(token.content for token in added if token.special)
 
     def showing_specials(self) -> Spellings:
-        """Returns the spellings of the same model for texts that show special tokens."""
+        """Return the spellings of the same model with special tokens shown."""
         if self._showing is None:
             self._showing = Spellings(self.codec, hides_specials=False)
         return self._showing
 
     def is_text(self, token_id: int) -> bool:
-        """Returns whether the tokenizer knows the id, and it is not that of a special token that adds no text."""
+        """Return whether the id is in the vocabulary and not that of a hidden special token."""
         token = self.codec.id_to_token(token_id)
         return token is not None and not (self.hides_specials and token in self._specials)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Gives the bytes that a token of a byte-level vocabulary adds to a text; none for an unknown one, nor for a
-        special one that adds no text."""
+        """Return the bytes of a token of a byte-level vocabulary; none for an unknown or a hidden special one."""
         found = self._parts.get(token_id)
         if found is not None:
             return found
         token = self.codec.id_to_token(token_id)
         if token is None:
-            # This result is not cached, because the number of unknown ids has no bound.
+            # Not cached, since the number of unknown ids is unlimited.
             return b""
         raw = _bytes_of(token)
         if token in self._specials:
@@ -86,7 +85,7 @@ class Spellings:
         return raw
 
     def own_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token by itself, for a special token its own text; none if the id is not known."""
+        """Return the bytes of one token alone, a special token's text included; none for an unknown id."""
         found = self._own.get(token_id)
         if found is not None:
             return found
@@ -106,30 +105,29 @@ class Spellings:
 
 
 class Detokenizer(Protocol):
-    """Decodes one answer step by step. Special tokens, where they are not shown, and ids that the tokenizer does not
-    know add no text."""
+    """Incremental decoder of one answer. Hidden special tokens and unknown ids have no text."""
 
     def push(self, token_id: int) -> str:
-        """Returns the text that became certain with this token; often one word, sometimes nothing."""
+        """Return the text that is complete with this token; often one word, sometimes nothing."""
 
     def flush(self) -> str:
-        """Returns the text that is still held back. Half a character reads as U+FFFD. Call it once, at the end."""
+        """Return the text still held back, with U+FFFD for a partial character. Call it once, at the end."""
 
 
 def new_detokenizer(codec: tokenizers.Tokenizer | Spellings) -> Detokenizer:
-    """Makes a decoder for one answer. ``codec`` is the tokenizer, or its cached spellings.
+    """Create a decoder for one answer. ``codec`` is the tokenizer, or its cached spellings.
 
-    Byte-level vocabularies (GPT-2's family: Llama 3, Qwen, SmolLM) map each token to bytes by itself, which is exact
-    and cheap. Others (SentencePiece's family) are decoded over a window of the last tokens. There, and only there, the
-    text can differ from a full decode, where a model writes broken UTF-8 right after a whole character in byte tokens:
-    a full decode takes the whole character back, a stream cannot.
+    Byte-level vocabularies (GPT-2's family: Llama 3, Qwen, SmolLM) map each token to bytes independently, which is
+    exact and cheap. Others (SentencePiece's family) are decoded over a window of the last tokens. Only there, the text
+    can differ from a full decode, if a model writes invalid UTF-8 right after a whole character in byte tokens: a full
+    decode revokes the character, a stream cannot.
     """
     spellings = codec if isinstance(codec, Spellings) else Spellings(codec)
     return _ByteLevelDetokenizer(spellings) if spellings.byte_level else _WindowDetokenizer(spellings)
 
 
 class NoText:
-    """Implements :class:`Detokenizer` for answers of which only the tokens are wanted."""
+    """:class:`Detokenizer` for answers of which only the tokens are requested."""
 
     def push(self, token_id: int) -> str:
         return ""
@@ -145,12 +143,12 @@ class _ByteLevelDetokenizer:
         self._spellings = spellings
         self._whole = spellings.whole
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # This says whether half a character is held back.
+        # True while a partial character is held back.
         self._amid = False
 
     def push(self, token_id: int) -> str:
         if not self._amid:
-            # A token of whole characters that follows whole characters needs no decoding.
+            # Whole characters after whole characters need no decoding.
             text = self._whole.get(token_id)
             if text is not None:
                 return text
@@ -163,10 +161,9 @@ class _ByteLevelDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Decodes an answer's last emitted tokens together with those that are held back; the text after that of the
-    emitted ones is new.
+    """Decoder over the last emitted tokens and those held back; what follows the emitted ones' text is new.
 
-    The window begins with tokens already emitted because a token's text depends on the one before it (leading spaces).
+    The window begins with emitted tokens because a token's text depends on the one before it (leading spaces).
     """
 
     __slots__ = ("_codec", "_context", "_held", "_spellings")
@@ -199,8 +196,8 @@ class _WindowDetokenizer:
 
 
 def _bytes_of(token: str) -> bytes:
-    """Returns the bytes of a token. A token with characters outside of the byte alphabet was added to the vocabulary
-    later and stands for its own text."""
+    """Return the bytes of a token. One with characters outside the byte alphabet was added to the vocabulary later, and
+    is its own text."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -208,8 +205,7 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns the characters that GPT-2 prints for bytes, with the bytes: printable Latin-1 stands for itself, the
-    other bytes for U+0100 and up, in order."""
+    """Return GPT-2's characters for bytes: printable Latin-1 for itself, the other bytes from U+0100 up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -218,23 +214,21 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-# Requests of one application have the same stop strings, and so have the prompts of one list, so this many automata of
-# stop strings are kept.
+# Cached automata of stop strings: an application's requests, and a list's prompts, share theirs.
 _KEPT_AUTOMATA = 16
 
 
 class StopStrings:
-    """Holds stop strings as an automaton over characters: reading a character costs the same however many and long they
-    are.
+    """Automaton of stop strings over characters, with a constant cost per character.
 
-    A state is a beginning of some stop string, and the text's state is the longest one with which the text ends. States
-    of one string are numbered one after the other, so one integer and one character describe most of them.
+    A state is a prefix of a stop string; a text's state is the longest one that is its suffix. States of one string are
+    numbered consecutively, so that an integer and a character describe most of them.
 
     Attributes:
         stops: the strings, none of them empty.
-        begin: the characters with which a stop string begins.
-        matched: for each state, the length of the longest stop string with which it ends; 0 where it ends with none.
-        held: for each state, how many of the text's last characters can still become a stop string.
+        begin: the strings' first characters.
+        matched: per state, the length of the longest stop string that is its suffix, or 0.
+        held: per state, the number of last characters that can still become a stop string.
     """
 
     __slots__ = ("_branches", "_instead", "_labels", "begin", "held", "matched", "stops")
@@ -242,12 +236,11 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(dict.fromkeys(stop for stop in stops if stop))
         self.begin = frozenset(stop[0] for stop in self.stops)
-        # For each state this is the character that leads to the state with the next number; "" where none does.
+        # Per state, the character that leads to the state with the next number, or "".
         self._labels = [""]
-        # These are the other edges: for each state, where its further characters lead.
+        # Other edges per state.
         self._branches: dict[int, dict[str, int]] = {}
-        # For each state these lists have the state before it, the character between them, its length, and that of the
-        # stop string that it is.
+        # Per state: its parent, the character between them, its length, and that of the stop string that it is, or 0.
         before, characters, lengths, ends = [0], [""], [0], [0]
         for stop in self.stops:
             state = length = 0
@@ -266,7 +259,7 @@ class StopStrings:
         self._link(before, characters, lengths, ends)
 
     def step(self, state: int, character: str) -> int:
-        """Returns the state after ``character``."""
+        """Return the state after ``character``."""
         labels, branches = self._labels, self._branches
         while labels[state] != character:
             if state in branches and character in branches[state]:
@@ -277,7 +270,7 @@ class StopStrings:
         return state + 1
 
     def _edge(self, state: int, character: str) -> int:
-        """Returns the state to which ``character`` leads from ``state``; 0 where it leads nowhere."""
+        """Return the state to which ``character`` leads from ``state``, or 0."""
         return state + 1 if self._labels[state] == character else self._branches.get(state, {}).get(character, 0)
 
     def _add_edge(self, state: int, character: str, following: int) -> None:
@@ -287,8 +280,7 @@ class StopStrings:
             self._branches.setdefault(state, {})[character] = following
 
     def _link(self, before: list[int], characters: list[str], lengths: list[int], ends: list[int]) -> None:
-        """Finds, for each state's text, the longest proper suffix that is a state too; those of shorter states must be
-        known by then."""
+        """Find each state's longest proper suffix that is a state too, in order of length."""
         labels, branches, step, count = self._labels, self._branches, self.step, len(ends)
         matched, held, suffixes = ends, lengths.copy(), [0] * count
         self.matched, self.held, self._instead = matched, held, (instead := [0] * count)
@@ -299,28 +291,27 @@ class StopStrings:
             label = labels[state]
             if not label and state not in branches:
                 held[state] = held[suffix]
-            # A suffix without an edge of another character would be tried in vain.
+            # A suffix without further characters cannot match either.
             in_vain = suffix not in branches and labels[suffix] in ("", label)
             instead[state] = instead[suffix] if in_vain else suffix
 
 
 @lru_cache(_KEPT_AUTOMATA)
 def stop_strings(stops: tuple[str, ...]) -> StopStrings:
-    """Returns the automaton of ``stops``, which all answers of all requests with the same strings share."""
+    """Return the shared automaton of ``stops``."""
     return StopStrings(stops)
 
 
 @dataclass(slots=True, eq=False)
 class StopMatcher:
-    """Lets an answer's text through until a stop string is complete; nothing of a stop string is ever let through, or
-    all of it where it is ``included``.
+    """Filter of an answer's text that stops at a stop string, which is emitted only if ``included``.
 
-    Text that could still become a stop string is held back: less than the longest of them. The match that is complete
-    first wins, and of two that end together the longer one, so the outcome does not depend on where pieces are cut.
-    A stop string that ends in text that is only passed counts for nothing; one that begins there and ends later counts.
+    Text that could still become a stop string is held back: less than the longest one. The match that ends first wins,
+    of two that end together the longer one, so that the result does not depend on the pieces. A stop string that ends
+    in text that is only passed is ignored; one that begins there and ends later counts.
 
     Attributes:
-        found: the stop string that is complete; "" while none is.
+        found: the complete stop string, or "".
     """
 
     _strings: StopStrings
@@ -331,29 +322,27 @@ class StopMatcher:
 
     @property
     def stopped(self) -> bool:
-        """Says whether a stop string is complete."""
+        """True if a stop string is complete."""
         return bool(self.found)
 
     def push(self, piece: str) -> str:
-        """Reads a piece of the answer, and returns the text that is certain now. Once ``stopped`` is true, later pieces
-        give nothing."""
+        """Read a piece of the answer, and return the text that is certain now; "" once ``stopped``."""
         return "" if self.found else self._read(piece, self._strings.matched)
 
     def pass_by(self, piece: str) -> str:
-        """Reads a piece that no stop string may end in, and returns the text that is certain now. A stop string that
-        ends in ``piece`` comes too early and is ignored."""
+        """Read a piece in which no stop string may end yet, and return the text that is certain now."""
         return self._read(piece, None)
 
     def flush(self) -> str:
-        """Returns text that was held back and turned out to be no stop string. Call it once, at the end."""
+        """Return the text held back, which is no stop string. Call it once, at the end."""
         held, self._held = self._held, ""
         return held
 
     def _read(self, piece: str, matched: Sequence[int] | None) -> str:
-        """Moves on through ``piece``, to the first stop string that is complete by ``matched``."""
+        """Read ``piece`` up to the first stop string that is complete by ``matched``."""
         strings, state = self._strings, self._state
         if not state and strings.begin.isdisjoint(piece):
-            # Nearly every piece of text begins no stop string and takes this short way.
+            # Fast path of nearly all pieces.
             return piece
         text = self._held + piece
         for end, character in enumerate(piece, len(self._held) + 1):
@@ -369,8 +358,8 @@ class StopMatcher:
 
 
 class StopRules(NamedTuple):
-    """Says when an answer ends by its text or tokens: by stop strings and stop ids, but not before ``min_tokens``. What
-    stops it is part of its text where it is ``included``."""
+    """Conditions that end an answer: stop strings and stop ids, after ``min_tokens``. ``included``: what stops it is
+    part of its text."""
 
     strings: StopStrings
     ids: frozenset[int]
@@ -379,7 +368,7 @@ class StopRules(NamedTuple):
 
 
 class AnswerDelta(NamedTuple):
-    """Holds new text that is certain, and the tokens it came with, with their log probabilities if they are known."""
+    """New text that is certain, and the tokens it came with, with their log probabilities if known."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -390,22 +379,21 @@ class AnswerDelta(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AnswerText:
-    """Follows one answer as it grows, over all attempts.
+    """Text of one growing answer, over all attempts.
 
-    ``stopped`` turns true with the token that completes a stop string; tokens after it are not part of the answer. The
-    stop string's own text is only where it is ``included``. A stop id is part of the tokens, and of the text only where
-    what stops the answer is included. The first ``min_tokens`` tokens complete no stop string; one that begins in them
-    may be completed by a later token.
+    ``stopped`` turns true with the token that completes a stop string; later tokens are not part of the answer. The
+    stop string's text is part of it only if ``included``. A stop id is part of the tokens, and of the text only if
+    ``included``. The first ``min_tokens`` tokens complete no stop string, but may begin one.
 
     Attributes:
         completion_tokens: number of tokens so far.
-        reasoning_tokens: how many of these tokens were reasoning, up to the one that ended it.
-        calls: number of calls of tools that have begun.
+        reasoning_tokens: tokens of the reasoning, up to the one that ended it.
+        calls: number of tool calls begun.
     """
 
     _detokenizer: Detokenizer
     strings: InitVar[StopStrings]
-    # The texts of these ids are no part of the answer's.
+    # Ids whose text is not emitted.
     _stop_ids: frozenset[int]
     min_tokens: int = 0
     included: InitVar[bool] = False
@@ -423,23 +411,23 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Says whether a stop string is complete."""
+        """True if a stop string is complete."""
         return self._stops.stopped
 
     @property
     def stop_string(self) -> str:
-        """Gives the stop string that is complete; "" while none is."""
+        """Complete stop string, or ""."""
         return self._stops.found
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> AnswerDelta:
-        """Adds tokens to the answer: all of them, or those up to the one that completes a stop string.
+        """Add tokens to the answer, up to the one that completes a stop string.
 
         Args:
             token_ids: the answer's next tokens.
             logprobs: a log probability for each token, or none.
         """
         if not self._has_stops:
-            # Most answers have no stop strings, so there is nothing to look for.
+            # Fast path: most answers have no stop strings.
             self.completion_tokens += len(token_ids)
             pushed = [self._detokenizer.push(one) for one in token_ids if one not in self._stop_ids]
             return AnswerDelta("".join(pushed), tuple(token_ids), tuple(logprobs))
@@ -455,19 +443,18 @@ class AnswerText:
         return self._delta("".join(texts), tuple(token_ids[: len(texts)]), tuple(logprobs[: len(texts)]))
 
     def _content_of(self, token_id: int) -> str:
-        """Returns the text that a token adds to the answer's content."""
+        """Return a token's contribution to the content."""
         return "" if token_id in self._stop_ids else self._detokenizer.push(token_id)
 
     def _last_content(self, cut: bool) -> str:
-        """Returns the content that was held back for want of a further token."""
+        """Return the content held back for a further token."""
         return self._detokenizer.flush()
 
     def _delta(self, text: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> AnswerDelta:
         return AnswerDelta(text, token_ids, logprobs)
 
     def flush(self, cut: bool = False) -> AnswerDelta:
-        """Returns the text that is still held back. Call it once, when the stream has ended. ``cut``: max_tokens ended
-        it."""
+        """Return the text still held back. Call it once, at the end of the stream. ``cut``: max_tokens ended it."""
         if self._ended or self.stopped:
             return AnswerDelta("", ())
         self._ended = True

@@ -1,7 +1,7 @@
-"""Renders conversations to prompt text by the model's template, which runs in a process that can be killed; makes
-messages and tools as templates want them, in the form that transformers gives them.
+"""Renders conversations to prompts by the model's template, in a process that can be killed, and converts messages and
+tools to transformers' form.
 
-A template that has no place for tools gets them as text, in the words of Hermes' and Qwen's own templates.
+For a template without tools they are text, in the words of Hermes' and Qwen's templates.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pillion.gateway.request.validation import conversation_bytes
 from pillion.gateway.tokens.client_marks import BREAKER
 from pillion.types import ChatMessage, ChatOptions, Tool
 
-# One rendering may take this much computing time; a real template takes a millisecond.
+# CPU time per rendering; a real template takes a millisecond.
 RENDER_CPU_S = 2.0
-# One rendering may take this much wall-clock time, on a machine that is very busy.
+# Wall-clock time per rendering, on a busy machine.
 RENDER_WALL_S = 20.0
 RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
@@ -35,17 +35,16 @@ _HANDLER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """Renders conversations by one model's chat template.
+    """Renderer of one model's chat template.
 
     Args:
-        source: the template's text; "" where the model has none.
-        specials: the special tokens' texts by name.
-        marks: the special tokens that a client's strings may not become; those that they spell come out broken, as
-            client_marks.py reads them.
-        spells_out: whether a template that has no place for tools gets them as text.
-        spelling: how calls are written into contents where the template leaves them out, as
-            :func:`pillion.gateway.formats.tool_formats.spelling` returns it.
-        defaults: variables where a request gives no value, a JSON object or "".
+        source: the template's text; "" if the model has none.
+        specials: texts of the special tokens, by name.
+        marks: special tokens that a client's strings must not become; they come out broken, for client_marks.py.
+        spells_out: whether a template without tools gets them as text.
+        spelling: how calls are written into content if the template leaves them out, see
+            :func:`pillion.gateway.formats.tool_formats.spelling`.
+        defaults: default variables, a JSON object or "".
     """
 
     def __init__(
@@ -84,10 +83,10 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS, tools: Sequence[Tool] = ()
     ) -> str:
-        """Returns the prompt's text for a conversation that was checked, up to where the answer begins.
+        """Return the prompt of a validated conversation, up to where the answer begins.
 
         Raises:
-            InvalidRequest: the model has no template, the template refuses the conversation, or it met a bound.
+            InvalidRequest: there is no template, it refuses the conversation, or it exceeded a limit.
             Overloaded: too many conversations wait to be rendered.
         """
         if not self._source:
@@ -115,12 +114,12 @@ class ChatTemplate:
         raise _violation(f"the model's chat template failed: {answer['broken']}")
 
     async def warm_up(self) -> None:
-        """Starts the process that renders, so that the first conversation does not wait for it."""
+        """Start the rendering process, so that the first conversation does not wait for it."""
         with contextlib.suppress(InvalidRequest):
             await self.render((ChatMessage("user", "x"),))
 
     async def aclose(self) -> None:
-        """Ends the process that renders; the next conversation would start another one."""
+        """End the rendering process; the next conversation would start another one."""
         await self._box.aclose()
 
 
@@ -141,22 +140,22 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-# A custom tool is a function with this one argument. Its schema has the grammar of the text under the second name, for
-# the model to read, and for the grammar that holds its calls to it (gateway/grammars/tool_pieces.py).
+# A custom tool is a function with this one argument. Its schema has the text's grammar under the second name, for the
+# model and for the grammar of its calls (gateway/grammars/tool_pieces.py).
 INPUT, GRAMMAR = "input", "x-grammar"
-# Arguments of so many characters in a conversation are written anew, which takes the event loop 15 ms at most.
+# Characters of arguments in a conversation that are reformatted, at most 15 ms of the event loop.
 MAX_REWRITTEN_CHARS = 2**20
 _TOOLS = re.compile(r"\btools\b")
 _REASONING = {key: re.compile(rf"""\.{key}\b|(["']){key}\1""") for key in ("reasoning", "thinking")}
 
 
 def knows_tools(template: str) -> bool:
-    """Returns whether a chat template has a place for tools."""
+    """Return whether a chat template supports tools."""
     return _TOOLS.search(template) is not None
 
 
 def reasoning_key(template: str) -> str:
-    """Returns the key under which a chat template reads what the assistant thought in earlier turns."""
+    """Return the key under which a chat template reads earlier reasoning."""
     if "reasoning_content" not in template:
         for key, found in _REASONING.items():
             if found.search(template):
@@ -165,33 +164,31 @@ def reasoning_key(template: str) -> str:
 
 
 def template_messages(messages: Sequence[ChatMessage], reasoning: str = "reasoning_content") -> list[dict[str, Any]]:
-    """Returns messages with the fields that they have, and no others, because templates ask whether a field is there.
+    """Return messages with only the fields that they have, because templates test for their presence.
 
-    The arguments of calls are objects, and the result of a call has the tool's name, which only the call has. What the
-    assistant thought stands under the key ``reasoning``.
+    A call's arguments are objects, and its result has the tool's name. Reasoning is under the key ``reasoning``.
     """
     names: dict[str, str] = {}
     return [_message(message, names, reasoning) for message in messages]
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """Returns tools in OpenAI's form, or None where there are none."""
+    """Return tools in OpenAI's form, or None."""
     return [{"type": "function", "function": _function(tool)} for tool in tools] or None
 
 
 def introduction(tools: Sequence[Tool]) -> str:
-    """Returns the text that tells a model of tools, where its template does not."""
+    """Return the text that introduces tools to a model whose template does not."""
     return _INTRODUCTION.format(
         tools="\n".join(msgspec.json.encode(one).decode() for one in template_tools(tools) or ())
     )
 
 
 def spelled_out(messages: Sequence[ChatMessage], tools_told: str) -> list[ChatMessage]:
-    """Returns a conversation whose tools, calls and results are text, for a template that has no place for them.
+    """Return a conversation with tools, calls and results as text, for a template that does not support them.
 
-    The tools are told in the system message or, since not every template takes one, before the first message. Results
-    come from the user, and what the user says after them is in the same message: many templates want user and assistant
-    to alternate.
+    The tools are in the system message or, since not every template takes one, before the first message. Results are
+    the user's, joined with what the user says after them: many templates want user and assistant to alternate.
     """
     told: list[ChatMessage] = []
     after_result, left = False, MAX_REWRITTEN_CHARS
@@ -221,8 +218,8 @@ def _spelled_call(name: str, arguments: str) -> str:
 
 
 def _as_written(arguments: str) -> str:
-    """Returns the arguments of a call with the white space with which models write them. Clients send them back with
-    white space of their own, and nothing after it would be found in the prefix cache."""
+    """Return a call's arguments with the white space that models write. With a client's, nothing after them would be
+    found in the prefix cache."""
     try:
         return msgspec.json.format(arguments, indent=0)
     except (ValueError, RecursionError):

@@ -1,9 +1,8 @@
-"""Encodes rendered conversations so that what a client wrote is text, whatever it looks like.
+"""Tokenizes rendered conversations such that a client's strings never become special tokens.
 
-A mark is the text of a special token, with which templates begin and end turns. template_worker.py breaks those marks
-that the client's own strings hold, by putting BREAKER into them. The tokenizer here finds the marks of the template as
-ever, then takes the breakers out, and goes on with the whole text: so it splits and merges the client's characters as
-those of any other text.
+A mark is the text of a special token, with which templates delimit turns. template_worker.py breaks marks in the
+client's strings by inserting BREAKER. The tokenizer here first finds the template's marks, then removes the breakers
+and goes on with the whole text, so that it splits and merges the client's characters like any others.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from typing import Any
 import tokenizers
 from tokenizers import normalizers
 
-# These two are no characters: Unicode keeps them for the inner use of programs.
+# Two noncharacters, which Unicode reserves for internal use.
 BREAKER = "\ufdd0\ufdd1"
-# No vocabulary has this letter, which is no character either.
+# A noncharacter that no vocabulary has.
 _RARE = "\U0010ffff"
 
 
 @dataclass(frozen=True, slots=True)
 class MarkGuard:
-    """Holds a second tokenizer, which shares its model with the first.
+    """A second tokenizer, which shares its model with the first.
 
     Attributes:
-        codec: the tokenizer that takes breakers out of texts.
-        marks: the text of each mark by its id; those of one character, or of white space, are none.
-        unknown: those ids of marks that stand for whatever letters the tokenizer does not know.
-        is_spelt_by_others: whether texts without a mark may become special tokens, too: its model joins letters to
-            them, or it looks for some of them in the normalized text.
+        codec: the tokenizer that removes breakers.
+        marks: texts of the marks by id, except single characters and white space.
+        unknown: ids of marks that stand for unknown characters.
+        is_spelt_by_others: whether texts without a mark may become special tokens too: the model merges characters to
+            them, or some are searched for in the normalized text.
     """
 
     codec: tokenizers.Tokenizer
@@ -40,7 +39,7 @@ class MarkGuard:
 
     @classmethod
     def of(cls, codec: tokenizers.Tokenizer) -> MarkGuard | None:
-        """Makes the guard of a tokenizer; None for one without marks."""
+        """Create a tokenizer's guard; None for one without marks."""
         added = codec.get_added_tokens_decoder()
         marks = {
             number: token.content
@@ -57,7 +56,7 @@ class MarkGuard:
             guarding.pre_tokenizer = codec.pre_tokenizer
         guarding.add_tokens([added[number] for number in sorted(added)])
         if any(guarding.token_to_id(token.content) != number for number, token in added.items()):
-            # The ids have gaps, which only the whole file tells of.
+            # Gaps in the ids are only in the serialized tokenizer.
             copied = tokenizers.Tokenizer.from_str(codec.to_str())
             copied.normalizer = guarding.normalizer
             guarding = copied
@@ -67,8 +66,8 @@ class MarkGuard:
         return cls(guarding, marks, unknown, any((marks.keys() - unknown) & set(one.ids) for one in others))
 
     def ids(self, encoding: Any, text: str) -> list[int]:
-        """Returns the ids of a text that was encoded by ``codec``, with the single characters of each special token
-        that the text does not spell in place of its id."""
+        """Return the ids of a text that ``codec`` encoded. A special token that the text does not spell is replaced by
+        its characters."""
         found: list[int] = encoding.ids
         if self.marks.keys().isdisjoint(found):
             return found

@@ -1,8 +1,8 @@
 """Renders chat templates in the process of :mod:`pillion.gateway.boxed_process`, never in the gateway's: a template is
-code out of a model's folder. This program needs the standard library and jinja2 only.
+code from a model's folder. Needs only the standard library and jinja2.
 
-A template that refuses a history, or leaves out one of its texts, gets it rewritten (REWRITES). The same history is
-always rewritten alike, and a longer one alike as far as they agree, so that the prefix cache has the earlier turn.
+If a template refuses a history, or omits one of its texts, the history is rewritten (REWRITES). Equal histories are
+rewritten equally, and common prefixes too, so that the prefix cache has the earlier turn.
 """
 
 from __future__ import annotations
@@ -22,56 +22,55 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# While a message is rendered that the answer continues, this text follows it.
+# Follows the message that the answer continues while it is rendered.
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-# Where a string ends with the beginning of a mark, at most so many letters of it are looked at.
+# Characters at the end of a string that are examined for the beginning of a mark.
 _MOST_NESTED = 32
-# An expression for more marks than these takes long to be made: where a tokenizer has more, whatever begins with the
-# first letters of one is taken for it.
+# An expression for more marks takes long to compile: then only their first letters are matched.
 _MOST_MARKS, _SHORT_LETTERS = 1024, 2
 _NUMBER = re.compile("[0-9]+")
-# Templates compare what stands under these keys with words of their own,
+# Keys whose values templates compare with constants.
 _COMPARED = frozenset(("role", "type"))
-# and look what they are told up by these keys, and by those of JSON schemas.
+# Keys that templates look up, also in JSON schemas.
 _LOOKED_UP = _COMPARED | {"content", "name", "reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id"}
 _LOOKED_UP |= {"id", "function", "arguments", "description", "parameters", "properties", "required", "items", "enum"}
-# These methods and filters take what they are given out of a text.
+# Methods and filters that remove their argument from a text.
 _CUTTING = frozenset(("replace", "split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix"))
 _CUTTING |= {"strip", "lstrip", "rstrip", "trim"}
-# Keys under which templates read what the assistant thought.
+# Keys of earlier reasoning.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Content of inserted messages; some templates refuse an empty one.
 BLANK = " "
 # Time after which no further rewrites of a conversation are tried.
 _TRIES_CPU_S = 0.5
-# Messages of a conversation that is always rendered a second time, with marks; some templates take quadratic time.
+# Messages above which a conversation is always rendered a second time, with marks; some templates take quadratic time.
 _MARKED_MESSAGES = 64
-# Texts that no template writes and no filter changes.
+# Texts that no template contains and no filter changes.
 _PROBE, _ARGUMENT = "zqprobeqz", "zqargumentqz"
 _MARK = re.compile("zq[0-9]+qz")
-# Characters of a lost text that its refusal quotes.
+# Characters of an omitted text that the refusal quotes.
 _SHOWN_CHARS = 60
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """Makes ``{% generation %}``, which marks the assistant's words for training, plain text when serving."""
+    """``{% generation %}``, which marks the assistant's words for training, and is plain text when serving."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own protocol)
 
     def parse(self, parser: Any) -> Any:
-        """Returns the body, as if the tag were not there."""
+        """Return the body without the tag."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
 class TemplateRefused(jinja2.TemplateError):
-    """Says that the template itself called ``raise_exception``, because it does not know such a conversation."""
+    """The template called ``raise_exception``: it does not support such a conversation."""
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Makes jinja2's environment with what transformers gives a chat template, and nothing more."""
+    """Create jinja2's environment with exactly what transformers offers a chat template."""
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -82,12 +81,12 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def raise_exception(message: str) -> None:
-    """Lets a template refuse a conversation."""
+    """Let a template refuse a conversation."""
     raise TemplateRefused(message)
 
 
 def strftime_now(format: str) -> str:  # noqa: A002  (the name templates use)
-    """Returns the local time in a format, for templates that ask for it."""
+    """Return the local time in a format."""
     return datetime.now().astimezone().strftime(format)
 
 
@@ -98,27 +97,26 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Writes JSON without jinja2's HTML escapes, as models were trained on."""
+    """Write JSON without jinja2's HTML escapes, as models were trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class ClientMarks:
-    """Breaks what could become one of a tokenizer's marks in the strings that a client sent.
+    """Breaks what could become one of a tokenizer's marks in a client's strings.
 
-    A mark is the text of a special token. ``breaker`` is put behind the first character of each mark that a string
-    holds, and where a string ends or begins with a part of one, because a template may write two strings side by side,
-    or its own ``<`` before a name. The tokenizer takes the breaker out again when it has looked for marks
-    (tokens/client_marks.py), so that the client's characters are read as any others.
+    A mark is the text of a special token. ``breaker`` is inserted after the first character of each mark in a string,
+    and where a string ends or begins with a part of one, because a template may concatenate strings, or write its own
+    ``<`` before a name. The tokenizer removes the breaker after the search for marks (tokens/client_marks.py), so that
+    the client's characters are tokenized like any others.
 
     Args:
         marks: texts of two characters or more.
-        separators: what the template cuts out of strings; a part of a mark before one may come to stand before the
-            rest of it.
+        separators: what the template removes from strings; then a part of a mark before one may meet the rest.
     """
 
     def __init__(self, marks: Sequence[str], separators: Iterable[str], breaker: str) -> None:
         self._breaker, self._longest = breaker, max(map(len, marks))
-        # Numbered marks differ in their numbers only, and any number will do.
+        # Numbered marks differ only in their numbers, and any number will match.
         alike = {_NUMBER.sub("0", mark) for mark in marks}
         self._all = "\0".join(sorted(alike))
         letters = _SHORT_LETTERS if len(alike) > _MOST_MARKS else None
@@ -131,12 +129,12 @@ class ClientMarks:
         self._backwards = _firsts(backwards, lambda below: rf"{_begun_regex(below, _MOST_NESTED)}\Z")
 
     def within(self, text: str) -> list[str]:
-        """Returns the marks in a text, in their order."""
+        """Return the marks in a text, in order."""
         return self._whole.findall(text)
 
     def broken(self, value: Any, told: list[bool], key: str = "") -> Any:
-        """Returns a JSON value with broken strings and keys. ``told`` gets an entry for each string that was changed:
-        whether it held a whole mark. ``key`` is the one that the value stands under."""
+        """Return a JSON value with broken strings and keys. ``told`` gets an entry per changed string: whether it had a
+        whole mark. ``key`` is the value's key."""
         if isinstance(value, str):
             return self._broken(value, told, names=key in _COMPARED)
         if isinstance(value, list):
@@ -149,7 +147,7 @@ class ClientMarks:
         return value
 
     def _broken(self, text: str, told: list[bool], *, names: bool = False) -> str:
-        """Breaks one string. ``names`` says that templates compare the string with words of their own."""
+        """Break one string. ``names``: templates compare it with constants."""
         plain = text.replace(self._breaker, "\N{REPLACEMENT CHARACTER}")
         found = self._weak.sub(lambda place: place[0] + self._breaker, plain)
         inner = plain.strip()
@@ -179,11 +177,11 @@ def _letter_regex(letter: str) -> str:
 
 
 def _trie_regex(node: dict[str, Any]) -> str:
-    """Returns an expression for the longest of the words of a trie that a text goes on with."""
+    """Return an expression for the longest matching word of a trie."""
     found = []
     for letter, below in node.items():
         text = _letter_regex(letter)
-        # A chain of letters is written as one, because expressions must not be nested deeply.
+        # Chains of letters are not nested, as expressions have a limit.
         while letter and len(below) == 1 and "" not in below:
             ((letter, below),) = below.items()
             text += _letter_regex(letter)
@@ -193,8 +191,8 @@ def _trie_regex(node: dict[str, Any]) -> str:
 
 
 def _begun_regex(node: dict[str, Any], depth: int) -> str:
-    """Returns an expression for the beginnings of the words of a trie, the empty one among them; what has ``depth``
-    letters counts as any word that begins with them."""
+    """Return an expression for the prefixes of a trie's words, the empty one included. After ``depth`` letters anything
+    matches."""
     if not depth:
         return r"[\s\S]*"
     below = (_letter_regex(letter) + _begun_regex(below, depth - 1) for letter, below in node.items() if letter)
@@ -203,13 +201,12 @@ def _begun_regex(node: dict[str, Any], depth: int) -> str:
 
 
 def _firsts(trie: dict[str, Any], behind: Callable[[dict[str, Any]], str]) -> re.Pattern[str]:
-    """Returns an expression for the first letters of a trie's words, each before what ``behind`` makes of the words
-    that begin with it."""
+    """Return an expression for the first letters of a trie's words, each before ``behind`` of the words with it."""
     return re.compile("|".join(f"{_letter_regex(letter)}(?={behind(below)})" for letter, below in trie.items()))
 
 
 def separators(tree: jinja2.nodes.Template) -> tuple[str, ...]:
-    """Returns the texts that a template cuts out of strings, by ``replace`` and the like."""
+    """Return the texts that a template removes from strings, by ``replace`` etc."""
     methods: list[Any] = [one for one in tree.find_all(jinja2.nodes.Call) if getattr(one.node, "attr", "") in _CUTTING]
     filters = [one for one in tree.find_all(jinja2.nodes.Filter) if one.name in _CUTTING]
     texts = (one.value for call in (*methods, *filters) for one in call.args if isinstance(one, jinja2.nodes.Const))
@@ -217,7 +214,7 @@ def separators(tree: jinja2.nodes.Template) -> tuple[str, ...]:
 
 
 class History(NamedTuple):
-    """Messages and tools as a template reads them. Rewrites return new ones and change none in place."""
+    """Messages and tools as a template reads them. Rewrites return new ones, and never mutate."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -241,7 +238,7 @@ def short_ids(asked: History) -> History:
 
 
 def null_contents(asked: History) -> History:
-    """Make the empty content of messages with calls null (DeepSeek V3)."""
+    """Replace the empty content of messages with calls by null (DeepSeek V3)."""
     return asked._replace(
         messages=[
             {**one, "content": None} if one.get("tool_calls") and one["content"] == "" else one
@@ -272,24 +269,24 @@ def _completed(asked: History, name: str, value: Any) -> History:
 
 
 def _with(values: dict[str, Any], missing: dict[str, Any]) -> dict[str, Any]:
-    """Returns values with missing ones behind them: a template may write them in their order."""
+    """Return values with missing ones appended: a template may write them in order."""
     return values | {name: value for name, value in missing.items() if name not in values}
 
 
 def empty_tools(asked: History) -> History:
-    """Make missing tools an empty list (Hermes 3)."""
+    """Replace missing tools by an empty list (Hermes 3)."""
     return asked._replace(tools=asked.tools or [])
 
 
 def developers_as_system(asked: History) -> History:
-    """Give messages of OpenAI's role "developer" the role that it had before."""
+    """Rename OpenAI's role "developer" to its earlier name, "system"."""
     return asked._replace(
         messages=[{**one, "role": "system"} if one["role"] == "developer" else one for one in asked.messages]
     )
 
 
 def contents_as_thoughts(asked: History) -> History:
-    """Append the content of messages with thoughts and calls to the thoughts (gpt-oss)."""
+    """Append the content of messages with reasoning and calls to the reasoning (gpt-oss)."""
 
     def changed(message: dict[str, Any]) -> dict[str, Any]:
         key = next((key for key in REASONING_KEYS if message.get(key)), "")
@@ -342,8 +339,8 @@ def single_calls(asked: History) -> History:
 
 
 def plain_turns(asked: History) -> History:
-    """Join the system messages at the beginning, and neighbouring messages of the user. Later system messages, by
-    which agents remind the model, become the user's."""
+    """Join the system messages at the beginning, and consecutive messages of the user. Later system messages, which
+    agents use as reminders, become the user's."""
     messages: list[dict[str, Any]] = []
     for message in asked.messages:
         is_late = message["role"] == "system" and messages and messages[-1]["role"] != "system"
@@ -352,7 +349,7 @@ def plain_turns(asked: History) -> History:
 
 
 def lone_results_as_user(asked: History) -> History:
-    """Make results that follow no call the user's, since clients cut the beginnings of conversations (MiniMax M2)."""
+    """Make results without a call the user's, since clients truncate conversations (MiniMax M2)."""
     messages: list[dict[str, Any]] = []
     called = False
     for message in asked.messages:
@@ -364,7 +361,7 @@ def lone_results_as_user(asked: History) -> History:
 
 
 def blank_contents(asked: History) -> History:
-    """Make the empty content of messages without calls a space (Ministral 3)."""
+    """Replace the empty content of messages without calls by a space (Ministral 3)."""
     return asked._replace(
         messages=[
             {**one, "content": BLANK} if one["content"] == "" and not one.get("tool_calls") else one
@@ -384,23 +381,22 @@ def system_as_user(asked: History) -> History:
 
 
 def joined_answers(asked: History) -> History:
-    """Join neighbouring messages of the assistant without calls."""
+    """Join consecutive messages of the assistant without calls."""
     return asked._replace(messages=_joined(asked.messages, "assistant"))
 
 
 def user_before_assistant(asked: History) -> History:
-    """Insert blank messages of the user where an answer follows no message of the user or of a tool."""
+    """Insert blank user messages before answers that follow no message of the user or of a tool."""
     return _bridged(asked, "user", lambda role, before: role == "assistant" and before in ("", "system", role))
 
 
 def assistant_before_user(asked: History) -> History:
-    """Insert blank answers where the user follows a result or a call (Mistral)."""
+    """Insert blank answers before user messages that follow a result or a call (Mistral)."""
     return _bridged(asked, "assistant", lambda role, before: role == "user" and before in ("tool", "call"))
 
 
 def spelled_calls(asked: History, spelling: Sequence[str]) -> History:
-    """Write calls into the contents, in the form that :func:`pillion.gateway.formats.tool_formats.spelling` names
-    (LFM2, Granite 3.3)."""
+    """Write calls into the contents, by :func:`pillion.gateway.formats.tool_formats.spelling` (LFM2, Granite 3.3)."""
     begin, end, kind = spelling
 
     def spelled(function: dict[str, Any]) -> str:
@@ -422,7 +418,7 @@ def spelled_calls(asked: History, spelling: Sequence[str]) -> History:
 
 
 def _literal(value: Any) -> str:
-    """Returns a value of JSON in Python's notation."""
+    """Convert a JSON value to Python's notation."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{tojson(key)}: {_literal(one)}' for key, one in value.items())}}}"
     if isinstance(value, list):
@@ -431,8 +427,8 @@ def _literal(value: Any) -> str:
 
 
 def _bridged(asked: History, inserted: str, needed: Callable[[str, str], bool]) -> History:
-    """Inserts blank messages where ``needed`` says so of a message's role and what precedes it: a role, "call" for the
-    assistant's calls, "" for nothing."""
+    """Insert blank messages wherever ``needed`` is true of a message's role and what precedes it: a role, "call" for
+    the assistant's calls, or ""."""
     found: list[dict[str, Any]] = []
     before = ""
     for message in asked.messages:
@@ -444,7 +440,7 @@ def _bridged(asked: History, inserted: str, needed: Callable[[str, str], bool]) 
 
 
 def _joined(messages: list[dict[str, Any]], *roles: str) -> list[dict[str, Any]]:
-    """Joins neighbouring messages of one of these roles, other than those with calls."""
+    """Join consecutive messages of these roles, except those with calls."""
     groups: list[list[dict[str, Any]]] = []
     for message in messages:
         last = groups[-1][-1] if groups else {}
@@ -462,7 +458,7 @@ def _merged(group: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 Rewrites = tuple[Callable[[History], History], ...]
-# In the order of least change.
+# From least to most intrusive.
 REWRITES: Rewrites = (
     short_ids,
     empty_tools,
@@ -482,7 +478,7 @@ REWRITES: Rewrites = (
 
 
 class TemplateRenderer:
-    """Renders conversations by one template, with the ``setup`` that :func:`opened` is given."""
+    """Renderer of conversations by one template; ``setup`` is that of :func:`opened`."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         env = environment()
@@ -504,8 +500,8 @@ class TemplateRenderer:
         self._find_forms()
 
     def _find_forms(self) -> None:
-        """Decide by rendering probes both ways which roles' contents are lists of parts, and whether arguments of calls
-        are JSON text. A template may lose what has the other form."""
+        """Determine by rendering probes both ways which roles' contents are lists of parts, and whether arguments of
+        calls are JSON text. A template may omit what has the other form."""
         call = {"id": "abcdefgh1", "type": "function", "function": {"name": "x", "arguments": {_ARGUMENT: _ARGUMENT}}}
         user, system, answer, result = (
             {"role": role, "content": "x"} for role in ("user", "system", "assistant", "tool")
@@ -524,7 +520,7 @@ class TemplateRenderer:
                 self._listed |= {role}
                 if not any(_PROBE in text for text in self._probed(marked)):
                     self._listed -= {role}
-        # A dict that is printed as it is, is no JSON.
+        # The repr of a dict is not JSON.
         if not any(_ARGUMENT in text and f"{{'{_ARGUMENT}" not in text for text in self._probed(turns)):
             self._spells_arguments = True
             self._spells_arguments = any(f'{{"{_ARGUMENT}": ' in text for text in self._probed(turns))
@@ -536,16 +532,16 @@ class TemplateRenderer:
             yield self._written(job, History(messages, offered)).get("text", "")
 
     def answer(self, job: dict[str, Any]) -> dict[str, str]:
-        """Returns {"text": ...}, or {"refused": ...} in the template's own words, or {"broken": ...}.
+        """Return {"text": ...}, or {"refused": ...} in the template's own words, or {"broken": ...}.
 
-        Where a client's strings hold marks, the text has them broken. Where they hold what could become one beside
-        something else, the text is the plain one if no mark has come of it.
+        Marks in a client's strings come out broken. If the strings only have what could become a mark together with
+        something else, the plain text is returned unless it has become one.
         """
         job["kwargs"] = json.loads(job["kwargs"] or "{}")
         if self._marks is None:
             return self._rendered(job)[0]
         told: list[bool] = []
-        # The names of a template's variables are not written anywhere.
+        # Names of template variables are not rendered.
         kwargs = {name: self._marks.broken(one, told, "role") for name, one in job["kwargs"].items()}
         texts = {name: self._marks.broken(job[name], told) for name in ("messages", "tools")}
         broken = {**job, **texts, "kwargs": kwargs}
@@ -560,11 +556,10 @@ class TemplateRenderer:
         )
 
     def _rendered(self, job: dict[str, Any], rewrites: Rewrites | None = None) -> tuple[dict[str, str], Rewrites]:
-        """Renders a conversation; where its last message is continued, up to that message's end. Returns the answer
-        and the rewrites of which it came, which are those of ``rewrites`` unless it is None.
+        """Render a conversation; if its last message is continued, up to that message's end. Return the answer and the
+        rewrites applied, which are ``rewrites`` unless None.
 
-        The end is found as transformers finds it: by a mark after the message, whose trailing space a template may
-        trim.
+        The end is found as in transformers: by a mark after the message, whose trailing space a template may trim.
         """
         messages, final = job["messages"], job["messages"][-1]["content"].strip()
         if job["continue_final_message"]:
@@ -582,9 +577,9 @@ class TemplateRenderer:
         return {"text": text if rest.startswith(END_MARK[-1]) else text.rstrip()}, rewrites
 
     def _arranged(self, job: dict[str, Any], asked: History) -> tuple[dict[str, str], Rewrites]:
-        """Render a conversation as it came or, if the template refuses it or leaves a text out, after rewrites: as many
-        in their order as it takes, without those that prove unnecessary. If none help, return the answer to the
-        conversation as it came. Also return the rewrites."""
+        """Render a conversation unchanged or, if the template refuses it or omits a text, with the first chain of
+        rewrites that helps, without unnecessary ones. If none helps, return the first answer. Also return the
+        rewrites."""
         deadline = time.process_time() + _TRIES_CPU_S
         marked, texts = _marked(asked)
         tried: list[History] = []
@@ -622,10 +617,10 @@ class TemplateRenderer:
         return answer, rewrites
 
     def _missing(self, job: dict[str, Any], marked: History, texts: dict[str, tuple[str, str]], text: str) -> str:
-        """Return in words the first text that a rendering leaves out, "" if none.
+        """Describe the first text that a rendering omits, "" if none.
 
-        The conversation is rendered once more with marks. If the template refuses these, texts are searched for
-        themselves."""
+        The conversation is rendered once more with marks. If the template refuses these, the texts themselves are
+        searched."""
         answer = self._written(job, marked)
         found = set(_MARK.findall(answer.get("text", "")))
         for mark, (what, words) in texts.items():
@@ -645,7 +640,7 @@ class TemplateRenderer:
         return render(self._template, variables, self._max_chars)
 
     def _shaped(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with content and arguments in the forms that the template reads."""
+        """Return a message with content and arguments in the template's forms."""
         if message["role"] in self._listed and message["content"] is not None:
             parts = [{"type": "text", "text": message["content"]}] if message["content"] else []
             message = {**message, "content": parts}
@@ -655,15 +650,15 @@ class TemplateRenderer:
 
 
 def rewritten(asked: History, rewrites: Rewrites) -> History:
-    """Returns the conversation after the rewrites, one after the other."""
+    """Apply the rewrites in order."""
     for rewrite in rewrites:
         asked = rewrite(asked)
     return asked
 
 
 def stands_in(asked: History, text: str) -> bool:
-    """Return whether a text has the contents of a history in their order, and each name as often as it is called.
-    False may be wrong, where a template changes texts."""
+    """Return whether a text has a history's contents in order, and each name as often as it is called. May be wrongly
+    False if a template changes texts."""
     end = 0
     for message in asked.messages:
         content = (message["content"] or "").strip().removesuffix(END_MARK.strip())
@@ -677,7 +672,7 @@ def stands_in(asked: History, text: str) -> bool:
 
 
 def _steps(chains: Iterable[Rewrites], asked: History) -> Iterator[tuple[Rewrites, History]]:
-    """Yields the beginnings of each chain, with the history after them."""
+    """Yield the prefixes of each chain, with the history after them."""
     for chain in chains:
         after = asked
         for size, rewrite in enumerate(chain, 1):
@@ -686,8 +681,8 @@ def _steps(chains: Iterable[Rewrites], asked: History) -> Iterator[tuple[Rewrite
 
 
 def _marked(asked: History) -> tuple[History, dict[str, tuple[str, str]]]:
-    """Returns a conversation with a mark of letters and digits behind each content and the name of each call and tool;
-    and by their marks, what the texts are, and the texts."""
+    """Return a conversation with a mark of letters and digits after each content and each name of a call or tool, and
+    by mark, what the texts are, and the texts."""
     marked: list[dict[str, Any]] = []
     texts: dict[str, tuple[str, str]] = {}
 
@@ -699,7 +694,7 @@ def _marked(asked: History) -> tuple[History, dict[str, tuple[str, str]]]:
 
     for message in asked.messages:
         calls = message.get("tool_calls") or ()
-        # The end of a message that is continued is found by another mark.
+        # The end of a continued message has another mark.
         if message["content"].strip() and not message["content"].endswith(END_MARK):
             message = {**message, "content": mark(f"a text of role {message['role']},", message["content"])}
         if calls:
@@ -715,13 +710,13 @@ def _marked(asked: History) -> tuple[History, dict[str, tuple[str, str]]]:
 
 
 def _spelled(call: dict[str, Any]) -> dict[str, Any]:
-    """Returns a call whose arguments are JSON text."""
+    """Return a call with its arguments as JSON text."""
     function = call["function"]
     return {**call, "function": {**function, "arguments": tojson(function["arguments"])}}
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> dict[str, str]:
-    """Returns {"text": ...}, or {"refused": ...} in the template's own words, or {"broken": ...}."""
+    """Return {"text": ...}, or {"refused": ...} in the template's own words, or {"broken": ...}."""
     pieces, total = [], 0
     try:
         for piece in template.generate(variables):
@@ -744,7 +739,7 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
 
 
 def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, str]]:
-    """Returns the function that renders conversations by the template of ``setup``, which the first call compiles."""
+    """Return the function that renders conversations by the template of ``setup``, compiled at the first call."""
     made: list[TemplateRenderer] = []
 
     def handle(conversation: Any) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Turns text into ids with the `tokenizers` library, off the event loop."""
+"""Tokenizes text with the `tokenizers` library, off the event loop."""
 
 from __future__ import annotations
 
@@ -23,27 +23,25 @@ from pillion.gateway.tokens.client_marks import BREAKER, MarkGuard
 T = TypeVar("T")
 
 TOKENIZER_THREADS = 2
-# Text of up to this size is read, checked and written on the event loop, which takes less than 5 ms whatever it holds.
+# Size up to which text is processed on the event loop, in less than 5 ms.
 LOOP_BYTES = 16 * 2**10
-# When the work of threads is measured, a token counts as this many bytes of text.
+# Bytes of text per token in estimates of threads' work.
 TOKEN_BYTES = 4
-# This is more than the requests that admission lets in by default, so only a raised bound of admission meets it.
+# More than admission's default limit, so only a raised one reaches it.
 MAX_QUEUED_JOBS = 4096
 # A template is a page of text; a megabyte of it is a mistake or an attack.
 MAX_TEMPLATE_BYTES = 2**20
-# A text with more bytes than this for each token that may be wanted is most likely too long, so its beginning is
-# tokenized first.
+# Bytes per allowed token above which a text is probably too long, so its beginning is tokenized first.
 LIKELY_TOKEN_BYTES = 6
-# Up to this many tokens beyond the bound are counted exactly: the cut beginning of a text may have some more than the
-# whole, and not all of them are kept.
+# Tokens above the limit that are counted exactly: the beginning of a text may have some more than the whole.
 CUT_TOKENS = 1024
-# A character of UTF-8 has at most this many bytes.
+# Bytes per UTF-8 character.
 MAX_CHAR_BYTES = 4
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TextTooLong(Exception):  # noqa: N818
-    """Says that a text has more tokens than were wanted: exactly, or at least, so many."""
+    """A text with more tokens than allowed: ``tokens``, or at least that many."""
 
     def __init__(self, tokens: int, *, exact: bool) -> None:
         super().__init__(f"{'' if exact else 'at least '}{tokens} tokens")
@@ -53,17 +51,17 @@ class TextTooLong(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """Holds one model's tokenizer and chat template.
+    """One model's tokenizer and chat template.
 
     Attributes:
         codec: the loaded tokenizer.
         specials: texts of the named special tokens ("bos_token"...), as the chat template sees them.
-        chat_template: Jinja source, empty where the model has none.
-        bos_id: id of the beginning-of-text token, None where there is none.
+        chat_template: Jinja source, "" if the model has none.
+        bos_id: id of the beginning-of-text token, or None.
         adds_bos: whether a prompt begins with it.
-        codec_writes_bos: whether ``codec`` writes it by itself; the configuration may say otherwise.
-        spellings: the texts of its tokens as far as they are known, for all answers.
-        guard: what reads special tokens that a client's messages spell as text; None where they are special tokens.
+        codec_writes_bos: whether ``codec`` adds it by itself; the configuration may differ.
+        spellings: cached texts of its tokens, for all answers.
+        guard: tokenizer for special tokens that a client's messages spell as text; None if they are special tokens.
     """
 
     codec: tokenizers.Tokenizer
@@ -77,8 +75,8 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, folder: Path, template: str = "", *, guards: bool = True) -> ModelTokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and the chat template, or the file ``template`` in its place;
-        ``guards`` says whether special tokens that messages spell are text. Raises ConfigError."""
+        """Load tokenizer.json, tokenizer_config.json and the chat template, or the file ``template`` in its place;
+        ``guards``: special tokens spelled in messages are text. Raises ConfigError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{folder} holds no tokenizer.json")
@@ -86,7 +84,7 @@ class ModelTokenizer:
             codec = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
             raise ConfigError(f"{path} cannot be read: {error}") from None
-        # A prompt is never cut or padded silently: the client has to know that it is too long.
+        # Prompts must not be truncated or padded silently.
         codec.no_truncation()
         codec.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
@@ -100,35 +98,35 @@ class ModelTokenizer:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Gives the texts of special tokens that a client's messages may not become."""
+        """Texts of special tokens that a client's messages must not become."""
         return () if self.guard is None else tuple(self.guard.marks.values())
 
     def encode_text(self, text: str, most_tokens: int) -> tuple[int, ...]:
-        """Returns the ids of a raw prompt, with the special tokens that the model's configuration names, never two BOS.
+        """Return the ids of a raw prompt, with the configured special tokens, never two BOS.
 
-        This and the two methods below raise TextTooLong for many more than ``most_tokens``, before an object is made
+        This and the two methods below raise TextTooLong for many more than ``most_tokens``, before creating an object
         for each.
         """
         ids = self._encode(text, True, most_tokens)
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)
 
     def encode_bare(self, text: str, most_tokens: int) -> tuple[int, ...]:
-        """Returns the ids of a piece of text, with no special tokens except those that the text spells out."""
+        """Return the ids of a piece of text, without special tokens except those that it spells."""
         return tuple(self._encode(text, False, most_tokens))
 
     def encode_chat(self, rendered: str, most_tokens: int) -> tuple[int, ...]:
-        """Returns the ids of a rendered conversation. The template has written all special tokens, the BOS among them
-        where the model wants one; those that the client wrote are text."""
+        """Return the ids of a rendered conversation. The template has written all special tokens, with BOS; those that
+        the client spelled are text."""
         guard = self.guard
         if guard is None or not (guard.is_spelt_by_others or BREAKER in rendered):
             return tuple(self._encode(rendered, False, most_tokens))
         return tuple(self._encode(rendered, False, most_tokens, guard))
 
     def encode_cut(self, text: str, most_tokens: int) -> tuple[int, ...]:
-        """Returns the ids of a raw prompt, as :meth:`encode_text` has them; of one with more than ``most_tokens``, the
-        first ones, and the special tokens that stand before and after a text."""
+        """Return the ids of a raw prompt, see :meth:`encode_text`, cut to the first ``most_tokens`` with the special
+        tokens before and after a text."""
         check_wanted()
-        # Enough of the text is encoded to know its first tokens.
+        # Enough of the text to determine its first tokens.
         encoding = self._encoding(self._likely(text, most_tokens), False)
         specials = self.codec.num_special_tokens_to_add(False)
         bos = int(self.adds_bos and not self.codec_writes_bos) - int(self.codec_writes_bos and not self.adds_bos)
@@ -137,8 +135,8 @@ class ModelTokenizer:
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)[:most_tokens]
 
     def encode_pair(self, first: str, second: str, most_tokens: int | None) -> tuple[tuple[int, ...], int]:
-        """Returns the ids of a pair of texts, as the tokenizer joins them, and where the second one begins if it marks
-        that; else 0. A second text that makes more than ``most_tokens`` loses its last ones; None cuts none."""
+        """Return the ids of a pair of texts as the tokenizer joins them, and where the second one begins if the model
+        marks that, else 0. The second text is cut so that there are ``most_tokens``; None: uncut."""
         check_wanted()
         one, other = self.codec.encode_batch([first, second], add_special_tokens=False)
         if most_tokens is not None:
@@ -148,7 +146,7 @@ class ModelTokenizer:
         return tuple(encoding.ids), kinds.index(1) if 1 in kinds else 0
 
     def first_tokens(self, text: str, most_tokens: int) -> str:
-        """Returns the beginning of a piece of text that has at most so many tokens; the whole where it has no more."""
+        """Return the longest prefix of a text with at most ``most_tokens`` tokens."""
         check_wanted()
         offsets = self.codec.encode_batch([self._likely(text, most_tokens)], add_special_tokens=False)[0].offsets
         return (
@@ -156,17 +154,17 @@ class ModelTokenizer:
         )
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
-        """Returns all of an answer's text without special tokens."""
-        # A batch of one releases the interpreter's lock, which plain decode holds.
+        """Return an answer's whole text without special tokens."""
+        # decode_batch releases the GIL, which decode holds.
         return str(self.codec.decode_batch([list(token_ids)], skip_special_tokens=True)[0])
 
     def detokenizer(self, *, shows_specials: bool = False) -> Detokenizer:
-        """Makes a fresh incremental decoder for one answer, whose text may show special tokens."""
+        """Create an incremental decoder for one answer, whose text may show special tokens."""
         return new_detokenizer(self.spellings.showing_specials() if shows_specials else self.spellings)
 
     def bad_sequences(self, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the tokens of each word, at the beginning of a text and after a space, without doubles. Tokens that
-        the model cannot choose, because it has only ``vocab_size``, leave their sequence out."""
+        """Return the tokens of each word, at the beginning of a text and after a space, without duplicates or sequences
+        with a token outside ``vocab_size``."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             check_wanted()
@@ -178,8 +176,8 @@ class ModelTokenizer:
         return tuple(found)
 
     def cut_ids(self, token_ids: tuple[int, ...], most_tokens: int, side: str) -> tuple[int, ...]:
-        """Returns at most so many ids of a prompt: its first ones where its right ``side`` is cut, else the last ones,
-        after the beginning-of-text token that it begins with."""
+        """Return at most ``most_tokens`` ids of a prompt: the first ones if ``side`` is "right", else the last ones,
+        after its beginning-of-text token."""
         if len(token_ids) <= most_tokens or side == "right":
             return token_ids[:most_tokens]
         keeps_bos = token_ids[0] == self.bos_id and most_tokens > 1
@@ -187,8 +185,7 @@ class ModelTokenizer:
         return (*first, *token_ids[len(token_ids) - most_tokens + len(first) :])
 
     def _encode(self, text: str, specials: bool, most_tokens: int, guard: MarkGuard | None = None) -> list[int]:
-        # Every token is an object that is freed under the interpreter's lock, and freeing a million of them stops all
-        # streams.
+        # Every token is an object that is freed under the GIL, and freeing a million of them stalls all streams.
         if len(text) > LIKELY_TOKEN_BYTES * most_tokens // MAX_CHAR_BYTES:
             raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (most_tokens + CUT_TOKENS)
             if len(raw) > likely:
@@ -197,26 +194,26 @@ class ModelTokenizer:
                     raise TextTooLong(len(beginning) - CUT_TOKENS, exact=False)
         check_wanted()
         encoding = self._encoding(text, specials, guard)
-        # Some more tokens are let pass, because each BOS that the text itself begins with is taken away later.
+        # Some more are tolerated, because each BOS in the text itself is removed later.
         if len(encoding) > most_tokens + CUT_TOKENS:
             raise TextTooLong(len(encoding), exact=True)
         ids: list[int] = encoding.ids if guard is None else guard.ids(encoding, text)
         return ids
 
     def _likely(self, text: str, most_tokens: int) -> str:
-        """Returns a text, or a beginning of it that surely has more than ``most_tokens``."""
+        """Return a text, or a prefix of it that surely has more than ``most_tokens``."""
         raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (most_tokens + CUT_TOKENS)
         if len(raw) <= likely:
             return text
         beginning = raw[:likely].decode(errors="ignore")
-        # What stands at the cut may be other tokens than in the whole.
+        # Tokens at the cut may differ from those of the whole.
         return beginning if len(self._encoding(beginning, False)) > most_tokens + CUT_TOKENS else text
 
     def _encoding(self, text: str, specials: bool, guard: MarkGuard | None = None) -> tokenizers.Encoding:
-        # This encodes a batch of one, as plain encode holds the GIL: a long prompt would stop all streams for seconds.
+        # A batch of one, since encode holds the GIL: a long prompt would stall all streams for seconds.
         if guard is None:
             return self.codec.encode_batch_fast([text], add_special_tokens=specials)[0]
-        # Only the slower way keeps the places of tokens in the text.
+        # Only encode_batch, which is slower, has the tokens' offsets.
         return guard.codec.encode_batch([text], add_special_tokens=specials)[0]
 
     def _one_bos(self, ids: list[int]) -> tuple[int, ...]:
@@ -229,24 +226,24 @@ class ModelTokenizer:
 
 
 class JobAbandoned(Exception):  # noqa: N818
-    """Says that nobody waits any more for the job that a thread works at."""
+    """No caller waits any more for this thread's job."""
 
 
-# For each thread of the pool this has the job that it runs.
+# The job of each thread of the pool.
 _here = threading.local()
 
 
 def check_wanted() -> None:
-    """Raises JobAbandoned on a thread for whose job nobody waits any more. A job that works through a list of a
-    client's calls it with each item."""
+    """Raise JobAbandoned if no caller waits any more for this thread's job. To be called for each item of a client's
+    list."""
     job: ThreadJob | None = getattr(_here, "job", None)
     if job is not None and job.abandoned:
         raise JobAbandoned
 
 
 class TokenizerPool:
-    """Runs tokenizing, and other work that is too long for the event loop, on a few threads, with a bounded queue
-    before them that is fair between tenants."""
+    """Thread pool for tokenization and other work too long for the event loop, with a bounded queue that is fair
+    between tenants."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
@@ -255,14 +252,14 @@ class TokenizerPool:
 
     @property
     def jobs(self) -> int:
-        """Gives the number of jobs that wait or run."""
+        """Jobs that wait or run."""
         return self._turns.jobs
 
     async def run(self, job: Callable[..., T], *arguments: Any, tenant: Tenant = OPEN, size_bytes: int = 0) -> T:
-        """Runs ``job(*arguments)``, which works through about so many bytes, on a thread, in the tenant's turn.
+        """Run ``job(*arguments)``, which processes about ``size_bytes``, on a thread, in the tenant's turn.
 
-        A cancelled caller stops waiting. Its job is dropped, or ends where it calls check_wanted next; until then it
-        has its thread, and counts. Raises Overloaded when the queue is full, and what the job raises.
+        A cancelled caller stops waiting. Its job is dropped, or ends at its next check_wanted; until then it occupies
+        its thread, and counts. Raises Overloaded if the queue is full, and the job's exceptions.
         """
         loop = asyncio.get_running_loop()
         turn = self._turns.wait(tenant, size_bytes)
@@ -276,7 +273,7 @@ class TokenizerPool:
             raise
 
         def ended(_: Future[T]) -> None:
-            # The loop is closed where the gateway ended before its last job, and then the turn does not matter.
+            # The loop may be closed if the gateway has ended.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._end, turn)
 
@@ -288,11 +285,11 @@ class TokenizerPool:
             raise
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets tenants that are not among ``names`` and do not wait."""
+        """Drop tenants that are neither in ``names`` nor waiting."""
         self._turns.keep(names)
 
     def close(self) -> None:
-        """Drops waiting jobs; those that run end by themselves, because their work is bounded by the prompt's size."""
+        """Drop waiting jobs; running ones end by themselves, as the prompt's size bounds them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, turn: ThreadJob) -> None:
@@ -304,12 +301,12 @@ class TokenizerPool:
         for turn in self._turns.grant():
             begun = self._begun[turn]
             if not begun.done():
-                # A job whose caller was cancelled a moment ago gives its turn back itself.
+                # The turn of a cancelled caller is released by itself.
                 begun.set_result(None)
 
 
 def _run(turn: ThreadJob, job: Callable[..., T], arguments: tuple[Any, ...]) -> T:
-    """Runs a job on a thread of the pool."""
+    """Run a job on a thread of the pool."""
     _here.job = turn
     try:
         check_wanted()
@@ -329,21 +326,20 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(entry: Any) -> str | None:
-    """Returns the text of a special token, which is configured as that text or as an object that has it."""
+    """Return the text of a special token, configured as a string or an object."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
 
 
 def chat_template_of(folder: Path, template: str = "") -> str:
-    """Returns a model's chat template, "" where it has none, or the text of the file ``template`` where one is named.
-    Where a model has several named templates, "tool_use" is for conversations with tools and "default" for others.
-    Raises ConfigError."""
+    """Return a model's chat template, "" if it has none, or the file ``template`` if given. Of named templates,
+    "tool_use" is for conversations with tools and "default" for others. Raises ConfigError."""
     if template:
         return read_template(template)
     configured = _read_json(folder / "tokenizer_config.json").get("chat_template")
     if configured is None:
-        # Models of texts and images have it here.
+        # Of models with images.
         configured = _read_json(folder / "chat_template.json").get("chat_template")
     named: dict[Any, Any] = {"default": configured}
     if isinstance(configured, list):
@@ -357,7 +353,7 @@ def chat_template_of(folder: Path, template: str = "") -> str:
 
 
 def read_template(path: str) -> str:
-    """Reads the chat template in a file. Raises ConfigError where the file cannot be read, or holds none."""
+    """Read a chat template's file. Raises ConfigError if it cannot be read or parsed."""
     import jinja2
 
     from pillion.gateway.tokens.template_worker import environment
@@ -365,7 +361,7 @@ def read_template(path: str) -> str:
     try:
         with Path(path).expanduser().open(encoding="utf-8") as file:
             source = _bounded(file.read(MAX_TEMPLATE_BYTES + 1), path)
-        # The template is only parsed here; it runs in a process of its own.
+        # Only parsed here; it runs in a separate process.
         environment().parse(source)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", "") or error
