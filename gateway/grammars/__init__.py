@@ -1,18 +1,18 @@
-"""Writes the structure that an answer must have as one grammar. Open answer_grammar.py first.
+"""Structured output: the grammar of an answer. Open answer_grammar.py first.
 
-answer_grammar.py      joins the pieces of an answer into one text of llguidance's grammars (no I/O)
-structured_outputs.py  the pieces that clients ask for: a JSON schema, a regular expression, choices... (no I/O)
-tool_pieces.py         the pieces of reasoning and of calls of tools (no I/O)
-literal_values.py      the rules of arguments in Python's notation and in Gemma's (no I/O)
-spelled_lark.py        a grammar in Lark, for its texts as JSON spells them (no I/O)
-json_schema.py         what of JSON Schema an answer can be held to (no I/O)
-schema_dialects.py     schemas of other drafts and dialects, written as that one reads them (no I/O)
-schema_places.py       where schemas stand within a schema, and where its references lead (no I/O)
-json_strings.py        which strings its patterns and formats mean (no I/O)
-structural_tags.py     structural tags: structures amid free text (no I/O)
+answer_grammar.py      joins the pieces of an answer into one llguidance grammar (sans-IO)
+structured_outputs.py  pieces for a JSON schema, a regular expression, choices... (sans-IO)
+tool_pieces.py         pieces for reasoning and tool calls (sans-IO)
+literal_values.py      rules for arguments in Python's and in Gemma's notation (sans-IO)
+spelled_lark.py        a Lark grammar for texts within JSON strings (sans-IO)
+json_schema.py         the supported part of JSON Schema (sans-IO)
+schema_dialects.py     conversion of other drafts and dialects (sans-IO)
+schema_places.py       subschemas and references of a schema (sans-IO)
+json_strings.py        strings that match patterns and formats (sans-IO)
+structural_tags.py     structural tags: structures within free text (sans-IO)
 grammar_checker.py     compiles grammars before a worker gets them, in a process that can be killed
-grammar_worker.py      what that process does; it imports nothing of Pillion
-request_grammars.py    the grammar of one request, built and checked, for the gateway
+grammar_worker.py      that process's program; it imports nothing of Pillion
+request_grammars.py    builds and checks the grammar of one request
 
-A worker gets the text and follows it; it knows no schema.
+A worker gets only the grammar, no schema.
 """

@@ -1,9 +1,9 @@
-"""Joins the pieces of an answer into one grammar (I9).
+"""Joins the pieces of an answer into one grammar. Sans-IO (I9).
 
-    [piece] [piece] ... --join--> one text, which Submit.grammar carries to the worker
+    [piece] [piece] ... --join--> one grammar, sent to the worker as Submit.grammar
 
-A piece is the right side of a rule in llguidance's variant of Lark, with the rules that it refers to. A grammar that a
-client wrote is a grammar of its own within the text, so that none of its names can meet ours.
+A piece is the right side of a rule in llguidance's variant of Lark, with the rules that it refers to. A client's
+grammar is a separate grammar within the text, so that names cannot collide.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.formats.model_formats import MARK
 from pillion.rules.grammar_limits import MAX_GRAMMAR_BYTES
 
-# These characters cannot stand in a regular expression of Lark as they are, whether or not a client has escaped them.
+# Characters that a Lark regular expression cannot contain unescaped, whether or not the client escaped them.
 _ESCAPED = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 _WRITTEN = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
-# A client's expression means ASCII's digits, words and white space, as in vLLM and in JSON Schema; to llguidance these
-# are Unicode's. The sets may stand in a class, too.
+# ASCII sets, which a client's expression means as in vLLM and in JSON Schema; llguidance's are Unicode. Valid within a
+# class too.
 _ASCII_SETS = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]", r"\s": r"[\t-\r ]"}
 _ASCII_SETS |= {name.upper(): f"[^{members[1:]}" for name, members in _ASCII_SETS.items()}
-# The text that a worker gets consists of several grammars; the one of this name refers to the others.
+# Name of the grammar that refers to the others.
 _ROOT = "answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Holds a part of an answer's grammar.
+    """A part of an answer's grammar.
 
     Attributes:
         body: the right side of a rule, in Lark.
-        rules: lines, each of which defines a name in ``body``. The names are this piece's alone.
-        grammars: whole grammars in Lark by name, each with a rule ``start``; ``body`` refers to one by ``@name``.
-        sources: the client's fields of which the piece was made, each with its JSON schema, or with None for other
-            notations. A field may be followed by "#" and the JSON pointer of the schema in that of the field.
-        left_out: the fields, and the places in their schemas as JSON pointers, to which answers are not held.
+        rules: lines, each defining a name in ``body``, unique to this piece.
+        grammars: whole Lark grammars by name, each with a rule ``start``; ``body`` refers to one by ``@name``.
+        sources: the client's fields of which the piece was made, each with its JSON schema, or None for other
+            notations. A field may be followed by "#" and the JSON pointer of the schema in it.
+        left_out: fields, with places in their schemas as JSON pointers, that are not enforced.
     """
 
     body: str
@@ -51,8 +51,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGrammar:
-    """Holds a grammar as a worker gets it, and the client's fields from which it was made, which errors name, and the
-    places to which answers are not held (see ``Piece``)."""
+    """A grammar for a worker, the client's fields of which it was made, for errors, and places that are not enforced
+    (see ``Piece``)."""
 
     text: str
     sources: dict[str, Any]
@@ -60,8 +60,8 @@ class JoinedGrammar:
 
 
 def join(pieces: Sequence[Piece]) -> JoinedGrammar:
-    """Makes the grammar whose answers are the pieces, one after the other. Raises InvalidRequest where the grammar is
-    too long for a worker: that of a pattern is longer than the pattern."""
+    """Join pieces into a grammar. Raises InvalidRequest if it is too long for a worker: a pattern's grammar is longer
+    than the pattern."""
     sources = {name: source for piece in pieces for name, source in piece.sources.items()}
     text = _text(pieces)
     size_bytes = len(text.encode())
@@ -71,13 +71,13 @@ def join(pieces: Sequence[Piece]) -> JoinedGrammar:
 
 
 def too_large(sources: Mapping[str, Any], size_bytes: int) -> InvalidRequest:
-    """Returns the error for a grammar that is too large, which names the fields of its sources."""
+    """Create the error for a grammar that is too large, naming the fields of its sources."""
     reason = f"a grammar of {size_bytes} bytes; at most {MAX_GRAMMAR_BYTES}"
     return InvalidRequest.of(*(FieldViolation(field, reason) for field in by_size(sources)))
 
 
 def by_size(sources: Mapping[str, Any]) -> list[str]:
-    """Returns the fields of a grammar's sources, the one with the largest schema first."""
+    """Return the fields of a grammar's sources, the largest schema first."""
     fields = sorted(sources, key=lambda name: -len(json.dumps(sources[name])))
     return list(dict.fromkeys(name.partition("#")[0] for name in fields))
 
@@ -94,14 +94,12 @@ def _text(pieces: Sequence[Piece]) -> str:
 
 
 def literal(text: str) -> str:
-    """Returns ``text`` as a string of Lark, which is written like a string of JSON, except for a character that only
-    Lark forbids."""
+    """Return ``text`` as a Lark string, which is a JSON string except for a character that only Lark forbids."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def cut_at_tokens(text: str, ids: Mapping[str, int]) -> list[str]:
-    """Cuts a text into special tokens of the model, whose ids ``ids`` has by their texts, at odd places, and what
-    stands between them."""
+    """Split a text at special tokens (the keys of ``ids``); these are at odd indices."""
     parts: list[str] = []
     begin = 0
     for found in MARK.finditer(text):
@@ -112,14 +110,13 @@ def cut_at_tokens(text: str, ids: Mapping[str, int]) -> list[str]:
 
 
 def terms(parts: Sequence[str], ids: Mapping[str, int]) -> str:
-    """Returns what :func:`cut_at_tokens` has cut as a grammar writes it: tokens by their ids, anything else by its
-    text."""
+    """Return the parts of :func:`cut_at_tokens` in a grammar: tokens by id, others by text."""
     return " ".join(f"<[{ids[part]}]>" if n % 2 else literal(part) for n, part in enumerate(parts) if part)
 
 
 def expression(pattern: str, field: str) -> str:
-    """Returns a regular expression between slashes, as Lark writes it. Raises InvalidRequest, which names the client's
-    ``field``, "" for an expression that no client wrote."""
+    """Return a regular expression in Lark, between slashes. Raises InvalidRequest, which names the client's ``field``;
+    "" for an expression of our own."""
     sets = _ASCII_SETS if field else {}
     written = _ESCAPED.sub(lambda found: sets.get(found[0]) or _WRITTEN.get(found[0][-1], found[0]), pattern)
     if _ESCAPED.sub("", pattern).endswith("\\"):

@@ -1,7 +1,7 @@
-"""Compiles the grammars of one model's requests before any worker gets them, in a process that can be killed.
+"""Compiles the grammars of one model's requests before a worker gets them, in a process that can be killed.
 
-a text --known--> good, or refused
-       --new----> the process, one grammar at a time; requests with the same text wait together --> remembered
+a grammar --known--> valid, or refused
+          --new----> the process, one grammar at a time; requests with the same grammar wait together --> cached
 """
 
 from __future__ import annotations
@@ -22,28 +22,26 @@ from pillion.rules.grammar_limits import PARSER_LIMITS
 from pillion.tasks import end_tasks
 from pillion.types import StructuredOutputs
 
-# The compilation of one grammar may take this much computing time; a schema of 80 KB takes 0.2 s.
+# CPU time per grammar; a schema of 80 KB takes 0.2 s.
 COMPILE_CPU_S = 2.0
-# On a machine that is very busy, compiling one grammar may take this much wall-clock time, and so may loading a large
-# tokenizer.
+# Wall-clock time per grammar on a busy machine, or for loading a large tokenizer.
 COMPILE_WALL_S = 60.0
 COMPILE_MEMORY_BYTES = 2 * 2**30
 MAX_WAITING_GRAMMARS = 64
-# The checker remembers this many grammars by their hashes, with the reason where one was refused.
+# Cached results, by the grammar's hash.
 MAX_KNOWN_GRAMMARS = 4096
-# Where the process that checks grammars has died, a client may send its request again after this time, because the
-# process is started anew.
+# Retry time after the checking process has died; it is restarted.
 RETRY_AFTER_MS = 1000
 _HANDLER = Path(__file__).with_name("grammar_worker.py")
 
 
 class GrammarChecker:
-    """Checks grammars for one tokenizer. The first check, which a gateway makes when it starts, starts its process.
+    """Checker of grammars for one tokenizer. The first check, at a gateway's start, starts its process.
 
     Args:
-        tokenizer: the path of tokenizer.json.
-        vocab_size: the model's number of token ids.
-        end_ids: the model's own ids that end an answer.
+        tokenizer: path of tokenizer.json.
+        vocab_size: number of the model's token ids.
+        end_ids: the model's EOS ids.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
@@ -65,8 +63,8 @@ class GrammarChecker:
         self._running: dict[bytes, asyncio.Task[tuple[FieldViolation, ...]]] = {}
 
     async def check(self, grammar: JoinedGrammar) -> None:
-        """Raises InvalidRequest for a grammar that a worker could not follow, naming the client's field and the place
-        in its schema; Overloaded where too many wait; Unavailable where the check got no result."""
+        """Raise InvalidRequest for a grammar that a worker could not follow, naming the client's field and the place
+        in its schema; Overloaded if too many wait; Unavailable if there was no result."""
         key = hashlib.sha256("\0".join((grammar.text, *grammar.sources)).encode()).digest()
         if key in self._known:
             self._known.move_to_end(key)
@@ -76,14 +74,13 @@ class GrammarChecker:
             if task is None:
                 task = self._running[key] = asyncio.create_task(self._compile(key, grammar))
                 task.add_done_callback(lambda _: self._running.pop(key, None))
-            # A caller that leaves does not end the check for the others that wait, nor for the next one.
+            # Shielded, since other callers may wait for the same check.
             violations = await asyncio.shield(task)
         if violations:
             raise InvalidRequest.of(*violations)
 
     async def lark(self, structured: StructuredOutputs) -> StructuredOutputs:
-        """Returns the structure that a client asks for, with a grammar in GBNF translated to Lark. Raises what
-        ``check`` raises."""
+        """Return a client's structure with a GBNF grammar converted to Lark. Raises what ``check`` raises."""
         if structured.grammar is None or "::=" not in structured.grammar:
             return structured
         try:
@@ -110,13 +107,13 @@ class GrammarChecker:
         return violations
 
     async def aclose(self) -> None:
-        """Ends the process that checks grammars; the next grammar would start another one."""
+        """End the checking process; the next grammar would start another one."""
         await end_tasks(*self._running.values())
         await self._box.aclose()
 
 
 def violations_of(answer: Mapping[str, Any]) -> tuple[FieldViolation, ...]:
-    """Returns what is wrong with a grammar by the answer of the process that compiles it."""
+    """Return the violations in the checking process's answer."""
     if not answer:
         return ()
     if "broken" in answer:

@@ -1,10 +1,8 @@
-"""Compiles grammars in a process of its own (:mod:`pillion.gateway.boxed_process`), because clients write them and one
-that is slow or makes the compiler crash must not hurt the gateway. This module needs the standard library and
-llguidance only.
+"""Compiles grammars in a separate process (:mod:`pillion.gateway.boxed_process`): clients write them, and one that is
+slow or crashes the compiler must not affect the gateway. Needs only the standard library and llguidance.
 
-The process also follows each grammar for a few tokens, because some grammars meet llguidance's limits only then. Where
-a JSON schema is at fault, the process finds the place: llguidance says what is wrong and not where, so parts of the
-schema are left out until the fault is gone.
+The process also follows each grammar for a few tokens, because some exceed llguidance's limits only then. For a JSON
+schema it finds the place of the error, which llguidance does not report, by removing parts until the error is gone.
 """
 
 from __future__ import annotations
@@ -20,38 +18,34 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-# The stack of this process is smaller than those of a worker's threads, so that no grammar that is good here overflows
-# the stack there.
+# Stack size, smaller than that of a worker's threads, so that no grammar that is valid here overflows there.
 STACK_BYTES = 2 * 2**20
-# Each grammar is followed for this many tokens, as a trial.
+# Tokens for which each grammar is followed.
 TRIAL_TOKENS = 8
-# This process has a lower priority (nice) than every thread that computes for streams, so that the check of a new
-# schema waits for them and never delays them.
+# Lower priority than all threads that compute for streams, so that checks never delay them.
 NICENESS = 10
-# Finding the place in a schema that llguidance refuses may take this much computing time.
+# CPU time for finding the place of an error in a schema.
 SEARCH_CPU_S = 0.4
 MAX_REASON_CHARS = 300
-# These are the keywords of JSON Schema that hold inner schemas: as the values of an object, as the items of a list, or
-# a single one.
+# Keywords of JSON Schema with subschemas: as an object's values, as list items, or a single one.
 _NAMED, _LISTED, _ALONE = (
     ("properties", "patternProperties"),
     ("anyOf", "oneOf", "allOf", "prefixItems", "items"),
     ("items", "additionalItems", "additionalProperties"),
 )
-# To leave out an inner schema of one of these lists, the search removes it; elsewhere it puts a schema there that
-# allows everything.
+# Lists from which the search removes subschemas; elsewhere it replaces them by one that allows everything.
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _DEFINITIONS = ("$defs", "definitions")
 _WHERE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
-# llguidance's message about a regular expression has its cause on a line like this, after lines that show the place.
+# The cause in llguidance's message about a regular expression, after lines with its position.
 _CAUSE = re.compile(r"^error: (.*)", re.MULTILINE)
-# These messages of llguidance name things that a client cannot change, so clients get other words in their place.
+# Replacements for messages of llguidance that name what a client cannot change.
 _SAID = {
     "oneOf constraints are not supported": "more than one of these may hold at once; anyOf allows that",
     "NoExtensionBias": "no text fits it",
 }
-# These match the name of a terminal that a grammar in Lark defines, an expression, the name of the grammar's first
-# rule, and a schema, which stands in a line.
+# In Lark: the name of a terminal's definition, an expression, the first rule's name, and a schema, which is in one
+# line.
 _TERMINAL = re.compile(r"^[ \t]*(_?[A-Z][A-Z0-9_]*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 _EXPRESSION = re.compile(r"/(?:[^/\\\n]|\\.)+/[a-z]*")
 _START = re.compile(r"\bstart\b")
@@ -61,8 +55,8 @@ Path = tuple[str | int, ...]
 
 
 def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
-    """Returns the function that compiles grammars for the tokenizer of ``setup``: the function returns {} for a good
-    grammar, else {"field", "path", "reason"}. It also translates grammars in GBNF to Lark."""
+    """Return the function that compiles grammars for the tokenizer of ``setup``. It returns {} for a valid grammar,
+    else {"field", "path", "reason"}. It also converts GBNF grammars to Lark."""
     os.nice(NICENESS)
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
@@ -80,7 +74,7 @@ def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
 
 
 def converted(text: str) -> dict[str, Any]:
-    """Returns {"lark": the grammar in Lark}, or {"reason": why the text is no grammar in GBNF}."""
+    """Return {"lark": the grammar in Lark}, or {"reason": why it is not GBNF}."""
     try:
         return {"lark": any_to_lark(text)}
     except Exception as error:  # noqa: BLE001  (the library has errors of its own, and lets others through)
@@ -88,7 +82,7 @@ def converted(text: str) -> dict[str, Any]:
 
 
 def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
-    """Returns why llguidance cannot follow a grammar, or "" where it has followed it for a few tokens."""
+    """Return why llguidance cannot follow a grammar, or "" if it could for a few tokens."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     for step in range(TRIAL_TOKENS):
         if matcher.is_error():
@@ -98,7 +92,7 @@ def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
             mask &= ~(1 << end)
         if not mask or matcher.is_stopped():
             break
-        # Tokens are taken from both ends of the vocabulary in turn, so that there are bytes and long words.
+        # From both ends of the vocabulary in turn, which are bytes and long words.
         matcher.consume_token(mask.bit_length() - 1 if step % 2 else (mask & -mask).bit_length() - 1)
     if matcher.is_error():
         return matcher.get_error() or "it does not compile"
@@ -106,12 +100,12 @@ def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
 
 
 def empty_part(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
-    """Says which terminal, or expression, in a grammar matches no text, so that an answer that comes to it could not go
-    on; "" where there is none. A JSON schema's are not looked at."""
+    """Return which terminal or expression in a grammar matches nothing, so that an answer could not continue; "" if
+    none. JSON schemas are skipped."""
     wholes = [one["lark_grammar"] for one in json.loads(grammar)["grammars"]] if grammar[:1] == "{" else [grammar]
     until_s = time.process_time() + SEARCH_CPU_S
     for whole in wholes:
-        # Only these operators, and classes of characters, can leave nothing.
+        # Only these operators, and classes, can match nothing.
         names = _TERMINAL.findall(whole) if "&" in whole or "~" in whole else []
         rest = _START.sub("unused_start", whole) if names else ""
         parts = dict.fromkeys(names, rest) | {
@@ -130,7 +124,7 @@ def empty_part(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> 
 
 
 def blame(sources: dict[str, Any], reason: str, limits: LLParserLimits) -> dict[str, Any]:
-    """Says which of the client's fields is at fault, and where in its schema. ``sources`` has the schema by field, None
+    """Find which of the client's fields is wrong, and where in its schema. ``sources`` has the schema by field, None
     for other notations."""
     for field, schema in sources.items():
         if schema is not None:
@@ -144,8 +138,7 @@ def blame(sources: dict[str, Any], reason: str, limits: LLParserLimits) -> dict[
 
 
 def plain(reason: str) -> str:
-    """Returns a message of llguidance's without the position that it names in the grammar, because the client wrote a
-    schema and not that grammar."""
+    """Return a message of llguidance without the position in its grammar, which the client did not write."""
     text, _, rest = _WHERE.sub("", reason.replace("<non-verbose/>", "").strip()).partition("\n")
     cause = _CAUSE.search(rest)
     return next((ours for theirs, ours in _SAID.items() if theirs in text), f"{text} {cause[1] if cause else ''}")[
@@ -154,12 +147,12 @@ def plain(reason: str) -> str:
 
 
 def pointer(path: Path) -> str:
-    """Writes a path within a schema as a JSON pointer."""
+    """Write a path within a schema as a JSON pointer."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
 class Search:
-    """Finds the smallest part of a client's schema that llguidance refuses by itself."""
+    """Search for the smallest part of a client's schema that llguidance refuses."""
 
     def __init__(self, limits: LLParserLimits) -> None:
         self._limits = limits
@@ -167,12 +160,12 @@ class Search:
         self._followed: set[str] = set()
 
     def fault(self, schema: Any) -> str:
-        """Returns llguidance's error for a schema; "" where there is none."""
+        """Return llguidance's error for a schema, or ""."""
         return LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}", limits=self._limits)
 
     def locate(self, root: Any, base: Path) -> tuple[Path, str]:
-        """Returns the place of the fault in a schema and what the fault is; ``base`` is where ``root`` stands in the
-        client's schema."""
+        """Return the place of the error in a schema, and the error; ``base`` is the path of ``root`` in the client's
+        schema."""
         path: Path = ()
         while time.process_time() < self._until_s:
             node = _at(root, path)
@@ -188,7 +181,7 @@ class Search:
         return base + path, ""
 
     def _guilty(self, root: Any, path: Path, suspects: list[Path]) -> Path | None:
-        """Returns the inner schema that llguidance refuses by itself; None where it only refuses several together."""
+        """Return the subschema that llguidance refuses by itself; None if it only refuses several together."""
         while suspects and time.process_time() < self._until_s:
             if len(suspects) == 1:
                 return suspects[0]
@@ -199,9 +192,8 @@ class Search:
         return None
 
     def _own(self, root: Any, base: Path, path: Path, reason: str, kept: frozenset[Path]) -> tuple[Path, str]:
-        """Returns the place of the fault in a schema none of whose inner schemas is at fault by itself, and what the
-        fault is: the place is one of its own keywords, or within what it refers to. The search leaves in only the parts
-        that are ``kept``."""
+        """Return the place of an error that is in none of the subschemas alone, and the error: one of the schema's own
+        keywords, or within what it refers to. The search includes only ``kept`` subschemas."""
         node = _at(root, path)
         for key in node if isinstance(node, dict) else ():
             if key in _DEFINITIONS or time.process_time() > self._until_s:
@@ -219,7 +211,7 @@ class Search:
 
 
 def _children(node: Any) -> Iterator[Path]:
-    """Yields the paths to the schemas directly within ``node``."""
+    """Yield the paths to the direct subschemas of ``node``."""
     if not isinstance(node, dict):
         return
     for key, value in node.items():
@@ -232,7 +224,7 @@ def _children(node: Any) -> Iterator[Path]:
 
 
 def _pruned(node: Any, path: Path, kept: frozenset[Path]) -> Any:
-    """Returns ``node`` without its inner schemas, except those along ``path`` and those ``kept`` at its end."""
+    """Return ``node`` without its subschemas, except along ``path`` and those ``kept`` at its end."""
     if not isinstance(node, dict):
         return node
     made = {key: value.copy() if isinstance(value, dict | list) else value for key, value in node.items()}
@@ -252,7 +244,7 @@ def _pruned(node: Any, path: Path, kept: frozenset[Path]) -> Any:
 
 
 def _replaced(node: Any, path: Path, new: Any) -> Any:
-    """Returns a copy of ``node`` with ``new`` at the place ``path``."""
+    """Return a copy of ``node`` with ``new`` at ``path``."""
     if not path:
         return new
     made = node.copy()
@@ -267,7 +259,7 @@ def _at(node: Any, path: Path) -> Any:
 
 
 def _target(root: Any, reference: Any) -> Path | None:
-    """Returns the place that a schema's reference names; None where there is no such place."""
+    """Return the path that a schema's reference names; None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     path = tuple(part.replace("~1", "/").replace("~0", "~") for part in reference[2:].split("/"))

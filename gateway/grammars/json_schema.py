@@ -1,8 +1,7 @@
-"""Checks whether answers can be made to fit a JSON schema, and writes it so that llguidance reads it as JSON Schema
-means it. Sans-IO (I9).
+"""Validates that a JSON schema can be enforced, and rewrites it so that llguidance follows it exactly. Sans-IO (I9).
 
-llguidance refuses most keywords that it does not know. This module refuses those that llguidance would ignore, or would
-follow only nearly, and names their place: so an answer fits the whole schema, or the request is refused.
+llguidance refuses most unsupported keywords. This module refuses those that it would ignore or only approximate, and
+names their place: either an answer fits the whole schema, or the request is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pillion.gateway.grammars.schema_places import (
     with_inner,
 )
 
-# These keywords, each from some draft of JSON Schema, constrain a value and cannot be followed.
+# Keywords from any draft that cannot be enforced.
 UNSUPPORTED = frozenset(
     {
         *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "propertyNames"),
@@ -38,36 +37,33 @@ UNSUPPORTED = frozenset(
         *("$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy"),
     }
 )
-# Objects and lists may be nested this deeply; llguidance reads a few levels more.
+# Nesting depth of objects and lists; llguidance reads a few levels more.
 MAX_SCHEMA_DEPTH = 100
-# llguidance follows numbers as floats, and integers as those of 64 bits.
+# llguidance computes numbers as floats, and integers as int64.
 MAX_INTEGER = 2**63 - 1
-# Beside a reference these leave arguments what it leads to.
+# Keywords that do not affect what a reference beside them means for arguments.
 _BESIDE_REFERENCE = frozenset(
     {"title", "description", "default", "examples", "$schema", "$comment", "$defs", "definitions", "components", "type"}
 )
 _LISTS_MEMBERS = _BESIDE_REFERENCE | {"properties", "required"}
-# Passes over a schema in which what cannot be followed is left out.
+# Passes in which unenforceable parts of a schema are removed.
 MAX_PASSES = 8
 MAX_VIOLATIONS = 8
-# Multiples of a fraction are followed as those of an integer up to this one, for llguidance spends a state on each
-# number below it.
+# Limit of multiples of a fraction that are enforced as multiples of an integer; llguidance needs a state per number
+# below.
 MAX_STEP = 1000
-# llguidance lets an integer that is an exclusive bound through where the other bound is near, so it gets a bound that
-# lies beside the integer by this much.
+# Offset of an exclusive integer bound: llguidance lets the bound itself pass if the other one is near.
 BESIDE = 1e-9
-# An answer has white space only where Python's json writes it, so that no model can write blanks for ever, and the text
-# between two values needs no sampling.
+# White space only as in Python's json, so that no model can write blanks forever, and separators need no sampling.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = "x-guidance"
-# JSON has these short escapes; the only other one is "\u" with four digits.
+# JSON's short escapes; all others are "\u" with four digits.
 _SHORT_ESCAPES = 'nrbtf\\"'
-# A string can be held to these formats.
+# Formats that can be enforced.
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-# These values of additionalProperties either allow any further property, or none at all.
+# Values of additionalProperties that allow any further property, or none.
 _FREE: tuple[Any, ...] = (None, True, False, {})
-# This expression matches all names without control characters. It is anchored at both ends, because one that any text
-# may surround makes masks slow.
+# All names without control characters. Anchored, since unanchored patterns make masks slow.
 _FURTHER = r"^[^\x00-\x1f\x7f]*$"
 _CONTROLS = frozenset(map(chr, [*range(0x20), 0x7F]))
 _APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
@@ -75,21 +71,20 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 
 
 class _Whole:
-    """Holds what is known of a whole schema while its parts are written anew.
+    """Properties of a whole schema that the rewriting of its parts depends on.
 
-    A name that may be spelled in two ways could come as two properties: as the one that the schema names, and as
-    another one, and a pattern could miss it. llguidance takes every spelling of a name for that of a further property.
-    Where further properties are free, they become those of a pattern, for which llguidance spells all but control
-    characters in one way alone. Elsewhere no escape with four digits is written at all.
+    A name that can be spelled in two ways could appear twice: as the named property and as a further one, and could
+    escape a pattern. llguidance takes other spellings for further properties. If further properties are free, they
+    become those of a pattern, whose matches llguidance spells in one way, except control characters. Otherwise escapes
+    with four digits are forbidden.
 
     Attributes:
-        lost: the control characters that strings may not contain where they have to match one of the schema's patterns
-            (:func:`rust_pattern`).
+        lost: control characters that strings matching a pattern must not contain (:func:`rust_pattern`).
         compares: whether the schema has patternProperties.
-        names: the names of all properties that the schema mentions.
-        endless: the references that no finite value fits.
-        nowhere: the references that lead nowhere within the schema.
-        merges: whether several of the schemas may hold for one value.
+        names: names of all properties in the schema.
+        endless: references without a finite value.
+        nowhere: references to nothing in the schema.
+        merges: whether several subschemas may apply to one value.
         integers: whether some value has to be an integer.
     """
 
@@ -110,7 +105,7 @@ class _Whole:
 
 
 def schema_faults(schema: Any) -> Iterator[tuple[str, str]]:
-    """Yields the places in a parsed schema that cannot be followed, as JSON pointers, and what is wrong there."""
+    """Yield the places of a parsed schema that cannot be enforced, as JSON pointers, with reasons."""
     if isinstance(schema, dict) and _OPTIONS in schema:
         yield f"/{_OPTIONS}", "how an answer is written cannot be chosen"
     if _is_deep(schema):
@@ -120,7 +115,7 @@ def schema_faults(schema: Any) -> Iterator[tuple[str, str]]:
 
 
 def written(schema: Any) -> Any:
-    """Returns a checked schema as llguidance gets it, with the rules for white space and escapes in answers."""
+    """Return a validated schema for llguidance, with the rules for white space and escapes."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -131,13 +126,13 @@ def written(schema: Any) -> Any:
 
 
 def plain(schema: Any) -> Any:
-    """Returns the equal of a schema that others of this module take; one that is too deep stays as it is."""
+    """Return a schema in this module's dialect; one that is too deep is unchanged."""
     return schema if _is_deep(schema) else plain_schema(schema)
 
 
 def of_arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the plain schema of a tool's arguments. Where it is but a reference, it is what that leads to; where
-    ``allOf`` lists more members, they are its own, for formats without a notation of objects read these alone."""
+    """Return the normalized schema of a tool's arguments. A top-level reference is resolved, and members in ``allOf``
+    are merged, since formats without a notation of objects read only the schema's own."""
     made = plain(schema)
     if not isinstance(made, dict):
         return {}
@@ -152,7 +147,7 @@ def of_arguments(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(schema: dict[str, Any], root: Any, passes: int) -> dict[str, Any]:
-    """Returns a schema of ``root`` with the members that its ``allOf`` lists, where it lists nothing else."""
+    """Return a schema of ``root`` with the members of its ``allOf``, if these have nothing else."""
     listed, own = schema.get("allOf"), schema.keys() - {"allOf"}
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(listed, list) or not own <= _LISTS_MEMBERS or not passes:
@@ -175,7 +170,8 @@ def _merged(schema: dict[str, Any], root: Any, passes: int) -> dict[str, Any]:
 
 
 def rooted(schema: Any, root: Any) -> Any:
-    """Returns a schema within ``root`` that can be read alone: its ``$defs`` hold all that it refers to, by pointer."""
+    """Return a subschema of ``root`` that is self-contained: its ``$defs`` have all targets of references, by
+    pointer."""
     reached: dict[str, Any] = {}
     waiting = [schema]
     while waiting:
@@ -191,7 +187,7 @@ def rooted(schema: Any, root: Any) -> Any:
 
 
 def _moved(schema: Any) -> Any:
-    """Returns a schema with its references as :func:`rooted` needs them."""
+    """Return a schema with the references of :func:`rooted`."""
     if not isinstance(schema, dict):
         return schema
     made = with_inner(schema, _moved)
@@ -201,7 +197,7 @@ def _moved(schema: Any) -> Any:
 
 
 def root_place(base: str, place: str) -> str:
-    """Returns the place in the root of a place in what :func:`rooted` has made of the schema at ``base``."""
+    """Convert a place in the result of :func:`rooted` to the place in the root."""
     match parts_of(place):
         case ["$defs", name, *rest] if base and name.startswith("#"):
             return name[1:] + pointer(rest)
@@ -209,8 +205,8 @@ def root_place(base: str, place: str) -> str:
 
 
 def held_to(schema: Any, places: Iterable[str] = ()) -> tuple[Any, list[str]]:
-    """Changes a plain schema to what is left of it without ``places``, which are JSON pointers, and without what cannot
-    be followed: what fits the schema fits the rest, too. Returns the rest and the places that were left out."""
+    """Relax a normalized schema by removing ``places`` (JSON pointers) and whatever cannot be enforced. Returns the
+    rest and the removed places. What fits the schema fits the rest."""
     left_out = list(places)
     for place in left_out:
         schema = without(schema, place)
@@ -225,8 +221,8 @@ def held_to(schema: Any, places: Iterable[str] = ()) -> tuple[Any, list[str]]:
 
 
 def without(schema: Any, place: str) -> Any:
-    """Returns a schema without the keyword at ``place``, a JSON pointer. Where a schema is there, its type is left of
-    it, or nothing; where nothing is there, the same is done to the schema around it."""
+    """Return a schema without the keyword at ``place``, a JSON pointer. A schema there is reduced to its type, or to
+    nothing; if nothing is there, the schema around it is."""
     node, path, parts, keyword = schema, list[str | int](), parts_of(place), ""
     while parts and isinstance(node, dict):
         key, rest = parts[0], parts[1:]
@@ -248,17 +244,17 @@ def without(schema: Any, place: str) -> Any:
         return _replaced(schema, path, _lacking(node, keyword))
     if path and node != (bare := _type_of(node)):
         return _replaced(schema, path, bare)
-    # Of this schema nothing more can be left out.
+    # Nothing more can be removed from this schema.
     return {}
 
 
 def _type_of(schema: Any) -> Any:
-    """Returns the schema of the values of a schema's type."""
+    """Return a schema of a schema's type alone."""
     return {"type": schema["type"]} if isinstance(schema, dict) and len(schema) > 1 and "type" in schema else {}
 
 
 def _lacking(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
-    """Returns a schema without a keyword, nor those that mean less without it."""
+    """Return a schema without a keyword and those that depend on it."""
     related = {
         **dict.fromkeys(("properties", "patternProperties"), "additionalProperties"),
         "prefixItems": "items",
@@ -266,7 +262,7 @@ def _lacking(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
     }
     made = {key: value for key, value in schema.items() if key not in (keyword, related.get(keyword))}
     if keyword == "oneOf":
-        # More than one of several schemas may hold where one of them has to.
+        # Without "exactly one", several may match.
         made.setdefault("anyOf", schema[keyword])
     if keyword in ("enum", "const"):
         values = schema[keyword] if isinstance(schema[keyword], list) else [schema[keyword]]
@@ -275,7 +271,7 @@ def _lacking(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
 
 
 def _replaced(schema: Any, path: list[str | int], new: Any) -> Any:
-    """Puts ``new`` at a path in a schema, and returns the schema."""
+    """Put ``new`` at a path in a schema, and return the schema."""
     if not path:
         return new
     node = schema
@@ -286,7 +282,7 @@ def _replaced(schema: Any, path: list[str | int], new: Any) -> Any:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """Returns what a reference leads to within the schema; None where nothing is there."""
+    """Return the target of a reference within the schema, or None."""
     path = at_pointer(root, (), unquote(reference[1:])) if reference[:1] == "#" else None
     if path is None:
         return None
@@ -296,8 +292,7 @@ def _target(root: Any, reference: str) -> Any:
 
 
 def _followed(schema: Any, whole: _Whole) -> Any:
-    """Returns a schema with its patterns and formats written so that llguidance reads them as JSON Schema means
-    them."""
+    """Return a schema with its patterns and formats rewritten for llguidance."""
     if not isinstance(schema, dict):
         return schema
     schema = _numbers_followed(_names_followed(schema, whole))
@@ -312,19 +307,17 @@ def _followed(schema: Any, whole: _Whole) -> Any:
         del made["format"]
         made["allOf"] = [*others, {"pattern": pattern}]
     if whole.lost == NUL and any(names_in(schema)) and schema.get("additionalProperties") is not False:
-        # "additionalProperties" is moved before the keywords that apply other schemas at this place, because llguidance
-        # overlooks it after them.
+        # First, since llguidance ignores "additionalProperties" after keywords that apply other schemas.
         made.pop("additionalProperties", None)
         return {"patternProperties": {_FURTHER: True}, "additionalProperties": False, **made}
     return made
 
 
 def _names_followed(schema: dict[str, Any], whole: _Whole) -> dict[str, Any]:
-    """Returns a schema of which no pattern of names can be left without a name.
+    """Return a schema in which no pattern of names can be left without a name.
 
-    llguidance takes the names that are listed, here and in the schemas that hold here too, from those that a pattern
-    matches. Where nothing is left of them it still offers a comma, behind which no text can follow. So a pattern that
-    matches nothing but names that the schema mentions is written as these names.
+    llguidance excludes listed names from those that a pattern matches. If none is left, it still offers a comma, after
+    which it is stuck. So a pattern that matches only names in the schema is replaced by these names.
     """
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     if not (isinstance(patterns, dict) and patterns and isinstance(properties, dict)):
@@ -341,14 +334,14 @@ def _names_followed(schema: dict[str, Any], whole: _Whole) -> dict[str, Any]:
     made: dict[str, Any] = {"properties": listed, "patternProperties": others}
     if "additionalProperties" in schema:
         made["additionalProperties"] = schema["additionalProperties"]
-    # These three stand first, because llguidance overlooks some of them after keywords that apply other schemas here.
+    # These three first, since llguidance ignores some of them after keywords that apply other schemas.
     return {key: value for key, value in made.items() if value != {}} | {
         key: value for key, value in schema.items() if key not in made
     }
 
 
 def _numbers_followed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema of numbers of which llguidance sees whether any fits: it computes with floats, and takes no heed
+    """Return a schema of numbers such that llguidance detects whether any fits: it computes with floats, and ignores
     that a multiple of a fraction may have to be an integer."""
     step, kinds, bounds = _step(schema), _kinds(schema), schema
     schema = {**schema, **_beside(schema)}
@@ -365,7 +358,7 @@ def _numbers_followed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside(schema: dict[str, Any]) -> dict[str, float]:
-    """Returns the exclusive bounds of a schema that are integers, away from zero by a little."""
+    """Return a schema's exclusive integer bounds, moved slightly away from zero."""
     low, high = _exact(schema.get("exclusiveMinimum")), _exact(schema.get("exclusiveMaximum"))
     made = {"exclusiveMinimum": float(low) + BESIDE} if low is not None and low.denominator == 1 and low >= 0 else {}
     if high is not None and high.denominator == 1 and high <= 0:
@@ -374,25 +367,25 @@ def _beside(schema: dict[str, Any]) -> dict[str, float]:
 
 
 def _step(schema: dict[str, Any]) -> Fraction:
-    """Returns the number of which the schema's numbers are multiples; 0 for any."""
+    """Return the schema's multipleOf; 0 if there is none."""
     return abs(_exact(schema.get("multipleOf")) or Fraction(0))
 
 
 def _exact(number: Any) -> Fraction | None:
-    """Returns a number of JSON exactly as it was written; None for what is none."""
+    """Return the exact value of a JSON number; None for anything else."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) < math.inf:
         return None
     return Fraction(str(number))
 
 
 def _kinds(schema: dict[str, Any]) -> list[Any]:
-    """Returns the types that a schema names."""
+    """Return a schema's types as a list."""
     named = schema.get("type")
     return named if isinstance(named, list) else [named]
 
 
 def _is_deep(schema: Any) -> bool:
-    """Returns whether a schema is nested too deeply for readers that recurse."""
+    """Return whether a schema is nested too deeply for readers that recurse."""
     level, depth = [schema], 0
     while level and depth <= MAX_SCHEMA_DEPTH:
         inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
@@ -429,13 +422,13 @@ def _faults(schema: Any, path: str, whole: _Whole) -> Iterator[tuple[str, str]]:
 
 
 def _certain(schema: dict[str, Any]) -> int:
-    """Returns how many properties an object has at least, by its names that are required."""
+    """Return the minimum number of an object's properties, by its required names."""
     needed = schema.get("required")
     return len(set(map(str, needed))) if isinstance(needed, list) else 0
 
 
 def _fault(key: str, value: Any, whole: _Whole) -> str:
-    """Says what is wrong with a keyword of a schema by itself; "" where nothing is."""
+    """Return what is wrong with a single keyword, or ""."""
     if key in UNSUPPORTED:
         return "no answer can be held to this keyword here"
     if key == "$schema" and not is_draft(str(value)):
@@ -464,12 +457,12 @@ def _fault(key: str, value: Any, whole: _Whole) -> str:
 
 
 def _is_exact(number: Any) -> bool:
-    """Returns whether llguidance follows a number exactly, where it is an integer."""
+    """Return whether llguidance represents a number exactly, if it is an integer."""
     return not isinstance(number, int) or (abs(number) <= MAX_INTEGER and int(float(number)) == number)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yields what is no list and no object in a value, and is not the name of a property."""
+    """Yield the scalars in a value."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _leaves(inner)
@@ -478,5 +471,5 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _has_long_control(value: Any) -> bool:
-    """Returns whether a string in a value has a control character that has no short escape."""
+    """Return whether a string in a value has a control character without a short escape."""
     return any(not set(LONG_CONTROLS).isdisjoint(one) for one in _leaves(value) if isinstance(one, str))

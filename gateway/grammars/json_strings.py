@@ -1,15 +1,13 @@
-"""Says which strings a schema's ``pattern`` and ``format`` mean, as patterns that llguidance reads in the same way
-(I9).
+r"""Converts a schema's ``pattern`` and ``format`` to patterns that llguidance matches as JSON Schema means them.
+Sans-IO (I9).
 
-JSON Schema writes patterns in the notation of ECMA-262. llguidance reads Rust's notation, in which some marks of
-ECMA-262 are valid too and mean something else. It knows formats, but for the calendar: its 29 February is in every
-year.
+JSON Schema's patterns are ECMA-262's; llguidance's are Rust's, in which some of the same syntax means something else.
+It knows formats, but not the calendar: every year has its 29 February.
 
-llguidance 1.9 spells what a pattern matches as JSON, one set of characters after the other, and gives each set that has
-all control characters both of ``\\"`` and ``\\\\``, whether they are in it or not (``quote_all_ctrl`` of its library
-derivre). So a set that has not both of them must not have all control characters: it goes without some, which a model
-hardly ever writes. This is then true of every set that llguidance may make of such sets, because it is true of their
-unions and intersections.
+llguidance 1.9 spells a pattern's matches as JSON, one set of characters after the other, and adds all control
+characters of ``\"`` and ``\\`` to sets that may not have them (``quote_all_ctrl`` of its library derivre). So a set
+without both must not have all control characters: some rarely used ones are removed. This also holds for unions and
+intersections of such sets.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-# Patterns cannot match the character NUL where their strings may have any escape of JSON.
+# Not matched by patterns if their strings may have any JSON escape.
 NUL = "\0"
-# JSON can spell these control characters only as \\u00 and two digits.
+# Control characters that JSON spells only as \\u00 and two digits.
 LONG_CONTROLS = "".join(map(chr, [*range(8), 0x0B, *range(0x0E, 0x20), 0x7F]))
 
 Range = tuple[int, int]
@@ -27,7 +25,7 @@ Range = tuple[int, int]
 _LAST = 0x10FFFF
 _DIGITS = ((0x30, 0x39),)
 _WORDS = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
-# These are white space and line ends as ECMA-262 defines them.
+# White space and line ends of ECMA-262.
 _LINE_ENDS = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _BLANKS = (
     *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
@@ -36,7 +34,7 @@ _BLANKS = (
 
 
 def _others(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Returns all characters outside of ``ranges``."""
+    """Return the complement of ``ranges``."""
     found, begin = [], 0
     for low, high in sorted(ranges):
         if begin < low:
@@ -50,16 +48,16 @@ _SETS = {"d": _DIGITS, "w": _WORDS, "s": _BLANKS}
 _SETS |= {name.upper(): _others(ranges) for name, ranges in _SETS.items()}
 _SETS["."] = _others(_LINE_ENDS)
 _LETTERS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0, "a": 7}
-# A client's pattern is read in one pass: these expressions try nothing twice, and none looks far ahead for its end.
+# Client patterns are scanned in one pass, without backtracking or long look-ahead.
 _ESCAPE = r"\\(?>u\{[0-9a-fA-F]{1,6}\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^{}]{1,64}\}|c[a-zA-Z]|.)"
 _CLASS = rf"\[(\^?)((?>(?:{_ESCAPE}|[^\]\\])*))(\]?)"
-# This matches a group with a name, which llguidance would give another meaning, and a group with flags.
+# A named group, which means something else in llguidance, or one with flags.
 _GROUP = r"\(\?(?>P?<[A-Za-z_$][\w$]{0,63}>|([a-zA-Z-]{1,16})[:)])"
 _PART = re.compile(rf"{_CLASS}|{_GROUP}|({_ESCAPE})|.", re.DOTALL)
 _FLAGS = re.compile(r"[ims]*(-[ims]+)?[:)]?")
-# This matches a number of times.
+# A quantifier.
 _TIMES = re.compile(r"(?:([?*+])|\{(\d{1,4})(?:(,)(\d{0,4}))?\})\??")
-# This matches one character of a character class, or a range of them.
+# A character or range in a class.
 _MEMBER = re.compile(rf"({_ESCAPE}|.)(?:(-)({_ESCAPE}|.))?", re.DOTALL)
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -68,27 +66,26 @@ _SHORT_MONTH = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
 _DAY = f"(?:{_LONG_MONTH}|{_SHORT_MONTH}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
-# Leap seconds are left out, because they exist in some years only, at one time of the day.
+# Without leap seconds, which exist only in some years, at one time of day.
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-# These patterns match the strings of the formats that llguidance follows only nearly.
+# Formats that llguidance only approximates.
 FORMAT_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 
 
 def rust_pattern(pattern: str, lost: str = NUL) -> str:
-    """Returns a pattern of ECMA-262 in Rust's notation. It matches no string with a character of ``lost``, which are
-    control characters, unless the set that matches that character has both the quote and the backslash too.
+    """Convert an ECMA-262 pattern to Rust's syntax. It matches no string with a control character in ``lost``, unless
+    the set that matches the character has both the quote and the backslash.
 
-    Text that is in neither notation stays, for its reader to refuse. Raises ValueError for text that is in both and
-    means something else, and for a set of characters of ``lost`` alone.
+    Text that is valid in neither is left for the reader to refuse. Raises ValueError for text that means something else
+    in Rust, and for a set with only characters in ``lost``.
     """
     return _PART.sub(lambda found: _part(found, lost), pattern)
 
 
 def few_texts(pattern: str, most: int, longest: int) -> frozenset[str] | None:
-    """Returns the texts that a pattern matches; None where these are more than ``most``, one has more than ``longest``
-    characters, or it is not plain to see which they are. Raises ValueError where ``rust_pattern`` does."""
-    # For each group that is open, the outermost first: the texts of its earlier alternatives, the texts that the
-    # present one begins with, and the texts of its last part.
+    """Return the texts that a pattern matches; None if there are more than ``most``, one is longer than ``longest``, or
+    the pattern is not simple enough. Raises ValueError like ``rust_pattern``."""
+    # Stack of open groups: texts of earlier alternatives, prefixes of the current one, and texts of its last part.
     groups: list[tuple[set[str], set[str], set[str]]] = [(set(), {""}, {""})]
     begun = ended = False
     at = 0
@@ -134,8 +131,8 @@ def _joined(before: set[str], last: set[str]) -> set[str]:
 
 
 def _repeated(texts: set[str], times: re.Match[str], most: int, longest: int) -> set[str] | None:
-    """Returns the texts that are several of ``texts``, one after the other; None where they may be more than ``most``,
-    or longer than ``longest``."""
+    """Return the concatenations of ``texts`` by a quantifier; None if there may be more than ``most``, or longer ones
+    than ``longest``."""
     mark, least, between, limit = times.groups()
     if mark in ("*", "+") or (between and not limit):
         return None
@@ -153,8 +150,8 @@ def _repeated(texts: set[str], times: re.Match[str], most: int, longest: int) ->
 
 
 def _texts_of(found: re.Match[str], most: int) -> set[str] | None:
-    """Returns the characters that a part of a pattern matches, which is a class, an escape or one character; None where
-    they are more than ``most`` or another thing."""
+    """Return the characters that a class, an escape or a character matches; None for more than ``most`` or anything
+    else."""
     negated, inner, closed, _, escape = found.groups()
     if inner is not None:
         ranges, properties = _members(inner)
@@ -197,13 +194,13 @@ def _part(found: re.Match[str], lost: str) -> str:
     if escape[1] in "pP":
         return _class(False, (), (_property(escape),), lost)
     if escape[1] in "bBAzk123456789" or len(escape) == 1:
-        # Assertions and references are left in the pattern for llguidance, which knows or refuses them.
+        # Assertions and references are left for llguidance to accept or refuse.
         return text
     return _written(_code(escape), lost)
 
 
 def _members(inner: str) -> tuple[list[Range], list[str]]:
-    """Returns the ranges and the properties, such as ``\\p{L}``, between the brackets of a class. Raises ValueError."""
+    """Return the ranges and the properties, such as ``\\p{L}``, of a class's inside. Raises ValueError."""
     ranges: list[Range] = []
     properties: list[str] = []
     for first, dash, last in _MEMBER.findall(inner):
@@ -225,9 +222,9 @@ def _members(inner: str) -> tuple[list[Range], list[str]]:
 
 
 def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lost: str) -> str:
-    r"""Writes a character class in Rust's notation. ``properties``, such as ``\p{L}``, stand for unknown characters."""
+    r"""Return a character class in Rust's syntax. ``properties``, such as ``\p{L}``, are unknown sets."""
     if not ranges and not properties:
-        # An empty class of ECMA-262 matches nothing, and a negated empty class matches everything.
+        # In ECMA-262 an empty class matches nothing, and a negated one everything.
         return r"[\s\S]" if negated else _NOTHING
 
     def has(one: str) -> bool:
@@ -238,8 +235,7 @@ def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lo
     if not (negated or properties) and all(
         high - low < len(lost) and all(chr(code) in lost for code in range(low, high + 1)) for low, high in ranges
     ):
-        # A class of lost characters alone would be empty, and llguidance notices too late that no text goes on with an
-        # empty class.
+        # A class of only lost characters would be empty, which llguidance detects too late.
         _written(ranges[0][0], lost)
     if not properties and ((has('"') and has("\\")) or not any(map(has, lost))):
         return text
@@ -247,8 +243,7 @@ def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lo
 
 
 def _written(code: int, lost: str = "") -> str:
-    """Writes a character so that a pattern means only the character itself, in a class and outside. Raises ValueError
-    for a ``lost`` one."""
+    """Escape a character for use inside and outside of a class. Raises ValueError for a ``lost`` one."""
     one = chr(code)
     if one in lost:
         raise ValueError(f"no string has the control character \\x{code:02x} here")
@@ -263,7 +258,7 @@ def _property(escape: str) -> str:
 
 
 def _code(one: str) -> int:
-    """Returns the number of the character that stands in a class, or that an escape means. Raises ValueError."""
+    """Return the code point of a character or an escape. Raises ValueError."""
     if one[0] != "\\" or len(one) == 1:
         return ord(one[0])
     kind = one[1]

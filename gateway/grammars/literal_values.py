@@ -1,8 +1,8 @@
-"""Writes the rules of a grammar for arguments in Python's notation and in Gemma's, by their JSON schemas (I9).
+"""Builds grammar rules for arguments in Python's notation and in Gemma's, from their JSON schemas. Sans-IO (I9).
 
-members   key value, key value ...      in the order of the schema; those that it does not require may be left out
-values    Python's: JSON, which Python reads alike, but for True, False and None
-          Gemma's: a text between marks, a number, true, false, null, [value,value], {key:value,key:value}
+members   key value, key value ...      in the order of the schema; optional ones may be omitted
+values    Python's: JSON, except True, False and None
+          Gemma's: a string between marks, a number, true, false, null, [value,value], {key:value,key:value}
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS
 from pillion.gateway.grammars.answer_grammar import literal
 from pillion.gateway.grammars.schema_places import at_pointer, pointer
 
-# A grammar limits a text's length, and a list's, only where the bound is at most this large; larger ones are left out.
+# Limits on the lengths of strings and lists that a grammar enforces; larger ones are ignored.
 MAX_COUNTED_CHARS = 1024
 MAX_COUNTED_ITEMS = 64
 _LISTED = ' "," '
-# A key that no schema names has these characters.
+# A key that is not in the schema.
 KEY = rf"/[A-Za-z_][A-Za-z0-9_]{{0,{MAX_KEY_CHARS - 1}}}/"
 _WORDS = {True: "True", False: "False", None: "None"}
 _PLAIN_KEY = re.compile(r"[^\s=:,(){}\[\]<\"']+")
-# Keywords that Gemma's notation cannot follow, and those that no notation of keys and values can follow beside the
-# properties of arguments.
+# Keywords that Gemma's notation does not support, and those that no keyword notation supports beside properties.
 UNFOLLOWED = ("allOf", "prefixItems", "additionalItems", "patternProperties", "minProperties", "maxProperties")
 BESIDE_MEMBERS = (*UNFOLLOWED, "anyOf", "oneOf", "$ref", "enum", "const")
 _NUMBERS = ("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -34,8 +33,8 @@ _KINDS = ("string", "number", "integer", "boolean", "null", "object", "array")
 
 
 def members(name: str, pairs: Sequence[tuple[str, bool]], comma: str, rules: list[str]) -> str:
-    """Returns a rule for ``pairs`` with ``comma`` between them, each of which is a rule and whether it has to come;
-    adds the rules that it needs, whose names begin with ``name``."""
+    """Return a rule for ``pairs`` (rule, required) separated by ``comma``, and append its auxiliary rules, with the
+    prefix ``name``, to ``rules``."""
     apart, begins = literal(comma), []
     for number, (pair, needed) in enumerate(pairs):
         behind = f"{name}_from_{number + 1}" if number + 1 < len(pairs) else ""
@@ -43,7 +42,7 @@ def members(name: str, pairs: Sequence[tuple[str, bool]], comma: str, rules: lis
         if number:
             one = f"{apart} {pair}"
             rules.append(f"{name}_from_{number}: {one if needed else f'({one})?'} {behind}")
-    # An answer may begin with the first member that has to come, or with one before it.
+    # The first member is the first required one, or one before it.
     first = next((number for number, (_, needed) in enumerate(pairs) if needed), None)
     if first is None:
         return f"({' | '.join(begins)})?" if begins else '""'
@@ -51,12 +50,12 @@ def members(name: str, pairs: Sequence[tuple[str, bool]], comma: str, rules: lis
 
 
 def is_plain_key(key: str) -> bool:
-    """Returns whether a key can stand without quotation marks."""
+    """Return whether a key needs no quotes."""
     return len(key) <= MAX_KEY_CHARS and _PLAIN_KEY.fullmatch(key) is not None
 
 
 def python_value(schema: Mapping[str, Any], json_rule: Callable[[Any], str]) -> str:
-    """Returns a rule for a value in Python's notation; ``json_rule`` makes one for JSON."""
+    """Return a rule for a value in Python's notation; ``json_rule`` returns one for JSON."""
     found = values_of(schema)
     if found is not None:
         return "(" + " | ".join(literal(_in_python(value)) for value in found) + ")"
@@ -66,7 +65,7 @@ def python_value(schema: Mapping[str, Any], json_rule: Callable[[Any], str]) -> 
 
 
 def properties_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    """Yields the properties that a schema of objects names: the key, the value's schema, and whether it has to come."""
+    """Yield the properties of an object's schema: key, value's schema, and whether it is required."""
     listed, others, given = (schema.get(word) for word in ("required", "additionalProperties", "properties"))
     properties = given if isinstance(given, dict) else {}
     required = [key for key in listed if isinstance(key, str)] if isinstance(listed, list) else []
@@ -76,14 +75,14 @@ def properties_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
 
 
 def lacks_members(schema: Mapping[str, Any]) -> bool:
-    """Returns whether a schema requires a property that it does not name."""
+    """Return whether a schema requires a property that it does not define."""
     properties, required = schema.get("properties"), schema.get("required")
     named = properties if isinstance(properties, dict) else {}
     return isinstance(required, list) and any(isinstance(one, str) and one not in named for one in required)
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Returns the values to which a schema is limited; None where it names none."""
+    """Return the values of a schema's enum or const, or None."""
     found = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     return found if isinstance(found, list) and found else None
 
@@ -93,16 +92,16 @@ def _in_python(value: Any) -> str:
 
 
 class GemmaValues:
-    """Writes rules for values in Gemma's notation.
+    """Builder of rules for values in Gemma's notation.
 
     Args:
-        root: the schema of a tool's arguments, to which references lead.
-        name: what the rules' names begin with.
-        mark: the mark around a text, as a grammar names it, and its text.
+        root: schema of a tool's arguments, for references.
+        name: prefix of rule names.
+        mark: mark around strings, in a grammar and as text.
         is_token: whether the mark is a token.
-        json_rule: makes a rule for JSON of a schema at a place.
-        rules: gets the rules that values need.
-        leave_out: gets each place in the schema that cannot be followed, as a JSON pointer, and the reason.
+        json_rule: returns a rule for JSON of a schema at a place.
+        rules: receives auxiliary rules.
+        leave_out: called with each place in the schema that cannot be enforced, as a JSON pointer, and the reason.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class GemmaValues:
         self._free = ""
 
     def pairs(self, schema: Mapping[str, Any], name: str, place: str = "") -> str:
-        """Returns a rule for the members, without its brackets, of an object whose schema is at ``place``. Raises
+        """Return a rule for an object's members without brackets; its schema is at ``place``. Raises
         InvalidRequest."""
         known = list(properties_of(schema))
         if not known and schema.get("additionalProperties") is not False:
@@ -143,8 +142,8 @@ class GemmaValues:
         return members(name, made, ",", self._rules)
 
     def value(self, schema: Mapping[str, Any], place: str) -> str:
-        """Returns a rule for a value that fits ``schema``, which is at ``place``. Raises InvalidRequest where that
-        cannot be written."""
+        """Return a rule for a value of ``schema``, which is at ``place``. Raises InvalidRequest if it cannot be
+        written."""
         for word in filter(schema.__contains__, UNFOLLOWED):
             self._leave_out(place + pointer([word]), f"in this model's notation of calls {word!r} cannot be followed")
         if (found := values_of(schema)) is not None:
@@ -171,7 +170,7 @@ class GemmaValues:
         return "(" + " | ".join(self._of_kind(kind, schema, place) for kind in known) + ")" if known else self.any()
 
     def any(self) -> str:
-        """Returns a rule for any value."""
+        """Return a rule for any value."""
         if not self._free:
             self._free = f"{self._name}_any"
             pair = f'{KEY} ":" {self._free}'
@@ -182,12 +181,12 @@ class GemmaValues:
         return self._free
 
     def text(self, low: int = 0, high: int | None = None) -> str:
-        """Returns a rule for a text of ``low`` to ``high`` characters, with the marks around it."""
+        """Return a rule for a string of ``low`` to ``high`` characters with its marks."""
         most = "" if high is None else high
         return f"{self._term} {self.up_to_mark(f'(?s:.{{{low},{most}}})')}"
 
     def up_to_mark(self, expression: str) -> str:
-        """Returns a rule for what matches ``expression``, and the mark behind it, the first one that is written."""
+        """Return a rule for a match of ``expression`` up to the first mark, and the mark."""
         if self._is_token:
             return f"/{expression}/ {self._term}"
         name, mark = self._new("text"), re.escape(self._mark).replace("/", r"\/")
@@ -222,7 +221,7 @@ class GemmaValues:
         return f'"[" {several} "]"' if low else f'"[" ({several})? "]"'
 
     def _reference(self, reference: str) -> str:
-        """Returns the rule of what ``reference`` leads to, which is written once, for it may lead to itself."""
+        """Return the rule of a reference's target, written once, since it may be recursive."""
         if reference not in self._referred:
             place = unquote(reference.removeprefix("#"))
             target: Any = self._root
@@ -233,13 +232,13 @@ class GemmaValues:
         return self._referred[reference]
 
     def _can_spell(self, value: Any) -> bool:
-        """Returns whether a value can be written: no text in it has a mark, and its keys are plain ones."""
+        """Return whether a value can be written: no string in it has a mark, and its keys need no quotes."""
         if isinstance(value, dict):
             return all(map(is_plain_key, value)) and all(map(self._can_spell, value.values()))
         return all(map(self._can_spell, value)) if isinstance(value, list) else self._mark not in str(value)
 
     def _spelled(self, value: Any) -> str:
-        """Returns a rule for one value that can be written."""
+        """Return a rule for one value."""
         if isinstance(value, str):
             return f"{self._term} {literal(value)} {self._term}" if value else f"{self._term} {self._term}"
         if isinstance(value, list):
@@ -259,6 +258,6 @@ def _bracketed(brackets: str, rules: Iterable[str]) -> str:
 
 
 def bound(schema: Mapping[str, Any], word: str, most: int) -> int | None:
-    """Returns a bound of a schema, None where it has none that a grammar can count."""
+    """Return a schema's bound if a grammar can count to it, else None."""
     given = schema.get(word)
     return given if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= most else None

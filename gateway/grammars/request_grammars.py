@@ -1,4 +1,4 @@
-"""Makes the grammars that the answers to requests follow, in the formats in which a model writes its answers."""
+"""Builds the grammars of requests, in the formats of their model."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from pillion.gateway.request.validation import structured_bytes, tools_bytes
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import GenerateRequest, StructuredOutputs
 
-# Grammars that are tried for a request, each without the place in a tool's schema where the one before was refused; the
-# last one is held to nothing but that arguments are objects.
+# Grammars tried per request, each without the place in a tool's schema where the previous one was refused; the last one
+# only requires that arguments are objects.
 MAX_TRIALS = 8
 _PARAMETERS = re.compile(r"tools\.tools\[(\d+)\]\.parameters")
 
 
 class TenantTurns(NamedTuple):
-    """Says how a tenant's work leaves the event loop: ``off_loop(bytes, job, *arguments)`` runs a job, on a thread
-    where it is long; ``boxed()`` is the tenant's turn at a process that all tenants share."""
+    """How a tenant's work leaves the event loop: ``off_loop(bytes, job, *arguments)`` runs a job, on a thread if it is
+    long; ``boxed()`` is the tenant's turn at a process that all tenants share."""
 
     off_loop: Callable[..., Awaitable[Any]]
     boxed: Callable[[], AbstractAsyncContextManager[None]]
 
 
 class GrammarMaker:
-    """Builds and checks the grammars that requests to one model ask for.
+    """Builder of the grammars of requests to one model.
 
     Args:
-        formats: how the model writes reasoning and calls of tools.
-        checker: compiles grammars in a process of its own.
+        formats: the model's formats of reasoning and tool calls.
+        checker: compiles grammars in a separate process.
     """
 
     def __init__(self, formats: ModelFormats, checker: GrammarChecker) -> None:
@@ -48,7 +48,7 @@ class GrammarMaker:
     async def grammar(
         self, request: GenerateRequest, output_format: OutputFormat | None, turns: TenantTurns
     ) -> RequestGrammar:
-        """Returns the grammar that every answer follows. Raises InvalidRequest, Overloaded and Unavailable."""
+        """Return the grammar of the answers. Raises InvalidRequest, Overloaded and Unavailable."""
         structured, tools = request.sampling.structured_outputs, request.tools
         if structured is None and (output_format is None or output_format.tools is None):
             return NO_GRAMMAR
@@ -78,28 +78,28 @@ class GrammarMaker:
         raise AssertionError("the last grammar is good, or is refused")
 
     async def warm_up(self) -> None:
-        """Starts the process that checks grammars, which reads the model's tokenizer."""
+        """Start the checking process, which loads the model's tokenizer."""
         with suppress(PillionError):
             await self.checker.check(join([structured_piece(StructuredOutputs(json_object=True))]))
 
     async def aclose(self) -> None:
-        """Ends the process that checks grammars."""
+        """End the checking process."""
         await self.checker.aclose()
 
 
 def _leave_out(error: InvalidRequest, left_out: dict[int, list[str]], free: Sequence[int], last: bool) -> bool:
-    """Adds to ``left_out`` the place in a schema that an error names, or with ``last`` the whole schemas of the tools
-    ``free``, which may be left out. Returns False where the error is another one's."""
+    """Add the place in a schema that an error names to ``left_out``, or with ``last`` the whole schemas of the tools
+    ``free``, which may be left out. Return False if the error is unrelated."""
     violation = error.violations[0] if error.violations else None
     found = _PARAMETERS.match(violation.field) if violation is not None else None
     place = violation.place if isinstance(violation, SchemaViolation) else ""
     number = int(found[1]) if found is not None else -1
-    # Where no field is to blame, all of them may be.
+    # Without a field, any of them may be the cause.
     last = last or (violation is not None and not violation.field)
     if (number not in free and not last) or all("" in left_out.get(one, ()) for one in free):
         return False
     if last or place in left_out.get(number, ()):
-        # What is said of a tool again cannot be mended there.
+        # A second error at one place cannot be fixed there.
         left_out |= {one: [""] for one in (free if last or "" in left_out[number] else [number])}
     else:
         left_out.setdefault(number, []).append(place)

@@ -1,5 +1,5 @@
-"""Writes a client's schema, of any draft or dialect, as an equal one of draft 2020-12, whose references are pointers
-from its root. What it cannot write so stays as it is, for others to refuse (I9).
+"""Converts a client's schema, of any draft or dialect, to draft 2020-12 with references as pointers from its root. What
+cannot be converted is left unchanged, to be refused elsewhere. Sans-IO (I9).
 
     drafts 3 and 4     exclusiveMinimum: true, required: true, divisibleBy
     later drafts       $id, $anchor, $dynamicRef, unevaluatedProperties, propertyNames
@@ -27,13 +27,13 @@ from pillion.gateway.grammars.schema_places import (
 
 Path = tuple[str | int, ...]
 
-# Passes over a schema in which definitions are brought to where schemas stand, and schemas that one of them brings.
+# Passes in which definitions are moved to where schemas are allowed, and limit on schemas moved per pass.
 MAX_PASSES = 8
 MAX_MOVED = 10_000
 
 TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
 TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
-# The types by their names, and by others, in lower case; "" for any type.
+# Types by name and alias, in lower case; "" for any type.
 _TYPES = {one: one for one in TYPES} | {
     "str": "string",
     "int": "integer",
@@ -48,14 +48,14 @@ _TYPES = {one: one for one in TYPES} | {
     "type_unspecified": "",
 }
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains")
-# null is a value of these, and the absence of any other keyword.
+# Keywords with null as a value; elsewhere it means absence.
 _VALUES = ("const", "default", "example", "examples")
 _ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "example", "deprecated"})
 _APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "dependentSchemas"})
 _REFERENCES = frozenset(
     {"$ref", "$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
 )
-# These values of a keyword demand nothing.
+# Values of keywords without effect.
 _FREE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
     **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), ({}, True)),
@@ -64,18 +64,18 @@ _FREE: dict[str, tuple[Any, ...]] = {
     "not": (False,),
     "allOf": ([],),
 }
-# These keywords demand nothing without one of the others.
+# Keywords without effect unless one of the others is present.
 _TOGETHER = {"then": ("if",), "else": ("if",), "minContains": ("contains",), "maxContains": ("contains",)}
 _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[3467]|draft/20(19-09|20-12))/schema#?")
 _DEFINITIONS = ("$defs", "definitions")
 # A part of a pattern: an escape, a class of characters, or one character.
 _PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# A look ahead to a text of these characters alone.
+# A look-ahead for a text of only these characters.
 _ONLY = re.compile(r"\^?(\\[dDsSwW]|\[\^?(?:\\.|[^\]\\])+\])\*\$")
 
 
 def plain_schema(schema: Any) -> Any:
-    """Returns the equal of a parsed schema that is not deep."""
+    """Return the equivalent of a parsed schema that is not deep."""
     made = _plain(schema)
     if any(not _REFERENCES.isdisjoint(one) for one in schemas_in(made)):
         return _with_references(made)
@@ -113,7 +113,7 @@ def _plain(schema: Any) -> Any:
 
 
 def is_draft(name: str) -> bool:
-    """Returns whether llguidance knows a draft of JSON Schema by its URI."""
+    """Return whether llguidance accepts a draft's URI."""
     return _DRAFTS.fullmatch(name) is not None
 
 
@@ -122,7 +122,7 @@ def _object(value: Any) -> dict[str, Any] | None:
 
 
 def _is_free(key: str, value: Any, schema: dict[str, Any]) -> bool:
-    """Returns whether a keyword demands nothing. ``True == 1`` in Python, not in JSON."""
+    """Return whether a keyword has no effect. ``True == 1`` in Python, not in JSON."""
     if key == "$schema":
         return not isinstance(value, str) or ("//json-schema.org/" in value and not is_draft(value))
     if key == "additionalItems" and "prefixItems" not in schema:
@@ -132,7 +132,7 @@ def _is_free(key: str, value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _name_types(made: dict[str, Any]) -> None:
-    """Names the types of a schema as JSON Schema does."""
+    """Replace type names by JSON Schema's."""
     given, nullable = made.get("type"), made.pop("nullable", False)
     listed = given if isinstance(given, list) else [given]
     names = [one for one in listed if isinstance(one, str)]
@@ -144,7 +144,7 @@ def _name_types(made: dict[str, Any]) -> None:
             del made["type"]
         else:
             made["type"] = named if isinstance(given, list) or len(named) > 1 else named[0]
-        # The format of a number says how wide it is stored.
+        # A number's format is its storage width.
         if "string" not in named and "" not in named:
             made.pop("format", None)
     if made.get("format") in ("", "password"):
@@ -162,8 +162,8 @@ def _move_bounds(made: dict[str, Any]) -> None:
 
 
 def _move_members(made: dict[str, Any]) -> None:
-    """Says of an object's members and a list's items by other keywords what some keywords say, where no other schema
-    that holds here can change what is meant."""
+    """Replace keywords for members and items by equivalent ones, if no other schema that applies here can change their
+    meaning."""
     if _APPLIED.isdisjoint(made):
         for far, near in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if far in made and not isinstance(made.get(near), list):
@@ -188,7 +188,7 @@ def _move_members(made: dict[str, Any]) -> None:
 
 
 def _look_ahead(made: dict[str, Any], pattern: str) -> None:
-    """Writes a pattern that first looks ahead as several patterns, each of which has to match."""
+    """Split a pattern with leading look-aheads into several patterns that must all match."""
     parts = _PART.findall(pattern)
     at, ahead = 1, []
     while parts[:1] == ["^"] and parts[at : at + 2] == ["(", "?"] and parts[at + 2 : at + 3] in (["="], ["!"]):
@@ -214,7 +214,7 @@ def _look_ahead(made: dict[str, Any], pattern: str) -> None:
 
 
 def looks_around(pattern: str) -> bool:
-    """Returns whether a pattern looks ahead or back."""
+    """Return whether a pattern looks ahead or behind."""
     parts = _PART.findall(pattern)
     return any(
         parts[at : at + 2] == ["(", "?"] and "".join(parts[at + 2 : at + 4]).startswith(("=", "!", "<=", "<!"))
@@ -223,7 +223,7 @@ def looks_around(pattern: str) -> bool:
 
 
 def _closed(parts: list[str], at: int) -> int:
-    """Returns the place of the bracket that closes the one at ``at``; the end where none does."""
+    """Return the index of the bracket that closes the one at ``at``, or the end."""
     depth = 0
     for place in range(at, len(parts)):
         depth += (parts[place] == "(") - (parts[place] == ")")
@@ -233,15 +233,14 @@ def _closed(parts: list[str], at: int) -> int:
 
 
 def _others(one: str) -> str:
-    """Returns an expression for the characters that ``one``, a class or its escape, does not have."""
+    """Return the complement of ``one``, a class or an escape."""
     if one[0] == "\\":
         return "\\" + one[1].swapcase()
     return f"[{one[2:]}" if one[1] == "^" else f"[^{one[1:]}"
 
 
 class _Place(NamedTuple):
-    """A schema within a schema: its path, its base URI, and the nearest schema around it, or itself, that has
-    definitions."""
+    """A subschema: its path, its base URI, and the nearest enclosing schema with definitions, maybe itself."""
 
     path: Path
     schema: dict[str, Any]
@@ -250,7 +249,7 @@ class _Place(NamedTuple):
 
 
 class _Scope(NamedTuple):
-    """A schema that has definitions, and the next one around it."""
+    """A schema with definitions, and the next one around it."""
 
     path: Path
     schema: dict[str, Any]
@@ -258,13 +257,13 @@ class _Scope(NamedTuple):
 
 
 def _places(root: dict[str, Any]) -> Iterator[_Place]:
-    """Yields a schema and those within it."""
+    """Yield a schema and its subschemas."""
     alone = "draft-0" in str(root.get("$schema"))
     waiting = [_Place((), root, "", None)]
     while waiting:
         path, schema, base, scope = waiting.pop()
         own = schema.get("$id")
-        # Up to draft 7 a reference stands alone.
+        # Up to draft 7, "$ref" overrides its siblings.
         if isinstance(own, str) and not own.startswith("#") and not (alone and "$ref" in schema):
             base = urljoin(base, own).rstrip("#")
         if any(isinstance(schema.get(word), dict) for word in _DEFINITIONS):
@@ -276,7 +275,7 @@ def _places(root: dict[str, Any]) -> Iterator[_Place]:
 
 
 class _Targets:
-    """Finds where the references of a schema lead."""
+    """Targets of a schema's references."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
@@ -298,7 +297,7 @@ class _Targets:
                     self._defined.setdefault(name, []).append((*place.path, word, name))
 
     def path(self, reference: str, place: _Place) -> Path | None:
-        """Returns the path to which a reference at a place leads; None where it leads nowhere."""
+        """Return the target of a reference at a place, or None."""
         before, _, fragment = reference.partition("#")
         base = urljoin(place.base, before) if before else place.base
         fragment = unquote(fragment)
@@ -310,7 +309,7 @@ class _Targets:
         found = at_pointer(self._root, resource, fragment)
         if found is not None or before:
             return found
-        # Writers that put a schema into another one leave its references as they were.
+        # Schemas embedded in another one often keep their references.
         parts = parts_of(fragment)
         if len(parts) < 2 or parts[0] not in _DEFINITIONS:
             return None
@@ -323,14 +322,14 @@ class _Targets:
         return named[0] if len(named) == 1 and len(parts) == 2 else None
 
     def dynamic(self, reference: str, place: _Place) -> Path | None:
-        """Returns the path to which a dynamic reference leads, where that does not depend on who refers to it."""
+        """Return the target of a dynamic reference, if it does not depend on the referrer."""
         name = reference.removeprefix("#")
         named = self._dynamic.get(name, [])
         return self.path(reference, place) if len(named) < 2 and len(self._resources) < 3 else None
 
 
 def _with_references(root: dict[str, Any], passes: int = MAX_PASSES) -> dict[str, Any]:
-    """Returns a schema whose references are pointers from its root to places where schemas stand."""
+    """Return a schema whose references are pointers from its root to subschemas."""
     targets = _Targets(root)
     known = {place.path for place in targets.places}
     hoisted: dict[str, Any] = {}
@@ -356,7 +355,7 @@ def _with_references(root: dict[str, Any], passes: int = MAX_PASSES) -> dict[str
     if not hoisted or not passes:
         return root
     whole = {**root, "$defs": {**(_object(root.get("$defs")) or {}), **hoisted}}
-    # What was brought to where schemas stand may refer to other places.
+    # What was moved may have further references.
     return _with_references(whole, passes - 1)
 
 

@@ -1,4 +1,4 @@
-"""Finds where schemas stand within a schema, and where its references lead (I9)."""
+"""Subschemas of a schema, and targets of its references. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-# The values of these keywords hold schemas: NAMED under names, the others in a list or alone.
+# Keywords with subschemas: in an object, in a list, or single.
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 ALONE = ("items", "additionalItems", "additionalProperties")
-# At most this many schemas are looked at to find endless references; a schema that needs more is left to llguidance to
-# judge.
+# Schemas visited to find endless references; beyond that, llguidance has to.
 MAX_REFERENCE_STEPS = 50_000
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields the schemas that are JSON objects: a schema itself, then those within it."""
+    """Yield a schema and its subschemas, as far as they are JSON objects."""
     waiting = [schema]
     while waiting:
         one = waiting.pop()
@@ -26,7 +25,7 @@ def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yields the schemas directly within a schema, and where they stand in it."""
+    """Yield the direct subschemas of a schema, with their paths."""
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
             yield from (((key, name), inner) for name, inner in value.items())
@@ -37,7 +36,7 @@ def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, 
 
 
 def with_inner(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns a schema with what ``change`` makes of each schema directly within it."""
+    """Return a schema with ``change`` applied to its direct subschemas."""
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
@@ -51,29 +50,29 @@ def with_inner(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[
 
 
 def names_in(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the names of properties that a schema's own keywords mention."""
+    """Yield the property names in a schema's own keywords."""
     properties, required = schema.get("properties"), schema.get("required")
     yield from properties if isinstance(properties, dict) else ()
     yield from (name for name in required if isinstance(name, str)) if isinstance(required, list) else ()
 
 
 def pointer(path: Iterable[str | int]) -> str:
-    """Writes a path within a schema as a JSON pointer."""
+    """Convert a path within a schema to a JSON pointer."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
 def reference_to(path: Iterable[str | int]) -> str:
-    """Writes a path within a schema as a reference."""
+    """Convert a path within a schema to a reference."""
     return f"#{quote(pointer(path), safe='/~$!')}"
 
 
 def parts_of(text: str) -> list[str]:
-    """Returns the parts of a JSON pointer."""
+    """Return the parts of a JSON pointer."""
     return [part.replace("~1", "/").replace("~0", "~") for part in text.split("/")[1:]]
 
 
 def at_pointer(root: Any, base: tuple[str | int, ...], text: str) -> tuple[str | int, ...] | None:
-    """Returns the path in ``root`` to which a pointer leads from ``base``; None where no schema can stand there."""
+    """Return the path in ``root`` of a pointer from ``base``; None if there is no schema."""
     node, path = root, list(base)
     for part in base:
         node = node[part]
@@ -90,7 +89,7 @@ def at_pointer(root: Any, base: tuple[str | int, ...], text: str) -> tuple[str |
 
 
 def endless_references(root: Any) -> frozenset[str]:
-    """Returns the references of a schema that no finite value fits, such as those that lead back to themselves."""
+    """Return the references of a schema without a finite value, such as those to themselves."""
     schemas = list(schemas_in(root))
     targets: dict[str, Any] = {}
     for one in schemas:
@@ -106,7 +105,7 @@ def endless_references(root: Any) -> frozenset[str]:
 
 
 def _child(node: Any, part: str) -> Any:
-    """Returns what stands in a JSON value under a part of a pointer; None where nothing does."""
+    """Return the child of a JSON value for a part of a pointer, or None."""
     part = unquote(part).replace("~1", "/").replace("~0", "~")
     if isinstance(node, dict):
         return node.get(part)
@@ -115,8 +114,7 @@ def _child(node: Any, part: str) -> Any:
 
 
 class _Endings:
-    """Finds which references have a finite value that fits: at first none is known to, and each one found may show
-    others."""
+    """Fixpoint of the references with a finite value: at first none, and each one found may reveal others."""
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
         self._targets = targets
@@ -124,20 +122,20 @@ class _Endings:
         self._steps_left = MAX_REFERENCE_STEPS
 
     def endless(self) -> frozenset[str]:
-        """Returns the references without a finite value; none where finding them takes too many steps."""
+        """Return the references without a finite value; none if that takes too many steps."""
         order, before = list(self._targets), -1
         while before != len(self._endless) and self._steps_left > 0:
             before = len(self._endless)
             for one in order:
                 if one in self._endless and self._ends(self._targets[one]):
                     self._endless.discard(one)
-            # Alternating the direction follows a chain of references to its end in one pass, whichever way it leads.
+            # Alternating directions follow a chain of references to its end in one pass.
             order.reverse()
         return frozenset(self._endless if self._steps_left > 0 else ())
 
     def _ends(self, schema: Any) -> bool:
-        """Returns whether some finite JSON value may fit a schema, judged by its reference, combinations and type and
-        by the values that its objects and lists must contain; True where these do not tell."""
+        """Return whether some finite JSON value may fit a schema, by its reference, combinations and type, and by the
+        required contents of objects and lists; True if undecided."""
         self._steps_left -= 1
         if not isinstance(schema, dict) or self._steps_left < 0:
             return True

@@ -1,12 +1,12 @@
-r"""Writes a grammar in Lark anew, for its texts as a string of JSON spells them (I9).
+r"""Converts a Lark grammar to one for its texts within JSON strings. Sans-IO (I9).
 
     start: "a" LF /[^"]+/  LF: /\n/   -->   start: "a" terminal_lf (/[^"\\\x00-\x1f]+/ | /\\(?:\\|n|...)/)+
 
-JSON spells each character by itself, and this module lets it have one spelling: the shortest escape where it needs
-one, else itself. So each text of the grammar has one spelled text. llguidance ends a terminal where the next byte
-cannot go on with it, and takes no byte back. A backslash says only with the next byte what it is, so no terminal here
-goes on after an escape, or into one: the terminals of the client are rules, and those that are left are either an
-escape or have none. What this module does not know to be the same then is refused.
+Each character gets one JSON spelling: the shortest escape if it needs one, else itself. So each text of the grammar has
+one spelling. llguidance ends a terminal where the next byte cannot continue it, without backtracking. Only the byte
+after a backslash shows which escape it is, so no terminal here continues after an escape, or into one: the client's
+terminals become rules, and the remaining terminals are either an escape or have none. Anything for which this might not
+be equivalent is refused.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.grammars.answer_grammar import expression
 
-# These are the characters that JSON spells with an escape, and what it writes after the backslash.
+# Characters that JSON escapes, with the text after the backslash.
 _ESCAPES = {one: json.dumps(one)[2:-1] for one in ['"', "\\", *map(chr, range(0x20))]}
-# All control characters without a short escape stand together.
+# Control characters without a short escape are grouped.
 _SHORT = '"\\\b\t\n\f\r'
 _ESCAPES = {one: _ESCAPES[one] for one in [*_SHORT, *sorted(set(_ESCAPES) - set(_SHORT))]}
 _LONG = "|".join(spelling for one, spelling in _ESCAPES.items() if one not in _SHORT)
 _PLAIN = r'[^"\\\x00-\x1f]'
-# A grammar, and a class of an expression in it, may have this many characters: each may become a hundred.
+# Characters of a grammar, and of a class in it; each may become a hundred.
 MAX_CHARS = 16_384
 MAX_CLASS_CHARS = 256
-# An expression may have groups within groups up to this depth.
+# Nesting depth of groups in an expression.
 MAX_DEPTH = 50
 _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
@@ -43,20 +43,19 @@ _TOKEN = re.compile(
     |(?P<name>\w[\w-]*+)""",
     re.VERBOSE,
 )
-# An expression's parts: a class without another one in it, an escape, a group's beginning, how often something comes,
-# or one character.
+# Parts of an expression: a class without a nested one, an escape, a group's beginning, a quantifier, or a character.
 _PART = re.compile(
     r"(?P<set>\[\^?\]?(?>(?:\\.|[^\]\\])*)(?:\]|\Z))|\\(?P<escape>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[pP]\{[^{}]{1,64}\}|[pP].|.)"
     r"|\((?P<group>\?(?:P?<\w+>|[a-z-]*[:)]))|(?P<often>[*+?]|\{\d+(?:,\d*)?\})(?P<lazy>[?+]?)|(?P<one>.)",
     re.DOTALL,
 )
 _LETTERS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
-# Within a class these mean something else in Rust's notation than each character by itself, or need its tables.
+# In a class, these mean more in Rust's syntax than the characters themselves, or need its tables.
 _OPERATORS = re.compile(r"\[|&&|--|~~|\\[pPxu]\{|\\[bBAz]")
-# Properties of letters, numbers and marks: JSON spells all such characters as themselves.
+# Properties of letters, numbers and marks, none of which JSON escapes.
 _LETTERS_OF = re.compile(r"p(?:[LMN]|\{(?:[LMN][a-z]?|Letter|Number|Mark|Alphabetic)\})")
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
-# The terminals of Lark's own grammar "common", but for those of comments and strings.
+# Terminals of Lark's grammar "common", except comments and strings.
 _COMMON = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
@@ -79,8 +78,8 @@ _COMMON = {
 
 
 def spelled(grammar: str, field: str) -> str:
-    """Returns a client's grammar in Lark for its texts as JSON spells them, without the quotes around them. Raises
-    InvalidRequest, which names the client's ``field``, for what cannot be written so."""
+    """Convert a client's Lark grammar for its texts within a JSON string, without the quotes. Raises InvalidRequest,
+    which names the client's ``field``, for what cannot be converted."""
     try:
         if len(grammar) > MAX_CHARS:
             raise ValueError(f"a grammar of {len(grammar)} characters; at most {MAX_CHARS}")
@@ -92,8 +91,7 @@ def spelled(grammar: str, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """Matches one character: one of the expression ``plain`` ("" for none), or one of ``escaped``, as JSON spells
-    it."""
+    """One character: of the expression ``plain`` ("" for none), or of ``escaped``, as JSON spells it."""
 
     plain: str
     escaped: str = ""
@@ -101,7 +99,7 @@ class _Set:
 
 @dataclass(frozen=True, slots=True)
 class _Often:
-    """Matches ``inner`` as often as the quantifier ``often`` says."""
+    """``inner``, repeated by the quantifier ``often``."""
 
     inner: _Node
     often: str
@@ -109,7 +107,7 @@ class _Often:
 
 @dataclass(frozen=True, slots=True)
 class _OneOf:
-    """Matches one of some sequences."""
+    """Alternative of sequences."""
 
     options: tuple[tuple[_Node, ...], ...]
 
@@ -138,7 +136,7 @@ def _token(found: re.Match[str]) -> str:
 
 
 def _text(string: str) -> str:
-    """Returns the text of a string as Lark writes it."""
+    """Return the value of a Lark string."""
     try:
         return str(json.loads(re.sub(r"((?:^|[^\\])(?:\\\\)*)\\x", r"\1\\u00", string)))
     except ValueError:
@@ -158,7 +156,7 @@ def _regex(pattern: str, flags: str) -> str:
 
 
 def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
-    """Reads the parts of an expression, the next one last, up to the end of the group."""
+    """Parse the parts of an expression, the next one last, up to the end of the group."""
     if depth > MAX_DEPTH:
         raise ValueError("an expression is nested too deeply")
     options: list[tuple[_Node, ...]] = []
@@ -185,7 +183,7 @@ def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
 
 
 def _dots(group: str, dot_all: bool) -> bool:
-    """Returns whether a dot matches line ends in a group that begins so."""
+    """Return whether a dot matches line ends in a group with this beginning."""
     flags = group.strip("?:") if group.endswith(":") else ""
     if group.endswith(")") or not set(flags) <= set("s-"):
         raise ValueError(f"an expression has {'(' + group!r}")
@@ -214,7 +212,7 @@ def _set(text: str) -> _Set:
     if len(text) > MAX_CLASS_CHARS or _OPERATORS.search(text, 1):
         raise ValueError(f"an expression has the class {text[:100]!r}")
     try:
-        # What of the escaped characters is in a class is the same in Python's notation, where it has ASCII's sets.
+        # With ASCII, Python's classes match the same characters that JSON escapes.
         holds = re.compile(text, re.ASCII).fullmatch
     except re.error:
         raise ValueError(f"an expression has the class {text[:100]!r}") from None
@@ -223,14 +221,14 @@ def _set(text: str) -> _Set:
 
 
 def _written(nodes: Sequence[_Node], caseless: str, ends: bool = True) -> str:
-    """Writes a sequence as the right side of a rule. ``ends`` says whether only an escape, or nothing that the same
-    terminal could go on with, may follow."""
+    """Convert a sequence to the right side of a rule. ``ends``: only an escape, or nothing that could continue the same
+    terminal, may follow."""
     written: list[str] = []
     word = ""
     for node, following in zip(nodes, [*nodes[1:], None], strict=True):
         last = ends if following is None else isinstance(following, _Set) and not following.plain
         if isinstance(node, _Set) and not node.escaped:
-            # Characters that follow each other are one terminal.
+            # Adjacent characters are one terminal.
             word += node.plain
             if isinstance(following, _Set) and not following.escaped:
                 continue
@@ -279,7 +277,7 @@ def _has_escapes(node: _Node) -> bool:
 
 
 def _plain(node: _Node) -> str:
-    """Writes a part without escapes as an expression."""
+    """Convert a part without escapes to an expression."""
     match node:
         case _Set():
             return node.plain

@@ -1,9 +1,9 @@
-"""Writes structural tags, in both notations that vLLM reads, as a piece of a grammar (I9).
+"""Converts structural tags, in both of vLLM's notations, to a piece of a grammar. Sans-IO (I9).
 
 {"structures": [{"begin", "schema", "end"}...], "triggers": [...]}     free text; after a trigger a whole structure
 {"format": {"type": "triggered_tags" | "tag" | "sequence" | ...}}      the same and more, nested
 
-A mark that is a special token of the model may be written as this token or letter by letter; both are the same text.
+A mark that is a special token may be written as the token or letter by letter; both are the same text.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _TEXT = "/(?s:.*)/"
 
 
 class StructuralTag:
-    """Writes the grammar rules of the structural tag that the client's ``field`` holds; ``json_piece`` makes the pieces
-    of its schemas, and ``token_ids`` has the ids of the model's special tokens by their texts."""
+    """Builder of the rules for the structural tag in the client's ``field``. ``json_piece`` returns the pieces of its
+    schemas; ``token_ids`` has the model's special tokens by text."""
 
     def __init__(self, field: str, json_piece: Callable[[Any, str], Piece], token_ids: Mapping[str, int]) -> None:
         self._field = field
@@ -44,7 +44,7 @@ class StructuralTag:
         }
 
     def piece(self, parsed: Any) -> Piece:
-        """Makes the piece of a grammar for the whole tag. Raises InvalidRequest, naming the place."""
+        """Return the piece for the whole tag. Raises InvalidRequest, naming the place."""
         if isinstance(parsed, dict) and "structures" in parsed:
             tags = [
                 {
@@ -74,11 +74,11 @@ class StructuralTag:
         return [self._format(inner, f"{at}.elements[{n}]", depth + 1) for n, inner in enumerate(elements)]
 
     def _tag(self, one: Any, at: str, depth: int) -> str:
-        """Writes the rule for a tag's begin, content and end."""
+        """Return the rule for a tag's begin, content and end."""
         return f"{self._written(self._string(one, 'begin', at, empty=True))} {self._content(one, at, depth)}"
 
     def _content(self, one: Any, at: str, depth: int) -> str:
-        """Writes the rule for a tag's content and end."""
+        """Return the rule for a tag's content and end."""
         content = self._value(one, "content", at)
         ends = one.get("end")
         ends = [ends] if isinstance(ends, str) else ends
@@ -86,8 +86,7 @@ class StructuralTag:
             raise self._wrong(f"{at}.end", "a text, or texts of which one ends it")
         end = "(" + " | ".join(map(literal, ends)) + ")"
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
-            # The tag's text goes up to the first occurrence of its end, because anything else that could follow would
-            # be text as well.
+            # Up to the first occurrence of its end, since anything else that could follow would be text too.
             texts = [self._rule(f"TAG_TEXT {end}"), *filter(None, map(self._text_to_token, ends))]
             return f"({' | '.join(texts)})"
         end = "(" + " | ".join(map(self._written, ends)) + ")"
@@ -129,13 +128,13 @@ class StructuralTag:
         return f"@{name}"
 
     def _written(self, text: str) -> str:
-        """Returns the term for a text of the client's, in which special tokens may stand."""
+        """Return the term for a client's text, which may contain special tokens."""
         parts = cut_at_tokens(text, self._token_ids)
         return literal(text) if len(parts) == 1 else f"({literal(text)} | {terms(parts, self._token_ids)})"
 
     def _text_to_token(self, text: str) -> str:
-        """Returns the term for free text and the client's ``text`` after it, whose special tokens are written as
-        tokens; "" where it has none. The free text goes up to the first of these tokens by itself."""
+        """Return the term for free text up to the client's ``text`` with its special tokens as tokens; "" if it has
+        none. The free text ends at the first of these tokens by itself."""
         first, *rest = cut_at_tokens(text, self._token_ids)
         if not rest:
             return ""
@@ -146,7 +145,7 @@ class StructuralTag:
         return f"{lead} {terms(['', *rest], self._token_ids)}"
 
     def _rule(self, body: str) -> str:
-        """Returns the name of a lazy grammar rule for ``body``; equal bodies share a rule."""
+        """Return the name of a lazy rule for ``body``; equal bodies share a rule."""
         made = {rule.partition(": ")[2]: rule.partition("[")[0] for rule in self._rules[1:]}
         if body not in made:
             made[body] = f"tag_rule_{len(self._rules)}"

@@ -1,4 +1,4 @@
-"""Writes the structures that a client may ask for as pieces of a grammar (I9)."""
+"""Converts a client's structured outputs to pieces of a grammar. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FIELD = "sampling.structured_outputs"
 
 
 def structured_piece(structured: StructuredOutputs, token_ids: Mapping[str, int] = MappingProxyType({})) -> Piece:
-    """Makes the piece of a grammar for a checked structure; ``token_ids`` has the ids of the model's special tokens by
-    their texts. Raises InvalidRequest where the structure's text cannot be read as what it says it is."""
+    """Return the piece for a validated structure; ``token_ids`` has the model's special tokens by text. Raises
+    InvalidRequest if the structure cannot be parsed."""
     if structured.json is not None:
         return json_piece(_parsed(structured.json, f"{_FIELD}.json"), f"{_FIELD}.json")
     if structured.json_object:
@@ -28,7 +28,7 @@ def structured_piece(structured: StructuredOutputs, token_ids: Mapping[str, int]
     if structured.regex is not None:
         return Piece(expression(structured.regex, f"{_FIELD}.regex"), sources={f"{_FIELD}.regex": None})
     if structured.choice:
-        # All choices are one terminal, which llguidance reads in one go, however many there are.
+        # A single terminal, which llguidance scans in one go, however many choices there are.
         rule = f"CHOICE: {' | '.join(map(literal, structured.choice))}"
         return Piece("CHOICE", (rule,), sources={f"{_FIELD}.choice": None})
     if structured.grammar is not None:
@@ -38,14 +38,14 @@ def structured_piece(structured: StructuredOutputs, token_ids: Mapping[str, int]
 
 
 def json_piece(schema: Any, field: str) -> Piece:
-    """Makes the piece of a grammar for JSON that fits the ``schema`` of the client's ``field``. Raises InvalidRequest
-    with each place in the schema that no answer can be held to."""
+    """Return the piece for JSON of ``schema``, from the client's ``field``. Raises InvalidRequest with each place in
+    the schema that cannot be enforced."""
     return plain_json_piece(plain(schema), field)
 
 
 def plain_json_piece(schema: Any, field: str, place: str = "", checked: bool = False) -> Piece:
-    """Makes the piece of a grammar for JSON that fits a plain schema, which is at ``place``, a JSON pointer, in that of
-    ``field``. Raises what ``json_piece`` does, unless the schema was ``checked``."""
+    """Return the piece for JSON of a normalized schema, which is at ``place``, a JSON pointer, in that of ``field``.
+    Raises InvalidRequest like ``json_piece``, unless ``checked``."""
     faults = [
         SchemaViolation(field, f"at {place}{path}: {reason}" if place + path else reason, place + path)
         for path, reason in itertools.islice(() if checked else schema_faults(schema), MAX_VIOLATIONS)

@@ -1,9 +1,8 @@
-"""Writes the pieces of a grammar for reasoning and for calls: a format's marks, and between them what each schema
-allows (I9).
+"""Builds the grammar pieces for reasoning and tool calls: a format's marks, and the schemas between them. Sans-IO (I9).
 
 reasoning, up to its end | calls                              tool_choice required or named
-                         | text, in which calls may stand     auto: from a mark on, a call is whole
-                         | calls | the structure that was asked   auto, with a structure of the answer itself
+                         | text with calls                    auto: from a mark on, a call is complete
+                         | calls | the requested structure    auto, with structured outputs
 """
 
 from __future__ import annotations
@@ -58,16 +57,16 @@ def answer_pieces(
     structured: Piece | None,
     left_out: Mapping[int, Sequence[str]] = MappingProxyType({}),
 ) -> list[Piece]:
-    """Returns the grammar's pieces for an answer; none where it may be any text.
+    """Return the grammar's pieces for an answer; none if it may be any text.
 
     Args:
-        output_format: what the answer may hold besides content.
-        options: the tools of the request.
-        structured: the piece of the content's structure, if one was asked for.
-        left_out: places in the schemas of tools that are not ``strict``, as JSON pointers, to which their calls are not
-            held, by the tools' numbers.
+        output_format: what the answer may contain besides content.
+        options: the request's tools.
+        structured: the piece of the content's structure, if requested.
+        left_out: per tool number, places in the schema, as JSON pointers, that are not enforced, for tools that are not
+            ``strict``.
 
-    Raises InvalidRequest for the schema of a ``strict`` tool that calls cannot be held to.
+    Raises InvalidRequest for a ``strict`` tool with a schema that cannot be enforced.
     """
     marks = formats.mark_ids
     around, last = ("", ""), ""
@@ -92,19 +91,19 @@ def answer_pieces(
     by_token = form is not None and not form.bare and _begins_with_token(form.begin, marks)
     if not calls or not by_token or not _begins_with_token(output_format.reasoning.end, marks):
         return [reasoning, body, *tail]
-    # A call may begin before the reasoning has ended, and ends it.
+    # A call may begin within the reasoning, and ends it.
     begin = "" if output_format.opened else _term(output_format.reasoning.begin, marks)
     either = f"({reasoning.body}) ({body.body}) | {begin} {_TEXT} {calls}"
     return [replace(body, body=either, rules=(*reasoning.rules, *body.rules)), *tail]
 
 
 def _begins_with_token(text: str, marks: Mapping[str, int]) -> bool:
-    """Returns whether a mark begins with a token of the model's."""
+    """Return whether a mark begins with a special token."""
     return any(text.startswith(mark) for mark in marks)
 
 
 def _within(around: tuple[str, str], body: str, marks: Mapping[str, int]) -> str:
-    """Returns a rule for content between the marks that its format has around it, which may be left out."""
+    """Return a rule for content between its format's optional marks."""
     begin, end = around
     if not begin:
         return body
@@ -112,25 +111,25 @@ def _within(around: tuple[str, str], body: str, marks: Mapping[str, int]) -> str
 
 
 def _channels_piece(opened: bool | None, marks: Mapping[str, int]) -> Piece:
-    """Makes a piece of any messages of reasoning, each up to the beginning of the next message."""
+    """Return a piece for messages of reasoning, each up to the beginning of the next message."""
     rest = f"{_TEXT} {_next_message(marks)}"
     every = f"({_message(ANALYSIS, marks)} {rest})*"
     return Piece(f"{rest} {every}" if opened else every)
 
 
 def _message(channel: str, marks: Mapping[str, int]) -> str:
-    """Returns a rule for the head of a message in a channel, whose ``<|start|>assistant`` was written before."""
+    """Return a rule for a message's head after ``<|start|>assistant``."""
     return f"{_term(CHANNEL, marks)} {literal(channel)} {_term(MESSAGE, marks)}"
 
 
 def _next_message(marks: Mapping[str, int]) -> str:
-    """Returns a rule for the end of a message and the beginning of the next one's head."""
+    """Return a rule for a message's end and the beginning of the next head."""
     return f'{_term(END, marks)} {_term(START, marks)} "assistant"'
 
 
 def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[str, int]) -> Piece:
-    """Makes a piece of free text up to the end of the reasoning. The reasoning is optional where each answer shows by
-    itself whether it reasons."""
+    """Return a piece for free text up to the end of the reasoning, optional if each answer shows by itself whether it
+    reasons."""
     rules: tuple[str, ...] = ()
     thought = f"{_TEXT} {_term(form.end, marks)}"
     if not _begins_with_token(form.end, marks):
@@ -144,7 +143,7 @@ def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """Writes the piece of a grammar for a request's calls. ``unfollowed`` gets the places that are left out."""
+    """Builder of the piece for a request's calls. ``unfollowed`` has the places that are not enforced."""
 
     formats: ModelFormats
     options: ToolOptions
@@ -154,8 +153,8 @@ class _Calls:
     unfollowed: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def piece(self, structured: Piece | None) -> tuple[Piece, str]:
-        """Makes the piece for an answer of calls alone, or of content with calls. ``structured`` is the content's own
-        piece. Returns the rule for calls alone, too."""
+        """Return the piece for an answer of only calls, or of content with calls, and the rule for only calls.
+        ``structured`` is the content's piece."""
         choice = self.options.choice or "auto"
         allowed = {self.options.name} if choice == "named" else set(self.options.allowed)
         tools = {n: tool for n, tool in enumerate(self.options.tools) if not allowed or tool.name in allowed}
@@ -171,16 +170,16 @@ class _Calls:
         body, more = writer.amid_text()
         begin, end = (_term(mark, self.formats.mark_ids) for mark in self.around)
         if self.around[0] and _begins_with_token(self.around[0], self.formats.mark_ids):
-            # Free text has no token that is a mark.
+            # Free text excludes tokens that are marks.
             body = f"({begin} ({_TEXT} {end})?)? ({body}) ({end})?"
         return Piece(body, rules + more, grammars, writer.sources, unfollowed), writer.calls
 
     def term(self, mark: str) -> str:
-        """Returns a mark as a grammar names it."""
+        """Return a mark in a grammar."""
         return _term(mark, self.formats.mark_ids)
 
     def schema(self, tool: Tool, number: int) -> Mapping[str, Any]:
-        """Returns the plain schema that the arguments of a tool's calls have to fit. Raises InvalidRequest."""
+        """Return the normalized schema of a tool's arguments. Raises InvalidRequest."""
         if tool.strict is False and self.options.choice not in ("required", "named"):
             return _ANY_OBJECT
         schema: dict[str, Any] = schema_of(tool)
@@ -191,12 +190,12 @@ class _Calls:
         given = schema.get("type", "object")
         if "object" not in (given if isinstance(given, list) else [given]):
             self.leave_out(number, "/type", "arguments are an object")
-        # Whatever the schema leaves out, readers take nothing but an object.
+        # Readers accept only objects, whatever the schema omits.
         return {**schema, **_ANY_OBJECT}
 
     def leave_out(self, number: int, place: str, reason: str = "") -> None:
-        """Notes that calls of a tool are not held to what is at ``place`` in its schema, a JSON pointer. Raises
-        InvalidRequest where the tool is ``strict``."""
+        """Record that the place at ``place``, a JSON pointer, in a tool's schema is not enforced. Raises InvalidRequest
+        if the tool is ``strict``."""
         parameters = f"tools.tools[{number}].parameters"
         if self.options.tools[number].strict is True:
             raise InvalidRequest.of(SchemaViolation(parameters, f"at {place}: {reason}", place))
@@ -204,8 +203,8 @@ class _Calls:
 
 
 def _input_grammar(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns syntax and text of the grammar of a custom tool's input, by the schema of its arguments; None where it
-    may be any text, or the tool is a function."""
+    """Return syntax and text of the grammar of a custom tool's input, from its arguments' schema; None if it may be any
+    text, or the tool is a function."""
     properties = schema.get("properties")
     value = properties.get(INPUT) if isinstance(properties, dict) and len(properties) == 1 else None
     found = value.get(GRAMMAR) if isinstance(value, dict) else None
@@ -215,15 +214,15 @@ def _input_grammar(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 class _Writer:
-    """Writes the calls of one format.
+    """Builder of the rules for calls in one format.
 
     Attributes:
-        marks: the format, which has the marks before and after calls.
-        calls: the right side of a rule: one call, or several where they are allowed.
-        rules: the rules that ``calls`` needs.
-        grammars, sources: clients' grammars, and the fields of which the calls were made, as in Piece.
-        arguments_key: the key of a call's arguments, where a call is a JSON object.
-        only_section: whether all calls stand after one mark, even amid text.
+        marks: the format, with its marks.
+        calls: the right side of a rule: one call, or several if allowed.
+        rules: auxiliary rules of ``calls``.
+        grammars, sources: as in Piece.
+        arguments_key: key of the arguments if a call is a JSON object.
+        only_section: whether all calls follow one mark, even within text.
     """
 
     arguments_key = "arguments"
@@ -243,20 +242,19 @@ class _Writer:
         self.calls = self.all()
 
     def one(self, tool: Tool, number: int) -> str:
-        """Returns the grammar rule for a call of ``tool``, between the marks: a JSON object, unless the format has
-        another notation. Raises InvalidRequest."""
+        """Return the rule for a call of ``tool`` between the marks, by default a JSON object. Raises InvalidRequest."""
         head = f'{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": '
         return f'{literal(head)} {self.arguments(tool, number)} "}}"'
 
     def all(self) -> str:
-        """Returns the grammar rule for an answer that has calls alone."""
+        """Return the rule for an answer of only calls."""
         raise NotImplementedError
 
     def json(self, schema: Any, number: int, place: str = "", root: Any = None) -> str:
-        """Returns a rule for JSON that fits ``schema``, which is at ``place``, a JSON pointer, in ``root``, the tool's
-        own schema. Raises InvalidRequest."""
+        """Return a rule for JSON of ``schema``, which is at ``place``, a JSON pointer, in ``root``, the tool's schema.
+        Raises InvalidRequest."""
         inner = schema if root is None else rooted(schema, root)
-        # held_to has checked the schemas of the other tools.
+        # Other tools' schemas were checked by held_to.
         checked = self.asked.options.tools[number].strict is not True
         piece = plain_json_piece(inner, f"tools.tools[{number}].parameters", place, checked)
         self.sources |= piece.sources
@@ -266,8 +264,8 @@ class _Writer:
         return piece.body
 
     def members_alone(self, schema: Mapping[str, Any], number: int) -> None:
-        """Leaves out what a schema of arguments says beside its properties, which a notation of keys and values cannot
-        follow. Raises InvalidRequest."""
+        """Leave out keywords beside the properties of arguments, which a keyword notation does not support. Raises
+        InvalidRequest."""
         given, others = list(properties_of(schema)), schema.get("additionalProperties")
         beside = [key for key in BESIDE_MEMBERS if key in schema]
         beside += ["additionalProperties"] if others and isinstance(others, dict) and not given else []
@@ -277,13 +275,13 @@ class _Writer:
             self.asked.leave_out(number, pointer([key]), text)
 
     def client_grammar(self, grammar: str, number: int) -> str:
-        """Returns what stands for a client's grammar in Lark in a rule."""
+        """Return a reference to a client's Lark grammar."""
         self.grammars[f"input_{number}"] = grammar
         self.sources[f"tools.tools[{number}].parameters"] = None
         return f"@input_{number}"
 
     def arguments(self, tool: Tool, number: int) -> str:
-        """Returns a grammar rule for the arguments of a call as a JSON object. Raises InvalidRequest."""
+        """Return a rule for a call's arguments as a JSON object. Raises InvalidRequest."""
         schema = self.asked.schema(tool, number)
         match _input_grammar(schema):
             case "lark", text:
@@ -295,21 +293,21 @@ class _Writer:
         return self.json(schema, number)
 
     def content(self, body: str) -> str:
-        """Returns the rule for content with the structure ``body``, as it stands in an answer."""
+        """Return the rule for content with the structure ``body`` within an answer."""
         return body
 
     @property
     def begins_again(self) -> bool:
-        """Says whether a mark of calls may follow the calls after another one."""
+        """True if another mark of calls may follow calls."""
         return self.several and not self.only_section
 
     def repeated(self, one: str, apart: str = "") -> str:
-        """Returns a rule for ``one`` or, where several calls are allowed, several of it with ``apart`` between them."""
+        """Return a rule for ``one`` or, if several calls are allowed, several of it with ``apart`` between them."""
         return f"{one} ({apart} {one})*" if self.several else one
 
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        """Returns a grammar rule for free text in which calls may stand after marks, and the further rules that it
-        needs; where only one mark is allowed, nothing follows its calls."""
+        """Return a rule for free text with calls after marks, and auxiliary rules; if only one mark is allowed, nothing
+        follows its calls."""
         ids, begin = self.asked.formats.mark_ids, self.marks.begin
         head, rules = f"TEXT {self.asked.term(begin)}", [f"TEXT: {_TEXT}"]
         if not _begins_with_token(begin, ids):
@@ -318,8 +316,8 @@ class _Writer:
         return f"({head} call)* TEXT" if self.begins_again else f"TEXT | {head} call", tuple(rules)
 
     def beside_text(self, first: str) -> tuple[str, tuple[str, ...]]:
-        """Returns what :meth:`amid_text` does for calls that may stand without a mark: only an answer that begins with
-        ``first``, as a class of an expression has it, is calls. Empty answers are allowed, as everywhere."""
+        """Return the counterpart of :meth:`amid_text` for calls without a mark: an answer is calls only if it begins
+        with ``first``, the inside of a character class. Empty answers are allowed, as elsewhere."""
         text, begin = rf"/(\s*[^{first}\s](?s:.*))?/", self.marks.begin
         if begin not in self.asked.formats.mark_ids:
             return f"{text} | {self.calls}", ()
@@ -328,7 +326,7 @@ class _Writer:
 
 
 class _TaggedWriter(_Writer):
-    """Writes the grammar of calls that stand between two marks, as the formats hermes and generic have them."""
+    """Calls between two marks, as in hermes and generic."""
 
     def all(self) -> str:
         self.rules.append(f'call: "\\n" {self.any} "\\n" {self.asked.term(self.marks.end)}')
@@ -336,17 +334,17 @@ class _TaggedWriter(_Writer):
 
 
 class _XmlWriter(_TaggedWriter):
-    """Writes the grammar of calls as XML-like elements, as the formats of XML_FORMS have them."""
+    """Calls as XML-like elements, as in XML_FORMS."""
 
     @property
     def form(self) -> XmlForm:
-        """Gives the format's marks."""
+        """Marks of the format."""
         return XML_FORMS[self.asked.formats.tool_parser]
 
     def all(self) -> str:
         form = self.form
         calls = self.repeated(self.any, self.line) if form.together else self.any
-        # A name that stands by itself follows the mark at once, and each parameter ends its line.
+        # A bare name follows the mark at once, and each parameter ends its line.
         line = self.line if form.function else ""
         self.rules.append(f"call: {line} {calls} {line} {self.asked.term(form.end)}")
         call = f"{self.asked.term(form.begin)} call"
@@ -364,7 +362,7 @@ class _XmlWriter(_TaggedWriter):
         self.members_alone(schema, number)
         parts = self._parameters(f"parameter_{number}", schema, schema, number)
         if not parts and schema.get("additionalProperties") is not False:
-            # The tool's schema says nothing of its parameters.
+            # A schema without parameters allows any.
             name = f"parameter_{number}"
             key = f'/[^<>\\/"\\n][^<>"\\n]{{0,{MAX_KEY_CHARS - 1}}}/'
             behind = f'{key} ">"' if form.nested else self.line
@@ -375,8 +373,8 @@ class _XmlWriter(_TaggedWriter):
     def _parameters(
         self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int, place: str = ""
     ) -> list[str]:
-        """Returns rules for the parameters that ``schema`` lists, which is at ``place`` in ``root``, the tool's own
-        schema. Raises InvalidRequest."""
+        """Return rules for the parameters in ``schema``, which is at ``place`` in ``root``, the tool's schema. Raises
+        InvalidRequest."""
         parts = []
         for m, (key, value, needed) in enumerate(properties_of(schema)):
             inner = place + pointer(("properties", key))
@@ -389,20 +387,20 @@ class _XmlWriter(_TaggedWriter):
         return parts
 
     def _behind(self, key: str) -> str:
-        """Returns a rule for what stands behind the mark of a parameter's end."""
+        """Return a rule for the text after a parameter's end mark."""
         return literal(f"{key}>") if self.form.nested else self.line
 
     @property
     def line(self) -> str:
-        """Gives a rule for what stands between two elements."""
+        """Rule for the text between two elements."""
         return "" if self.form.headed else '"\\n"'
 
     def _key(self, key: str) -> str:
         return literal(escaped(key) if self.form.headed else key)
 
     def _head(self, key: str, types: Iterable[str] = ("string",)) -> str:
-        """Returns a rule for what stands before a parameter's text, which is of one of ``types``; ``key`` is that of
-        its key."""
+        """Return a rule for the text before a parameter's value, which has one of ``types``; ``key`` is the key's
+        rule."""
         form = self.form
         if form.typed:
             head, behind = form.keyed
@@ -414,12 +412,12 @@ class _XmlWriter(_TaggedWriter):
         return f"{self.asked.term(form.parameter)} {key} {keyed}" + (' "\\n"' if form.lines else "")
 
     def _tail(self) -> str:
-        """Returns a rule for what stands behind a parameter's value."""
+        """Return a rule for the text after a parameter's value."""
         return ('"\\n" ' if self.form.lines else "") + self.asked.term(self.form.end_parameter)
 
     def _up_to_end(self, name: str, value: str) -> tuple[str, list[str]]:
-        """Returns a rule for a text that matches ``value`` and the mark behind it, and the further rules it needs. A
-        mark that is no token is the first one that is written."""
+        """Return a rule for a match of ``value`` and the mark after it, and auxiliary rules. A mark that is not a token
+        is its first occurrence."""
         line, end = "\\n" if self.form.lines else "", self.form.end_parameter
         if _begins_with_token(end, self.asked.formats.mark_ids):
             return f"/{value}/ {self._tail()}", []
@@ -428,7 +426,7 @@ class _XmlWriter(_TaggedWriter):
         return name, [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {ended}"]
 
     def _input(self, syntax: str, text: str, number: int) -> str:
-        """Returns a rule for a custom tool's input, and the mark behind it."""
+        """Return a rule for a custom tool's input, and the mark after it."""
         if syntax == "lark":
             return f"{self.client_grammar(text, number)} {self._tail()}"
         field = f"tools.tools[{number}].parameters"
@@ -440,19 +438,19 @@ class _XmlWriter(_TaggedWriter):
     def _parameter(
         self, name: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int, place: str
     ) -> list[str]:
-        """Returns the grammar rules of one parameter: a text up to its end, one of some values, elements of a list or
-        an object, or JSON. Raises InvalidRequest."""
+        """Return the rules of one parameter: a text up to its end mark, one of some values, elements of a list or an
+        object, or JSON. Raises InvalidRequest."""
         begin, end = self._head(self._key(key)), f"{self._tail()} {self._behind(key)}"
         types = types_of({"properties": {key: schema}}, key)
         if (values := values_of(schema)) is not None:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-            # A text with a mark in it would be read up to the mark.
+            # A text with a mark would end there.
             texts = [text for text in texts if not any(mark in text for mark in self.form.ends)]
             if not texts:
                 word = "enum" if "enum" in schema else "const"
                 self.asked.leave_out(number, f"{place}/{word}", "the model cannot write any of these")
                 return self._text(name, begin, {}, self._behind(key))
-            # A text that is no JSON is read as a text, whatever it is said to be.
+            # A text that is not JSON is a string, whatever its declared type.
             begin = self._head(self._key(key), types - {"string"} or types)
             return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
         if "string" in types:
@@ -462,8 +460,9 @@ class _XmlWriter(_TaggedWriter):
         return [f"{name}: {begin} {value or self.json(schema, number, place, root)} {end}"]
 
     def _elements(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int, place: str) -> str:
-        """Returns a rule for the elements of a list or an object; "" where the format or the schema has none, or the
-        schema says more of them than elements can be held to, and JSON is written."""
+        """Return a rule for the elements of a list or object; "" if the format or the schema has none, or elements
+        cannot
+        enforce the schema: then JSON is written."""
         words = {*schema} - {"title", "description", "default", "examples"}
         if not self.form.nested or name.count("_") > MAX_DEPTH:
             return ""
@@ -482,8 +481,8 @@ class _XmlWriter(_TaggedWriter):
         return ""
 
     def _text(self, name: str, begin: str, schema: Mapping[str, Any], behind: str) -> list[str]:
-        """Returns the grammar rules of a parameter that is a text: everything up to the mark of its end, of as many
-        characters as the schema allows, and what stands ``behind`` that mark."""
+        """Return the rules of a text parameter: everything up to its end mark, within the schema's length, and
+        ``behind``."""
         least, most = (bound(schema, word, MAX_COUNTED_CHARS) for word in ("minLength", "maxLength"))
         low = least or 0
         high = "" if most is None or most < low else most
@@ -492,8 +491,7 @@ class _XmlWriter(_TaggedWriter):
 
 
 class _NamedWriter(_TaggedWriter):
-    """Writes the grammar of calls with a name before their arguments, as the formats of NAMED_FORMS have them. Nothing
-    follows the section of all calls."""
+    """Calls with a name before their arguments, as in NAMED_FORMS. Nothing follows the section of all calls."""
 
     only_section = True
 
@@ -516,7 +514,7 @@ class _NamedWriter(_TaggedWriter):
 
 
 class _ListWriter(_TaggedWriter):
-    """Writes the grammar of calls in one list of objects between marks, as the formats of LIST_FORMATS have them."""
+    """Calls in one list of objects between marks, as in LIST_FORMATS."""
 
     only_section = True
 
@@ -527,20 +525,20 @@ class _ListWriter(_TaggedWriter):
 
 
 class _ApertusWriter(_ListWriter):
-    """Writes the grammar of the calls of Apertus: each is an object with one key, the tool's name."""
+    """Calls of Apertus: each is an object with one key, the tool's name."""
 
     def one(self, tool: Tool, number: int) -> str:
         return f'{literal(f"{{{json.dumps(tool.name)}: ")} {self.arguments(tool, number)} "}}"'
 
 
 class _InternlmWriter(_TaggedWriter):
-    """Writes the grammar of InternLM's calls, whose arguments are its ``parameters``."""
+    """Calls of InternLM, with arguments as ``parameters``."""
 
     arguments_key = "parameters"
 
 
 class _CohereWriter(_ListWriter):
-    """Writes the grammar of Cohere's calls: a list with a line for each call, in which calls have numbers."""
+    """Calls of Cohere: a list with a line per call, with numbered calls."""
 
     def one(self, tool: Tool, number: int) -> str:
         head = f', "tool_name": {json.dumps(tool.name)}, "parameters": '
@@ -555,12 +553,11 @@ class _CohereWriter(_ListWriter):
 
 
 class _LiteralWriter(_TaggedWriter):
-    """Writes the grammar of calls whose arguments are keys and values in Python's notation or Gemma's, as the formats
-    of LITERAL_FORMS have them."""
+    """Calls with keyword arguments in Python's notation or Gemma's, as in LITERAL_FORMS."""
 
     @property
     def form(self) -> LiteralForm:
-        """Gives the format's marks."""
+        """Marks of the format."""
         return LITERAL_FORMS[self.asked.formats.tool_parser]
 
     def one(self, tool: Tool, number: int) -> str:
@@ -579,13 +576,13 @@ class _LiteralWriter(_TaggedWriter):
             return f"{head} {literal(INPUT + form.keyed)} {self._input(*grammar, number, values)} {end}"
         self.members_alone(schema, number)
         if form.quote:
-            # This refuses what is no schema.
+            # Refuses an invalid schema.
             self.json(schema, number)
             return f"{head} {values.pairs(schema, name)} {end}"
         return f"{head} {self._pairs(schema, number, name)} {end}"
 
     def _pairs(self, schema: Mapping[str, Any], number: int, name: str) -> str:
-        """Returns a rule for a call's arguments in Python's notation. Raises InvalidRequest."""
+        """Return a rule for a call's arguments in Python's notation. Raises InvalidRequest."""
         keyed = literal(self.form.keyed)
         known = list(properties_of(schema))
         if not known and schema.get("additionalProperties") is not False:
@@ -605,7 +602,7 @@ class _LiteralWriter(_TaggedWriter):
         return members(name, pairs, self.form.comma, self.rules)
 
     def _input(self, syntax: str, text: str, number: int, values: GemmaValues) -> str:
-        """Returns a rule for a custom tool's input."""
+        """Return a rule for a custom tool's input."""
         field = f"tools.tools[{number}].parameters"
         if not self.form.quote:
             if syntax == "lark":
@@ -638,8 +635,7 @@ class _LiteralWriter(_TaggedWriter):
 
 
 class _LlamaWriter(_Writer):
-    """Writes the grammar of calls as JSON objects without marks, with semicolons between them, as llama3_json has
-    them."""
+    """Calls as JSON objects without marks, separated by semicolons, as in llama3_json."""
 
     arguments_key = "parameters"
 
@@ -651,8 +647,8 @@ class _LlamaWriter(_Writer):
 
 
 class _MistralWriter(_ListWriter):
-    """Writes the grammar of Mistral's calls: a list after one mark or, where the tokenizer has a mark for it, a name
-    and arguments after each."""
+    """Calls of Mistral: a list after one mark or, if the tokenizer has a mark for it, a name and arguments after
+    each."""
 
     def one(self, tool: Tool, number: int) -> str:
         if "[ARGS]" in self.asked.formats.mark_ids:
@@ -671,8 +667,8 @@ class _MistralWriter(_ListWriter):
 
 
 class _HarmonyWriter(_Writer):
-    """Writes the grammar of calls as messages in a channel, as gpt-oss has them. A call ends the answer, so that it has
-    one at most. An answer whose prompt ends within its content (``continue_final_message``) may only go on with it."""
+    """Calls as messages in a channel, as in gpt-oss. A call ends the answer, so there is at most one. An answer whose
+    prompt ends within its content (``continue_final_message``) only continues it."""
 
     def one(self, tool: Tool, number: int) -> str:
         channel, constrain, message = map(self.asked.term, (CHANNEL, CONSTRAIN, MESSAGE))
@@ -690,7 +686,7 @@ class _HarmonyWriter(_Writer):
         if self.asked.opened is False:
             return f"{_TEXT} | {self.calls}", ()
         marks = self.asked.formats.mark_ids
-        # Before a call there may be messages for the user, which are content, and reasoning again.
+        # Before a call there may be messages for the user, which are content, and further reasoning.
         before = f"({_message('commentary', marks)} | {_message(ANALYSIS, marks)}) {_TEXT} {_next_message(marks)}"
         return f"({before})* ({self.content(_TEXT)} | {self.calls})", ()
 
@@ -713,5 +709,5 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
 
 
 def _term(mark: str, ids: Mapping[str, int]) -> str:
-    """Returns a mark as a grammar writes it: the tokens in it by their ids, anything else by its text."""
+    """Return a mark in a grammar: its tokens by id, other text as it is."""
     return terms(cut_at_tokens(mark, ids), ids)
