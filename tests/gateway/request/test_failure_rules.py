@@ -237,6 +237,7 @@ class LossyRun:
             check_outcome(self.happen(ev.PrefillEnded(attempt, 99)), self.model.lose(self.beside, self.now))
         else:
             self.happen(ev.PrefillEnded(attempt, 99))
+            assert self.machine.state is RequestState.DECODING, "a loss of an earlier attempt is over"
 
     def decoding(self, attempt: int) -> None:
         kind = self.rng.randrange(4)
@@ -290,6 +291,11 @@ def test_only_a_whole_answer_waits_for_its_last_acknowledgement(end: ev.Event, c
     m.handle(ev.TokensSampled(1, (5,)), 1.0)
     left = [ev.StopWork(1, after_ms), ev.ReleaseTicket(hold())]
     assert m.handle(end, 2.0)[:-1] == ([ev.CancelDecode(1), *left] if cancelled else left)
+
+
+def test_a_prefill_range_without_news_is_stopped_at_once() -> None:
+    left = to_prefilling().handle(ev.AttemptSilent(1), 9.0)[:-1]
+    assert left == [ev.CancelDecode(1), ev.StopWork(1), ev.ReleaseTicket(hold())]
 
 
 def test_a_prefill_range_that_has_ended_is_not_stopped_again() -> None:
