@@ -126,8 +126,8 @@ def crowded(rng: Random) -> list[QueuedSequence]:
         one.num_in_flight = min(one.num_in_flight, one.left_to_compute)
         one.awaits_adapter &= one.state is not RUNNING
         one.uncharged_tokens *= one.state is not WAITING
-        if one.state is RUNNING and rng.random() < 0.1:
-            one.priority = MAX_PRIORITY
+        if one.state is RUNNING and rng.random() < 0.5:
+            one.priority, one.uncharged_tokens = rng.choice([0, 1, 5, MAX_PRIORITY]), rng.randint(0, 12)
     return found
 
 

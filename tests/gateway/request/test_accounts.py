@@ -354,3 +354,17 @@ def test_states_are_held_like_tokens() -> None:
         m.handle(ev.DecodeFinished(1, FinishReason.STOP, None), 3.0)
         held.append(m.held.byte_s)
     assert held[1] - held[0] == pytest.approx(2.0 * 3 * 40)
+
+
+@pytest.mark.parametrize(
+    ("index", "wanted", "resumed", "scored"),
+    [(0, True, None, 0), (0, True, 5, 5), (0, True, 99, 20), (0, False, None, 20), (1, True, None, 20)],
+)
+def test_only_the_first_answer_scores_what_is_left_of_the_prompt(
+    index: int, wanted: bool, resumed: int | None, scored: int
+) -> None:
+    sampling = SamplingParams(max_tokens=5, prompt_logprobs=0 if wanted else None)
+    origin = StreamOrigin(0, bytes(32), 8)
+    asked = GenerateRequest(resume=None if resumed is None else Resume(origin, (AnswerSoFar((), None),), resumed))
+    admitted = admitted_request(tuple(range(21)), asked=asked, sampling=sampling)
+    assert RequestMachine(admitted, index).scored_tokens == scored

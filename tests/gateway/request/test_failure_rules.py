@@ -13,7 +13,7 @@ from pillion.errors import LethalRequest, NotFound, Overloaded, Unavailable
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import LAST_ACK_WAIT_MS, RequestMachine, RequestState
 from pillion.types import FinishReason
-from tests.gateway.request.test_request import ack, hold, machine, planned
+from tests.gateway.request.test_request import ack, hold, machine, planned, to_decoding
 from tests.support.scenes import random_scenes
 
 MAX_ATTEMPTS = 3
@@ -291,6 +291,20 @@ def test_only_a_whole_answer_waits_for_its_last_acknowledgement(end: ev.Event, c
     m.handle(ev.TokensSampled(1, (5,)), 1.0)
     left = [ev.StopWork(1, after_ms), ev.ReleaseTicket(hold())]
     assert m.handle(end, 2.0)[:-1] == ([ev.CancelDecode(1), *left] if cancelled else left)
+
+
+def test_pauses_between_lost_tickets_begin_anew_after_a_ticket() -> None:
+    m, pauses = machine(attempts=9), []
+    to_decoding(m)
+    for attempt in (2, 3):
+        m.handle(ev.DecodeLost(attempt - 1, ERRORS[0], True), 1.0)
+        for _ in range(3):
+            m.handle(planned(attempt, PROMPT_TOKENS), 1.0)
+            (look_up,) = m.handle(ev.TicketLost(attempt, ERRORS[0], True, PATIENCE_S), 1.0)
+            assert isinstance(look_up, ev.LookUp)
+            pauses.append(look_up.after_ms)
+        to_decoding(m, attempt)
+    assert pauses == [100, 200, 400] * 2
 
 
 def test_a_prefill_range_without_news_is_stopped_at_once() -> None:
