@@ -1,29 +1,29 @@
-"""Serves the HTTP port: OpenAI's API, vLLM's /tokenize, health and metrics. Open http_server.py first.
+"""HTTP port: OpenAI's API, vLLM's /tokenize, health and metrics. Start with http_server.py.
 
-http_server.py       the table of pages, and the server
-http_connection.py   one connection: bounds of idle, slow and malicious clients
-http_call.py         one call: its body, its response, the client that goes away; what foreign pages may not send
-asked_address.py     the address and the path of a proxy under which clients ask the port
-request_bodies.py    a body as it comes: inflated, and without images that no model sees (no I/O)
-http_errors.py       errors as OpenAI's and Anthropic's clients know them
-model_calls.py       calls that a model answers, at any of the APIs: their deltas, and the pace of writes
-output_parts.py      from deltas to parts of an answer: what was thought, texts, calls of tools
+http_server.py       routes, and the server
+http_connection.py   one connection, with limits for idle, slow and malicious clients
+http_call.py         one call: its body, its response, disconnects, and writes that are blocked as cross-origin
+asked_address.py     the URL by which clients reach the port, and a proxy's path prefix
+request_bodies.py    a body's bytes: decompressed, and without images that no model sees (no I/O)
+http_errors.py       errors in the formats of OpenAI's and Anthropic's clients
+model_calls.py       calls that a model answers, of all APIs: their deltas, and the pace of writes
+output_parts.py      deltas to parts of an answer: reasoning, texts, tool calls
 openai_api.py        handlers of OpenAI's endpoints
-openai_fields.py     the fields of bodies; a new OpenAI field goes here first, unless it is one of sampling
-body_reading.py      reads a body as its type, judges its fields, and mends nulls and names that are not known
-openapi.py           /openapi.json: what bodies may hold, made of those fields
-docs_page.py         /docs: the page that is made of it
-openai_requests.py   from bodies to requests of the gateway, the messages of chats included
-structure_fields.py  the fields that ask for a structure of the answer, in the words of all APIs
-asked_structure.py   reads them
-tool_fields.py       tools, and the choice among them, in the shapes of all APIs
-tool_reading.py      reads them
-content_parts.py     the parts of a message: texts, thoughts, calls and their results
-openai_events.py     from deltas to events, or to one object
-custom_tools.py      custom tools as functions with one argument, and their input out of calls
-json_objects.py      JSON that is passed on as text, such as schemas of tools
-openai_logprobs.py   log probabilities in OpenAI's shapes
-gathered_messages.py  messages that are made of several of a client's
+openai_fields.py     fields of bodies; add a new OpenAI field here first, unless it is one of sampling
+body_reading.py      parses and validates bodies, and repairs nulls and unknown names
+openapi.py           /openapi.json, generated from those fields
+docs_page.py         /docs, generated from it
+openai_requests.py   bodies to requests of the gateway, including chat messages
+structure_fields.py  fields for structured outputs, of all APIs
+asked_structure.py   parses them
+tool_fields.py       fields of tools and tool choice, of all APIs
+tool_reading.py      parses them
+content_parts.py     parts of a message: texts, reasoning, calls and their results
+openai_events.py     deltas to events, or to one object
+custom_tools.py      custom tools as functions with one argument, and their input extracted from calls
+json_objects.py      JSON that is passed on as text, e.g. schemas of tools
+openai_logprobs.py   log probabilities in OpenAI's formats
+gathered_messages.py  consecutive messages joined into one
 
-Policy never comes in here: it belongs to gateway/gateway.py, which the gRPC service shares.
+Policy is in gateway/gateway.py, which the gRPC service shares.
 """

@@ -1,8 +1,6 @@
-"""Joins neighbouring messages of a client's conversation into one message, as models expect them, and copies each text
-only once.
+"""Joining of consecutive messages into one, as models expect them, with one copy of each text.
 
-If each message were appended to the text of those before it, megabytes of text would be copied again for each small
-message.
+Appending each message to the text before it would copy megabytes again for each small message.
 """
 
 from __future__ import annotations
@@ -16,15 +14,17 @@ from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_CHARS, m
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import ChatMessage
 
-# A tool's result may hold an image. It stays in the conversation for good, so the model is told of it, and the
-# conversation can go on.
+# Replaces an image in a tool result. It stays in the conversation, so that the model knows of it and the conversation
+# can continue.
 UNSEEN = "[There is an image here, which this model cannot see.]"
 
 
 def without_text(kind: str, path: str, number: int, role: str, *, is_image: bool, is_new: bool) -> list[str]:
-    """Returns what the model reads in place of a part without text, part ``number`` of the content ``path`` of a
-    ``role``. Only what the user shows the model has to be seen by it: raises ApiError for an image of the user's, and
-    for any part of what ``is_new``. Others are left out and named."""
+    """Return the model's replacement for part ``number``, without text, of the content ``path`` of a ``role``.
+
+    Raises ApiError for an image of the user's, and for any part of a new message of the user's. Others are dropped, and
+    named as without effect.
+    """
     if role == "user" and (is_image or is_new):
         raise refused(f"{path}[{number}].type", f"{kind[:100]!r} is not supported here", "unsupported_value")
     note_ignored(f"{path}.{kind}")
@@ -32,12 +32,12 @@ def without_text(kind: str, path: str, number: int, role: str, *, is_image: bool
 
 
 class GatheredMessages:
-    """Gathers the messages of a conversation.
+    """Messages of a conversation.
 
     Args:
-        role: neighbouring messages of this role are joined.
-        field: the field of the client's request that has the conversation, which errors name.
-        names: a dict that is filled with what the client calls each message, by what the gateway calls it, for errors.
+        role: consecutive messages of this role are joined.
+        field: the client's field with the conversation, for errors.
+        names: receives the gateway's name of each message -> the client's, for errors.
     """
 
     def __init__(self, role: str, field: str, names: dict[str, str]) -> None:
@@ -48,8 +48,7 @@ class GatheredMessages:
         self._chars = 0
 
     def add(self, message: ChatMessage, path: str) -> None:
-        """Adds a message, which the client calls ``path``. Raises ApiError where there are too many messages or too
-        much text."""
+        """Add a message, which the client calls ``path``. Raises ApiError for too many messages or too much text."""
         check_wanted()
         self._chars += message_chars(message)
         if self._chars > MAX_PROMPT_CHARS:
@@ -64,5 +63,5 @@ class GatheredMessages:
         self._groups.append([message])
 
     def joined(self, join: Callable[[Sequence[ChatMessage]], ChatMessage]) -> tuple[ChatMessage, ...]:
-        """Returns the whole conversation; ``join`` makes one message of several."""
+        """Return the whole conversation; ``join`` merges several messages."""
         return tuple(group[0] if len(group) == 1 else join(group) for group in self._groups)

@@ -1,4 +1,4 @@
-"""Writes errors as clients know them: a status and a JSON object, in OpenAI's form or in that of another API."""
+"""Errors in the formats of clients: a status and a JSON object, OpenAI's or another API's."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pillion.errors import (
     Unavailable,
 )
 
-# A client may try again after this time where the error names none: a lost component is back within seconds.
+# Retry-After of errors without one: a lost component is back within seconds.
 RETRY_AFTER_MS = 1000
-# An error message repeats no more of a client's own text than this.
+# Max length of an error message, which may quote the client's text.
 MAX_MESSAGE_CHARS = 4096
 
 _INVALID = "invalid_request_error"
-# For each kind of error this has the HTTP status, OpenAI's type and OpenAI's code.
+# Error class -> HTTP status, OpenAI's type, OpenAI's code.
 _MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
     InvalidRequest: (400, _INVALID, "invalid_value"),
     NotFound: (404, _INVALID, "not_found"),
@@ -46,12 +46,12 @@ _MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """Describes an error response.
+    """An error response.
 
     Attributes:
-        retry_after_ms: 0 where trying again does not help.
-        final: whether trying again does harm; clients of OpenAI and Anthropic, which try every 500 again, are told so.
-        brief: the message as Anthropic's clients know it, where it differs.
+        retry_after_ms: 0 if a retry is useless.
+        final: whether a retry does harm. OpenAI's and Anthropic's clients retry every 500 unless a header forbids it.
+        brief: the message for Anthropic's clients, if different.
     """
 
     status: int
@@ -65,8 +65,8 @@ class ApiError(Exception):
     brief: str = ""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Returns the error's headers: Retry-After in whole seconds, as the standard has it, and in milliseconds, as
-        OpenAI's clients read it; where an API key is needed, also which kind of key."""
+        """Return the error's headers: Retry-After in seconds, and in milliseconds for OpenAI's clients; with status
+        401, the kind of key."""
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
         if self.final:
@@ -79,16 +79,16 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """Says how errors and ids of requests look to the clients of an API.
+    """Format of errors and request ids of an API.
 
     Attributes:
-        write: returns the status and the body of an error; its second argument is the request's id.
-        name: the name of ``schema`` in the API's description.
-        schema: the JSON schema of the body.
-        statuses: the statuses that stand for OpenAI's, where they differ.
-        id_headers: headers of responses that carry the request's id.
-        event: makes the event of an error's body, for a stream that has begun.
-        waiting: what a stream brings while its client waits for the first token.
+        write: returns an error's status and body; its second argument is the request's id.
+        name: name of ``schema`` in the OpenAPI document.
+        schema: JSON schema of the body.
+        statuses: OpenAI's statuses -> the API's, where different.
+        id_headers: response headers with the request's id.
+        event: converts an error's body to an event of a stream that has started.
+        waiting: a ping for a stream without a first token.
     """
 
     write: Callable[[ApiError, str], tuple[int, bytes]]
@@ -97,12 +97,12 @@ class ErrorForm:
     statuses: Mapping[int, int] = field(default_factory=dict)
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
     event: Callable[[bytes], bytes] = b"data: %b\n\n".__mod__
-    # A line that begins with a colon is a comment, which clients pass over.
+    # A comment, which clients ignore.
     waiting: bytes = b": waiting\n\n"
 
 
 def _openai(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """Writes an error as ``{"error": {"message", "type", "param", "code"}}``, OpenAI's form."""
+    """Encode an error as ``{"error": {"message", "type", "param", "code"}}``, OpenAI's format."""
     text = error.message[:MAX_MESSAGE_CHARS]
     said = {"message": text, "type": error.kind, "param": error.param, "code": error.code}
     return error.status, msgspec.json.encode({"error": said})
@@ -113,7 +113,7 @@ OPENAI_ERRORS = ErrorForm(
     "Error",
     {
         "type": "object",
-        "description": "What an error's body holds.",
+        "description": "Body of an error response.",
         "properties": {
             "error": {
                 "type": "object",
@@ -126,13 +126,15 @@ OPENAI_ERRORS = ErrorForm(
 
 
 def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """Makes the error of a wrong field, with the status 400."""
+    """Return the error of an invalid field, with status 400."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
-    """Makes the HTTP error that stands for ``error``. ``spelled`` has the client's names of fields, by the gateway's,
-    where these differ."""
+    """Convert an error to an HTTP error.
+
+    ``spelled`` maps the gateway's names of fields to the client's, where different.
+    """
     status, kind, code = _MAPPED.get(type(error), (500, "server_error", "internal_error"))
     message, param, retry_after_ms, brief = error.message, None, 0, ""
     if isinstance(error, InvalidRequest) and isinstance(long := next(iter(error.violations), None), LengthViolation):
@@ -144,10 +146,10 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
     elif isinstance(error, Overloaded | Unavailable):
         retry_after_ms = error.retry_after_ms or RETRY_AFTER_MS
         if isinstance(error, Overloaded):
-            # An error within a stream has no headers, so Codex reads the time from the text.
+            # Codex reads the delay from the text, since an error within a stream has no headers.
             message += f". Please try again in {retry_after_ms / 1000:g}s."
     elif isinstance(error, Unauthenticated):
-        # Claude Code tells its user what to mend where it reads this header's name.
+        # Claude Code explains the fix to its user if the text has this header's name.
         brief = f"invalid x-api-key: {message}"
     final = isinstance(error, LethalRequest)
     return ApiError(
@@ -156,9 +158,9 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
 
 
 def spelled_field(field: str, spelled: Mapping[str, str]) -> str:
-    """Returns the client's name of a field: ``sampling.stop[2]`` is ``stop[2]``. An item may have a name of its own.
+    """Return the client's name of a field: ``sampling.stop[2]`` is ``stop[2]``.
 
-    A name with ``[]`` stands for the field of any item.
+    In ``spelled``, ``name[]`` stands for the field of any item; ``name[3]`` takes precedence.
     """
     if field in spelled:
         return spelled[field]

@@ -1,4 +1,4 @@
-"""Serves the HTTP port, in the gateway's process and event loop: OpenAI's and Anthropic's APIs, and pages."""
+"""Server of the HTTP port, in the gateway's process and event loop: OpenAI's and Anthropic's APIs, and pages."""
 
 from __future__ import annotations
 
@@ -45,33 +45,33 @@ from pillion.types import ModelInfo
 
 log = logging.getLogger("pillion.gateway")
 
-# Such a function makes the pages of features, from what calls models and the pages that stand before them in the table.
+# Creates the routes of features. The second argument has the routes before them in the table.
 MoreRoutes = Callable[[ModelCalls, Sequence[Route]], list[Route]]
 
-# Part of the port's connections that may be in their TLS handshakes.
+# Max share of the port's connections that are in a TLS handshake.
 HANDSHAKE_PERCENT = 25
 LISTEN_BACKLOG = 1024
-# In one turn of the event loop this many connections are accepted, before any of them is judged.
+# Connections accepted per iteration of the event loop, before the limits apply to them.
 ACCEPTED_AT_ONCE = 32
-# A log line about missing descriptors comes this often at most.
+# Min interval of log lines about missing file descriptors.
 EXHAUSTED_LOG_S = 60.0
-# The date in the headers of answers changes this often.
+# Update interval of the Date header.
 DATE_INTERVAL_S = 1.0
-# vLLM has this path, too; here each use of vectors has a path of its own.
+# vLLM has these paths; here each pooling task has a separate path.
 NOT_OFFERED = frozenset(f"{version}/pooling" for version in ("", "/v1", "/v2"))
-# These paths of OpenAI's Responses need a server that stores conversations.
+# OpenAI's paths for stored conversations.
 STORED = "/v1/responses/"
-# An unknown path is most likely meant to be one that is so much like it: 1 is for the same path, 0 for no character of
-# it. A missing or doubled /v1, a slash at the end, and a letter too few are above it.
+# Min similarity (difflib ratio, 1 for equality) of an unknown path to the one that an error suggests. A missing or
+# doubled /v1, a trailing slash and a missing letter are above it.
 LIKENESS = 0.8
 MAX_SHOWN_PATH_CHARS = 200
-# Names of this machine: its own, and those that Docker and Podman give it within containers. Nobody can register them.
+# Names of this machine: its own, and those in Docker's and Podman's containers. None can be registered.
 _LOCAL_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
 _ASKS_PRIVATE = b"access-control-request-private-network"
 
 
 class _Pages:
-    """Handles the pages of the port whose calls have no body."""
+    """Handlers of the pages whose calls have no body."""
 
     def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
@@ -79,18 +79,18 @@ class _Pages:
         self._first_page = b"ui" if flags.ui else b"docs"
         self._started = int(time.time())
         self.routes: list[Route] = []
-        # An unknown path below a page of an API that writes errors in a form of its own is answered in that form.
+        # Path prefix -> error format of an API, for unknown paths below it.
         self._forms: list[tuple[str, ErrorForm]] = []
 
     def describe(self, routes: list[Route]) -> None:
-        """Takes the list of all pages of the port, which the API's description shows."""
+        """Set the list of all routes, which the OpenAPI document describes."""
         self.routes = routes
         apps = ((route.path, route.app) for route in routes)
         self._forms = [(f"{path}/", app.error_form) for path, app in apps if isinstance(app, Endpoint)]
         self._forms = [(above, form) for above, form in self._forms if form is not OPENAI_ERRORS]
 
     async def health(self, call: HttpCall) -> None:
-        """Answers 200 when a request would be served now, and 503 with what is missing when not."""
+        """Return 200 if a request would be served now, else 503 with what is missing."""
         missing = self._gateway.not_ready()
         if missing:
             await call.answer(503, msgspec.json.encode({"status": "unavailable", "missing": missing}))
@@ -98,20 +98,20 @@ class _Pages:
             await call.answer(200, b'{"status":"ok"}')
 
     async def ping(self, call: HttpCall) -> None:
-        """Answers as /health does, for those who look there."""
+        """Return the same as /health, for clients that expect this path."""
         await self.health(call)
 
     async def ping_posted(self, call: HttpCall) -> None:
-        """Answers as /health does, for those who ask with POST."""
+        """Return the same as /health, for clients that use POST."""
         await self.health(call)
 
     async def load(self, call: HttpCall) -> None:
-        """Says how many answers are under way at this gateway, in vLLM's form."""
+        """Return the number of running requests of this gateway, in vLLM's format."""
         await call.answer(200, msgspec.json.encode({"server_load": self._gateway.active_requests}))
 
     async def tokenizer_info(self, call: HttpCall) -> None:
-        """Describes the tokenizer of a model, which the path's parameter ``model`` names: its special tokens, and how
-        many tokens there are."""
+        """Return the special tokens and vocabulary size of the tokenizer of the model named by the query parameter
+        ``model``."""
         name = call.query("model").get("model", "")
         try:
             entry = await self._gateway.find_entry(name, call.tenant)
@@ -122,7 +122,7 @@ class _Pages:
             200,
             msgspec.json.encode(
                 {
-                    # All tokenizers here are those of a tokenizer.json.
+                    # Every tokenizer here is a tokenizer.json.
                     "tokenizer_class": "PreTrainedTokenizerFast",
                     "model_max_length": entry.limits.max_model_len_tokens,
                     "vocab_size": entry.limits.vocab_size,
@@ -133,30 +133,30 @@ class _Pages:
         )
 
     async def version(self, call: HttpCall) -> None:
-        """Answers with this gateway's version."""
+        """Return this gateway's version."""
         await call.answer(200, msgspec.json.encode({"version": VERSION}))
 
     async def metrics(self, call: HttpCall) -> None:
-        """Gives this gateway's metrics for Prometheus; where several processes share the port, those of the one that
-        was reached."""
+        """Return this gateway's metrics for Prometheus; if several processes share the port, those of the process
+        reached."""
         page = MetricsPage(lambda: self._gateway.metrics(call.tenant))
         await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
 
     async def refusals(self, call: HttpCall) -> None:
-        """Shows operators which clients send what is refused or has no effect, and how often; where several processes
-        share the port, to the one that was reached."""
+        """Return for operators which clients send requests or fields that are refused or have no effect, with counts;
+        if several processes share the port, those of the process reached."""
         self._gateway.operators_only(call.tenant)
         found = self._gateway.refusals
         about = {"object": "list", "since": int(found.since_s), "data": list(found.rows())}
         await call.answer(200, msgspec.json.encode(about))
 
     async def models(self, call: HttpCall) -> None:
-        """Lists the models that live workers serve, in OpenAI's form."""
+        """List the models that live workers serve, in OpenAI's format."""
         entries = [self._entry(info) for info in self._gateway.models(call.tenant)]
         await call.answer(200, msgspec.json.encode({"object": "list", "data": entries}))
 
     async def model(self, call: HttpCall) -> None:
-        """Describes one model; its name may contain slashes."""
+        """Describe one model; its name may contain slashes."""
         asked = str(call.parameters["name"])
         if not asked:
             await self.models(call)
@@ -172,17 +172,17 @@ class _Pages:
         raise Unavailable(self._gateway.missing(entry.limits.name))
 
     async def start(self, call: HttpCall) -> None:
-        """Redirects a browser to the page for people (/ui) where the gateway has one, and to /docs otherwise."""
-        # The redirect is a relative one, so it is also right where a proxy adds a path.
+        """Redirect a browser to the web page (/ui) if enabled, else to /docs."""
+        # A relative redirect also works behind a proxy that adds a path.
         await call.answer(307, b"", [(b"location", self._first_page)])
 
     async def openapi(self, call: HttpCall) -> None:
-        """Gives the description of this API, as OpenAPI 3.1."""
+        """Return the OpenAPI 3.1 document of this API."""
         document, _ = await asyncio.to_thread(lambda: self._description)
         await call.answer(200, document)
 
     async def docs(self, call: HttpCall) -> None:
-        """Shows the description of this API as a page."""
+        """Show the description of this API as a page."""
         policy = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
         _, page = await asyncio.to_thread(lambda: self._description)
         encrypted = self._encrypted or call.header(b"x-forwarded-proto") == "https"
@@ -192,13 +192,12 @@ class _Pages:
 
     @cached_property
     def _description(self) -> tuple[bytes, bytes]:
-        """Gives the port's OpenAPI document and the page that shows it. Both are made on the first request, because
-        that takes 30 ms."""
+        """The OpenAPI document and the page that shows it, generated on the first request since that takes 30 ms."""
         described = openapi.describe(self.routes, self._root_path)
         return msgspec.json.encode(described), docs_page.page(described)
 
     async def nothing(self, call: HttpCall) -> None:
-        """Answers every path that the port does not have with 404."""
+        """Answer unknown paths with 404."""
         path = call.path[:MAX_SHOWN_PATH_CHARS]
         known = [route.path for route in self.routes if "{" not in route.path]
         near = next(iter(difflib.get_close_matches(path, known, 1, LIKENESS)), path)
@@ -206,19 +205,21 @@ class _Pages:
         call.error_form = next((form for above, form in self._forms if f"{near}/".startswith(above)), OPENAI_ERRORS)
         said = f"there is no {path!r} here"
         if path in NOT_OFFERED:
-            said = f"{path} is not offered: ask /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
+            said = f"{path} is not supported; use /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
         elif path.startswith(STORED):
             said = (
-                f"{path} is not offered, because no response is stored here: send the whole conversation to"
-                " /v1/responses; the client itself makes one shorter that is too long"
+                f"{path} is not supported, because no response is stored here: send the whole conversation to"
+                " /v1/responses; the client can shorten one that is too long"
             )
         elif near != path:
-            said += f"; did you mean {near}? A client's base URL may need a /v1 more or less"
+            said += f"; did you mean {near}? Check whether the client's base URL needs /v1"
         raise ApiError(404, said, code="not_found")
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:
-        """Returns a model as OpenAI describes it, with vLLM's ``max_model_len``. An adapter has the model as
-        ``parent``, and its content's digest; a model's other name has the model as ``root``."""
+        """Return a model in OpenAI's format, with vLLM's ``max_model_len``.
+
+        An adapter has the model as ``parent``, and its digest; an alias has the model as ``root``.
+        """
         of_adapter = {"parent": info.parent, "digest": info.adapter} if info.parent else {"parent": None}
         return {
             "id": info.name,
@@ -238,11 +239,10 @@ class _Pages:
 
 
 def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> ASGIApp:
-    """Makes the application of the core's pages and OpenAI's, and of ``more_routes``, which are those of features.
-    Pages that need a key have ``tenant_of``; None says that a page is open.
+    """Create the application with the core's and OpenAI's routes, and ``more_routes`` of features.
 
-    The application is a bare router: Starlette's application wraps every write of a stream twice, for errors that
-    Endpoint handles. With --allowed-origins the writes of a browser's streams are wrapped once.
+    It is a bare router: Starlette's application wraps every write of a stream twice, for errors that Endpoint handles.
+    With --allowed-origins the writes of a browser's streams are wrapped once.
     """
     pages, tenant_of = _Pages(gateway, flags), gateway.tenant_of
     calls = ModelCalls(gateway, flags.strict_fields, gateway.limits.stream_ping_ms)
@@ -293,11 +293,11 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
 
 
 class _NamedOrigins(CORSMiddleware):
-    """Answers preflights and writes the headers of CORS. A page of the internet may ask a private address only where
-    its origin is named: '*' is every page that a user of this network ever opens."""
+    """CORS preflights and headers. A page of the internet may call a private address only if its origin is named: '*'
+    would allow every page that a user of this network ever opens."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Answers a preflight, as Starlette does but for private networks, which it refuses or does not know."""
+        """Answer a preflight as Starlette does, but allow named origins on private networks."""
         plain = Headers(raw=[(name, value) for name, value in request_headers.raw if name != _ASKS_PRIVATE])
         response = super().preflight_response(plain)
         is_named = request_headers["origin"] in self.allow_origins
@@ -307,8 +307,11 @@ class _NamedOrigins(CORSMiddleware):
 
 
 def _own_hosts(flags: GatewayFlags) -> frozenset[str] | None:
-    """Returns the names under which the port may be asked; None for any. Where neither a key nor the network keeps a
-    foreign page out, its name may have become this machine's address (DNS rebinding), so other names are refused."""
+    """Return the accepted Host names, None for any.
+
+    If neither a key nor the network blocks a foreign page, its name may have been rebound to this machine's address
+    (DNS rebinding), so other names are refused.
+    """
     is_open = not (flags.api_keys or flags.api_key) and is_local(f"{flags.host}:0")
     if "*" in flags.allowed_hosts or not (flags.allowed_hosts or is_open):
         return None
@@ -316,8 +319,8 @@ def _own_hosts(flags: GatewayFlags) -> frozenset[str] | None:
 
 
 class _Server(uvicorn.Server):
-    """Runs uvicorn without its signal handlers, because they belong to the component's process, and without its polls:
-    uvicorn looks every 100 ms whether it is to end, and waits as long again where nobody is connected."""
+    """Uvicorn without its signal handlers, which belong to the component's process, and without its polling: uvicorn
+    checks every 100 ms for shutdown, and waits as long again without connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -329,7 +332,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        # In uvicorn, a tick with the number 0 updates the date that headers have.
+        # Uvicorn updates the Date header on ticks with number 0.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATE_INTERVAL_S):
@@ -344,7 +347,7 @@ class _Server(uvicorn.Server):
 
 @dataclass(eq=False)
 class HttpServer:
-    """Represents a running HTTP server. ``address`` is where it really listens."""
+    """A running HTTP server. ``address`` is the one it listens on."""
 
     _server: _Server
     task: asyncio.Task[None]
@@ -352,12 +355,10 @@ class HttpServer:
 
     @property
     def connections(self) -> Collection[Any]:
-        """Gives the protocols of open connections."""
         return self._server.server_state.connections
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Takes no more connections, lets answers that are being sent finish for ``grace_s`` (whole seconds), then
-        closes all connections."""
+        """Stop accepting, let responses finish for ``grace_s`` (whole seconds), then close all connections."""
         self._server.config.timeout_graceful_shutdown = max(1, math.ceil(grace_s))
         self._server.should_exit = True
         self._server.ending.set()
@@ -365,8 +366,10 @@ class HttpServer:
 
 
 def _log_exhaustion_seldom() -> None:
-    """Makes the event loop say in one line, once in a while, that a connection could not be accepted for want of
-    descriptors: asyncio writes a traceback for each attempt, and tries again by itself a second later."""
+    """Limit the event loop's log of failed accepts, for lack of file descriptors, to a line per EXHAUSTED_LOG_S.
+
+    asyncio logs a traceback per attempt, and retries a second later.
+    """
     loop, said_s = asyncio.get_running_loop(), -math.inf
     before = loop.get_exception_handler()
 
@@ -394,11 +397,10 @@ async def start_http(
     more_routes: MoreRoutes,
     max_connections: int,
 ) -> HttpServer:
-    """Serves HTTP on --host and --http-port (0: any free port), with TLS where there is an ``identity``, over at most
-    ``max_connections``.
+    """Serve HTTP on --host and --http-port (0: any free port), with TLS if there is an ``identity``.
 
-    With --share-ports other processes may listen on the same port; the system spreads connections over them. Raises
-    OSError when the address cannot be bound.
+    With --share-ports other processes may listen on the same port; the kernel distributes connections. Raises OSError
+    if the address cannot be bound.
     """
     host = flags.host
     listener = listen(host, flags.http_port, LISTEN_BACKLOG, share_port=flags.share_ports)
@@ -406,7 +408,7 @@ async def start_http(
     handshakes = 0 if identity is None else max_connections * HANDSHAKE_PERCENT // 100
     config = uvicorn.Config(
         make_app(gateway, flags, more_routes),
-        # h11 bounds headers that are not whole yet; the endpoint judges the size of whole ones.
+        # h11 limits incomplete headers; Endpoint limits complete ones.
         http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         lifespan="off",
@@ -427,7 +429,7 @@ async def start_http(
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     while not server.started and not task.done():  # noqa: ASYNC110  (uvicorn offers no event)
         await asyncio.sleep(0.005)
-    # asyncio has set the system's queue of new connections to how many it accepts at once.
+    # asyncio has set the backlog to ACCEPTED_AT_ONCE.
     listener.listen(LISTEN_BACKLOG)
     _log_exhaustion_seldom()
     name = f"[{host}]" if ":" in host else host

@@ -1,16 +1,16 @@
-"""Answers the calls for which a model generates text, of every HTTP API: whole, or as server-sent events.
+"""Calls that a model answers, of every HTTP API: as one object, or as server-sent events.
 
-body --> read by the API --> first delta --> status and headers --> events of the API's writer ... its last events
-            | 4xx with a param   | 4xx, 5xx                           | the error as an event
+body --> parsed by the API --> first delta --> status and headers --> events of the API's writer ... its last events
+            | 4xx with a param   | 4xx, 5xx                             | the error as an event
 
-The status is sent with the first delta, so that a refusal is a status and not an event. But proxies hang up on a stream
-that is silent for long: after ``ping_ms`` the status is sent without a delta, and something that clients pass
-over, again and again until the first delta comes. A client that goes away before or after cancels its request (I8).
+The status is sent with the first delta, so that a refusal has its own status. But proxies close silent streams: after
+``ping_ms`` the status is sent without a delta, followed by a ping per ``ping_ms`` until the first delta. A client that
+disconnects before or after cancels its request (I8).
 
-A call has one prompt or several, whose deltas are read in batches of all that are there.
+Deltas are read in batches of all that are available.
 
 one prompt:       its request runner is read directly
-several prompts:  a task each reads its request runner into one bounded queue; at most MAX_PROMPTS_AT_ONCE run at a time
+several prompts:  one task per prompt reads its runner into a bounded queue; at most MAX_PROMPTS_AT_ONCE run at a time
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ from pillion.wire.public import RECORD_HEADER
 log = logging.getLogger("pillion.gateway")
 
 MAX_PROMPTS_AT_ONCE = 32
-# This many deltas may wait for one client. Further deltas are merged by the runner of each request.
+# Deltas queued per client; further ones are merged by each request's runner.
 MAX_WAITING_DELTAS = 256
-# One write has at most this many deltas.
+# Deltas per write.
 MAX_BATCH_DELTAS = 256
 
 StartRunner = Callable[[GenerateRequest], Awaitable[RequestRunner]]
-# A batch of deltas has pairs of a prompt's index and its delta.
+# Pairs of a prompt's index and its delta.
 DeltaBatch = list[tuple[int, Delta]]
 
 
 @dataclass(slots=True, eq=False)
 class DeltaReader:
-    """Starts the requests of a call with the first ``read``, and reads their deltas. ``close`` cancels all of them, at
-    any time (I8)."""
+    """Reader of the deltas of a call's requests, which start with the first ``read``. ``close`` cancels them, at any
+    time (I8)."""
 
     _requests: Sequence[GenerateRequest]
     _start: StartRunner
-    # This holds the runners by the number of their prompts, in the order in which they were started.
+    # Prompt's index -> runner, in the order of their start.
     _runners: dict[int, RequestRunner] = field(default_factory=dict)
     _pumps: list[asyncio.Task[None]] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, Delta | PillionError] | None] = field(
         default_factory=partial(asyncio.Queue, MAX_WAITING_DELTAS)
     )
-    # This is the number of the prompt whose error was raised.
+    # Index of the prompt whose error was raised.
     failed: int = 0
     _running: int = 0
 
     async def read(self) -> DeltaBatch:
-        """Returns the next deltas, at least one, or none at the end of all answers. Raises PillionError."""
+        """Return at least one delta, or none at the end of all answers. Raises PillionError."""
         if len(self._requests) > 1:
             return await self._read_several()
         if not self._runners:
@@ -85,27 +85,31 @@ class DeltaReader:
 
     @property
     def admitted(self) -> AdmittedRequest:
-        """Gives the first request that began, as it was admitted. It is known after the first batch."""
+        """The first started request, as admitted; available after the first batch."""
         return next(iter(self._runners.values())).admitted
 
     def cut_tokens(self) -> int | None:
-        """Returns the most tokens of an answer, where the contexts of the prompts leave fewer than were asked for; else
-        None. It is known after the first batch, for the prompts that run by then."""
+        """Return the max tokens of an answer if the context leaves fewer than requested, else None.
+
+        Available after the first batch, for the prompts started by then.
+        """
         admitted = [runner.admitted for runner in self._runners.values()]
         return min((one.max_tokens for one in admitted if one.cut), default=None)
 
     def prompt_ids(self, prompt: int) -> tuple[int, ...]:
-        """Returns the token ids of a prompt of which a delta has come."""
+        """Return the token ids of a prompt that has had a delta."""
         return self._runners[prompt].admitted.prompt
 
     def first_prompt(self) -> tuple[tuple[int, ...], PlacedPrefix | None]:
-        """Returns the first prompt's token ids, and where the blocks of all of them are in the cluster. Both are known
-        after the first batch."""
+        """Return the first prompt's token ids, and the location of its blocks in the cluster.
+
+        Available after the first batch.
+        """
         runner = self._runners[0]
         return runner.admitted.prompt, runner.placed_prefix()
 
     def usage(self) -> Usage:
-        """Returns the token counts of all prompts so far."""
+        """Return the token counts of all prompts so far."""
         return sum((runner.usage() for runner in self._runners.values()), Usage(0, 0, 0))
 
     async def _read_several(self) -> DeltaBatch:
@@ -121,7 +125,7 @@ class DeltaReader:
         return batch
 
     def close(self) -> None:
-        """Cancels the requests that still run."""
+        """Cancel the running requests."""
         for pump in self._pumps:
             pump.cancel()
         for runner in self._runners.values():
@@ -137,7 +141,7 @@ class DeltaReader:
             except PillionError as error:
                 await self._queue.put((number, error))
             except Exception:
-                # A defect must end the response, because otherwise the client would wait for ever.
+                # Without this the client would wait forever.
                 log.exception("a prompt of a list failed")
                 await self._queue.put((number, Internal(DEFECT)))
 
@@ -153,19 +157,19 @@ class DeltaReader:
         return batch
 
 
-# All streams together may write this often, which takes half a core. A write costs more than a token: the wake-up, the
-# framing, the system call.
+# Writes per second of all streams together, about half a core. A write costs more than a token: wake-up, framing,
+# system call.
 MAX_WRITES_PER_S = 12_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedCall:
-    """Holds a parsed call for a model's answers. The calls of each HTTP API extend this class.
+    """A parsed call for a model's answers; subclassed by each HTTP API.
 
     Attributes:
-        requests: a request for each prompt; they differ in the prompt alone.
-        names: the client's names of fields, by the gateway's, for each prompt.
-        stream: whether events are wanted.
+        requests: one per prompt; they differ in the prompt only.
+        names: per prompt, the gateway's names of fields -> the client's.
+        stream: whether to send events.
     """
 
     requests: tuple[GenerateRequest, ...]
@@ -174,54 +178,58 @@ class AskedCall:
 
 
 class AnswerWriter:
-    """Writes the response to one call. The writers of each HTTP API extend this class. A response is either written as
-    events, or kept and then written as one object.
+    """Writer of the response to one call; subclassed by each HTTP API. A response is either written as events, or
+    collected and written as one object.
 
     Attributes:
-        size_bytes: about the size of the whole response so far.
+        size_bytes: approximate size of the whole response so far.
     """
 
     size_bytes = 0
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """Returns the events of some deltas. ``usage`` returns the tokens so far."""
+        """Return the events of some deltas. ``usage`` returns the token counts so far."""
         raise NotImplementedError
 
     def events_bytes(self, batch: DeltaBatch) -> int:
-        """Gives about how large the events of some deltas are, if they may be too large for the event loop; else 0."""
+        """Return the approximate size of some deltas' events if it may block the event loop, else 0."""
         return 0
 
     def last_events(self, usage: Usage) -> bytes:
-        """Returns the events that stand after those of the last delta."""
+        """Return the events after those of the last delta."""
         raise NotImplementedError
 
     def keep(self, prompt: int, delta: Delta) -> None:
-        """Collects a delta for :meth:`whole`."""
+        """Collect a delta for :meth:`whole`."""
         raise NotImplementedError
 
     def whole(self, usage: Usage) -> bytes:
-        """Returns everything that :meth:`keep` collected, as one object."""
+        """Return everything that :meth:`keep` collected, as one object."""
         raise NotImplementedError
 
 
 T = TypeVar("T")
 Asked = TypeVar("Asked", bound=AskedCall)
-# Such a function returns after how many tokens of a call's first prompt others are expected to part from it.
+# Returns the numbers of tokens of a call's first prompt after which other prompts are expected to diverge.
 Places = Callable[[HttpCall, Asked, ModelEntry, tuple[int, ...]], Awaitable[tuple[int, ...]]]
-# Such a function makes the writer of a call once its first deltas are there.
+# Creates the writer of a call after its first deltas.
 NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[AnswerWriter]]
 
 
 class ModelCalls:
-    """Answers calls for a model's answers, of every HTTP API. ``gateway`` is the gateway behind them; ``strict_fields``
-    says whether fields that no API documents are refused, and ``ping_ms`` is the period of pings."""
+    """Calls for a model's answers, of every HTTP API.
+
+    Args:
+        strict_fields: whether fields that no API documents are refused.
+        ping_ms: period of pings, 0 for none.
+    """
 
     def __init__(self, gateway: Gateway, strict_fields: bool = False, ping_ms: int = 0) -> None:
         self.gateway = gateway
         self._strict_fields = strict_fields
         self._ping_s = ping_ms / 1000
         self._texts: dict[str, TokenTexts] = {}
-        # So many streams are being written.
+        # Streams being written.
         self._streams = 0
 
     async def answer(
@@ -233,13 +241,17 @@ class ModelCalls:
         begun: Callable[[HttpCall, Asked, ModelEntry], None] = lambda *_: None,
         places: Places[Asked] | None = None,
     ) -> None:
-        """Answers a call whose body ``raw`` is read by ``read``, which gets the request's id, too. ``begun`` is called
-        once the call's first prompt has been checked, counted and admitted; ``places`` before that, where a model's
-        layers carry states. Raises ApiError."""
+        """Answer a call. Raises ApiError.
+
+        Args:
+            read: parses the body ``raw``; its second argument is the request's id.
+            begun: called after the first prompt was validated, counted and admitted.
+            places: called before that for hybrid models.
+        """
         arrived = asyncio.get_running_loop().time()
         asked, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()
         quota: CountedCall | None = None
-        # Whoever waits for a whole answer hears nothing before, so that is the time that the answer has.
+        # A client without a stream receives nothing earlier, so its read timeout is the answer's deadline.
         patience_s = None if asked.stream else call.patience_s
         recorded = call.header(RECORD_HEADER.encode()).strip() == "1"
 
@@ -265,7 +277,7 @@ class ModelCalls:
         try:
             heard = self._heard(call, arrived) if asked.stream and self._ping_s else contextlib.nullcontext()
             async with heard, contextlib.AsyncExitStack() as refusable:
-                # All prompts of a call are answered by the model that the name means now.
+                # Resolved once: all prompts of a call use the same model.
                 entry = await self.entry(asked.requests[0].model, call.tenant)
                 if len(asked.requests) > 1:
                     quota = await refusable.enter_async_context(await self._counted(asked, entry, call.tenant))
@@ -273,7 +285,7 @@ class ModelCalls:
                 self._name_left_out(call, asked, reader.admitted.grammar.left_out)
                 if (cut_tokens := reader.cut_tokens()) is not None:
                     call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
-                # The writer is made after the first delta, so nothing is prepared for a call that is refused or waits.
+                # After the first delta, so that nothing is prepared for a call that is refused or queued.
                 writer = await new_writer(call, asked, entry, reader)
             if asked.stream:
                 await self._stream(call, reader, writer, batch)
@@ -292,8 +304,10 @@ class ModelCalls:
                 quota.end(time.monotonic())
 
     async def read(self, call: HttpCall, read: Callable[..., T], raw: bytes, *arguments: Any) -> T:
-        """Returns ``read(raw, *arguments)``, which reads a call's body. The answer gets a header with the names of the
-        fields that have no effect. Raises ApiError."""
+        """Return ``read(raw, *arguments)``, which parses a body; fields without effect are named in a response header.
+
+        Raises ApiError.
+        """
         reading = BodyReading(self._strict_fields)
         found: T = await self.gateway.off_loop(call.tenant, len(raw), read_noting, reading, read, raw, *arguments)
         call.reading = reading
@@ -301,7 +315,7 @@ class ModelCalls:
         return found
 
     def _name_ignored(self, call: HttpCall, names: Iterable[str]) -> None:
-        """Names in the answer's header what has no effect, of which ``names`` are new."""
+        """Update the response header that names fields without effect; ``names`` are new."""
         if new := list(names):
             header = IGNORED_HEADER.encode()
             call.notes = [(name, value) for name, value in call.notes if name != header]
@@ -309,21 +323,21 @@ class ModelCalls:
             self.gateway.refusals.without_effect(call.caller(), new)
 
     def _name_left_out(self, call: HttpCall, asked: AskedCall, places: Sequence[tuple[str, str]]) -> None:
-        """Names in the answer's header the places in a call's schemas to which its answers are not held."""
+        """Name the places in a call's schemas that its answers are not constrained by in the response header."""
         before = dict(call.reading.found)
         for name, place in places:
             call.reading.note(spelled_field(name, asked.names[0]) + place)
         self._name_ignored(call, call.reading.found.keys() - before)
 
     async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
-        """Returns the model that a client's ``name`` means. Raises ApiError."""
+        """Return the model that a client's ``name`` means. Raises ApiError."""
         try:
             return await self.gateway.find_entry(name, tenant)
         except NotFound as error:
             raise unknown_model(error.message) from None
 
     def texts_of(self, entry: ModelEntry) -> TokenTexts:
-        """Returns the texts of a model's tokens."""
+        """Return the cached texts of a model's tokens."""
         name = entry.limits.name
         if name not in self._texts:
             self._texts[name] = TokenTexts(entry.tokenizer.spellings)
@@ -331,8 +345,7 @@ class ModelCalls:
 
     @contextlib.asynccontextmanager
     async def _heard(self, call: HttpCall, arrived_s: float) -> AsyncIterator[None]:
-        """Lets a stream's client hear something while its answer has not begun: every ``ping_ms`` since its body
-        was there, at ``arrived_s`` of the loop's clock."""
+        """Send a ping per ``ping_ms`` until the answer starts, counted from ``arrived_s`` (loop time)."""
         loop, speaking = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         timer = loop.call_at(arrived_s + self._ping_s, lambda: speaking.add(loop.create_task(self._speak(call))))
         try:
@@ -341,7 +354,7 @@ class ModelCalls:
             timer.cancel()
             for task in speaking:
                 task.cancel()
-            # The next event must not come between the head and what was to be said.
+            # A ping must be written completely before the next event.
             await asyncio.gather(*speaking, return_exceptions=True)
 
     async def _speak(self, call: HttpCall) -> None:
@@ -364,9 +377,9 @@ class ModelCalls:
                 if events:
                     await call.write(events)
                 if batch[-1][1].usage is None:
-                    # A stream writes as soon as it has something, but no sooner after its last write than its share of
-                    # MAX_WRITES_PER_S. So nothing is held back as long as all streams together bring fewer messages
-                    # than that, and beyond it the core carries more tokens instead of more system calls.
+                    # A stream writes as soon as it has something, but not before its share of MAX_WRITES_PER_S. Nothing
+                    # is delayed below that rate; above it, the core sends more tokens instead of making more system
+                    # calls.
                     left_s = wrote + self._streams / MAX_WRITES_PER_S - time.monotonic()
                     if left_s > 0:
                         await asyncio.sleep(left_s)
@@ -378,8 +391,11 @@ class ModelCalls:
     async def _counted(
         self, asked: AskedCall, entry: ModelEntry, tenant: Tenant
     ) -> contextlib.AbstractAsyncContextManager[CountedCall]:
-        """Checks all prompts of a call before any of them is run. Returns a block that counts them all together, until
-        it is known that the call is not refused. Raises ApiError, naming the prompt."""
+        """Validate all prompts of a call before any of them runs.
+
+        Returns a context that counts them together, and refunds them if the call is refused in it. Raises ApiError,
+        naming the prompt.
+        """
         tokens = 0
         for request, names in zip(asked.requests, asked.names, strict=True):
             try:
@@ -393,5 +409,5 @@ class ModelCalls:
 
 
 def unknown_model(message: str) -> ApiError:
-    """Makes OpenAI's error for an unknown model, with the status 404."""
+    """Return OpenAI's error for an unknown model, with status 404."""
     return ApiError(404, message, param="model", code="model_not_found")

@@ -1,7 +1,6 @@
-"""Writes responses as OpenAI's clients read them: one server-sent event for each delta, or one object at the end.
+"""Responses in OpenAI's format: one server-sent event per delta, or one object at the end.
 
-The fields that stay the same from event to event are encoded once for each answer; an event costs the encoding of its
-text.
+Fields that are the same in all events of an answer are encoded once; an event costs the encoding of its text.
 
     opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage   data: [DONE]
 """
@@ -24,22 +23,22 @@ from pillion.types import Delta, Timings, TokenLogprob, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
-# An id in a list takes about this much of a response.
+# Approximate size of a token id in a response.
 ID_BYTES = 8
-# In a content with the reasoning in it, these stand around the reasoning.
+# Delimiters of reasoning inside the content.
 _BEFORE_REASONING, _AFTER_REASONING = "<think>\n", "\n</think>\n\n"
-# The log probability of a token, or of an alternative to it, takes about this much of a response.
+# Approximate size of a token or alternative with its log probability in a response.
 LOGPROB_BYTES = 64
 
 _encode = msgspec.json.Encoder().encode
-# Such a function returns the token ids of a prompt, by its number.
+# Prompt's index -> its token ids.
 PromptIds = Callable[[int], Sequence[int]]
 
 
 @dataclass(slots=True)
 class _WrittenAnswer:
-    """Holds what has been written of one answer. ``head`` is the beginning of its events; ``front`` and ``back``
-    enclose the text of an event that brings nothing else."""
+    """What was written of one answer. ``head`` starts its events; ``front`` and ``back`` enclose the text of an event
+    with only text."""
 
     head: bytes
     front: bytes
@@ -50,29 +49,28 @@ class _WrittenAnswer:
     finish_reason: str | None = None
     stop_string: str = ""
     place: TextPlace | None = None
-    # This is the first token of a prompt whose log probabilities are echoed and have not been written yet.
+    # First token of a prompt whose echoed log probabilities are still to be written.
     first_token: int | None = None
     opened: bool = False
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes the response to one call of OpenAI's API. The writers of both endpoints extend it. Indexes count answers
-    over all prompts.
+    """Writer of the response to one call of OpenAI's API; subclassed per endpoint. Indexes count answers over all
+    prompts.
 
     Args:
-        head: the fields that every event and the whole response begin with; "object" is set by the endpoint.
+        head: first fields of every event and of the whole response; "object" is set by the endpoint.
         tokens: texts of the model's tokens, for log probabilities.
         asked: the call.
-        prompt_ids: returns the token ids of a prompt of which a delta has come.
+        prompt_ids: returns the token ids of a prompt that has had a delta.
     """
 
     kind = ""
     event_kind = ""
-    # These bytes stand before and after the text of an event.
+    # Bytes before and after the text of an event.
     before = b""
     after = b""
-    # These are the choice of an event before an answer's first one, if there is such an event, and the choice of an
-    # event that only ends the answer.
+    # Choice of an event before an answer's first one, if any, and choice of an event that only ends the answer.
     opening = b""
     empty = b""
 
@@ -83,24 +81,21 @@ class ResponseWriter(AnswerWriter):
         self._tokens = tokens
         self._asked = asked
         self._prompt_ids = prompt_ids
-        # These say whether answers show log probabilities, token ids, and usage in each event.
         self._shows, self._shows_ids = asked.logprobs, bool(asked.body.return_token_ids)
         self._shows_usage = asked.continuous_usage
-        # A chunk that brings no token yet has this usage, as JSON.
+        # Usage (JSON) of a chunk without tokens.
         self._usage_before = b""
         self._per_prompt = asked.answers
-        # Each event has a field for usage, null before the last one.
         self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
-        # These timings of the call's one prompt come with its last delta.
+        # Timings of the call's only prompt, from its last delta.
         self._timings: Timings | None = None
-        # These are log probabilities of each prompt; a prompt's first token has none.
+        # Log probabilities of each prompt; its first token has none.
         self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """Returns the server-sent events of these deltas: one for each, and one before it where an answer begins with
-        an event of its own."""
+        """Return one event per delta, preceded by an opening event at the start of an answer if there is one."""
         so_far = b""
         if self._shows_usage:
             counted = usage()
@@ -111,17 +106,17 @@ class ResponseWriter(AnswerWriter):
         return b"".join([self.event(prompt * self._per_prompt + delta.index, delta, so_far) for prompt, delta in batch])
 
     def events_bytes(self, batch: DeltaBatch) -> int:
-        """Returns about how large the ids of prompts are that come with these events."""
+        """Return the approximate size of the prompts' token ids in these events."""
         if not self._shows_ids:
             return 0
         return sum(ID_BYTES * len(self._prompt_ids(prompt)) for prompt in self._begun(batch))
 
     def _begun(self, batch: DeltaBatch) -> set[int]:
-        """Returns the prompts of which an answer begins with these deltas."""
+        """Return the prompts of which an answer starts with these deltas."""
         return {prompt for prompt, delta in batch if prompt * self._per_prompt + delta.index not in self._answers}
 
     def last_events(self, usage: Usage) -> bytes:
-        """Returns the event with the usage and the timings, where they were asked for, and the mark of the end."""
+        """Return the event with usage and timings, if requested, and the end marker."""
         found: dict[str, Any] = {"usage": self._usage(usage)} if self._asked.include_usage else {}
         found |= self._asked_timings()
         if not found:
@@ -129,8 +124,7 @@ class ResponseWriter(AnswerWriter):
         return self._common + b',"choices":[],' + _encode(found)[1:] + _END + DONE
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """Returns ``delta`` as an event, after the answer's opening event where it is the first one. ``usage`` is
-        JSON."""
+        """Return ``delta`` as an event, preceded by the opening event if it is the first one. ``usage`` is JSON."""
         answer = self._answers.get(index) or self._begin(index)
         if (
             delta.text
@@ -138,7 +132,7 @@ class ResponseWriter(AnswerWriter):
             and delta.finish_reason is None
             and not (usage or self._shows or self._shows_ids)
         ):
-            # Nearly every event brings only text, which takes this short way.
+            # Fast path: nearly every event has only text.
             return answer.front + _encode(delta.text) + answer.back
         opening, ids = self._open(index, answer, bool(usage))
         content = self.before + _encode(delta.text) + self.after
@@ -158,17 +152,19 @@ class ResponseWriter(AnswerWriter):
         )
 
     def _open(self, index: int, answer: _WrittenAnswer, counts: bool) -> tuple[bytes, bytes]:
-        """Returns the events that stand before an answer's first one, and further fields of that one's choice; nothing
-        where the answer is open. ``counts``: each event has the usage so far."""
+        """Return the events before an answer's first one and further fields of that one's choice, once per answer.
+
+        ``counts``: whether each event has the usage so far.
+        """
         answer.opened = True
         return b"", b""
 
     def _tail_with(self, usage: bytes) -> bytes:
-        """Returns the end of an event, behind its choices. ``usage`` is JSON, or b"" where the event has none."""
+        """Return the end of an event, after its choices. ``usage`` is JSON, or b"" for none."""
         return b',"usage":' + usage + b"}\n\n" if usage else self._tail
 
     def keep(self, prompt: int, delta: Delta) -> None:
-        """Collects a delta of an answer for :meth:`whole`."""
+        """Collect a delta for :meth:`whole`."""
         self._timings = delta.timings
         if delta.prompt_logprobs:
             self._scores[prompt].extend(delta.prompt_logprobs)
@@ -190,7 +186,7 @@ class ResponseWriter(AnswerWriter):
             answer.finish_reason, answer.stop_string = delta.finish_reason.value, delta.stop_string
 
     def whole(self, usage: Usage) -> bytes:
-        """Returns all answers to a call in one object."""
+        """Return all answers of a call in one object."""
         choices = []
         for index, answer in sorted(self._answers.items()):
             logprobs = self._logprobs(answer, [*self._echoed_scores(index), *answer.logprobs]) if self._shows else None
@@ -200,7 +196,7 @@ class ResponseWriter(AnswerWriter):
             if self._shows_ids:
                 choices[-1]["token_ids"] = answer.token_ids
             if answer.stop_string:
-                # This field is vLLM's.
+                # vLLM's field.
                 choices[-1]["stop_reason"] = answer.stop_string
         whole = {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(usage)}
         return _encode({**whole, **self._asked_timings(), **self._around()})
@@ -213,20 +209,20 @@ class ResponseWriter(AnswerWriter):
 
     @property
     def _score_copies(self) -> int:
-        """Gives the number of times that the whole response has the log probabilities of a prompt."""
+        """Number of copies of a prompt's log probabilities in the whole response."""
         return 1
 
     def _listed_scores(self, prompt: int) -> dict[str, Any]:
-        """Returns vLLM's field with the log probabilities of a prompt; nothing if it was not asked for."""
+        """Return vLLM's field with a prompt's log probabilities, if requested."""
         most = self._asked.body.prompt_logprobs
         return {} if most is None else {"prompt_logprobs": self._tokens.prompt(self._scores[prompt], most)}
 
     def _around(self) -> dict[str, Any]:
-        """Returns further fields of a whole response, besides its choices and usage."""
+        """Return further fields of a whole response."""
         return {}
 
     def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
-        """Returns the log probabilities of the echoed prompt, which stand before the answer's own."""
+        """Return the log probabilities of the echoed prompt, which precede the answer's."""
         return ()
 
     def _begin(self, index: int) -> _WrittenAnswer:
@@ -244,7 +240,7 @@ class ResponseWriter(AnswerWriter):
 
 
 class ChatResponseWriter(ResponseWriter):
-    """Writes responses of /v1/chat/completions."""
+    """Writer of responses of /v1/chat/completions."""
 
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
@@ -254,8 +250,8 @@ class ChatResponseWriter(ResponseWriter):
     empty = b'"delta":{}'
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """Returns the events of these deltas. The reason of an answer's end comes in an event of its own, with an empty
-        delta: some clients read nothing else of it."""
+        """Return the events of these deltas. The finish reason comes in a separate event with an empty delta, since
+        some clients ignore all else in its event."""
         return super().events([part for one in batch for part in self._with_end(*one)], usage)
 
     def _with_end(self, prompt: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
@@ -294,8 +290,12 @@ class ChatResponseWriter(ResponseWriter):
 
 @dataclass(slots=True)
 class _WrittenParts:
-    """Holds what an answer has beside its content: its reasoning, and its calls by number. ``joined`` and ``left`` say
-    whether reasoning stands in the content, and has ended there."""
+    """Reasoning and tool calls of an answer.
+
+    Attributes:
+        calls: call's index -> its deltas.
+        joined, left: whether reasoning in the content has started, and has ended.
+    """
 
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, list[ToolCallDelta]] = field(default_factory=dict)
@@ -304,9 +304,12 @@ class _WrittenParts:
 
 
 class ReadResponseWriter(ChatResponseWriter):
-    """Writes responses whose answers may hold reasoning and calls of tools. An event brings a part of at most one
-    call. ``reasons`` says whether the model reasons: log probabilities and ids would tell what it thought, so they are
-    left out where the reasoning is."""
+    """Writer of responses whose answers may have reasoning and tool calls. An event has a part of at most one call.
+
+    Args:
+        reasons: whether the model reasons. If reasoning is omitted, so are log probabilities and token ids, which would
+            reveal it.
+    """
 
     def __init__(
         self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest, prompt_ids: PromptIds, reasons: bool
@@ -314,7 +317,7 @@ class ReadResponseWriter(ChatResponseWriter):
         super().__init__(head, tokens, asked, prompt_ids)
         assert isinstance(asked.body, ChatBody)
         self._hides_reasoning = asked.body.include_reasoning is False
-        # Reasoning without a field of its own stands in the content, between marks.
+        # Write reasoning into the content, between delimiters.
         self._joins_reasoning = asked.body.separate_reasoning is False
         if reasons and self._hides_reasoning:
             self._shows = self._shows_ids = False
@@ -322,7 +325,7 @@ class ReadResponseWriter(ChatResponseWriter):
         self._custom = CustomCalls(asked.custom)
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """Returns ``delta`` as events: its reasoning and content, then the parts of its calls."""
+        """Return ``delta`` as events: its reasoning and content, then the parts of its calls."""
         delta = self._presented(index, delta)
         if not (delta.reasoning or delta.tool_calls):
             return super().event(index, delta, usage)
@@ -345,7 +348,7 @@ class ReadResponseWriter(ChatResponseWriter):
         return b"".join(events)
 
     def _presented(self, index: int, delta: Delta) -> Delta:
-        """Returns the delta with its reasoning where the call wants it: left out, or between marks in its content."""
+        """Return the delta with its reasoning omitted, or moved into its content, as the call requests."""
         if self._hides_reasoning:
             return replace(delta, reasoning="") if delta.reasoning else delta
         if not self._joins_reasoning:
@@ -360,7 +363,7 @@ class ReadResponseWriter(ChatResponseWriter):
         return delta if text == delta.text else replace(delta, text=text, reasoning="")
 
     def keep(self, prompt: int, delta: Delta) -> None:
-        """Collects a delta of an answer for :meth:`whole`."""
+        """Collect a delta for :meth:`whole`."""
         index = prompt * self._per_prompt + delta.index
         delta = self._presented(index, delta)
         super().keep(prompt, delta)
@@ -389,10 +392,10 @@ class ReadResponseWriter(ChatResponseWriter):
 
 
 class CompletionResponseWriter(ResponseWriter):
-    """Writes responses of /v1/completions.
+    """Writer of responses of /v1/completions.
 
     Args:
-        prompts: the texts to echo, one for each prompt; none without an echo.
+        prompts: the texts to echo, one per prompt; none without echo.
     """
 
     kind = event_kind = "text_completion"
@@ -409,14 +412,14 @@ class CompletionResponseWriter(ResponseWriter):
     ) -> None:
         super().__init__(head, tokens, asked, prompt_ids)
         self._prompts = prompts
-        # This says whether an echoed prompt is shown with its log probabilities.
+        # Whether an echoed prompt has log probabilities.
         self._echoes_scores = bool(prompts) and asked.logprobs
-        # All choices of a prompt have these fields, which are encoded once.
+        # Prompt's index -> fields of all its choices, encoded once.
         self._listings: dict[int, dict[str, Any]] = {}
         self.size_bytes = asked.answers * sum(map(len, prompts))
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """Returns one event for each delta of an answer; a prompt's log probabilities wait for its echo."""
+        """Return one event per delta of an answer; a prompt's log probabilities are kept for its echo."""
         if self._echoes_scores:
             for prompt, delta in batch:
                 self._scores[prompt].extend(delta.prompt_logprobs)
@@ -424,14 +427,14 @@ class CompletionResponseWriter(ResponseWriter):
         return super().events(batch, usage)
 
     def events_bytes(self, batch: DeltaBatch) -> int:
-        """Returns about how large the echoes and the ids of prompts are that come with these events."""
+        """Return the approximate size of echoes and prompts' token ids in these events."""
         if not self._echoes_scores:
             return super().events_bytes(batch)
         scores = sum(_score_bytes(self._scores[prompt]) for prompt in self._begun(batch))
         return super().events_bytes(batch) + self._per_prompt * scores
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """Returns ``delta`` as an event; an echoed prompt is an event of its own before it."""
+        """Return ``delta`` as an event, preceded by an event with the echoed prompt."""
         echoed = b""
         if self._prompts and index not in self._answers:
             text, scores = self._prompts[index // self._per_prompt], tuple(self._echoed_scores(index))
@@ -484,19 +487,17 @@ class CompletionResponseWriter(ResponseWriter):
 
 
 def _score_bytes(logprobs: Sequence[TokenLogprob]) -> int:
-    """Returns about how many bytes of a response log probabilities of a prompt take."""
+    """Return the approximate size of log probabilities in a response, in bytes."""
     return LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
 
 
 def _reasoning_fields(text: str) -> dict[str, Any]:
-    """Returns the fields with a piece of reasoning: under the name that most clients read, and under the one that vLLM
-    has now."""
+    """Return reasoning under the name that most clients read, and under vLLM's current one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_part(part: ToolCallDelta, custom: bool) -> dict[str, Any]:
-    """Returns a part of a call of a tool, perhaps of a ``custom`` one, as a stream has it; the first part brings id and
-    name."""
+    """Return a part of a tool call for a stream; the first part has the id and name."""
     kind, field = ("custom", "input") if custom else ("function", "arguments")
     if not part.name:
         return {"index": part.index, kind: {field: part.arguments}}
@@ -510,8 +511,11 @@ def _whole_call(parts: Sequence[ToolCallDelta], custom: bool) -> dict[str, Any]:
 
 
 def usage_fields(usage: Usage, *, with_receipt: bool = False) -> dict[str, Any]:
-    """Returns a call's usage under OpenAI's names. The number of cached tokens is always there; the numbers by tier, of
-    tokens of reasoning and of draft tokens are left out where they are 0. The receipt is Pillion's own."""
+    """Return the usage in OpenAI's fields.
+
+    Cached tokens are always included; their tiers, reasoning tokens and draft tokens only if nonzero. The receipt is
+    Pillion's extension.
+    """
     details = {"reasoning_tokens": usage.reasoning_tokens} if usage.reasoning_tokens else {}
     if usage.guessed_tokens:
         details["accepted_prediction_tokens"] = usage.accepted_tokens
@@ -527,16 +531,15 @@ def usage_fields(usage: Usage, *, with_receipt: bool = False) -> dict[str, Any]:
 
 
 def receipt_fields(usage: Usage) -> dict[str, Any]:
-    """Returns what a request had computed, and the KV that it held, in bytes times seconds."""
+    """Return the computed tokens of a request, and its KV use in byte seconds."""
     return {"computed_tokens": usage.computed_tokens, "kv_byte_seconds": usage.kv_byte_seconds()}
 
 
 def cached_fields(usage: Usage) -> dict[str, Any]:
-    """Returns how many tokens of a prompt were cached and, where there are any, in which tiers."""
+    """Return the number of cached prompt tokens and, if any, their tiers."""
     tiers = {"cached_tokens_details": usage.cached_by_tier()} if usage.cached_tokens else {}
     return {"cached_tokens": usage.cached_tokens, **tiers}
 
 
 def usage_json(usage: Usage) -> bytes:
-    """Returns a call's usage as JSON."""
     return _encode(usage_fields(usage))

@@ -1,4 +1,4 @@
-"""Reads a body's tools, and how they may be called, whichever API's shape they have."""
+"""Parsing of tools and tool choice, in the forms of all APIs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "requir
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Returns the name by which the model knows a tool of a namespace: models know no namespaces."""
+    """Return the name that the model has for a namespaced tool, since models have no namespaces."""
     return name if not namespace else f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
 
 
 class ToolsRead:
-    """Reads the tools of a body. Tools that a server runs are left out and named. Raises ApiError.
+    """Tools of a body. Server-side tools are dropped and named as without effect. Raises ApiError.
 
     Attributes:
-        tools: the tools that the model is offered.
-        custom: the names of the custom tools among them.
-        spaced: the namespaces of tools and their names there, by the names that the model has.
-        names: the client's names of the tools' fields, by the gateway's.
+        tools: those offered to the model.
+        custom: names of the custom tools among them.
+        spaced: the model's name of a tool -> its namespace and its name there.
+        names: the gateway's names of the tools' fields -> the client's.
     """
 
     def __init__(self, bodies: Sequence[ToolBody], choice: ToolChoice | None, parallel: bool | None = None) -> None:
@@ -125,14 +125,13 @@ class ToolsRead:
             else:
                 note_ignored(f"{field}.{one.type}")
         if not allowed and mode == "required":
-            raise refused(field, "no answer here calls a tool that a server runs", "unsupported_value")
+            raise refused(field, "server-side tools cannot be called here", "unsupported_value")
         self.names["tools.allowed"] = field
         return replace(options, choice=mode if allowed else "none", allowed=tuple(allowed))
 
 
 def _chosen_name(choice: ChoiceBody) -> tuple[str, str]:
-    """Returns the name of the tool that a choice names, and the field that has it; "" twice where it names none, or one
-    that a server runs."""
+    """Return the name of the tool in a choice, and its field; "" twice without a name or for a server-side tool."""
     for field, named in (("function", choice.function), ("custom", choice.custom)):
         if named is not None:
             return flat_name(named.namespace, named.name), f"{field}.name"
@@ -142,7 +141,7 @@ def _chosen_name(choice: ChoiceBody) -> tuple[str, str]:
 
 
 def _grammar(form: InputFormat | None, path: str) -> ToolGrammar | None:
-    """Returns the grammar of a custom tool's input, None for any text. Raises ApiError."""
+    """Return the grammar of a custom tool's input, None for any text. Raises ApiError."""
     if form is None or form.type == "text":
         return None
     if form.grammar is not None:
@@ -154,7 +153,7 @@ def _grammar(form: InputFormat | None, path: str) -> ToolGrammar | None:
 
 
 def shown_tools(bodies: Sequence[ToolBody]) -> list[dict[str, Any]]:
-    """Returns tools as a response of OpenAI's repeats them: flat, functions with all of their fields."""
+    """Return tools as OpenAI's responses repeat them: flat, functions with all fields."""
     return [shown for body in bodies for shown in _shown(body)]
 
 

@@ -190,7 +190,7 @@ async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
             assert (reply.status, reply.error["code"]) == (404, "not_found")
         for path in ("/pooling", "/v1/pooling"):
             refused = await call(address, path, {"model": "toy", "input": "x"})
-            message = f"{path} is not offered: ask /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
+            message = f"{path} is not supported; use /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
             assert (refused.status, refused.error["message"]) == (404, message)
         for path, near in NEAR.items():
             reply = await call(address, path, {})
