@@ -1,4 +1,4 @@
-"""Tells under which address clients ask the HTTP port, behind a proxy too, and takes a proxy's path away."""
+"""URL by which clients reach the HTTP port, also behind a proxy, and removal of a proxy's path prefix."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-# The Host header is written into pages and commands, so other characters than those of names and addresses are refused.
+# Valid Host headers. They are written into pages and commands, so all other characters are refused.
 _HOST = re.compile(r"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
-# `pillion serve` listens here unless it is told otherwise.
+# Default address of `pillion serve`.
 USUAL_HOST = "127.0.0.1:8000"
 
 
 def asked_address(host: str, root_path: str, *, encrypted: bool) -> str:
-    """Returns the URL, without a slash at its end, under which a client asks this port.
+    """Return the URL, without a trailing slash, by which a client reaches this port.
 
     Args:
-        host: the client's Host header; for one that is no name or address, USUAL_HOST stands there.
+        host: the client's Host header; if invalid, USUAL_HOST is used.
         root_path: the value of --root-path.
         encrypted: whether the client's connection has TLS.
     """
@@ -26,8 +26,8 @@ def asked_address(host: str, root_path: str, *, encrypted: bool) -> str:
 
 
 class BelowPath:
-    """Represents an ASGI application that passes calls on to ``app`` without the path prefix of a proxy, whether the
-    proxy has taken it away already or not."""
+    """ASGI application that forwards calls to ``app`` without a proxy's path prefix, whether the proxy has removed it
+    or not."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app

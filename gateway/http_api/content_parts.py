@@ -1,6 +1,4 @@
-"""Reads the parts of a message's content: texts, what the assistant thought, and calls and their results, which
-Anthropic's clients have among them.
-"""
+"""Parsing of the parts of a message's content: texts, reasoning, and, as Anthropic has them, calls and results."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from pillion.gateway.http_api.openai_fields import CallBody, CalledFunction, Con
 from pillion.types import ChatMessage, ToolCall
 
 _TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
-# Parts of these types show something to the model.
+# Types of parts that show something to the model.
 SHOWN = frozenset(
     {
         *("image_url", "image", "input_image", "image_file", "video_url", "video", "input_video"),
@@ -27,7 +25,7 @@ SHOWN = frozenset(
 
 @dataclass(slots=True)
 class ReadContent:
-    """Holds what a message's content says. ``results`` are messages of their own, before the message itself."""
+    """Content of a message. ``results`` become separate messages, before the message itself."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -36,12 +34,12 @@ class ReadContent:
 
     @property
     def text(self) -> str:
-        """The texts, joined by line ends."""
+        """The texts, joined by newlines."""
         return "\n".join(self.texts)
 
     @property
     def is_results(self) -> bool:
-        """Whether nothing is left of the message beside its results."""
+        """True if the message has nothing but results."""
         return bool(self.results) and not (self.texts or self.thoughts or self.calls)
 
 
@@ -54,8 +52,10 @@ def read_content(
     in_result: bool = False,
     shown: Collection[str] = SHOWN,
 ) -> ReadContent:
-    """Reads the content at ``path`` of a message of a ``role``, or of a result in one. Every part of what ``is_new``
-    has to reach the model, and so does a user's part of a type that is ``shown``. Raises ApiError."""
+    """Parse the content at ``path`` of a message of a ``role``, or of a result in one.
+
+    Raises ApiError for a part without text that is new, or that is a user's and of a type in ``shown``.
+    """
     read = ReadContent()
     if isinstance(content, str):
         read.texts.append(content)
@@ -83,7 +83,7 @@ def _result(part: ContentPart, path: str) -> ChatMessage:
 
 
 def _thought(part: ContentPart) -> str:
-    """Returns what a part says of the assistant's reasoning."""
+    """Return a part's reasoning."""
     if isinstance(part.thinking, list):
         return "\n".join(one.text for one in part.thinking)
     return part.thinking or ((part.text or "") if part.type in ("thinking", "reasoning") else "")
@@ -92,8 +92,8 @@ def _thought(part: ContentPart) -> str:
 def read_calls(
     calls: Sequence[CallBody], function_call: CalledFunction | None, path: str, unnamed: str
 ) -> Iterator[ToolCall]:
-    """Yields the calls of a message at ``path``, as a chat has them. A call without an id gets one that begins with
-    ``unnamed``. Raises ApiError."""
+    """Yield the calls of a message at ``path``. A call without an id gets one that starts with ``unnamed``. Raises
+    ApiError."""
     for m, call in enumerate(calls):
         where, call_id = f"{path}.tool_calls[{m}]", call.id or f"{unnamed}{m:02}"
         if call.custom is not None:

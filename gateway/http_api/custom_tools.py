@@ -1,8 +1,7 @@
-"""Tells models of custom tools, whose input is free text, as functions, and takes the input out of their calls. Sans-IO
-(I9).
+"""Custom tools, whose input is free text, as functions, and extraction of the input from their calls. Sans-IO (I9).
 
-A model that calls tools writes arguments. So a custom tool is a function with one argument, the text ``input``; its
-calls go to a client as that text, and come back from the client as arguments.
+A custom tool becomes a function with one string argument, ``input``. Clients send and receive that text; the model
+reads and writes arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pillion.gateway.tokens.chat_template import GRAMMAR, INPUT
 from pillion.types import Delta, Tool, ToolCall, ToolCallDelta
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# This matches whole characters of a JSON string; of two escapes that are one character, both or none.
+# Whole characters of a JSON string; of a surrogate pair's two escapes, both or none.
 _CHARACTERS = re.compile(
     r"(?>(?:[^\"\\]|\\[\"\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*)"
@@ -27,10 +26,10 @@ _CHARACTERS = re.compile(
 
 
 class ToolGrammar(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds the grammar of a custom tool's input.
+    """Grammar of a custom tool's input.
 
     Attributes:
-        syntax: "lark", as llguidance reads it, or "regex", which the whole input matches.
+        syntax: "lark" (llguidance's), or "regex", which must match the whole input.
         definition: the grammar.
     """
 
@@ -39,7 +38,7 @@ class ToolGrammar(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def custom_tool(name: str, description: str, grammar: ToolGrammar | None) -> Tool:
-    """Returns a custom tool as a function. Its calls always fit its schema, and its input the ``grammar``."""
+    """Return a custom tool as a strict function, whose argument is constrained by ``grammar``."""
     text: dict[str, Any] = {"type": "string"}
     if grammar is not None:
         text[GRAMMAR] = {"syntax": grammar.syntax, "definition": grammar.definition}
@@ -48,26 +47,28 @@ def custom_tool(name: str, description: str, grammar: ToolGrammar | None) -> Too
 
 
 def custom_call(call_id: str, name: str, text: str) -> ToolCall:
-    """Returns an earlier call of a custom tool as that of the function."""
+    """Return an earlier call of a custom tool as a call of its function."""
     return ToolCall(call_id, name, json.dumps({INPUT: text}, ensure_ascii=False))
 
 
 class CustomCalls:
-    """Turns the arguments of the calls of custom tools into their input, in the deltas of all answers to a request.
-    ``names`` are those of the custom tools."""
+    """Conversion of the arguments of custom tools' calls to their input, in the deltas of all answers to a request.
+
+    ``names`` are the custom tools'.
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = names
         self._inputs: dict[tuple[int, int], InputText] = {}
 
     def read(self, delta: Delta, answer: int = 0) -> Delta:
-        """Returns a delta of an answer with the input of calls of custom tools instead of their arguments."""
+        """Return a delta of an answer, with the arguments of custom tools' calls replaced by their input."""
         if not self.names or not delta.tool_calls:
             return delta
         return replace(delta, tool_calls=tuple(self._part(part, answer) for part in delta.tool_calls))
 
     def has(self, call: int, answer: int = 0) -> bool:
-        """Returns whether a call of an answer is one of a custom tool."""
+        """Return True if a call of an answer is one of a custom tool."""
         return (answer, call) in self._inputs
 
     def _part(self, part: ToolCallDelta, answer: int) -> ToolCallDelta:
@@ -79,7 +80,7 @@ class CustomCalls:
 
 
 class InputText:
-    """Takes the text of the only argument out of a call's arguments, which come piece by piece."""
+    """Incremental extraction of the text from the only argument of a call."""
 
     __slots__ = ("_begun", "_held")
 
@@ -88,7 +89,7 @@ class InputText:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Returns the next characters of the text that are whole."""
+        """Return the next complete characters of the text."""
         text = self._held + piece
         if not self._begun:
             head = _HEAD.match(text)
@@ -98,8 +99,8 @@ class InputText:
             self._begun, text = True, text[head.end() :]
         found = _CHARACTERS.match(text)
         assert found is not None
-        # What follows the text's end is never read: it begins with the quotation mark, which is no character here.
+        # Everything from the closing quotation mark on is ignored: _CHARACTERS does not match it.
         self._held = text[found.end() :]
         read: str = json.loads(f'"{found[0]}"', strict=False)
-        # Half a pair of escapes is no character that can be written.
+        # Replace half of a surrogate pair, which cannot be encoded.
         return read.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,4 +1,4 @@
-"""Makes the page at /docs, which shows people the OpenAPI document: contents, a call of each path, all fields."""
+"""The page at /docs, which renders the OpenAPI document: contents, a curl command per path, all fields."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from pillion.gateway.http_api.asked_address import USUAL_HOST
 from pillion.gateway.http_api.openapi import POLICY, REF
 
-# In the page that is sent, the address that its reader asked stands in place of this one.
+# Placeholder for the address that the reader used.
 ADDRESS = f"http://{USUAL_HOST}"
 _PAGE = Path(__file__).with_suffix(".html")
 
 
 def page(document: dict[str, Any]) -> bytes:
-    """Makes the page of an OpenAPI document. The page loads nothing and runs no script."""
+    """Render an OpenAPI document. The page loads nothing and runs no script."""
     import jinja2
 
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE.read_text(encoding="utf-8"))
@@ -32,7 +32,7 @@ def page(document: dict[str, Any]) -> bytes:
 
 
 def _command(path: str, method: str, operation: dict[str, Any]) -> str:
-    """Returns a call with curl, as a shell takes it; "" where no call works as it stands."""
+    """Return a curl command for a shell, "" if no call works as it is."""
     contents: dict[str, Any] = operation.get("requestBody", {}).get("content", {})
     kind = next(iter(contents), "")
     words, example = [f"curl {ADDRESS}{path}"], contents[kind].get("example") if kind else None

@@ -1,6 +1,4 @@
-"""Reads parts of a body that are passed on as JSON text, such as a tool's schema: no objects are made of what is in
-them.
-"""
+"""Parts of a body that are passed on as JSON text, e.g. a tool's schema, without parsing them into objects."""
 
 from __future__ import annotations
 
@@ -18,22 +16,21 @@ from pillion.gateway.tokens.tokenizer import check_wanted
 
 T = TypeVar("T")
 
-# A field of the type Ignored[...] is accepted without effect: the answer's header IGNORED_HEADER names it.
+# Accepted without effect; the response header IGNORED_HEADER names the field.
 IGNORED = msgspec.Meta(extra={"effect": "none"})
 Ignored = Annotated[T, IGNORED]
-# A struct with this tag takes the objects of its union whose tag is missing or no other struct's. Its field sent_type
-# gets the tag that was sent.
+# Tag of a struct that accepts the objects of its union with a missing or unknown tag. Its field sent_type receives the
+# tag.
 OTHER = "?"
-# These are the types of fields whose JSON is passed on. The API refuses a Raw field without such a type, or reads it
-# later.
+# Types of fields whose JSON is passed on. A Raw field without one of them is refused, or parsed later.
 AnyJson = Annotated[Raw, msgspec.Meta(extra_json_schema={})]
 JsonObject = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 JsonObjects = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
 JsonSchema = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "boolean", "null"]})]
 JsonShape = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "boolean", "null"]})]
-# The arguments of a call that was cut short are no JSON object. They stand as a text in an object, under this name.
+# Key under which a truncated call's arguments, which are not a JSON object, are stored as text.
 CUT_SHORT = "INVALID_JSON"
-# The text of a document that a tool has fetched stands so many objects and lists deep.
+# Nesting depth of the text of a document that a tool has fetched.
 TOLD_LEVELS = 6
 
 _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
@@ -45,21 +42,20 @@ _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
 
 
 def json_object(raw: Raw, field: str) -> str:
-    """Returns the text of a JSON object as it was sent. Raises ApiError for any other value."""
+    """Return the text of a JSON object unchanged. Raises ApiError for any other value."""
     return _checked(raw, field, (dict,)).decode()
 
 
 def called_with(arguments: str) -> str:
-    """Returns the arguments of an earlier call. Text that is no JSON object, as of a call that was cut short, stands in
-    an object: the conversation goes on, and the model sees what it wrote."""
+    """Return the arguments of an earlier call. Invalid JSON, e.g. of a truncated call, is wrapped in an object, so that
+    the conversation can continue and the model sees what it wrote."""
     if not arguments or is_object(arguments):
         return arguments
     return "" if arguments.strip() == "null" else json.dumps({CUT_SHORT: arguments}, ensure_ascii=False)
 
 
 def compact_json(raw: Raw, field: str, *kinds: type[Any]) -> str:
-    """Returns JSON of one of these kinds as text, without the blanks between its parts. Raises ApiError for another
-    kind."""
+    """Return JSON of one of ``kinds`` as compact text. Raises ApiError for another kind."""
     return msgspec.json.format(_checked(raw, field, kinds), indent=-1).decode()
 
 
@@ -67,7 +63,7 @@ def _checked(raw: Raw, field: str, kinds: Collection[type[Any]]) -> bytes:
     text = bytes(raw)
     allowed = [kind for kind in _KINDS if kind[0] in kinds]
     if not text or not any(text[:1] in first for _, first, _ in allowed):
-        raise refused(field, f"{' or '.join(name for _, _, name in allowed)} is needed", "invalid_type")
+        raise refused(field, f"expected {' or '.join(name for _, _, name in allowed)}", "invalid_type")
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -76,14 +72,14 @@ def _checked(raw: Raw, field: str, kinds: Collection[type[Any]]) -> bytes:
 
 
 def arguments_of(raw: Raw) -> str:
-    """Returns the arguments of an earlier call, which came as an object, as the text of one, or as anything else."""
+    """Return the arguments of an earlier call, sent as an object, as its text, or as anything else."""
     text = bytes(raw).decode(errors="replace")
     return called_with(str(msgspec.json.decode(text, type=str)) if text[:1] == '"' else text)
 
 
 class _TextHolder(msgspec.Struct):
-    """Holds the fields of any object of a conversation that may have text in them. An object without a type is not
-    looked into, so that the number of strings in a body bounds that of these objects."""
+    """Fields of any object of a conversation that may contain text. Objects without a type are not parsed, so that the
+    number of strings in a body bounds the number of these objects."""
 
     type: str
     text: Raw = Raw()
@@ -96,8 +92,8 @@ class _TextHolder(msgspec.Struct):
 
 
 def text_in(raw: Raw, levels: int = TOLD_LEVELS) -> str:
-    """Returns the text of a part of an earlier turn whose type nobody here knows: the text itself, or that of its
-    parts, on up to ``levels`` levels; "" where it has none."""
+    """Return the text of a part of an unknown type: the text itself or that of its parts, to a depth of ``levels``; ""
+    for none."""
     first = memoryview(raw)[:1].tobytes() if levels else b""
     try:
         if first == b'"':
@@ -112,7 +108,7 @@ def text_in(raw: Raw, levels: int = TOLD_LEVELS) -> str:
 
 def _held_text(found: _TextHolder, levels: int) -> str:
     check_wanted()
-    # What is not text, such as a picture, has its bytes in a field of the same name.
+    # Of other types, e.g. an image, "data" has bytes.
     data = found.data if found.type == "text" else Raw()
     fields = (found.text, found.refusal, found.content, found.output, found.summary, found.source, data)
     return next(filter(None, map(text_in, fields, repeat(levels))), "")

@@ -1,9 +1,8 @@
-"""Turns the bodies of OpenAI's calls into requests of the gateway.
+"""Conversion of the bodies of OpenAI's calls to requests of the gateway.
 
-Earlier turns of a conversation are told to the model, and not judged: what has text becomes text, and what has none is
-left out and named, because a client sends it again with every turn. Only what the user shows the model has to be seen
-by it: a part of a user's message that is no text is refused where it is an image or the like, or stands in the last of
-these messages.
+Earlier turns of a conversation are not validated: parts without text are dropped and named, because a client resends
+them with every turn. A part of a user's message without text is refused if it is an image or the like, or in the last
+user message.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ from pillion.types import (
     ToolOptions,
 )
 
-# OpenAI and vLLM have this default for completions; a chat's answer may fill the context.
+# Default of OpenAI and vLLM for completions; a chat's answer may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
-# One call may have this many prompts, of which some run side by side, and so many answers to all of them together.
+# Limits per call: prompts, and answers to all of them together.
 MAX_PROMPTS = 2048
 MAX_CALL_ANSWERS = 16_384
-# OpenAI has these bounds of metadata.
+# OpenAI's limits of metadata.
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_NAME_CHARS = 64
 _MAX_CHOICE_BYTES = 1024
@@ -72,8 +71,8 @@ _METADATA_BOUND = (
     f"at most {MAX_METADATA_PAIRS} pairs of a name of {MAX_METADATA_NAME_CHARS} characters "
     f"and a text of {MAX_LABEL_CHARS}"
 )
-# So many bytes of these fields are parsed, and what is said of more. JSON needs at most six bytes for a character, and
-# a number has at most twenty digits.
+# Field -> max bytes to parse, and the error above. JSON needs at most six bytes per character, and a number has at most
+# twenty digits.
 _BOUNDS: Mapping[str, tuple[int, str]] = {
     "tools": (2 * MAX_TOOLS_BYTES, f"more than {MAX_TOOLS_BYTES} bytes"),
     "tool_choice": (_MAX_CHOICE_BYTES, f"more than {_MAX_CHOICE_BYTES} bytes"),
@@ -89,10 +88,10 @@ _BOUNDS: Mapping[str, tuple[int, str]] = {
     "chat_template_args": _KWARGS_BOUND,
     "metadata": (16 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS), _METADATA_BOUND),
 }
-# This matches the beginning of a list in JSON, up to its first item.
+# Start of a JSON list, up to its first item.
 _LIST = re.compile(rb"\[\s*(.?)", re.DOTALL)
 
-# These are the client's names of fields that have other names in the gateway.
+# The gateway's names of fields -> the client's, where different.
 COMPLETION_NAMES: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
 CHAT_NAMES: Mapping[str, str] = {
     "sampling.logprobs": "top_logprobs",
@@ -101,11 +100,10 @@ CHAT_NAMES: Mapping[str, str] = {
 }
 CHAT_NAMES_NEW: Mapping[str, str] = {**CHAT_NAMES, "sampling.max_tokens": "max_completion_tokens"}
 
-# "developer" is OpenAI's newer name of the same role, which no open model's template knows; "function" is the older
-# name of a tool.
+# "developer" is OpenAI's newer name of "system", which no open model's template has; "function" is the older name of
+# "tool".
 _ROLES = {"developer": "system", "function": "tool"}
-# Sampling values that a body has under the same names as SamplingParams: those that are texts and switches, and the
-# lists, which are read in the second step.
+# Fields with the same names in SamplingParams; lists are parsed in the second step.
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "truncation_side")
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 
@@ -114,12 +112,11 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIRequest(AskedCall):
-    """Holds a parsed call to either endpoint.
+    """A parsed call of either endpoint.
 
     Attributes:
-        body: says what the answer shows.
-        echoed: the last message of a conversation, with which each answer begins; "" for none.
-        custom: the names of the custom tools.
+        echoed: last message of a conversation that each answer starts with; "" for none.
+        custom: names of the custom tools.
     """
 
     body: CompletionBody | ChatBody
@@ -128,29 +125,29 @@ class OpenAIRequest(AskedCall):
 
     @property
     def answers(self) -> int:
-        """Gives the number of answers to each prompt."""
+        """Number of answers per prompt."""
         return self.requests[0].sampling.n or 1
 
     @property
     def include_usage(self) -> bool:
-        """Says whether a stream has usage at its end."""
+        """True if a stream has usage at its end."""
         options, usage = self.body.stream_options, self.body.usage
         return bool(options is not None and options.include_usage) or bool(usage is not None and usage.include)
 
     @property
     def continuous_usage(self) -> bool:
-        """Says whether a stream has usage in each event."""
+        """True if a stream has usage in each event."""
         options = self.body.stream_options
         return options is not None and bool(options.continuous_usage_stats) and self.include_usage
 
     @property
     def logprobs(self) -> bool:
-        """Says whether log probabilities are shown; a completion may ask for none beside those of its tokens."""
+        """True if log probabilities are returned; a completion may request them without alternatives (0)."""
         return self.body.logprobs is not None and self.body.logprobs is not False
 
 
 def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_IDS) -> OpenAIRequest:
-    """Reads the body of POST /v1/completions; a prompt of more than ``most_ids`` ids is refused before it is parsed.
+    """Parse the body of POST /v1/completions; a prompt of more than ``most_ids`` ids is refused before it is parsed.
     Raises ApiError."""
     body = parse(raw, CompletionBody)
     if body.truncate_prompt_tokens is not None:
@@ -161,7 +158,7 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
     structured, structure_names = structure_of(body)
     sampling = _sampling(body, most, body.logprobs, structured)
     if body.echo and body.logprobs is not None:
-        # An echoed prompt is shown with log probabilities of the same kind as the answer's.
+        # An echoed prompt has as many alternatives as the answer.
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     prompts = read_prompts(body.prompt, most_ids)
     if len(prompts) * max(body.n or 1, body.best_of or 1) > MAX_CALL_ANSWERS:
@@ -175,12 +172,12 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
 
 
 def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
-    """Reads the body of POST /v1/chat/completions. Raises ApiError."""
+    """Parse the body of POST /v1/chat/completions. Raises ApiError."""
     body = parse(raw, ChatBody)
     if body.top_logprobs and not body.logprobs:
-        raise refused("top_logprobs", "it needs logprobs to be true")
+        raise refused("top_logprobs", "needs logprobs: true")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise refused("max_completion_tokens", "max_tokens, its older name, says something else")
+        raise refused("max_completion_tokens", "contradicts max_tokens, its older name")
     newer = body.max_completion_tokens is not None
     most = limited(body.max_completion_tokens if newer else body.max_tokens)
     structured, structure_names = structure_of(body)
@@ -205,26 +202,25 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
 
 
 def structure_of(body: StructureBody) -> AskedStructure:
-    """Returns the structure that an answer must have. Raises ApiError."""
-    # Few bodies ask for one.
+    """Return the structure that the answer must have. Raises ApiError."""
     return read_structure(body) if any(getattr(body, name) for name in ASKING) else (None, {})
 
 
 def limited(max_tokens: int | None) -> int | None:
-    """Returns the most tokens of an answer, None for -1, by which other servers mean no limit."""
+    """Return the max tokens of an answer; -1 means no limit (None), as in other servers."""
     return None if max_tokens == -1 else max_tokens
 
 
 def _echoed(last: ChatMessage, options: ChatOptions) -> str:
-    """Returns the text of the last message where the answer goes on with it, or has its role; else ""."""
+    """Return the text of the last message if the answer continues it or has its role, else ""."""
     return last.content if last.role == "assistant" or not options.begins_message else ""
 
 
 def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
-    """Reads the body of POST /tokenize. Raises ApiError."""
+    """Parse the body of POST /tokenize. Raises ApiError."""
     body = parse(raw, TokenizeBody)
     if (body.prompt is None) is not given(body.messages):
-        raise refused("prompt", "exactly one of prompt and messages is needed")
+        raise refused("prompt", "exactly one of prompt and messages is required")
     options = chat_options(body)
     if body.prompt is not None:
         return body, GenerateRequest(model=body.model, text=str(_filled(body.prompt, "prompt")), chat=options)
@@ -233,13 +229,15 @@ def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
 
 
 def read_prompts(raw: Raw, most_ids: int, name: str = "prompt", most: int = MAX_PROMPTS) -> dict[str, Prompt]:
-    """Reads the field ``name`` of up to ``most`` prompts (a text, texts, ids, or lists of ids), and returns each prompt
-    by its field's name. Raises ApiError; too many items are refused before they are parsed."""
+    """Parse the field ``name`` of up to ``most`` prompts (a text, texts, ids, or lists of ids).
+
+    Returns the prompts by their fields' names. Raises ApiError; too many items are refused before they are parsed.
+    """
     text = bytes(raw)
     begins = _LIST.match(text)
     if begins is None:
         return {name: _filled(str(parse_field(raw, str, name)), name)}
-    # The first item tells what all items are, so a list of mixed items is refused before any is parsed.
+    # The first item's type is that of all items, so a list of mixed types is refused before it is parsed.
     first = begins[1]
     if first == b'"':
         items = parse_field(raw, list[str], name)
@@ -258,7 +256,7 @@ def read_prompts(raw: Raw, most_ids: int, name: str = "prompt", most: int = MAX_
 
 
 def read_ids(raw: Raw, field: str, most_ids: int) -> tuple[int, ...]:
-    """Reads a list of token ids. Raises ApiError; too many are refused before they are parsed."""
+    """Parse a list of token ids. Raises ApiError; too many are refused before they are parsed."""
     check_wanted()
     if bytes(raw).count(b",") >= most_ids:
         raise from_pillion(too_long(bytes(raw).count(b",") + 1, field, most_ids), {})
@@ -272,8 +270,7 @@ def _filled(prompt: Prompt, field: str) -> Prompt:
 
 
 def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
-    """Reads a conversation. Raises ApiError. The number of strings in a body, which was checked, bounds what is made of
-    it."""
+    """Parse a conversation. The number of strings in the body, checked before, bounds its size. Raises ApiError."""
     messages: list[MessageBody] = parse_field(raw, list[MessageBody], "messages")
     if not messages:
         raise refused("messages", "at least one message is needed")
@@ -283,9 +280,9 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
 
 
 def _told(messages: Sequence[MessageBody]) -> Iterator[ChatMessage]:
-    """Yields the messages of a conversation in the gateway's own form. Raises ApiError."""
+    """Yield the messages of a conversation in the gateway's form. Raises ApiError."""
     last_user = max((n for n, one in enumerate(messages) if one.role == "user"), default=-1)
-    # These calls have no result so far: the name of each, by its id.
+    # Calls without a result so far: id -> name.
     unanswered: dict[str, str] = {}
     for n, message in enumerate(messages):
         check_wanted()
@@ -314,8 +311,10 @@ def _told(messages: Sequence[MessageBody]) -> Iterator[ChatMessage]:
 
 
 def _answered(message: MessageBody, unanswered: dict[str, str]) -> str:
-    """Returns the id of the call whose result a message is, and takes it out of those that are ``unanswered``. A result
-    that names none belongs to the first call without one, if it can be by its name."""
+    """Return the id of the call that a result answers, and remove it from ``unanswered``.
+
+    A result without an id belongs to the first unanswered call of its name, or else to the first one.
+    """
     found = message.tool_call_id or ""
     if not found:
         names = [one for one, name in unanswered.items() if message.name in (None, "", name)]
@@ -325,20 +324,18 @@ def _answered(message: MessageBody, unanswered: dict[str, str]) -> str:
 
 
 def read_tools(raw: Raw, choice: Raw, parallel: bool | None = None) -> ToolsRead:
-    """Reads the tools and which of them may be called. Raises ApiError; too many bytes are refused before they are
-    parsed."""
+    """Parse tools and tool choice. Raises ApiError; too many bytes are refused before they are parsed."""
     return ToolsRead(_bounded(raw, "tools") or (), _bounded(choice, "tool_choice"), parallel)
 
 
 def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
-    """Says how the body's conversation becomes a prompt. ``reasoning_effort`` is one more variable of the template.
-    Raises ApiError."""
+    """Return the template options of a body; ``reasoning_effort`` is one more variable. Raises ApiError."""
     raw, field = body.chat_template_kwargs, "chat_template_kwargs"
     wanted: list[tuple[str, Any, str]] = []
     if isinstance(body, ChatBody):
         if given(body.chat_template_args):
             if given(raw):
-                raise refused("chat_template_args", "chat_template_kwargs, its other name, is there too; send one")
+                raise refused("chat_template_args", "chat_template_kwargs, its other name, is also set; send one")
             raw, field = body.chat_template_args, "chat_template_args"
         thinks = body.thinking
         if isinstance(thinks, ThinkingSwitch):
@@ -354,11 +351,11 @@ def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = N
 
 
 def template_kwargs(raw: Raw, wanted: Sequence[tuple[str, Any, str]] = (), field: str = "chat_template_kwargs") -> str:
-    """Returns further variables of the chat template, as JSON text; "" for none.
+    """Return further variables of the chat template, as JSON text; "" for none.
 
     Args:
         raw: an object with variables.
-        wanted: a variable's name, its value, and the client's field that sets it; None sets none.
+        wanted: (variable, value, client's field that sets it); a value of None sets nothing.
         field: the client's name of ``raw``.
 
     Raises ApiError.
@@ -368,12 +365,12 @@ def template_kwargs(raw: Raw, wanted: Sequence[tuple[str, Any, str]] = (), field
         if value is not None:
             encoded = Raw(msgspec.json.encode(value))
             if bytes(kwargs.setdefault(name, encoded)) != bytes(encoded):
-                raise refused(setter, f"another field sets the template's variable {name} to something else")
+                raise refused(setter, f"another field sets the template's variable {name} to a different value")
     return msgspec.json.encode(kwargs).decode() if kwargs else ""
 
 
 def read_stops(raw: Raw) -> tuple[str, ...]:
-    """Reads the field of stop strings, which may be one string or a list. Raises ApiError."""
+    """Parse stop strings: one or a list. Raises ApiError."""
     stops = _bounded(raw, "stop")
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
@@ -401,12 +398,12 @@ def _sampling(
 
 
 def sampling_of(body: msgspec.Struct, api: str) -> dict[str, Any]:
-    """Returns a body's sampling values by their names in SamplingParams."""
+    """Return a body's sampling values by their names in SamplingParams."""
     return {name: getattr(body, name) for name, one in SAMPLING_OPTIONS.items() if api in one.apis}
 
 
 def request_of(body: Any, request_id: str, sampling: SamplingParams, **prompt: Any) -> GenerateRequest:
-    """Makes the gateway's request of what the bodies of all APIs have under the same names."""
+    """Create the gateway's request from the fields that the bodies of all APIs share."""
     return GenerateRequest(
         model=body.model,
         sampling=sampling,
@@ -418,20 +415,19 @@ def request_of(body: Any, request_id: str, sampling: SamplingParams, **prompt: A
 
 
 def _check_options(body: CompletionBody | ChatBody, prompts: int) -> None:
-    """Raises ApiError for what an answer to so many prompts cannot show."""
+    """Raise ApiError for options that an answer to this number of prompts does not support."""
     if body.stream and body.prompt_logprobs is not None:
         raise refused(
-            "prompt_logprobs", "they are not part of a stream; send it without stream", "unsupported_parameter"
+            "prompt_logprobs", "not available in a stream; send the request without stream", "unsupported_parameter"
         )
     if body.timings and prompts > 1:
-        raise refused("timings", "it needs a single prompt")
+        raise refused("timings", "needs a single prompt")
     if body.stream_options is not None and not body.stream:
         note_ignored("stream_options")
 
 
 def read_metadata(raw: Raw) -> dict[str, str]:
-    """Reads labels of a request, which have no effect: a batch gives them back, and answers are not stored. Raises
-    ApiError."""
+    """Parse labels of a request, which are returned but have no effect. Raises ApiError."""
     labels: dict[str, str] = _bounded(raw, "metadata") or {}
     oversized = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
     if oversized or len(labels) > MAX_METADATA_PAIRS:
@@ -440,7 +436,7 @@ def read_metadata(raw: Raw) -> dict[str, str]:
 
 
 def _bounded(raw: Raw, field: str) -> Any:
-    """Reads a raw field, None where it was not sent; a field of too many bytes is refused before it is parsed."""
+    """Parse a raw field, None if absent; a field of too many bytes is refused before it is parsed."""
     if not given(raw):
         return None
     most_bytes, bound = _BOUNDS[field]

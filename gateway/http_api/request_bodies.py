@@ -1,11 +1,11 @@
-"""Reads the bytes of a body as they come: inflates them, and leaves out images that no model will see (no I/O).
+"""Decompression of bodies while they arrive, and removal of images that no model will see (no I/O).
 
-chunk --Content-Encoding--> inflated, about STEP_BYTES at a time --ImageCutter--> kept, at most MAX_BODY_BYTES
+chunk --Content-Encoding--> decompressed, about STEP_BYTES at a time --ImageCutter--> kept, at most MAX_BODY_BYTES
 
-An agent's conversation brings the screenshots of all its turns again with each turn, though the models here read texts
-alone. Their base64 is dropped where it stands in a field that holds nothing but an image, so that it takes no memory
-and does not end the conversation: in the image parts of a message and of a tool's result, by the keys above them. What
-a model reads, such as texts, arguments and the inputs of tools, stands under other keys and is never touched.
+An agent resends the screenshots of all turns with each turn, although the models here read text only. Their base64 is
+dropped, so that it takes no memory and does not end the conversation, but only in fields that contain nothing but an
+image: image parts of messages and of tool results, identified by the keys above them. Everything that a model reads,
+e.g. texts, arguments and inputs of tools, has other keys and is never changed.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-# A body has at most this many bytes without the images that are left out, as at Anthropic.
+# Max size of a body without dropped images; Anthropic's limit.
 MAX_BODY_BYTES = 32 * 2**20
-# This many bytes of a body may come, or come out of its compression, images included.
+# Max size of a body as sent, and after decompression, images included.
 MAX_SENT_BYTES = 4 * MAX_BODY_BYTES
-# The parser works in one piece, on a thread, and holds the interpreter's lock. The time that it takes depends on the
-# number of items more than on their size, and for so many it is about 30 ms. Each item but the first follows a comma.
+# Max commas of a body, one per item but the first. The parser runs without interruption on a thread and holds the GIL.
+# Its time depends on the number of items more than on their size; for this number it is about 30 ms.
 MAX_COMMAS = 2**21
-# Compressed bytes become at most this many at once, so that a body that swells is noticed early.
+# Max decompressed bytes per step, so that a decompression bomb is detected early.
 STEP_BYTES = 256 * 2**10
-# A body may make its reader keep 8 MiB of what came before, which is what RFC 8878 asks of everybody.
+# Max zstd window (8 MiB), which RFC 8878 asks every decoder to support.
 ZSTD_WINDOW_LOG = 23
-# Images are looked for in the first pieces of a body's structure: beyond this, a body holds no conversation.
+# Max structural characters to scan for images, and max depth: beyond them, a body is not a conversation.
 MAX_PIECES, MAX_DEPTH = 2**18, 64
-# A body of this size is read as it is, for nothing is gained.
+# Bodies up to this size are not scanned.
 SMALL_BYTES = 16 * 2**10
-# The mark of UTF-8 that Windows' programs write before JSON.
+# UTF-8 byte order mark, which Windows programs write before JSON.
 BOM = b"\xef\xbb\xbf"
-# A key or a type that matters is shorter than this.
+# Max length of the keys and types to compare with.
 MAX_NAME_BYTES = 32
 
-# The text of an image stands at these places; "[]" is an item of a list.
+# Paths of images' texts; "[]" is an item of a list.
 _PART = ("messages", "[]", "content", "[]")
 _RESULT_PART = (*_PART, "content", "[]")
 _ITEM_PARTS = (("input", "[]", "content", "[]"), ("input", "[]", "output", "[]"))
@@ -64,11 +64,11 @@ _IMAGE_URL_BYTES = 64
 
 @dataclass(slots=True)
 class _Open:
-    """Describes an object or a list that has begun: its ``key`` is the last one of an object, and "[]" in a list.
+    """An object or list that is open. ``key`` is the last key of an object, and "[]" in a list.
 
     Attributes:
-        said: the short texts of an object, by key.
-        image: where the text of an image may stand in the object, before the object has said what it is.
+        said: short strings of an object, by key.
+        image: range of a possible image's text in the object, until its type is known.
     """
 
     key: str = ""
@@ -76,34 +76,34 @@ class _Open:
     image: tuple[int, int] = (0, 0)
 
     def holds_image(self) -> bool:
-        """Says whether the object describes an image in base64."""
+        """Return True if the object describes an image in base64."""
         return self.said.get("type") == b"base64" and self.said.get("media_type", b"").startswith(b"image/")
 
 
 @dataclass(eq=False)
 class ImageCutter:
-    """Collects a body's JSON without the texts of images. ``kept`` is what has been collected so far.
+    """Collector of a body's JSON without images. ``kept`` is the result so far.
 
-    It follows strings and brackets only, each byte once, and cuts nothing but the inside of strings, so what was JSON
-    stays JSON; what was none is collected somehow.
+    It tracks strings and brackets only, each byte once, and removes nothing but the inside of strings, so valid JSON
+    stays valid.
     """
 
     kept: bytearray = field(default_factory=bytearray)
     _open: list[_Open] = field(default_factory=lambda: [_Open()])
     _pieces: int = 0
-    # Up to here, ``kept`` has been read.
+    # End of the scanned part of ``kept``.
     _at: int = 0
-    # The begin of the string that is being read, behind its quote; None between strings.
+    # Start of the current string, after its quote; None between strings.
     _string: int | None = None
-    # The string that ended last, which is a key if a colon follows it.
+    # Last string, which is a key if a colon follows.
     _last: bytes = b""
-    # What is to become of the string that is being read: an image's text is not kept.
+    # Whether the current string is an image's text.
     _drops: bool = False
-    # A string that may be an image's URL is judged when enough of it is there.
+    # Whether the current string may be an image's URL; decided when enough of it has arrived.
     _judges: bool = False
 
     def feed(self, data: bytes) -> None:
-        """Collects the next bytes of the body."""
+        """Collect the next bytes of the body."""
         self.kept += data
         if len(self.kept) <= SMALL_BYTES:
             return
@@ -112,7 +112,7 @@ class ImageCutter:
                 return
 
     def _between(self) -> bool:
-        """Reads up to the next piece between strings. Returns whether there is one."""
+        """Scan to the next structural character between strings. Return False if there is none yet."""
         found = _PIECE.search(self.kept, self._at)
         if found is None:
             self._at = len(self.kept)
@@ -144,7 +144,7 @@ class ImageCutter:
                 above.image = (self._at, 0)
 
     def _inside(self) -> bool:
-        """Reads on in a string. Returns whether its end was found, or another turn is needed."""
+        """Scan the current string. Return False if its end has not arrived."""
         assert self._string is not None
         if self._judges:
             if len(self.kept) - self._string < _IMAGE_URL_BYTES and self.kept.find(b'"', self._string) < 0:
@@ -159,7 +159,7 @@ class ImageCutter:
             del self.kept[self._at : end]
             end = self._at
         self._at = end
-        # A backslash at the end is half of something.
+        # A trailing backslash is half of an escape.
         if end == len(self.kept) or self.kept[end] != ord('"'):
             return False
         self._end_string(end)
@@ -183,7 +183,7 @@ class ImageCutter:
 
 
 def _gzip() -> Any:
-    # The number 31 stands for gzip's head.
+    # 31: gzip header.
     return zlib.decompressobj(31)
 
 
@@ -195,12 +195,12 @@ _INFLATERS: dict[str, Callable[[], Any]] = {"gzip": _gzip, "x-gzip": _gzip, "zst
 
 
 def _inflated(stream: Any, data: bytes) -> Iterator[bytes]:
-    """Yields what some bytes become, about STEP_BYTES at a time at most. Raises EOFError for bytes after the end."""
+    """Yield decompressed bytes, in parts of about STEP_BYTES. Raises EOFError for bytes after the end."""
     more = True
     while more:
         part = stream.decompress(data, STEP_BYTES)
         yield part
-        # The object for zstd keeps what it has not read yet; that for gzip wants it again.
+        # zstd buffers its unread input; zlib expects it to be passed again.
         data = getattr(stream, "unconsumed_tail", b"")
         more = not stream.eof and (len(part) == STEP_BYTES or bool(data))
     if stream.unused_data:
@@ -208,18 +208,18 @@ def _inflated(stream: Any, data: bytes) -> Iterator[bytes]:
 
 
 class BodyReader:
-    """Collects one body from the chunks in which it comes. ``kept_bytes`` is its size so far, without images.
+    """Collector of one body from its chunks.
 
     Args:
-        encoding: its Content-Encoding, in small letters; "" and "identity" for none.
+        encoding: its Content-Encoding, in lower case; "" and "identity" for none.
 
-    Raises ApiError for an encoding that is not known.
+    Raises ApiError for an unknown encoding.
     """
 
     def __init__(self, encoding: str) -> None:
         if encoding not in ("", "identity", *_INFLATERS):
             known = ", ".join(sorted(("identity", *_INFLATERS)))
-            raise ApiError(415, f"Content-Encoding: {encoding[:100]!r} is not taken; {known} are")
+            raise ApiError(415, f"Content-Encoding: {encoding[:100]!r} is not supported; use one of {known}")
         self._encoding = encoding
         self._inflater = _INFLATERS[encoding]() if encoding in _INFLATERS else None
         self._sent_bytes = self._commas = 0
@@ -227,17 +227,17 @@ class BodyReader:
 
     @property
     def packed(self) -> bool:
-        """Says whether the body is compressed."""
+        """True if the body is compressed."""
         return self._inflater is not None
 
     @property
     def kept_bytes(self) -> int:
-        """Gives the number of bytes that are kept."""
+        """Size of the body so far, without images."""
         return len(self._cutter.kept)
 
     def feed(self, data: bytes) -> None:
-        """Takes the next bytes as they came. It may take milliseconds. Raises ApiError for a body that is too large or
-        cannot be inflated."""
+        """Add the next bytes as received; may take milliseconds. Raises ApiError for a body that is too large or cannot
+        be decompressed."""
         try:
             for part in (data,) if self._inflater is None else _inflated(self._inflater, data):
                 self._sent_bytes += len(part)
@@ -249,8 +249,11 @@ class BodyReader:
             raise _not_packed(self._encoding) from None
 
     def whole(self) -> bytes:
-        """Returns the body. Raises ApiError where its compressed bytes are not whole, and for more items than are
-        taken: only a client whose whole body was read is sure to see why."""
+        """Return the body.
+
+        Raises ApiError for truncated compressed data, and for too many items: only a client whose whole body was read
+        is sure to receive the error.
+        """
         if self._inflater is not None and not self._inflater.eof:
             raise _not_packed(self._encoding)
         if self._commas > MAX_COMMAS:
@@ -259,10 +262,9 @@ class BodyReader:
 
 
 def too_large() -> ApiError:
-    """Makes the error of a body with more bytes than are taken."""
     return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="request_too_large")
 
 
 def _not_packed(encoding: str) -> ApiError:
-    text = f"Content-Encoding: the body is not whole, or not compressed as {encoding}"
+    text = f"Content-Encoding: the body is truncated, or not compressed as {encoding}"
     return ApiError(400, text, code="invalid_value")

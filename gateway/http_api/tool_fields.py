@@ -1,5 +1,5 @@
-"""Defines tools, and the choice among them, in the shapes of all APIs: OpenAI's, flat or in "function", Anthropic's,
-MCP's and Gemini's. Every body has them; tool_reading.py reads them.
+"""Fields of tools and tool choice in the forms of all APIs: OpenAI's, flat or in "function", Anthropic's, MCP's and
+Gemini's. Every body accepts them; tool_reading.py parses them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _OFFERED = (b"null", b'"function"', b'"custom"', b'"namespace"')
 
 
 class SchemaFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Describes a function's arguments.
+    """Arguments of a function.
 
     Attributes:
-        description: what the model reads of the function.
-        parameters: the JSON schema of its arguments; without it, any object.
-        input_schema, mcp_schema: other names of parameters: Anthropic's, and MCP's inputSchema.
-        strict: whether its arguments always fit that schema; without it they do where the schema can be followed.
+        description: description for the model.
+        parameters: the JSON schema of the arguments; default: any object.
+        input_schema, mcp_schema: Anthropic's name of parameters, and MCP's, inputSchema.
+        strict: whether arguments always match the schema; without it they do if the schema is supported.
     """
 
     description: str | None = None
@@ -33,13 +33,13 @@ class SchemaFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     strict: bool | None = None
 
     def schema(self) -> tuple[Raw, str]:
-        """Returns the schema of the arguments, and the name of its field."""
+        """Return the schema of the arguments, and the name of its field."""
         named = (("parameters", self.parameters), ("input_schema", self.input_schema), ("inputSchema", self.mcp_schema))
         return next(((raw, name) for name, raw in named if raw), (Raw(), "parameters"))
 
 
 class FunctionBody(SchemaFields, forbid_unknown_fields=True, kw_only=True):
-    """Describes a function that the model may call.
+    """A function that the model may call.
 
     Attributes:
         name: at most 128 letters, digits and _ . : -
@@ -49,12 +49,12 @@ class FunctionBody(SchemaFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class InputFormat(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Describes the form of a custom tool's input.
+    """Format of a custom tool's input.
 
     Attributes:
         type: "text" for any text, or "grammar".
-        grammar: the grammar of a "grammar".
-        syntax, definition: the same grammar, as Responses has it.
+        grammar: the grammar.
+        syntax, definition: the same grammar, as in Responses.
     """
 
     type: Literal["text", "grammar"]
@@ -64,12 +64,12 @@ class InputFormat(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 
 
 class CustomBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Describes a custom tool, whose input is a text.
+    """A custom tool, whose input is text.
 
     Attributes:
         name: at most 128 letters, digits and _ . : -
-        description: what the model reads of it.
-        format: the form of the input; default: any text.
+        description: description for the model.
+        format: the format of the input; default: any text.
     """
 
     name: str
@@ -78,22 +78,22 @@ class CustomBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolBody(SchemaFields, forbid_unknown_fields=True, kw_only=True):
-    """Describes a tool in any of its shapes.
+    """A tool in any supported form.
 
     Attributes:
-        type: "function", "custom" or "namespace"; with a schema it may be left out. Tools of other types are those of
-            servers, which the model is not offered.
-        name: the tool's name, where it does not stand in function or custom.
-        function: a function, as a chat has it.
-        custom: a tool whose input is a text, as a chat has it.
-        format: the form of a custom tool's input, as Responses has it.
-        tools: the tools of a namespace; calls have its name, too.
-        gemini_functions, function_declarations: functions, as Gemini has them.
-        eager_input_streaming: arguments are always streamed as they come.
-        defer_loading: the model reads of every tool from the beginning, and need not search for it.
-        input_examples: the model does not see them; write them into the description.
-        output_schema: what the function returns; the model does not see it.
-        allowed_callers: the model itself calls every tool.
+        type: "function", "custom" or "namespace"; optional with a schema. Other types are server-side tools, which are
+            not offered to the model.
+        name: the tool's name, unless it is in function or custom.
+        function: a function, as in chat completions.
+        custom: a custom tool, as in chat completions.
+        format: the format of a custom tool's input, as in Responses.
+        tools: the tools of a namespace, which calls also name.
+        gemini_functions, function_declarations: functions, as in Gemini's API.
+        eager_input_streaming: arguments are always streamed.
+        defer_loading: all tools are in the prompt from the start, so none is searched for.
+        input_examples: not passed to the model; write them into the description.
+        output_schema: schema of the function's result; not passed to the model.
+        allowed_callers: only the model calls tools.
     """
 
     type: str | None = None
@@ -112,14 +112,14 @@ class ToolBody(SchemaFields, forbid_unknown_fields=True, kw_only=True):
 
     @staticmethod
     def passed_over(sent: Mapping[str, Raw]) -> bool:
-        """Returns whether an object is a tool of a server, of which the type alone is named as having no effect."""
+        """Return True if an object is a server-side tool; only its type is then named as without effect."""
         kind = bytes(sent.get("type", b""))
         return (
             bool(kind) and kind not in _OFFERED and sent.keys().isdisjoint(("parameters", "input_schema", "function"))
         )
 
     def __post_init__(self) -> None:
-        # Every tool has to have a string, so that their number is bounded.
+        # Requiring a string in every tool bounds their number.
         inner = self.function, self.custom, self.gemini_functions, self.function_declarations
         needs_name = self.type in (None, "function", "custom", "namespace") and not any(inner)
         if needs_name and not self.name:
@@ -127,10 +127,10 @@ class ToolBody(SchemaFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class NamedTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Names a function or a custom tool.
+    """A choice of a function or custom tool.
 
     Attributes:
-        name: the name of one of the tools.
+        name: the tool's name.
         namespace: the name of its namespace.
     """
 
@@ -139,7 +139,7 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Names the tools that may be called, of those that the model is offered.
+    """The subset of the tools that may be called.
 
     Attributes:
         mode: "auto", or "required" for at least one call.
@@ -151,16 +151,16 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 
 
 class ChoiceBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Says how tools may be called, as an object of any API.
+    """Tool choice, as an object of any API.
 
     Attributes:
-        type: "function", "custom" or "tool" for the one tool to call, "allowed_tools" for several, or one of the words
-            "auto", "none", "any" and "required".
-        function, custom: the tool to call, as a chat has it.
+        type: "function", "custom" or "tool" for the one tool to call, "allowed_tools" for several, or "auto", "none",
+            "any" or "required".
+        function, custom: the tool to call, as in chat completions.
         name: the name of the tool to call.
         namespace: the name of its namespace.
-        allowed_tools: the tools that may be called, as a chat has them.
-        mode, tools: the same, as Responses has them.
+        allowed_tools: the tools that may be called, as in chat completions.
+        mode, tools: the same, as in Responses.
         disable_parallel_tool_use: whether an answer has at most one call.
     """
 
@@ -176,11 +176,11 @@ class ChoiceBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
     @staticmethod
     def passed_over(sent: Mapping[str, Raw]) -> bool:
-        """Returns whether an object names a tool of a server, as ToolBody does."""
+        """Return True if an object names a server-side tool."""
         return ToolBody.passed_over(sent)
 
     def __post_init__(self) -> None:
-        # Every object has to have a string, so that their number is bounded.
+        # Requiring a string in every object bounds their number.
         if not (self.type or self.name or self.function or self.custom):
             raise ValueError("Object missing required field `type`")
 
